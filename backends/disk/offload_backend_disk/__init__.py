@@ -1,0 +1,5 @@
+"""The ``disk`` backend of offload-core: one file per object on a local file system."""
+
+from offload_backend_disk.backend import DiskBackend, DiskOptions
+
+__all__ = ["DiskBackend", "DiskOptions"]

@@ -1,0 +1,95 @@
+"""The ``disk`` backend.
+
+An object lies at ``path/namespace/pack/ab/abcdef….kv``, where ``ab`` are the first two digits of its chunk hash, so
+that no folder grows beyond a 256th of a pack. Folders have mode 0700 and files 0600: a KV cache holds users' text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from aiofiles.base import wrap
+from pydantic import Field, field_validator
+
+from offload_backend_disk import files
+from offload_core.backend import Backend, BackendOptions, Capabilities, LoadOutcome, StoreOutcome, to_the_end
+from offload_core.keys import ObjectKey
+
+T = TypeVar("T")
+
+# aiofiles turns a blocking function into a coroutine function that runs it as one call on the given executor.
+_load = wrap(files.load)
+_store = wrap(files.store)
+
+
+class DiskOptions(BackendOptions):
+    """Options of the ``disk`` type."""
+
+    path: Path = Field(description="folder for the objects; created when its parent exists")
+
+    @field_validator("path")
+    @classmethod
+    def _parent_exists(cls, path: Path) -> Path:
+        path = path.expanduser().absolute()
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} is a file; name a folder")
+        if not path.exists() and not path.parent.is_dir():
+            raise ValueError(
+                f"the parent folder {path.parent} does not exist; create it, or mount the disk that should be there"
+            )
+        return path
+
+
+class DiskBackend(Backend[DiskOptions]):
+    """One file per object on a local file system."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """A local disk that other processes may use too."""
+        return Capabilities(medium="disk", persistent=True, shared=True)
+
+    async def open(self) -> None:
+        """Create the folder. A read-only file system is no error here: what is on it can still be loaded."""
+        try:
+            await self.run_blocking(files.make_private_folder, self.options.path)
+        except OSError as error:
+            if error.errno != errno.EROFS or not self.options.path.is_dir():
+                raise
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
+        """See :meth:`Backend.contains`."""
+        return await self.run_blocking(files.exist, [self._file(key) for key in keys])
+
+    async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
+        """See :meth:`Backend.load_into`."""
+        return await self._each(_load, keys, buffers)
+
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
+        """See :meth:`Backend.store`."""
+        return await self._each(_store, keys, buffers)
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        """See :meth:`Backend.delete`."""
+        await self.run_blocking(files.delete, [self._file(key) for key in keys])
+
+    async def _each(
+        self, operation: Callable[..., Awaitable[T]], keys: Sequence[ObjectKey], buffers: Sequence[memoryview]
+    ) -> list[T]:
+        """Run ``operation(path, buffer)`` for every key at once, one thread hop each, and wait until all have ended."""
+        calls = [
+            operation(self._file(key), buffer, executor=self.context.executor)
+            for key, buffer in zip(keys, buffers, strict=True)
+        ]
+        results = await to_the_end(asyncio.gather(*calls, return_exceptions=True))
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in results if not isinstance(result, BaseException)]
+
+    def _file(self, key: ObjectKey) -> Path:
+        digest = key.chunk_hash.hex()
+        return self.options.path / key.namespace / key.pack / digest[:2] / f"{digest}.kv"

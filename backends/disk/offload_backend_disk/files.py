@@ -1,0 +1,82 @@
+"""Blocking file operations on objects; each runs on one of the tier's threads, one hop per object."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from offload_core.backend import LoadOutcome, StoreOutcome
+
+FOLDER_MODE = 0o700
+FILE_MODE = 0o600
+TEMPORARY_SUFFIX = ".tmp"
+
+
+def exist(paths: list[Path]) -> list[bool]:
+    """Return, per path, whether a regular file is there."""
+    return [path.is_file() for path in paths]
+
+
+def load(path: Path, buffer: memoryview) -> LoadOutcome:
+    """Read the file into ``buffer``. A file of another size is corrupt; the buffer's content is then undefined."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return LoadOutcome.MISS
+    try:
+        if os.fstat(descriptor).st_size != len(buffer):
+            return LoadOutcome.CORRUPT
+        done = 0
+        while done < len(buffer):
+            count = os.readv(descriptor, [buffer[done:]])
+            if count == 0:  # truncated since the fstat
+                return LoadOutcome.CORRUPT
+            done += count
+    finally:
+        os.close(descriptor)
+    return LoadOutcome.HIT
+
+
+def store(path: Path, buffer: memoryview) -> StoreOutcome:
+    """Write the file whole or not at all: to a temporary name of its own in the same folder, then renamed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid():x}-{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
+    descriptor = _create(temporary)
+    try:
+        try:
+            done = 0
+            while done < len(buffer):
+                done += os.write(descriptor, buffer[done:])
+        finally:
+            os.close(descriptor)
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    return StoreOutcome.STORED
+
+
+def delete(paths: list[Path]) -> None:
+    """Remove files; absent ones are no error."""
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def _create(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, FILE_MODE)
+    except FileNotFoundError:
+        make_private_folder(path.parent)
+        return os.open(path, flags, FILE_MODE)
+
+
+def make_private_folder(folder: Path) -> None:
+    """Create ``folder`` and its missing parents, each with mode 0700 whatever the umask says."""
+    for parent in reversed([folder, *folder.parents]):
+        if not parent.exists():
+            with suppress(FileExistsError):
+                parent.mkdir(mode=FOLDER_MODE)
+                parent.chmod(FOLDER_MODE)

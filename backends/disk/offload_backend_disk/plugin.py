@@ -1,0 +1,13 @@
+"""The plugin: what the entry point names."""
+
+from __future__ import annotations
+
+from offload_backend_disk.backend import DiskBackend, DiskOptions
+from offload_core.backend import BackendType
+from offload_core.hookspecs import hookimpl
+
+
+@hookimpl
+def offload_register_backends() -> list[BackendType]:
+    """Register the ``disk`` type."""
+    return [BackendType("disk", DiskBackend, DiskOptions)]

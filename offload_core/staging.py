@@ -1,0 +1,142 @@
+"""The staging pool: the only memory that I/O threads and backends ever see.
+
+One page-aligned arena with a byte budget, touched at start (fresh memory is slow the first time). A lease is a
+contiguous, page-aligned piece of it. Stores may hold only a share of the pool, so that loads always find room; a store
+that finds none is dropped by the caller, never waited for (invariant I4). A lease lives until the backend's call on it
+has really ended (invariant I3), which is why only its owner releases it, exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import threading
+from bisect import insort
+
+import torch
+
+ALIGNMENT_BYTES = 4096
+
+
+class Lease:
+    """A piece of staging memory of ``nbytes`` bytes. Release it exactly once, after the last use of its views."""
+
+    def __init__(self, pool: StagingPool, offset: int, nbytes: int, reserved: int, for_store: bool) -> None:
+        self.nbytes = nbytes
+        self._pool = pool
+        self._offset = offset
+        self._reserved = reserved
+        self._for_store = for_store
+        self._released = False
+
+    @property
+    def view(self) -> memoryview:
+        """Writable bytes of the lease."""
+        self._check_held()
+        return self._pool.memory[self._offset : self._offset + self.nbytes]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The same bytes as an int8 tensor of shape ``(nbytes,)``."""
+        self._check_held()
+        return self._pool.tensor[self._offset : self._offset + self.nbytes]
+
+    def release(self) -> None:
+        """Give the memory back.
+
+        Raises:
+            RuntimeError: the lease was released before; the memory may belong to another lease now.
+        """
+        self._check_held()
+        self._released = True
+        self._pool._release(self._offset, self._reserved, self._for_store)
+
+    def _check_held(self) -> None:
+        if self._released:
+            raise RuntimeError(f"staging lease of {self.nbytes} bytes at {self._offset} is used after its release")
+
+
+class StagingPool:
+    """A byte budget of staging memory.
+
+    Thread-safe. First fit over a sorted free list: leases are few (one per object in flight) and short-lived.
+
+    Args:
+        capacity_bytes: rounded down to a multiple of 4096.
+        store_share: the part of the capacity that stores may hold at once, between 0 and 1.
+    """
+
+    def __init__(self, capacity_bytes: int, store_share: float) -> None:
+        self.capacity_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        if self.capacity_bytes <= 0:
+            raise ValueError(f"staging capacity is {capacity_bytes} bytes; it must be at least {ALIGNMENT_BYTES}")
+        self.store_limit_bytes = int(self.capacity_bytes * store_share)
+        arena = mmap.mmap(-1, self.capacity_bytes)
+        self.memory = memoryview(arena)
+        self.tensor = torch.frombuffer(arena, dtype=torch.int8)
+        self.tensor.zero_()
+        self._lock = threading.Lock()
+        self._free: list[tuple[int, int]] = [(0, self.capacity_bytes)]
+        self._used_bytes = 0
+        self._store_bytes = 0
+        self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes leased at the moment, rounding to 4096 included."""
+        return self._used_bytes
+
+    def try_acquire(self, nbytes: int, *, for_store: bool) -> Lease | None:
+        """Lease ``nbytes`` bytes now, or return ``None`` when the pool (or the stores' share of it) is full."""
+        reserved = max(1, -(-nbytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+        with self._lock:
+            if for_store and self._store_bytes + reserved > self.store_limit_bytes:
+                return None
+            for index, (offset, size) in enumerate(self._free):
+                if size >= reserved:
+                    if size == reserved:
+                        del self._free[index]
+                    else:
+                        self._free[index] = (offset + reserved, size - reserved)
+                    self._used_bytes += reserved
+                    self._store_bytes += reserved if for_store else 0
+                    return Lease(self, offset, nbytes, reserved, for_store)
+        return None
+
+    async def acquire(self, nbytes: int) -> Lease:
+        """Lease ``nbytes`` bytes for a load, waiting for room. Cancellation leaves nothing leased.
+
+        Raises:
+            ValueError: the pool could never hold so much.
+        """
+        if nbytes > self.capacity_bytes:
+            raise ValueError(f"an object of {nbytes} bytes does not fit into {self.capacity_bytes} bytes of staging")
+        room = asyncio.Event()
+        waiter = (asyncio.get_running_loop(), room)
+        try:
+            while True:
+                with self._lock:
+                    self._waiters.add(waiter)
+                lease = self.try_acquire(nbytes, for_store=False)
+                if lease is not None:
+                    return lease
+                await room.wait()
+                room.clear()
+        finally:
+            with self._lock:
+                self._waiters.discard(waiter)
+
+    def _release(self, offset: int, reserved: int, for_store: bool) -> None:
+        with self._lock:
+            self._used_bytes -= reserved
+            self._store_bytes -= reserved if for_store else 0
+            insort(self._free, (offset, reserved))
+            index = self._free.index((offset, reserved))
+            if index + 1 < len(self._free) and offset + reserved == self._free[index + 1][0]:
+                self._free[index] = (offset, reserved + self._free.pop(index + 1)[1])
+            if index > 0 and sum(self._free[index - 1]) == offset:
+                previous = self._free[index - 1]
+                self._free[index - 1] = (previous[0], previous[1] + self._free.pop(index)[1])
+            waiters = tuple(self._waiters)
+        for loop, room in waiters:
+            loop.call_soon_threadsafe(room.set)

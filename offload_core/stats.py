@@ -1,0 +1,50 @@
+"""Counters that both halves keep and the engine's metrics show."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+COUNTERS = {
+    "lookup_hits": "objects that a lookup found",
+    "lookup_misses": "objects that a lookup did not find",
+    "lookup_failures": "lookups that ended in an error, shed or timed out; they count as misses",
+    "load_hits": "objects loaded and verified",
+    "load_missing": "objects that a lookup found and the load did not",
+    "load_corrupt": "objects whose checksum, key or size was wrong; they are deleted",
+    "load_failures": "objects whose load ended in an error",
+    "load_timeouts": "loads that were not finished at their deadline",
+    "load_late": "objects that arrived after nobody wanted them any more; they are dropped",
+    "load_bytes": "bytes loaded and verified",
+    "stores": "objects stored",
+    "store_already_present": "objects that were there already",
+    "store_rejected": "objects that a backend had no room for",
+    "store_failures": "objects whose store ended in an error",
+    "store_dropped": "objects not stored because staging memory was full",
+    "store_bytes": "bytes stored",
+    "delete_failures": "damaged objects that could not be deleted",
+    "recomputed_requests": "requests whose load failed and that the engine recomputed",
+}
+"""Every counter's name and meaning."""
+
+
+class Counters:
+    """Thread-safe counts by ``(counter, tier)``; ``take`` hands over what came since the last call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def add(self, name: str, tier: str, amount: int = 1) -> None:
+        """Count ``amount`` more of ``name``, a key of :data:`COUNTERS`, for ``tier``."""
+        if name not in COUNTERS:
+            raise KeyError(f"unknown counter {name!r}; known: {', '.join(COUNTERS)}")
+        if amount:
+            with self._lock:
+                self._counts[name, tier] += amount
+
+    def take(self) -> dict[tuple[str, str], int]:
+        """Return the counts since the last call and start again from zero."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return dict(counts)

@@ -1,0 +1,1 @@
+"""Tools for tests: tiny hybrid models, and (to come) the contract tests for backends."""

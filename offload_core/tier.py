@@ -1,0 +1,235 @@
+"""A tier: one configured backend with its threads, its counters and the checks around every call."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass
+from typing import TypeVar
+
+from offload_core import object_format
+from offload_core.backend import BackendContext, LoadOutcome, StoreOutcome
+from offload_core.config import OffloadConfig, TierConfig
+from offload_core.errors import BackendError, ConfigError, ObjectFormatError
+from offload_core.keys import ObjectKey
+from offload_core.runtime import DaemonExecutor, IoLoop
+from offload_core.staging import Lease
+from offload_core.stats import Counters
+
+logger = logging.getLogger(__name__)
+
+_MAX_PENDING_LOOKUPS = 16
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StagedObject:
+    """An object and the lease that holds, or is to hold, its bytes (header and payload)."""
+
+    key: ObjectKey
+    lease: Lease
+
+
+class Tier:
+    """One entry of ``backends``. All coroutines run on the I/O loop.
+
+    Outcomes are values; a backend's exception becomes a failure of every key in its batch, is counted and is logged
+    once until the operation succeeds again.
+    """
+
+    def __init__(self, config: TierConfig, load_timeout_seconds: float, counters: Counters) -> None:
+        self.name = config.common.name
+        self.load_weight = config.common.load_weight
+        self.load_timeout_seconds = config.common.load_timeout_seconds or load_timeout_seconds
+        self._counters = counters
+        self._executor = DaemonExecutor(config.common.io_threads, f"offload-{self.name}")
+        self._backend = config.backend_type.backend(config.options, BackendContext(self.name, self._executor))
+        self.capabilities = self._backend.capabilities
+        self.load_slots = asyncio.Semaphore(config.common.io_threads)
+        """Held by the caller around :meth:`load`, from before it takes staging memory."""
+        self._store_slots = asyncio.Semaphore(config.common.io_threads)
+        self._pending_lookups = 0
+        self._failing: set[str] = set()
+
+    async def open(self) -> None:
+        """Open the backend.
+
+        Raises:
+            OSError: the medium cannot be used.
+        """
+        await self._backend.open()
+
+    async def close(self) -> None:
+        """Close the backend and end its threads once they are idle."""
+        try:
+            await self._backend.close()
+        finally:
+            self._executor.shutdown()
+
+    async def lookup(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Return, per key, whether the object is there; an error or too many lookups at once answers "no"."""
+        if self._pending_lookups >= _MAX_PENDING_LOOKUPS:
+            self._counters.add("lookup_failures", self.name)
+            return [False] * len(keys)
+        self._pending_lookups += 1
+        try:
+            present = self._parallel(keys, await self._backend.contains(keys), "contains")
+        except Exception as error:
+            self._failed("lookup", keys, error)
+            self._counters.add("lookup_failures", self.name)
+            return [False] * len(keys)
+        finally:
+            self._pending_lookups -= 1
+        self._succeeded("lookup")
+        hits = sum(present)
+        self._counters.add("lookup_hits", self.name, hits)
+        self._counters.add("lookup_misses", self.name, len(keys) - hits)
+        return present
+
+    async def load(self, objects: Sequence[StagedObject]) -> list[LoadOutcome | None]:
+        """Load and verify a batch.
+
+        Returns:
+            Per object: ``HIT`` when the lease holds the verified object, ``MISS``, ``CORRUPT`` (and the object is
+            deleted), or ``None`` when the backend failed.
+        """
+        keys = [staged.key for staged in objects]
+        try:
+            outcomes = await self._load_verified(objects, keys)
+        except Exception as error:
+            self._failed("load", keys, error)
+            self._counters.add("load_failures", self.name, len(keys))
+            return [None] * len(keys)
+        self._succeeded("load")
+        corrupt = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is LoadOutcome.CORRUPT]
+        if corrupt:
+            self._counters.add("load_corrupt", self.name, len(corrupt))
+            await self._delete(corrupt)
+        self._counters.add("load_missing", self.name, outcomes.count(LoadOutcome.MISS))
+        self._counters.add("load_hits", self.name, outcomes.count(LoadOutcome.HIT))
+        loaded = sum(o.lease.nbytes for o, got in zip(objects, outcomes, strict=True) if got is LoadOutcome.HIT)
+        self._counters.add("load_bytes", self.name, loaded)
+        return list(outcomes)
+
+    async def store(self, objects: Sequence[StagedObject]) -> list[bool]:
+        """Store a batch of sealed objects; returns, per object, whether the tier has it now."""
+        keys = [staged.key for staged in objects]
+        try:
+            async with self._store_slots:
+                outcomes = await self._store_wanted(objects, keys)
+        except Exception as error:
+            self._failed("store", keys, error)
+            self._counters.add("store_failures", self.name, len(keys))
+            return [False] * len(keys)
+        self._succeeded("store")
+        stored = [o for o, outcome in zip(objects, outcomes, strict=True) if outcome is StoreOutcome.STORED]
+        self._counters.add("stores", self.name, len(stored))
+        self._counters.add("store_bytes", self.name, sum(o.lease.nbytes for o in stored))
+        self._counters.add("store_already_present", self.name, outcomes.count(StoreOutcome.ALREADY_PRESENT))
+        self._counters.add("store_rejected", self.name, outcomes.count(StoreOutcome.REJECTED))
+        return [outcome is not StoreOutcome.REJECTED for outcome in outcomes]
+
+    async def _load_verified(self, objects: Sequence[StagedObject], keys: Sequence[ObjectKey]) -> list[LoadOutcome]:
+        reservation = await self._backend.prepare_load(keys)
+        try:
+            present = self._parallel(keys, reservation.present, "prepare_load")
+            wanted = [staged for staged, there in zip(objects, present, strict=True) if there]
+            wanted_keys = [staged.key for staged in wanted]
+            buffers = [staged.lease.view for staged in wanted]
+            loaded = self._parallel(wanted_keys, await self._backend.load_into(wanted_keys, buffers), "load_into")
+            checked = iter(await self._backend.run_blocking(_verify_all, self.name, wanted, loaded))
+            return [next(checked) if there else LoadOutcome.MISS for there in present]
+        finally:
+            await reservation.release()
+
+    async def _store_wanted(self, objects: Sequence[StagedObject], keys: Sequence[ObjectKey]) -> list[StoreOutcome]:
+        reservation = await self._backend.prepare_store(keys, [staged.lease.nbytes for staged in objects])
+        try:
+            prepared = self._parallel(keys, reservation.outcomes, "prepare_store")
+            wanted = [staged for staged, outcome in zip(objects, prepared, strict=True) if outcome is None]
+            wanted_keys = [staged.key for staged in wanted]
+            buffers = [staged.lease.view.toreadonly() for staged in wanted]
+            stored = iter(self._parallel(wanted_keys, await self._backend.store(wanted_keys, buffers), "store"))
+            return [next(stored) if outcome is None else outcome for outcome in prepared]
+        finally:
+            await reservation.release()
+
+    async def _delete(self, keys: Sequence[ObjectKey]) -> None:
+        try:
+            await self._backend.delete(keys)
+        except Exception as error:
+            self._failed("delete", keys, error)
+            self._counters.add("delete_failures", self.name, len(keys))
+
+    def _parallel(self, keys: Sequence[ObjectKey], results: Sequence[T], call: str) -> list[T]:
+        """Check clause C2: one result per key."""
+        if len(results) != len(keys):
+            raise BackendError(
+                f"tier {self.name!r}: {call} returned {len(results)} results for {len(keys)} keys; "
+                "clause C2 asks for one per key, in order"
+            )
+        return list(results)
+
+    def _failed(self, operation: str, keys: Sequence[ObjectKey], error: Exception) -> None:
+        level = logging.DEBUG if operation in self._failing else logging.WARNING
+        self._failing.add(operation)
+        logger.log(
+            level,
+            "tier %r: %s of %d objects failed (first: %s): %s: %s. The engine goes on without them; "
+            "further failures are counted and not logged until one succeeds.",
+            self.name, operation, len(keys), keys[0] if keys else "none", type(error).__name__, error,
+        )  # fmt: skip
+
+    def _succeeded(self, operation: str) -> None:
+        if operation in self._failing:
+            self._failing.discard(operation)
+            logger.warning("tier %r: %s works again", self.name, operation)
+
+
+def _verify_all(tier: str, objects: Sequence[StagedObject], outcomes: Sequence[LoadOutcome]) -> list[LoadOutcome]:
+    """Check every hit's header and checksums (blocking; runs on the tier's threads)."""
+    checked: list[LoadOutcome] = []
+    for staged, outcome in zip(objects, outcomes, strict=True):
+        if outcome is LoadOutcome.HIT:
+            try:
+                object_format.verify(staged.lease.view, staged.key)
+            except ObjectFormatError as error:
+                logger.warning("tier %r: damaged object, deleting it: %s", tier, error)
+                outcome = LoadOutcome.CORRUPT
+        checked.append(outcome)
+    return checked
+
+
+def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters) -> list[Tier]:
+    """Construct and open every tier of ``config``.
+
+    Raises:
+        ConfigError: one or more tiers could not be opened, each with its reason.
+    """
+    settings = config.settings
+    tiers = [Tier(tier, settings.load_timeout_seconds, counters) for tier in config.tiers]
+    opening = [(tier, io.submit(tier.open())) for tier in tiers]
+    problems: list[str] = []
+    for tier, future in opening:
+        try:
+            future.result(timeout=settings.open_timeout_seconds)
+        except TimeoutError:
+            problems.append(
+                f"backend {tier.name!r} did not open within open_timeout_seconds = {settings.open_timeout_seconds}; "
+                "check that its medium answers, or raise the limit"
+            )
+        except OSError as error:
+            problems.append(f"backend {tier.name!r} cannot be opened: {error}")
+    if problems:
+        for tier, _ in opening:
+            io.submit(tier.close())
+        raise ConfigError(problems, "backends")
+    return tiers
+
+
+def close_tiers(tiers: Sequence[Tier], io: IoLoop, seconds: float = 1.0) -> None:
+    """Close every tier, waiting at most ``seconds`` in all: a hung medium must not hold up the process's end."""
+    wait([io.submit(tier.close()) for tier in tiers], timeout=seconds)

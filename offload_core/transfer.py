@@ -1,0 +1,304 @@
+"""The transfer engine of a worker: loads and stores between the KV cache and the tiers.
+
+Two threads meet here. The *engine thread* calls :class:`TransferEngine`; it alone copies between staging and the KV
+cache (invariant I2). The *I/O loop* moves bytes between staging and the tiers. They exchange staging leases: a store's
+lease goes from the engine thread to the loop, a load's lease the other way; whoever holds it releases it, once (I3).
+
+A load job is *wanted* until it is finished, failed, timed out or cancelled. Objects that arrive for a job that is no
+longer wanted are dropped on the engine thread, before they could touch a block that belongs to another request by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from offload_core import object_format
+from offload_core.backend import LoadOutcome
+from offload_core.keys import ObjectKey
+from offload_core.object_format import HEADER_BYTES, object_bytes
+from offload_core.packs import BlockCopier, BlockSlice, PackLayout
+from offload_core.runtime import DaemonExecutor, IoLoop
+from offload_core.staging import ALIGNMENT_BYTES, Lease, StagingPool
+from offload_core.stats import Counters
+from offload_core.tier import StagedObject, Tier
+
+logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item", "TransferObject", StagedObject)
+
+_BATCH_OBJECTS = 8
+_BATCH_BYTES = 8 * 1024 * 1024
+_MIB = 1024 * 1024
+STORE_SHARE = 0.5
+"""Part of the staging pool that stores may hold."""
+
+
+@dataclass(frozen=True)
+class TransferObject:
+    """One object to load or store: its key and, per group of its pack, the KV cache blocks it belongs to."""
+
+    key: ObjectKey
+    blocks: tuple[BlockSlice, ...]
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """Everything that one request waits for, from one tier."""
+
+    job_id: int
+    tier: str
+    objects: tuple[TransferObject, ...]
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """How a load job ended. ``failed_keys`` are those to mistrust: none when it was loaded or cancelled."""
+
+    job_id: int
+    status: Literal["loaded", "failed", "timed out", "cancelled"]
+    failed_keys: tuple[ObjectKey, ...] = ()
+
+
+@dataclass(frozen=True)
+class StoreResult:
+    """Whether an object is on at least one tier now."""
+
+    key: ObjectKey
+    stored: bool
+
+
+@dataclass
+class _WantedLoad:
+    tier: str
+    deadline: float
+    waiting_for: dict[ObjectKey, TransferObject]
+    failed: list[ObjectKey] = field(default_factory=list)
+    cancelled: bool = False
+
+    def result(self, job_id: int, now: float) -> LoadResult | None:
+        """Return how the load has ended, or ``None`` while it goes on."""
+        if self.cancelled:
+            return LoadResult(job_id, "cancelled")
+        if self.failed:
+            return LoadResult(job_id, "failed", tuple(self.failed))
+        if not self.waiting_for:
+            return LoadResult(job_id, "loaded")
+        if now >= self.deadline:
+            return LoadResult(job_id, "timed out", tuple(self.waiting_for))
+        return None
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    job_id: int
+    tier: str
+    key: ObjectKey
+    lease: Lease | None
+    """The loaded, verified object; ``None`` when it did not come."""
+
+
+class TransferEngine:
+    """Moves objects for one worker. Every method is for the engine thread and none of them waits for storage.
+
+    Args:
+        layouts: per pack name, the payload's layout.
+        per_mib_seconds: added to a tier's load deadline for each MiB of the job.
+    """
+
+    def __init__(
+        self,
+        *,
+        io: IoLoop,
+        tiers: Sequence[Tier],
+        staging: StagingPool,
+        copier: BlockCopier,
+        layouts: Mapping[str, PackLayout],
+        per_mib_seconds: float,
+        counters: Counters,
+    ) -> None:
+        self._io = io
+        self._tiers = {tier.name: tier for tier in tiers}
+        self._staging = staging
+        self._copier = copier
+        self._layouts = layouts
+        self._per_mib_seconds = per_mib_seconds
+        self._counters = counters
+        self._wanted: dict[int, _WantedLoad] = {}
+        self._arrivals: deque[_Arrival] = deque()
+        self._arrived = threading.Event()
+        self._store_results: deque[StoreResult] = deque()
+        self._stores: set[Future[None]] = set()
+        self._sealers = DaemonExecutor(2, "offload-seal")
+        # One batch at a time takes leases: two that each held half of what they need would wait for each other.
+        self._leasing = asyncio.Lock()
+
+    @property
+    def has_wanted_loads(self) -> bool:
+        """Whether some request waits for a load."""
+        return bool(self._wanted)
+
+    def submit_load(self, job: LoadJob) -> None:
+        """Start a load. Its result comes from :meth:`poll`, at the latest after its deadline."""
+        tier = self._tiers[job.tier]
+        nbytes = sum(object_bytes(self._layouts[o.key.pack].payload_bytes) for o in job.objects)
+        deadline = time.monotonic() + tier.load_timeout_seconds + self._per_mib_seconds * nbytes / _MIB
+        self._wanted[job.job_id] = _WantedLoad(job.tier, deadline, {o.key: o for o in job.objects})
+        self._io.submit(self._load(job, tier)).add_done_callback(_log_unexpected)
+
+    def cancel_load(self, job_id: int) -> None:
+        """Stop wanting a load: its objects no longer touch the KV cache. The next :meth:`poll` reports it."""
+        load = self._wanted.get(job_id)
+        if load is not None:
+            load.cancelled = True
+
+    def submit_stores(self, objects: Sequence[TransferObject]) -> None:
+        """Copy the objects' blocks to staging now and store them later; what finds no room is dropped and counted."""
+        staged: list[StagedObject] = []
+        for item in objects:
+            layout = self._layouts[item.key.pack]
+            lease = self._staging.try_acquire(object_bytes(layout.payload_bytes), for_store=True)
+            if lease is None:
+                for name in self._tiers:
+                    self._counters.add("store_dropped", name)
+                self._store_results.append(StoreResult(item.key, stored=False))
+                continue
+            self._copier.gather(layout, item.blocks, lease.tensor[HEADER_BYTES:])
+            staged.append(StagedObject(item.key, lease))
+        if staged:
+            future = self._io.submit(self._store(staged))
+            self._stores.add(future)
+            future.add_done_callback(self._stores.discard)
+            future.add_done_callback(_log_unexpected)
+
+    def poll(self) -> list[LoadResult]:
+        """Copy arrived objects into the KV cache and return the loads that ended since the last call."""
+        self._arrived.clear()
+        while self._arrivals:
+            self._take(self._arrivals.popleft())
+        now = time.monotonic()
+        ended = [result for job_id, load in self._wanted.items() if (result := load.result(job_id, now))]
+        for result in ended:
+            load = self._wanted.pop(result.job_id)
+            if result.status == "timed out":
+                self._counters.add("load_timeouts", load.tier)
+                logger.warning(
+                    "tier %r: %d objects of a load missed its deadline (first: %s); its request is recomputed. Raise "
+                    "load_timeout_seconds if the medium is merely slow.",
+                    load.tier, len(result.failed_keys), result.failed_keys[0],
+                )  # fmt: skip
+        return ended
+
+    def take_store_results(self) -> list[StoreResult]:
+        """Return what became of stores since the last call."""
+        results: list[StoreResult] = []
+        while self._store_results:
+            results.append(self._store_results.popleft())
+        return results
+
+    def wait_for_arrival(self, seconds: float) -> None:
+        """Wait until an object has arrived, at most ``seconds``. For a step in which the engine has no other work."""
+        self._arrived.wait(seconds)
+
+    def drain_stores(self, seconds: float) -> bool:
+        """Wait for stores on their way, at most ``seconds``. Returns whether all have ended."""
+        return not wait(tuple(self._stores), timeout=seconds).not_done
+
+    def close(self) -> None:
+        """Drop all wanted loads. Objects still on their way keep their leases until their calls end."""
+        self._wanted.clear()
+        self._sealers.shutdown()
+
+    def _take(self, arrival: _Arrival) -> None:
+        load = self._wanted.get(arrival.job_id)
+        if load is None or load.cancelled or load.failed:
+            if arrival.lease is not None:
+                self._counters.add("load_late", arrival.tier)
+                arrival.lease.release()
+            return
+        item = load.waiting_for.pop(arrival.key)
+        if arrival.lease is None:
+            load.failed.append(arrival.key)
+            return
+        self._copier.scatter(self._layouts[item.key.pack], item.blocks, arrival.lease.tensor[HEADER_BYTES:])
+        arrival.lease.release()
+
+    async def _load(self, job: LoadJob, tier: Tier) -> None:
+        """Load a job's objects in batches, as many at once as the tier allows."""
+        async with asyncio.TaskGroup() as group:
+            for batch in self._batches(job.objects):
+                group.create_task(self._load_batch(job.job_id, tier, batch))
+
+    async def _load_batch(self, job_id: int, tier: Tier, batch: Sequence[TransferObject]) -> None:
+        staged: list[StagedObject] = []
+        outcomes: list[LoadOutcome | None] = []
+        try:
+            async with tier.load_slots:
+                if job_id in self._wanted:  # a dict look-up, safe from this thread; poll() decides in the end
+                    async with self._leasing:
+                        for item in batch:
+                            size = object_bytes(self._layouts[item.key.pack].payload_bytes)
+                            staged.append(StagedObject(item.key, await self._staging.acquire(size)))
+                    outcomes = await tier.load(staged)
+        finally:
+            for index, item in enumerate(batch):
+                lease = staged[index].lease if index < len(staged) else None
+                hit = index < len(outcomes) and outcomes[index] is LoadOutcome.HIT
+                if lease is not None and not hit:
+                    lease.release()
+                self._arrivals.append(_Arrival(job_id, tier.name, item.key, lease if hit else None))
+            self._arrived.set()
+
+    async def _store(self, staged: Sequence[StagedObject]) -> None:
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as group:
+            for batch in self._batches(staged):
+                await loop.run_in_executor(self._sealers, _seal_all, batch)
+                group.create_task(self._store_batch(batch))
+
+    async def _store_batch(self, batch: Sequence[StagedObject]) -> None:
+        """Offer a batch to every tier; its leases live until the last tier's call has ended."""
+        stored: list[list[bool]] = []
+        try:
+            stored = await asyncio.gather(*(tier.store(batch) for tier in self._tiers.values()))
+        finally:
+            for index, item in enumerate(batch):
+                self._store_results.append(StoreResult(item.key, any(tier[index] for tier in stored)))
+                item.lease.release()
+
+    def _batches(self, objects: Sequence[Item]) -> Iterator[list[Item]]:
+        batch: list[Item] = []
+        nbytes = 0
+        for item in objects:
+            batch.append(item)
+            nbytes += self._layouts[item.key.pack].payload_bytes
+            if len(batch) == _BATCH_OBJECTS or nbytes >= _BATCH_BYTES:
+                yield batch
+                batch, nbytes = [], 0
+        if batch:
+            yield batch
+
+
+def smallest_pool_bytes(layouts: Mapping[str, PackLayout]) -> int:
+    """Return the smallest staging pool with which every load and store of these layouts can go on."""
+    largest = max(object_bytes(layout.payload_bytes) for layout in layouts.values())
+    batch = _BATCH_BYTES + largest + _BATCH_OBJECTS * ALIGNMENT_BYTES
+    return int(batch / min(STORE_SHARE, 1 - STORE_SHARE))
+
+
+def _log_unexpected(future: Future[None]) -> None:
+    """Log what nobody awaits: an error here is a defect of the core, since tiers turn errors into outcomes."""
+    if not future.cancelled() and (error := future.exception()) is not None:
+        logger.error("a transfer ended in an unexpected error", exc_info=error)
+
+
+def _seal_all(batch: Sequence[StagedObject]) -> None:
+    for item in batch:
+        object_format.seal(item.lease.view, item.key)

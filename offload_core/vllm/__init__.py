@@ -1,0 +1,11 @@
+"""The vLLM connector. The only package of offload-core that imports vLLM.
+
+Name it in ``--kv-transfer-config``::
+
+    {"kv_connector": "HybridOffloadConnector", "kv_connector_module_path": "offload_core.vllm", "kv_role": "kv_both",
+     "kv_connector_extra_config": {"config_file": "offload.yaml"}}
+"""
+
+from offload_core.vllm.connector import HybridOffloadConnector
+
+__all__ = ["HybridOffloadConnector"]

@@ -1,0 +1,80 @@
+"""What the two halves of the connector tell each other, once per engine step.
+
+Plain data that vLLM pickles between its own processes. Chunks are named by :class:`ChunkRef`, without the rank: each
+worker completes the key with its own namespace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from offload_core.fingerprint import Json
+from offload_core.packs import BlockSlice
+
+
+class ChunkRef(NamedTuple):
+    """One pack's chunk, on every rank."""
+
+    pack: str
+    chunk_hash: bytes
+
+
+@dataclass(frozen=True)
+class ChunkTransfer:
+    """A chunk to load or store, and its KV cache blocks per group of its pack."""
+
+    chunk: ChunkRef
+    blocks: tuple[BlockSlice, ...]
+
+
+@dataclass(frozen=True)
+class RequestLoad:
+    """The load that one request waits for. ``impossible`` asks the worker to report a failure at once."""
+
+    job_id: int
+    request_id: str
+    tier: str
+    chunks: tuple[ChunkTransfer, ...]
+    impossible: bool = False
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Scheduler half to worker half."""
+
+    namespaces: tuple[str, ...]
+    """Namespace of each rank's keys."""
+    loads: list[RequestLoad] = field(default_factory=list)
+    stores: list[ChunkTransfer] = field(default_factory=list)
+    cancelled_jobs: list[int] = field(default_factory=list)
+    idle: bool = False
+    """No forward pass in this step, so a brief wait for an arrival holds nobody up."""
+
+
+@dataclass
+class StepReport(KVConnectorWorkerMetadata):
+    """Worker half to scheduler half."""
+
+    failed: set[ChunkRef] = field(default_factory=set)
+    """Chunks that a load did not get."""
+    stored: set[ChunkRef] = field(default_factory=set)
+    not_stored: set[ChunkRef] = field(default_factory=set)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
+        """Combine two ranks' reports: a chunk is only there when every rank has its part."""
+        assert isinstance(other, StepReport)
+        return StepReport(self.failed | other.failed, self.stored | other.stored, self.not_stored | other.not_stored)
+
+
+@dataclass
+class WorkerIdentity(KVConnectorHandshakeMetadata):
+    """What only a worker knows of its cache's bytes; it goes into the rank's fingerprint."""
+
+    layout: dict[str, Json]

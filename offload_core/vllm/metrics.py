@@ -1,0 +1,69 @@
+"""The connector's counters as vLLM connector statistics and Prometheus metrics (``vllm:hybrid_offload_…``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from offload_core.stats import COUNTERS
+
+_SEPARATOR = "|"
+
+
+@dataclass
+class HybridOffloadStats(KVConnectorStats):
+    """Counts since the last report, as ``{"counter|tier": count}`` so that they survive vLLM's serialisation."""
+
+    @classmethod
+    def from_counts(cls, counts: dict[tuple[str, str], int]) -> HybridOffloadStats:
+        """Wrap what :meth:`offload_core.stats.Counters.take` returns."""
+        return cls({_SEPARATOR.join(key): count for key, count in counts.items()})
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Forget all counts."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another report's counts to this one's."""
+        for key, count in other.data.items():
+            self.data[key] = self.data.get(key, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the counts for vLLM's periodic log line."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Return whether nothing was counted."""
+        return not self.data
+
+
+class HybridOffloadPromMetrics(KVConnectorPromMetrics):
+    """One Prometheus counter per entry of :data:`offload_core.stats.COUNTERS`, labelled by tier."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: self._counter_cls(
+                name=f"vllm:hybrid_offload_{name}",
+                documentation=f"offload-core: {text}.",
+                labelnames=[*labelnames, "tier"],
+            )
+            for name, text in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one report's counts."""
+        for key, count in transfer_stats_data.items():
+            name, tier = key.split(_SEPARATOR, 1)
+            self._counters[name].labels(*self.per_engine_labelvalues[engine_idx], tier).inc(count)

@@ -1,0 +1,186 @@
+"""The worker half: copies between the KV cache and staging on the engine thread, I/O on the I/O loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
+
+from offload_core.canonical import CanonicalKVCaches, LayerPages
+from offload_core.config import OffloadConfig
+from offload_core.errors import ConfigError, UnsupportedLayoutError
+from offload_core.fingerprint import Json
+from offload_core.keys import ObjectKey
+from offload_core.packs import CpuBlockCopier, PackLayout
+from offload_core.planner import HybridOffloadPlanner
+from offload_core.runtime import IoLoop
+from offload_core.staging import StagingPool
+from offload_core.stats import Counters
+from offload_core.tier import close_tiers, open_tiers
+from offload_core.transfer import STORE_SHARE, LoadJob, TransferEngine, TransferObject, smallest_pool_bytes
+from offload_core.vllm.identity import worker_identity
+from offload_core.vllm.metadata import ChunkRef, ChunkTransfer, StepMetadata, StepReport
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_IDLE_WAIT_SECONDS = 0.001
+
+
+class WorkerHalf:
+    """Lives in a worker process; all methods run on that worker's engine thread."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        config: OffloadConfig,
+        planner: HybridOffloadPlanner,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._planner = planner
+        self._rank: int = vllm_config.parallel_config.rank
+        self.counters = Counters()
+        self._io: IoLoop | None = None
+        self._engine: TransferEngine | None = None
+        self._namespace = ""
+        self._jobs: dict[int, str] = {}
+        self._ended: list[tuple[str, bool]] = []
+        self._report = StepReport()
+        self.layout: dict[str, Json] = {}
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Build the canonical caches and open the tiers.
+
+        Raises:
+            UnsupportedLayoutError: a layer's layout cannot be offloaded.
+            ConfigError: a tier cannot be opened, or staging is too small for one object.
+        """
+        group_ids = self._kv_cache_config.prefix_cacheable_group_ids
+        caches = CanonicalKVCaches.build([self._layer_pages(index, kv_caches) for index in group_ids])
+        position = {group_id: index for index, group_id in enumerate(group_ids)}
+        layouts = {
+            pack.name: PackLayout.build(pack, caches, [position[group.index] for group in pack.groups])
+            for pack in self._planner.packs
+        }
+        settings = self._config.settings
+        needed = smallest_pool_bytes(layouts)
+        if settings.staging_bytes < needed:
+            raise ConfigError(
+                [
+                    f"staging_bytes: {settings.staging_bytes} is too small for this model's objects of up to "
+                    f"{max(layout.payload_bytes for layout in layouts.values())} bytes; set it to {needed} or more, or "
+                    f"choose a smaller hybrid_chunk_size than {self._planner.hybrid_chunk_size}"
+                ]
+            )
+        self.layout = {"layers": worker_identity(self._vllm_config, kv_caches), "pages": caches.describe()}
+        self._io = IoLoop.acquire()
+        self._tiers = open_tiers(self._config, self._io, self.counters)
+        self._engine = TransferEngine(
+            io=self._io,
+            tiers=self._tiers,
+            staging=StagingPool(settings.staging_bytes, STORE_SHARE),
+            copier=CpuBlockCopier(caches),
+            layouts=layouts,
+            per_mib_seconds=settings.load_timeout_seconds_per_mib,
+            counters=self.counters,
+        )
+
+    def start_loads(self, metadata: StepMetadata) -> None:
+        """Start this step's loads and drop the cancelled ones."""
+        engine = self._transfers
+        self._namespace = metadata.namespaces[self._rank]
+        for job_id in metadata.cancelled_jobs:
+            engine.cancel_load(job_id)
+        for load in metadata.loads:
+            self._jobs[load.job_id] = load.request_id
+            if load.impossible:
+                self._end(load.job_id, failed=True)
+                continue
+            engine.submit_load(LoadJob(load.job_id, load.tier, self._objects(load.chunks)))
+
+    def store(self, metadata: StepMetadata) -> None:
+        """Copy this step's finished blocks to staging; called after the forward pass, before any block is reused."""
+        if metadata.stores:
+            self._transfers.submit_stores(self._objects(metadata.stores))
+
+    def collect(self, metadata: StepMetadata) -> tuple[set[str], set[str]]:
+        """Copy what has arrived into the KV cache.
+
+        Returns:
+            Requests whose load has ended, and those among them whose load has failed.
+        """
+        engine = self._transfers
+        if metadata.idle and engine.has_wanted_loads and not self._ended:
+            engine.wait_for_arrival(_IDLE_WAIT_SECONDS)
+        for result in engine.poll():
+            self._report.failed.update(_ref(key) for key in result.failed_keys)
+            self._end(result.job_id, failed=result.status != "loaded")
+        for stored in engine.take_store_results():
+            (self._report.stored if stored.stored else self._report.not_stored).add(_ref(stored.key))
+        ended, self._ended = self._ended, []
+        return {request for request, _ in ended}, {request for request, failed in ended if failed}
+
+    def take_report(self) -> StepReport | None:
+        """Return what the scheduler half should know, or ``None``."""
+        report, self._report = self._report, StepReport()
+        return report if report.failed or report.stored or report.not_stored else None
+
+    def shutdown(self) -> None:
+        """Give stores on their way a moment, then let go of everything. Idempotent; never waits for a hung medium."""
+        if self._engine is None or self._io is None:
+            return
+        self._engine.drain_stores(self._config.settings.shutdown_timeout_seconds)
+        self._engine.close()
+        close_tiers(self._tiers, self._io)
+        self._io.release()
+        self._engine = self._io = None
+
+    @property
+    def _transfers(self) -> TransferEngine:
+        assert self._engine is not None, "vLLM registers the KV caches before the first step"
+        return self._engine
+
+    def _end(self, job_id: int, *, failed: bool) -> None:
+        self._ended.append((self._jobs.pop(job_id), failed))
+
+    def _objects(self, chunks: list[ChunkTransfer] | tuple[ChunkTransfer, ...]) -> tuple[TransferObject, ...]:
+        return tuple(TransferObject(ObjectKey(self._namespace, *item.chunk), item.blocks) for item in chunks)
+
+    def _layer_pages(self, group_id: int, kv_caches: dict[str, torch.Tensor]) -> list[LayerPages]:
+        group = self._kv_cache_config.kv_cache_groups[group_id]
+        spec = group.kv_cache_spec
+        per_layer = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
+        return [
+            LayerPages(
+                name,
+                _tensor(name, kv_caches),
+                self._kv_cache_config.num_blocks,
+                per_layer.get(name, spec).page_size_bytes,
+                _unpadded_page_size_bytes(name, per_layer.get(name, spec)),
+            )
+            for name in group.layer_names
+        ]
+
+
+def _tensor(name: str, kv_caches: dict[str, torch.Tensor]) -> torch.Tensor:
+    tensor = kv_caches.get(name)
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedLayoutError(f"layer {name}: registered as {type(tensor).__name__}, expected one tensor")
+    return tensor
+
+
+def _unpadded_page_size_bytes(name: str, spec: KVCacheSpec) -> int:
+    if isinstance(spec, AttentionSpec):
+        return int(spec.unpadded_page_size_bytes)
+    if isinstance(spec, MambaSpec):
+        return int(dataclasses.replace(spec, page_size_padded=None).page_size_bytes)
+    raise UnsupportedLayoutError(f"layer {name}: pages of kind {type(spec).__name__} are not supported")
+
+
+def _ref(key: ObjectKey) -> ChunkRef:
+    return ChunkRef(key.pack, key.chunk_hash)
