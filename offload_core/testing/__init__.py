@@ -1,1 +1,1 @@
-"""Tools for tests: tiny hybrid models, and (to come) the contract tests for backends."""
+"""Tools for tests: tiny hybrid models, and runs of real engines in processes of their own."""

@@ -1,0 +1,233 @@
+"""What a run of one vLLM engine is told and what it reports, and the helpers around it that need no vLLM.
+
+:class:`RunSpec` and :class:`RunResult` are the JSON documents of :mod:`offload_core.vllm.testing.engine_run`;
+:func:`run_in_process` runs one spec in a process of its own, :func:`compare` finds where two results differ.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PROGRESS_KEY = "prompt_finished"
+RUN_MODULE = "offload_core.vllm.testing.engine_run"
+_TAIL_LINES = 60
+
+
+class RunFailedError(RuntimeError):
+    """A run's process failed or ran out of time; the message ends with the last lines it printed."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class PromptSpec(_Model):
+    """One request: prompt token ids and the exact number of tokens to generate."""
+
+    name: str
+    token_ids: list[int]
+    max_tokens: int = Field(default=8, ge=1)
+
+
+class Round(_Model):
+    """Prompts run one by one (so that each one's time to first token is its own) or all at once."""
+
+    name: str
+    prompts: list[PromptSpec]
+    reset_prefix_cache_before: bool = False
+    reset_connector_before: bool = False
+    one_at_a_time: bool = True
+
+
+class RunSpec(_Model):
+    """An engine and the rounds to run on it; ``None`` leaves vLLM's own default."""
+
+    model: str
+    dtype: str = "auto"
+    max_model_len: int = 8192
+    block_size: int | None = None
+    num_gpu_blocks_override: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int = 8
+    enable_prefix_caching: bool = True
+    tensor_parallel_size: int = 1
+    logprobs: int = Field(default=1, ge=1, le=5)
+    warm_up: bool = Field(default=True, description="run a 16-token request first: it pays for vLLM's compilation")
+    kv_transfer_config: dict[str, Any] | None = None
+    extra_engine_args: dict[str, Any] = Field(default_factory=dict)
+    rounds: list[Round]
+
+
+class PromptResult(_Model):
+    """One finished request; cached token counts are those of the prompt's first scheduling."""
+
+    name: str
+    token_ids: list[int]
+    logprobs: list[float]
+    prompt_tokens: int
+    local_cached_tokens: int
+    external_cached_tokens: int
+    ttft_seconds: float
+    total_seconds: float
+
+
+class RoundResult(_Model):
+    """The prompts of one round in spec order, and the wall time of the round."""
+
+    name: str
+    prompts: list[PromptResult]
+    seconds: float
+    drain_seconds: float = Field(description="time spent stepping an idle engine so that stores finish")
+
+
+class RunResult(_Model):
+    """Everything one run reports.
+
+    ``metrics`` maps ``name{label="value",...}`` as on /metrics (model and engine labels left out) to the
+    final value of every counter and gauge and of every histogram's count and sum.  ``engine`` describes the
+    engine (block size, blocks, async scheduling, and the KV cache groups when the engine runs in-process).
+    """
+
+    rounds: list[RoundResult]
+    metrics: dict[str, float]
+    engine: dict[str, Any]
+    start_seconds: float
+    warm_up_seconds: float
+    shutdown_seconds: float
+    peak_rss_bytes: int
+    children_peak_rss_bytes: int
+
+
+def compare(a: RunResult, b: RunResult, *, max_logprob_gap: float = 1e-4) -> list[str]:
+    """Describe every difference in outputs between two runs, one line per prompt; empty when they agree.
+
+    Rounds and prompts are paired by position and must carry the same names.  Tokens must be equal; the
+    log probability of each chosen token may differ by at most ``max_logprob_gap``.  Timings and cache counts
+    are ignored.
+    """
+    names_a, names_b = ([(r.name, p.name) for r in run.rounds for p in r.prompts] for run in (a, b))
+    if names_a != names_b:
+        return [f"the runs hold different prompts: {names_a} and {names_b}"]
+    pairs = zip(
+        names_a,
+        (prompt for item in a.rounds for prompt in item.prompts),
+        (prompt for item in b.rounds for prompt in item.prompts),
+        strict=True,
+    )
+    found = (_difference(f"{names[0]}/{names[1]}", one, two, max_logprob_gap) for names, one, two in pairs)
+    return [line for line in found if line is not None]
+
+
+def _difference(name: str, a: PromptResult, b: PromptResult, max_gap: float) -> str | None:
+    if a.token_ids != b.token_ids:
+        return f"{name}: tokens {a.token_ids} and {b.token_ids}"
+    gaps = [abs(x - y) for x, y in zip(a.logprobs, b.logprobs, strict=True)]
+    if all(gap <= max_gap for gap in gaps):
+        return None
+    return f"{name}: log probabilities differ by up to {max(gaps):.3g} (allowed {max_gap:.3g})"
+
+
+def run_environment(spec: RunSpec) -> dict[str, str]:
+    """Return the environment variables that vLLM needs for ``spec`` on a CPU; the engine core runs in-process."""
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if spec.tensor_parallel_size > 1:
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(spec.tensor_parallel_size))
+    return variables
+
+
+def run_in_process(
+    spec: RunSpec,
+    *,
+    timeout_seconds: float,
+    env: Mapping[str, str] | None = None,
+    on_progress: Callable[[dict[str, Any]], None] | None = None,
+) -> RunResult:
+    """Run ``spec`` in a process of its own (and its children's) and return what it reports.
+
+    The child gets :func:`run_environment`, this process's environment over it and ``env`` over that; it finds
+    modules where this process does.
+    ``on_progress`` is called from another thread with the fields of each finished prompt.
+    Raises RunFailedError, with the last 60 lines of the child's output, if it fails or takes longer than
+    ``timeout_seconds``; in both cases no process of the run is left.
+    """
+    search_path = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = {**run_environment(spec), **os.environ, "PYTHONPATH": search_path, **(env or {})}
+    with tempfile.TemporaryDirectory(prefix="engine-run-") as folder:
+        spec_file, result_file = Path(folder, "spec.json"), Path(folder, "result.json")
+        spec_file.write_text(spec.model_dump_json())
+        command = [sys.executable, "-m", RUN_MODULE, str(spec_file), str(result_file)]
+        failure = _run_child(command, environment, timeout_seconds, on_progress)
+        if failure is not None:
+            raise RunFailedError(failure)
+        return RunResult.model_validate_json(result_file.read_text())
+
+
+def _run_child(
+    command: list[str],
+    environment: dict[str, str],
+    timeout_seconds: float,
+    on_progress: Callable[[dict[str, Any]], None] | None,
+) -> str | None:
+    """Run ``command`` to its end; returns what went wrong, with the last lines printed, or None."""
+    tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+    child = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    reader = threading.Thread(target=_read_lines, args=(child, tail, on_progress), daemon=True)
+    reader.start()
+    problem: str | None = None
+    try:
+        code = child.wait(timeout_seconds)
+        problem = f"exit code {code}" if code else None
+    except subprocess.TimeoutExpired:
+        problem = f"no end after {timeout_seconds:g} s"
+    finally:
+        _kill_session(child)
+        reader.join(5.0)
+    return None if problem is None else "\n".join([f"the engine run failed: {problem}", *tail])
+
+
+def _read_lines(
+    child: subprocess.Popen[str],
+    tail: collections.deque[str],
+    on_progress: Callable[[dict[str, Any]], None] | None,
+) -> None:
+    assert child.stdout is not None
+    with child.stdout:
+        for line in child.stdout:
+            if on_progress is not None and line.startswith(f'{{"{PROGRESS_KEY}"'):
+                on_progress(json.loads(line)[PROGRESS_KEY])
+            else:
+                tail.append(line.rstrip("\n"))
+
+
+def _kill_session(child: subprocess.Popen[str]) -> None:
+    """End whatever is left of the child's own session, then collect the child."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()

@@ -1,0 +1,31 @@
+"""Resetting the connector's cache: nothing stored before is served afterwards, and nothing of it is destroyed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conftest import Lab, ours, served
+
+from offload_core.testing.engine import Round, compare
+
+
+def test_nothing_stored_before_a_reset_is_served_after_it(lab: Lab, tmp_path: Path) -> None:
+    prompts = lab.prompts(700, 1283, family=20)
+    rounds = [
+        Round(name="store", prompts=prompts),
+        Round(name="local reset only", prompts=prompts, reset_prefix_cache_before=True),
+        Round(name="connector reset too", prompts=prompts, reset_connector_before=True),
+        Round(name="stored anew", prompts=prompts, reset_prefix_cache_before=True),
+    ]
+    result = lab.run(rounds, ours(tmp_path / "kv"))
+
+    assert compare(lab.reference(rounds[:1]), result.model_copy(update={"rounds": result.rounds[:1]})) == []
+    for index in range(1, 4):
+        tokens = [prompt.token_ids for prompt in result.rounds[index].prompts]
+        assert tokens == [prompt.token_ids for prompt in result.rounds[0].prompts]
+    assert all(served(result, 1).values())
+    assert not any(served(result, 2).values())
+    assert all(served(result, 3).values())
+
+    after_restart = lab.run(rounds[:1], ours(tmp_path / "kv"))
+    assert all(served(after_restart).values()), "the reset belongs to one process; the weights on disk have not changed"
