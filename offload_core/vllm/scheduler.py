@@ -178,12 +178,16 @@ class SchedulerHalf:
             state = self._requests.get(request_id)
             if state is not None:
                 self._load_ended(state)
+                if request_id in failed:  # what was not loaded is computed, and stored again
+                    state.next_unit = dict.fromkeys(state.next_unit, 0)
         self.counters.add("recomputed_requests", "all", len(failed))
         if report is None:
             return
-        expiry = time.monotonic() + _MISTRUST_SECONDS
+        now = time.monotonic()
+        if report.failed:
+            self._mistrusted = {ref: expiry for ref, expiry in self._mistrusted.items() if expiry > now}
         for ref in report.failed:
-            self._mistrusted[ref] = expiry
+            self._mistrusted[ref] = now + _MISTRUST_SECONDS
             self._known.pop(ref, None)
         for ref in report.stored:
             self._mistrusted.pop(ref, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,7 @@ class WorkerHalf:
                 ]
             )
         self.layout = {"layers": worker_identity(self._vllm_config, kv_caches), "pages": caches.describe()}
+        atexit.register(self.shutdown)  # a script may end without shutting its engine down
         self._io = IoLoop.acquire()
         self._tiers = open_tiers(self._config, self._io, self.counters)
         self._engine = TransferEngine(
@@ -94,14 +96,14 @@ class WorkerHalf:
         """Start this step's loads and drop the cancelled ones."""
         engine = self._transfers
         self._namespace = metadata.namespaces[self._rank]
-        for job_id in metadata.cancelled_jobs:
-            engine.cancel_load(job_id)
         for load in metadata.loads:
             self._jobs[load.job_id] = load.request_id
             if load.impossible:
                 self._end(load.job_id, failed=True)
                 continue
             engine.submit_load(LoadJob(load.job_id, load.tier, self._objects(load.chunks)))
+        for job_id in metadata.cancelled_jobs:  # after the loads: a request can end in the step that starts its load
+            engine.cancel_load(job_id)
 
     def store(self, metadata: StepMetadata) -> None:
         """Copy this step's finished blocks to staging; called after the forward pass, before any block is reused."""
@@ -139,6 +141,7 @@ class WorkerHalf:
         close_tiers(self._tiers, self._io)
         self._io.release()
         self._engine = self._io = None
+        atexit.unregister(self.shutdown)
 
     @property
     def _transfers(self) -> TransferEngine:

@@ -1,19 +1,14 @@
-"""Fixtures for tests on the real engine: tiny models, reference outputs, and runs with the connector."""
+"""Fixtures for tests on the real engine."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from offload_core.testing import tiny_models
-from offload_core.testing.engine import PromptSpec, Round, RunResult, RunSpec, run_in_process
-
-RUN_TIMEOUT_SECONDS = 240.0
-VOCABULARY = 1024
+from tests.engine.lab import Lab
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,94 +16,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine)
             item.add_marker(pytest.mark.timeout(600))
-
-
-class Lab:
-    """One tiny model, its outputs without offloading, and runs of it with our connector.
-
-    Args:
-        model: the model's folder.
-        dtype: the dtype it runs in.
-        block_size: its largest block size on this engine, in tokens.
-    """
-
-    def __init__(self, name: str, model: Path, dtype: str, block_size: int) -> None:
-        self.name = name
-        self.model = model
-        self.dtype = dtype
-        self.block_size = block_size
-        self._references: dict[str, RunResult] = {}
-
-    def prompts(self, *lengths: int, family: int = 0, shared_prefix: int = 0, max_tokens: int = 8) -> list[PromptSpec]:
-        """Random prompts of the given lengths; those of one family share their first ``shared_prefix`` tokens."""
-        return [
-            PromptSpec(
-                name=f"family{family}-{length}",
-                token_ids=tiny_models.prompt_token_ids(
-                    length, seed=family, vocab_size=VOCABULARY, shared_prefix=shared_prefix
-                ),
-                max_tokens=max_tokens,
-            )
-            for length in lengths
-        ]
-
-    def run(
-        self,
-        rounds: Sequence[Round],
-        transfer: dict[str, Any] | None,
-        env: dict[str, str] | None = None,
-        **engine: Any,
-    ) -> RunResult:
-        """Run the rounds on a new engine in a new process."""
-        spec = RunSpec(
-            model=str(self.model), dtype=self.dtype, kv_transfer_config=transfer, rounds=list(rounds), **engine
-        )
-        return run_in_process(spec, timeout_seconds=RUN_TIMEOUT_SECONDS, env=env)
-
-    def reference(self, rounds: Sequence[Round], **engine: Any) -> RunResult:
-        """Run the rounds without any connector, once per session."""
-        key = repr([*rounds, engine])
-        if key not in self._references:
-            self._references[key] = self.run(rounds, None, **engine)
-        return self._references[key]
-
-
-def ours(folder: Path, **config: Any) -> dict[str, Any]:
-    """``kv_transfer_config`` of our connector with one disk tier on ``folder``."""
-    extra = {"backends": [{"name": "disk", "type": "disk", "path": str(folder)}], **config}
-    return {
-        "kv_connector": "HybridOffloadConnector",
-        "kv_connector_module_path": "offload_core.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }
-
-
-def stock() -> dict[str, Any]:
-    """``kv_transfer_config`` of vLLM's own connector with an unlimited in-RAM spec."""
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "RamOffloadingSpec",
-            "spec_module_path": "offload_core.vllm.testing.stock_ram_spec",
-        },
-    }
-
-
-def served(result: RunResult, round_index: int = 0) -> dict[str, int]:
-    """Tokens of each prompt that came through the connector."""
-    return {prompt.name: prompt.external_cached_tokens for prompt in result.rounds[round_index].prompts}
-
-
-def count(result: RunResult, counter: str, tier: str = "disk") -> int:
-    """The final value of one of our counters."""
-    return int(result.metrics.get(f'vllm:hybrid_offload_{counter}_total{{tier="{tier}"}}', 0))
-
-
-def objects(folder: Path) -> list[Path]:
-    """All stored objects."""
-    return sorted(folder.rglob("*.kv"))
 
 
 @pytest.fixture(scope="session")

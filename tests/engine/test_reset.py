@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conftest import Lab, ours, served
-
 from offload_core.testing.engine import Round, compare
+from tests.engine.lab import Lab, ours, served
 
 
 def test_nothing_stored_before_a_reset_is_served_after_it(lab: Lab, tmp_path: Path) -> None:

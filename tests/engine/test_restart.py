@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conftest import Lab, count, objects, ours, served, stock
-
 from offload_core.testing.engine import Round, compare
+from tests.engine.lab import Lab, count, objects, ours, served, stock
 
 
 def _rounds(lab: Lab) -> list[Round]:

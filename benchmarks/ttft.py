@@ -1,0 +1,161 @@
+"""Time to first token of long prompts: recompute, local prefix cache, our disk tier, the stock connector from RAM.
+
+A Gemma 3 of some 76 million parameters with seeded random weights, prompts of 3,900 tokens, one at a time, all rows in
+one run on the same machine. "page cache" reads objects that the operating system still holds; "cold" has asked it to
+drop them first. Ratios are of medians, to the local prefix cache.
+
+    python benchmarks/ttft.py [--prompts 8] [--repeats 3] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from offload_core.testing import tiny_models
+from offload_core.testing.engine import PromptSpec, Round, RunResult, RunSpec, compare, run_in_process
+
+PROMPT_TOKENS = 3900
+VOCABULARY = 4096
+RUN_TIMEOUT_SECONDS = 1800.0
+STOCK = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "spec_name": "RamOffloadingSpec",
+        "spec_module_path": "offload_core.vllm.testing.stock_ram_spec",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to get to the first token."""
+
+    name: str
+    served_tokens: int
+    ttft_seconds: tuple[float, ...]
+
+    def percentile(self, percent: int) -> float:
+        """Return a percentile in seconds."""
+        ordered = sorted(self.ttft_seconds)
+        return ordered[min(len(ordered) - 1, round(percent / 100 * (len(ordered) - 1)))]
+
+
+def ours(folder: Path) -> dict[str, Any]:
+    return {
+        "kv_connector": "HybridOffloadConnector",
+        "kv_connector_module_path": "offload_core.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"backends": [{"name": "disk", "type": "disk", "path": str(folder)}]},
+    }
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    """Ask the operating system to forget the objects' pages; what is dirty is written first."""
+    for path in folder.rglob("*.kv"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def rows_of(name: str, result: RunResult, rounds: slice) -> Row:
+    prompts = [prompt for item in result.rounds[rounds] for prompt in item.prompts]
+    served = min(prompt.external_cached_tokens + prompt.local_cached_tokens for prompt in prompts)
+    return Row(name, served, tuple(prompt.ttft_seconds for prompt in prompts))
+
+
+def measure(folder: Path, prompts: list[PromptSpec], repeats: int, console: Console) -> list[Row]:
+    """Run every variant and return its row.
+
+    Raises:
+        SystemExit: an output differs from the recomputed one; a fast wrong answer is no result.
+    """
+    model = tiny_models.write_gemma3_75m(folder / "model")
+    fresh = [Round(name="first", prompts=prompts)]
+    local = [Round(name=f"local {index}", prompts=prompts) for index in range(repeats)]
+    reloaded = [
+        Round(name=f"loaded {index}", prompts=prompts, reset_prefix_cache_before=True) for index in range(repeats)
+    ]
+
+    def run(what: str, rounds: list[Round], transfer: dict[str, Any] | None) -> RunResult:
+        console.print(f"{what} …")
+        spec = RunSpec(
+            model=str(model), dtype="bfloat16", max_model_len=4096, kv_transfer_config=transfer, rounds=rounds,
+            max_num_batched_tokens=4096,
+        )  # fmt: skip
+        result = run_in_process(spec, timeout_seconds=RUN_TIMEOUT_SECONDS)
+        for item in result.rounds:
+            same = compare(
+                result.model_copy(update={"rounds": [item.model_copy(update={"name": "first"})]}),
+                reference or result.model_copy(update={"rounds": result.rounds[:1]}),
+                max_logprob_gap=1e-2,  # bfloat16: a prefill from a prefix differs in rounding from a whole one
+            )
+            if same and any(a.token_ids[:1] != b.token_ids[:1] for a, b in zip(item.prompts, first, strict=True)):
+                raise SystemExit(f"{what}: {same}")
+        return result
+
+    reference: RunResult | None = None
+    first: Any = ()
+    plain = run("recompute and local prefix cache", [*fresh, *local], None)
+    reference = plain.model_copy(update={"rounds": plain.rounds[:1]})
+    first = reference.rounds[0].prompts
+    run("our connector, storing", fresh, ours(folder / "kv"))
+    warm = run("our connector, loading from the page cache", reloaded, ours(folder / "kv"))
+    drop_from_page_cache(folder / "kv")
+    cold = run("our connector, loading cold", fresh, ours(folder / "kv"))
+    stock = run("stock connector with an in-RAM spec", [*fresh, *reloaded], STOCK)
+    return [
+        rows_of("local prefix cache", plain, slice(1, None)),
+        rows_of("disk, page cache (second process)", warm, slice(0, None)),
+        rows_of("disk, cold (second process)", cold, slice(0, None)),
+        rows_of("stock connector, RAM (same process)", stock, slice(1, None)),
+        rows_of("recompute", plain, slice(0, 1)),
+    ]
+
+
+def table_of(rows: list[Row]) -> Table:
+    table = Table(title=f"Time to first token, prompts of {PROMPT_TOKENS} tokens")
+    for column in ("", "tokens not computed", "samples", "p50 ms", "p90 ms", "p99 ms", "p50 ratio"):
+        table.add_column(column, justify="right" if column else "left")
+    base = statistics.median(rows[0].ttft_seconds)
+    for row in rows:
+        figures = [f"{row.percentile(percent) * 1e3:.1f}" for percent in (50, 90, 99)]
+        ratio = statistics.median(row.ttft_seconds) / base
+        table.add_row(row.name, str(row.served_tokens), str(len(row.ttft_seconds)), *figures, f"{ratio:.2f}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=8, help="different prompts")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of each prompt where it is served")
+    parser.add_argument("--json", type=Path, help="also write the samples to this file")
+    arguments = parser.parse_args()
+    console = Console()
+    prompts = [
+        PromptSpec(
+            name=str(seed),
+            token_ids=tiny_models.prompt_token_ids(PROMPT_TOKENS, seed=seed, vocab_size=VOCABULARY),
+            max_tokens=2,
+        )
+        for seed in range(arguments.prompts)
+    ]
+    with tempfile.TemporaryDirectory(prefix="offload-core-bench-") as folder:
+        rows = measure(Path(folder), prompts, arguments.repeats, console)
+    console.print(table_of(rows))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What the documents show is run: every code block, every configuration, every name of a hook."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import yaml
+
+from offload_core.backend import Backend, BackendContext, BackendOptions, LoadOutcome, StoreOutcome
+from offload_core.config import BackendConfig, OffloadSettings, load_config
+from offload_core.hookspecs import HookSpecs
+from offload_core.keys import ObjectKey
+from offload_core.plugins import load_plugins
+from offload_core.runtime import DaemonExecutor
+from offload_core.stats import COUNTERS
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+PLUGINS = (ROOT / "plugins.md").read_text()
+
+
+def _blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def test_readme_configuration_is_valid_and_is_the_example_file() -> None:
+    (block,) = _blocks(README, "yaml")
+    assert load_config(yaml.safe_load(block)).settings.hybrid_chunk_size == 256
+    example = yaml.safe_load((ROOT / "examples" / "offload.yaml").read_text())
+    assert example == yaml.safe_load(block)
+
+
+def test_readme_command_line_names_our_connector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = next(block for block in _blocks(README, "console") if "vllm serve" in block)
+    words = shlex.split(command.removeprefix("$ "))
+    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector"] == "HybridOffloadConnector"
+    assert transfer["kv_connector_module_path"] == "offload_core.vllm"
+    (tmp_path / transfer["kv_connector_extra_config"]["config_file"]).write_text(_blocks(README, "yaml")[0])
+    monkeypatch.chdir(tmp_path)
+    assert load_config(transfer["kv_connector_extra_config"]).tiers
+
+
+def test_readme_lists_every_configuration_key_with_its_default() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", README, re.MULTILINE))
+    assert set(rows) == set(OffloadSettings.model_fields)
+    for name in ("load_timeout_seconds", "load_timeout_seconds_per_mib", "lookup_timeout_seconds"):
+        assert float(rows[name].strip("`")) == OffloadSettings.model_fields[name].default
+    for name in BackendConfig.model_fields:
+        assert f"`{name}`" in README
+
+
+def test_readme_commands_are_make_targets() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"\bmake ([a-z-]+)", README)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_every_hook_and_only_hooks_have_a_heading() -> None:
+    headings = set(re.findall(r"^### (offload_\w+)$", PLUGINS, re.MULTILINE))
+    assert headings == {name for name in vars(HookSpecs) if name.startswith("offload_")}
+
+
+def test_every_cited_clause_is_in_the_contract() -> None:
+    clauses = set(re.findall(r"^\| (C\d+) \|", PLUGINS, re.MULTILINE))
+    sources = [*(ROOT / "offload_core").rglob("*.py"), *(ROOT / "backends").rglob("*.py")]
+    cited = {clause for path in sources for clause in re.findall(r"\b(C\d+)\b", path.read_text())}
+    assert cited
+    assert cited <= clauses
+
+
+def test_plugin_example_works_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "offload_memory.py").write_text(_blocks(PLUGINS, "python")[0])
+    declared = tomllib.loads(_blocks(PLUGINS, "toml")[0])["project"]["entry-points"]["offload_core"]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "offload_memory", raising=False)
+    registry = load_plugins([EntryPoint(name, value, "offload_core") for name, value in declared.items()])
+    config = load_config({"backends": [{"name": "m", "type": "memory", "max_objects": 1}]}, registry)
+    tier = config.tiers[0]
+    backend = tier.backend_type.backend(tier.options, BackendContext("m", DaemonExecutor(1, "m")))
+    asyncio.run(_round_trip(backend))
+
+
+async def _round_trip(backend: Backend[BackendOptions]) -> None:
+    first, second = (ObjectKey("0" * 64, "full-u256", bytes([digit])) for digit in (1, 2))
+    await backend.open()
+    buffers = [memoryview(b"abc"), memoryview(b"def")]
+    assert list(await backend.store([first, second], buffers)) == [StoreOutcome.STORED, StoreOutcome.REJECTED]
+    target = bytearray(3)
+    keys, targets = [first, second, first], [memoryview(target), memoryview(bytearray(3)), memoryview(bytearray(2))]
+    outcomes = list(await backend.load_into(keys, targets))
+    assert outcomes == [LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT]
+    assert target == b"abc"
+    await backend.delete([first, second])
+    assert list(await backend.contains([first])) == [False]
+    await backend.close()
+
+
+def test_counters_in_the_readme_exist() -> None:
+    assert "vllm:hybrid_offload_" in README
+    assert all(re.fullmatch(r"[a-z_]+", name) for name in COUNTERS)

@@ -1,0 +1,134 @@
+"""Damaged, missing and unwritable storage: the same output every time, the right counts, and healing."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from offload_core.object_format import HEADER_BYTES
+from offload_core.testing.engine import Round, compare
+from tests.engine.lab import Lab, count, objects, ours, served
+
+
+def _rounds(lab: Lab) -> list[Round]:
+    return [Round(name="prompts", prompts=lab.prompts(700, 1283, 2500, family=30))]
+
+
+@pytest.fixture(scope="module")
+def stored(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that one process has filled."""
+    folder = tmp_path_factory.mktemp(f"stored-{lab.name}") / "kv"
+    lab.run(_rounds(lab), ours(folder))
+    return folder
+
+
+@pytest.fixture
+def kv(stored: Path, tmp_path: Path) -> Path:
+    """A copy of that folder to spoil."""
+    return Path(shutil.copytree(stored, tmp_path / "kv"))
+
+
+def _flip_a_header_byte(path: Path) -> None:
+    _flip(path, 100)
+
+
+def _flip_a_payload_byte(path: Path) -> None:
+    _flip(path, HEADER_BYTES + (path.stat().st_size - HEADER_BYTES) // 2)
+
+
+def _flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 0x40
+    path.write_bytes(content)
+
+
+def _cut_in_half(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("damage", [_flip_a_header_byte, _flip_a_payload_byte, _cut_in_half])
+def test_every_object_damaged(lab: Lab, kv: Path, damage: Callable[[Path], None]) -> None:
+    damaged = objects(kv)
+    before = {path: path.read_bytes() for path in damaged}
+    for path in damaged:
+        damage(path)
+
+    result = lab.run(_rounds(lab), ours(kv))
+
+    assert compare(lab.reference(_rounds(lab)), result) == []
+    assert not any(served(result).values()), "nothing that is left can be whole"
+    assert count(result, "load_corrupt") > 0
+    assert count(result, "load_hits") == count(result, "load_missing") == count(result, "load_failures") == 0
+    assert count(result, "recomputed_requests", "all") == 3
+    mended = [path for path in damaged if path.exists() and path.read_bytes() == before[path]]
+    assert count(result, "load_corrupt") <= len(mended), "every damaged object that was loaded is stored again"
+
+    healed = lab.run(_rounds(lab), ours(kv))
+    assert compare(lab.reference(_rounds(lab)), healed) == []
+    assert all(served(healed).values())
+
+
+def test_folder_removed_between_lookup_and_load(lab: Lab, kv: Path, vanishing_plugin: Path) -> None:
+    transfer = ours(kv)
+    transfer["kv_connector_extra_config"]["backends"][0]["type"] = "vanishing-disk"
+
+    result = lab.run(_rounds(lab), transfer, env={"PYTHONPATH": f"{vanishing_plugin}:{Path(__file__).parent}"})
+
+    assert compare(lab.reference(_rounds(lab)), result) == []
+    assert count(result, "load_missing") > 0
+    assert count(result, "load_corrupt") == count(result, "load_failures") == 0
+    assert count(result, "recomputed_requests", "all") == 1, "the first prompt; then the lookups know"
+
+    healed = lab.run(_rounds(lab), ours(kv))
+    assert compare(lab.reference(_rounds(lab)), healed) == []
+    assert all(served(healed).values())
+
+
+@pytest.fixture
+def vanishing_plugin(tmp_path: Path) -> Path:
+    """An installed distribution whose entry point is the ``vanishing_disk`` module beside this file."""
+    info = tmp_path / "site" / "vanishing_disk-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vanishing-disk\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[offload_core]\nvanishing-disk = vanishing_disk\n")
+    return info.parent
+
+
+def test_read_only_mount(lab: Lab, kv: Path, read_only: Callable[[Path], None]) -> None:
+    rounds = [Round(name="prompts", prompts=[*_rounds(lab)[0].prompts, *lab.prompts(900, family=31)])]
+    spoilt = objects(kv)[0]
+    _flip_a_payload_byte(spoilt)
+    there = {path: path.read_bytes() for path in objects(kv)}
+    read_only(kv)
+
+    result = lab.run(rounds, ours(kv))
+
+    assert compare(lab.reference(rounds), result) == []
+    assert sum(served(result).values()) > 0, "what is there can still be loaded"
+    assert count(result, "stores") == 0
+    assert count(result, "store_failures") > 0
+    assert count(result, "delete_failures") == count(result, "load_corrupt")
+    assert {path: path.read_bytes() for path in objects(kv)} == there
+
+
+@pytest.fixture
+def read_only() -> Iterator[Callable[[Path], None]]:
+    """A function that makes a folder a read-only mount, as an operator would, until the test ends."""
+    mounted: list[Path] = []
+
+    def mount(folder: Path) -> None:
+        steps = (["mount", "--bind", str(folder), str(folder)], ["mount", "-o", "remount,bind,ro", str(folder)])
+        for command in steps:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"this machine does not let us mount: {done.stderr.strip()}")
+            mounted.append(folder)
+
+    yield mount
+    if mounted:
+        subprocess.run(["umount", str(mounted[0])], check=True)

@@ -1,0 +1,39 @@
+"""However a process ends, what it computed is on disk afterwards, and it ends soon."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from offload_core.testing.engine import RunSpec, run_environment
+from tests.engine.lab import Lab, objects, ours
+
+_SCRIPT = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+llm = LLM(**json.loads(sys.argv[1]))
+llm.generate({"prompt_token_ids": json.loads(sys.argv[2])}, SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)
+print("generated")
+"""
+
+
+def test_script_that_ends_without_shutting_its_engine_down(gemma3: Lab, tmp_path: Path) -> None:
+    engine = {
+        "model": str(gemma3.model), "dtype": gemma3.dtype, "max_model_len": 4096, "enforce_eager": True,
+        "kv_transfer_config": ours(tmp_path / "kv"),
+    }  # fmt: skip
+    token_ids = gemma3.prompts(1300)[0].token_ids
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, json.dumps(engine), json.dumps(token_ids)],
+        env={**os.environ, **run_environment(RunSpec(model="", rounds=[]))},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "generated" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert len(objects(tmp_path / "kv")) == 2 * (1300 // 256)
+    assert not list((tmp_path / "kv").rglob("*.tmp"))

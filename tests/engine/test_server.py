@@ -1,0 +1,104 @@
+"""`vllm serve` over HTTP with the openai client: the second server is served from disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.engine.lab import Lab, objects
+
+START_SECONDS = 180.0
+
+
+@contextlib.contextmanager
+def _server(lab: Lab, config_file: Path, log: Path) -> Iterator[str]:
+    """Run an API server until the block ends, then stop it as an operator would; yields its base URL."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    transfer = {
+        "kv_connector": "HybridOffloadConnector",
+        "kv_connector_module_path": "offload_core.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"config_file": config_file.name},
+    }
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(lab.model), "--dtype", lab.dtype,
+        "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096", "--enforce-eager",
+        "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer), "--served-model-name", "tiny",
+    ]  # fmt: skip
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=config_file.parent, env=env, stdout=output, stderr=output, start_new_session=True
+        )
+        url = f"http://127.0.0.1:{port}"
+        try:
+            _wait_until_ready(process, url, log)
+            yield url
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    pause = threading.Event()
+    for _ in range(int(START_SECONDS * 2)):
+        if process.poll() is not None:
+            pytest.fail(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+            return
+        pause.wait(0.5)
+    pytest.fail(f"the server was not ready after {START_SECONDS} s:\n{log.read_text()[-4000:]}")
+
+
+def _complete(url: str, words: list[str]) -> tuple[str, int]:
+    """Return a completion's text and how many prompt tokens the usage reports as cached."""
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.completions.create(model="tiny", prompt=" ".join(words), max_tokens=12, temperature=0.0)
+    assert answer.usage is not None
+    details = answer.usage.prompt_tokens_details
+    return answer.choices[0].text, (details.cached_tokens or 0) if details else 0
+
+
+def _metric(url: str, name: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    return sum(float(value) for value in re.findall(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE))
+
+
+def test_two_server_lifetimes(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "offload.yaml").write_text("backends:\n  - {name: disk, type: disk, path: ./kv-cache}\n")
+    words = [f"w{4 + 7 * index % 1000}" for index in range(1500)]
+
+    with _server(lab, tmp_path / "offload.yaml", tmp_path / "first.log") as url:
+        first_text, first_cached = _complete(url, words)
+    stored = objects(tmp_path / "kv-cache")
+    with _server(lab, tmp_path / "offload.yaml", tmp_path / "second.log") as url:
+        second_text, second_cached = _complete(url, words)
+        loaded = _metric(url, "vllm:hybrid_offload_load_hits_total")
+        external_hits = _metric(url, "vllm:external_prefix_cache_hits_total")
+
+    assert first_cached == 0
+    assert stored, "the first server's shutdown finishes its stores"
+    assert second_text == first_text
+    assert second_cached == external_hits == 1280
+    assert loaded > 0
+    for log in ("first.log", "second.log"):
+        assert "Traceback" not in (tmp_path / log).read_text()
