@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from offload_core.config import load_config
-from offload_core.vllm.identity import build_planner, engine_identity, hash_seed_problem
+from offload_core.vllm.identity import build_planner, engine_identity, hash_seed_problem, misaligned_states_problem
 from offload_core.vllm.metadata import StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.metrics import HybridOffloadPromMetrics, HybridOffloadStats
 from offload_core.vllm.scheduler import SchedulerHalf
@@ -60,10 +60,10 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if transfer_config.kv_load_failure_policy != "recompute":
             logger.info("setting kv_load_failure_policy to 'recompute': a failed load must not fail its request")
             transfer_config.kv_load_failure_policy = "recompute"
-        for warning in planner.warnings:
-            logger.warning("%s", warning)
-        if (problem := hash_seed_problem(vllm_config)) is not None:
-            logger.warning("%s", problem)
+        problems = (hash_seed_problem(vllm_config), misaligned_states_problem(vllm_config, kv_cache_config))
+        for warning in (*planner.warnings, *problems):
+            if warning is not None:
+                logger.warning("%s", warning)
         identity = engine_identity(vllm_config, kv_cache_config)
         self._scheduler_half = SchedulerHalf(config, planner, identity, vllm_config.parallel_config.world_size)
 

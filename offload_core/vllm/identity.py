@@ -107,6 +107,25 @@ def hash_seed_problem(vllm_config: VllmConfig) -> str | None:
     )
 
 
+def misaligned_states_problem(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Return why few recurrent states will be handed over, or ``None`` when steps end where states are kept.
+
+    vLLM ends a prompt's steps at multiples of ``cache_config.block_size``, the smallest of all groups, but keeps states
+    at multiples of the recurrent groups' block size. Where those differ, prompts are rarely found again, in vLLM's own
+    prefix cache as well (seen with vLLM 0.32 when its engine core runs in a process of its own).
+    """
+    step = vllm_config.cache_config.block_size
+    for index in kv_cache_config.prefix_cacheable_group_ids:
+        spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
+        if isinstance(spec, MambaSpec) and step % spec.block_size:
+            return (
+                f"cache_config.block_size is {step} but recurrent group {index} keeps its states at multiples of "
+                f"{spec.block_size} tokens, so most prompts will not be found again, locally or on a tier; start vLLM "
+                f"with --block-size {spec.block_size}"
+            )
+    return None
+
+
 def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     parallel = vllm_config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):

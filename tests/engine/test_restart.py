@@ -60,8 +60,9 @@ def test_engine_core_in_a_process_of_its_own(lab: Lab, tmp_path: Path) -> None:
     transfer = ours(tmp_path / "kv")
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
-    first = lab.run(rounds, transfer, env)
-    second = lab.run(rounds, transfer, env)
+    # Without a block size vLLM 0.32 ends steps where this process mode keeps no recurrent state; see identity.py.
+    first = lab.run(rounds, transfer, env, block_size=lab.block_size)
+    second = lab.run(rounds, transfer, env, block_size=lab.block_size)
 
     assert compare(lab.reference(rounds), first) == []
     assert compare(lab.reference(rounds), second) == []
@@ -74,11 +75,16 @@ def test_preemption_and_eviction_in_a_small_cache(lab: Lab, tmp_path: Path) -> N
         for family in range(10, 14)
         for prompt in lab.prompts(500, 900, 1300, family=family, shared_prefix=400, max_tokens=40)
     ]
-    rounds = [Round(name=name, prompts=prompts, one_at_a_time=False) for name in ("first", "second")]
+    # A preempted request is prefilled again with its outputs. In bfloat16 that rounds differently, with and without
+    # offloading, so Qwen3-Next runs one request at a time here and has its blocks evicted only.
+    preempting = lab.name == "gemma3"
+    rounds = [Round(name=name, prompts=prompts, one_at_a_time=not preempting) for name in ("first", "second")]
     transfer = ours(tmp_path / "kv", hybrid_chunk_size=lab.block_size)
-    blocks = 80 if lab.name == "gemma3" else 40
+    blocks = 110 if preempting else 40
 
     result = lab.run(rounds, transfer, num_gpu_blocks_override=blocks, max_model_len=2048)
 
     assert compare(lab.reference(rounds, max_model_len=2048), result) == []
     assert sum(served(result, 1).values()) > 0
+    if preempting:
+        assert result.metrics["vllm:num_preemptions_total"] > 0

@@ -38,7 +38,8 @@ def _server(lab: Lab, config_file: Path, log: Path) -> Iterator[str]:
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(lab.model), "--dtype", lab.dtype,
         "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096", "--enforce-eager",
-        "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer), "--served-model-name", "tiny",
+        "--block-size", str(lab.block_size), "--enable-prompt-tokens-details",
+        "--kv-transfer-config", json.dumps(transfer), "--served-model-name", "tiny",
     ]  # fmt: skip
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with log.open("wb") as output:
