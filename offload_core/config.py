@@ -29,7 +29,7 @@ M = TypeVar("M", bound=BaseModel)
 class BackendConfig(BaseModel):
     """The keys that every entry of ``backends`` has; the rest belongs to the backend's own options."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     name: Annotated[str, Field(min_length=1, description="unique name of the tier, used in logs and metrics")]
     type: Annotated[str, Field(min_length=1, description="backend type that a plugin provides, for example disk")]
@@ -45,7 +45,7 @@ class BackendConfig(BaseModel):
 class OffloadSettings(BaseModel):
     """The top-level keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)  # no clock waits for inf seconds
 
     hybrid_chunk_size: Annotated[
         PositiveInt | None, Field(description="tokens per stored chunk; by default chosen from the model's block sizes")

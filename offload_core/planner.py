@@ -149,14 +149,16 @@ class HybridOffloadPlanner:
                     f"group {group.index}: block size {group.block_size_tokens} is not a multiple of the engine's hash "
                     f"block size {hash_block_size}; run the engine with prefix caching enabled so that it aligns them"
                 )
-        good = _good_chunk_size(groups, max_model_len)
+        common = math.lcm(*(group.block_size_tokens for group in groups))
+        good = _good_chunk_size(groups, common, max_model_len)
         chunk = hybrid_chunk_size if hybrid_chunk_size is not None else good
         if chunk < 1:
             raise PlanError(f"hybrid_chunk_size is {chunk}; it must be a positive number of tokens, for example {good}")
+        nearest = _nearest_multiple(chunk, common, max_model_len)
         warnings: list[str] = []
         by_pack: dict[tuple[int, HitPolicy], list[GroupGeometry]] = {}
         for group in groups:
-            unit = _unit_tokens(group, chunk, good, warnings)
+            unit = _unit_tokens(group, chunk, good, nearest, warnings)
             by_pack.setdefault((unit, group.policy), []).append(group)
         packs = tuple(
             Pack(_pack_name(unit, policy), unit, policy, unit // hash_block_size, tuple(members))
@@ -167,7 +169,7 @@ class HybridOffloadPlanner:
             units = ", ".join(f"{pack.name}: {pack.unit_tokens}" for pack in packs)
             cure = (
                 f"set hybrid_chunk_size to {good}"
-                if math.lcm(*(g.block_size_tokens for g in groups)) < max_model_len
+                if common < max_model_len
                 else "raise max_model_len or choose smaller blocks"
             )
             raise PlanError(
@@ -233,36 +235,36 @@ def _run_lengths(flags: Sequence[bool]) -> list[int]:
     return runs
 
 
-def _good_chunk_size(groups: Sequence[GroupGeometry], max_model_len: int) -> int:
+def _good_chunk_size(groups: Sequence[GroupGeometry], common: int, max_model_len: int) -> int:
     """Return a chunk size that fits every group and leaves at least one boundary below ``max_model_len``."""
-    common = math.lcm(*(group.block_size_tokens for group in groups))
     if any(group.policy.kind == "state" for group in groups) or common >= _DEFAULT_CHUNK_TOKENS:
         return common
     wanted = -(-_DEFAULT_CHUNK_TOKENS // common) * common
     return wanted if wanted < max_model_len else common
 
 
-def _unit_tokens(group: GroupGeometry, chunk: int, good: int, warnings: list[str]) -> int:
+def _unit_tokens(group: GroupGeometry, chunk: int, good: int, nearest: int, warnings: list[str]) -> int:
     block = group.block_size_tokens
     if block >= chunk:
         return block
     if chunk % block:
         warnings.append(
             f"group {group.index}: hybrid_chunk_size {chunk} is not a multiple of its block size {block}, so it is "
-            f"stored block by block; the nearest good hybrid_chunk_size is {_nearest_multiple(chunk, good)}"
+            f"stored block by block; the nearest good hybrid_chunk_size is {nearest}"
         )
         return block
-    if group.policy.kind == "state":
+    if group.policy.kind == "state" and good % chunk:  # a chunk that divides it moves no boundary
         warnings.append(
             f"group {group.index} is recurrent: the engine hands over its states at multiples of {block} tokens, and "
             f"with hybrid_chunk_size {chunk} only those at multiples of {chunk} are stored; hybrid_chunk_size {good} "
-            "uses every one"
+            "uses every one that the other groups can follow"
         )
     return chunk
 
 
-def _nearest_multiple(value: int, step: int) -> int:
-    return max(step, (value + step // 2) // step * step)
+def _nearest_multiple(value: int, step: int, limit: int) -> int:
+    """Return the positive multiple of ``step`` nearest to ``value``, below ``limit`` if there is one."""
+    return max(step, min((value + step // 2) // step, (limit - 1) // step) * step)
 
 
 def _pack_name(unit: int, policy: HitPolicy) -> str:

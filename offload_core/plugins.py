@@ -1,9 +1,10 @@
 """Finds plugins and keeps a report of what went wrong with each.
 
 Plugins are modules named by entry points of the group ``offload_core``. Each entry point is loaded on its own, so one
-that fails never stops the others; its error is kept and raised only when a configuration needs that plugin. pluggy on
-its own would stop at the first failure, skip a second distribution that uses the same name without a word, and notice a
-misspelt hook only when asked.
+that fails never stops the others; its error is kept and raised only when a configuration needs that plugin. A name that
+two of them claim, of an entry point or of a backend type, is given to neither. pluggy on its own would stop at the
+first failure, skip a second distribution that uses the same name without a word, and notice a misspelt hook only when
+asked.
 """
 
 from __future__ import annotations
@@ -62,29 +63,38 @@ class PluginRegistry:
 def load_plugins(points: Iterable[EntryPoint] | None = None) -> PluginRegistry:
     """Load all plugins, by default those of the installed distributions."""
     found = sorted(entry_points(group=ENTRY_POINT_GROUP) if points is None else points, key=lambda p: p.name)
-    types: list[BackendType] = []
-    owner: dict[str, str] = {}
-    reports: list[PluginReport] = []
+    loaded: list[tuple[EntryPoint, list[BackendType], str | None]] = []
     for point in found:
-        distribution = f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown distribution"
-        twins = [other for other in found if other.name == point.name]
         try:
-            if len(twins) > 1:
-                names = " and ".join(sorted(twin.dist.name if twin.dist else "?" for twin in twins))
-                raise PluginError(f"the entry point name {point.name!r} is used by {names}; uninstall one of them")
-            provided = _registered_types(_load_module(point))
-            for registered in provided:
-                if registered.name in owner:
-                    raise PluginError(
-                        f"the backend type {registered.name!r} is already provided by {owner[registered.name]}; "
-                        "uninstall one of them"
-                    )
-            owner.update((registered.name, distribution) for registered in provided)
-            types.extend(provided)
-            reports.append(PluginReport(point.name, distribution, tuple(p.name for p in provided)))
-        except Exception as error:  # whatever a stranger's module raises must not stop the other plugins
-            reports.append(PluginReport(point.name, distribution, error=f"{type(error).__name__}: {error}"))
+            _refuse_twins(point, found)
+            loaded.append((point, _registered_types(_load_module(point)), None))
+        except (Exception, SystemExit) as error:  # whatever a stranger's module raises must not stop the other plugins
+            loaded.append((point, [], f"{type(error).__name__}: {error}"))
+    owners: dict[str, list[str]] = {}
+    for point, provided, _ in loaded:
+        for registered in provided:
+            owners.setdefault(registered.name, []).append(_distribution(point))
+    types: list[BackendType] = []
+    reports: list[PluginReport] = []
+    for point, provided, problem in loaded:
+        for name in [registered.name for registered in provided if len(owners[registered.name]) > 1]:
+            provided = []
+            problem = f"the backend type {name!r} is provided by {' and '.join(owners[name])}; uninstall one of them"
+        types.extend(provided)
+        names = tuple(registered.name for registered in provided)
+        reports.append(PluginReport(point.name, _distribution(point), names, problem))
     return PluginRegistry(types, reports)
+
+
+def _distribution(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown distribution"
+
+
+def _refuse_twins(point: EntryPoint, found: Sequence[EntryPoint]) -> None:
+    twins = [other for other in found if other.name == point.name]
+    if len(twins) > 1:
+        names = " and ".join(sorted(twin.dist.name if twin.dist else "?" for twin in twins))
+        raise PluginError(f"the entry point name {point.name!r} is used by {names}; uninstall one of them")
 
 
 def _load_module(point: EntryPoint) -> ModuleType:

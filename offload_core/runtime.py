@@ -26,7 +26,7 @@ class DaemonExecutor(Executor):
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._idle = 0
+        self._unfinished = 0
         self._closed = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -49,7 +49,8 @@ class DaemonExecutor(Executor):
             if self._closed:
                 raise RuntimeError(f"the threads of {self._name!r} are shut down")
             self._calls.put(call)
-            if self._idle < self._calls.qsize() and len(self._threads) < self._max_threads:
+            self._unfinished += 1
+            if len(self._threads) < min(self._unfinished, self._max_threads):
                 thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -65,15 +66,13 @@ class DaemonExecutor(Executor):
 
     def _run(self) -> None:
         while True:
-            with self._lock:
-                self._idle += 1
             call = self._calls.get()
-            with self._lock:
-                self._idle -= 1
             if call is None:
                 return
             call()
             del call  # do not keep the last call's buffers alive while idle
+            with self._lock:
+                self._unfinished -= 1
 
 
 class IoLoop:

@@ -1,9 +1,9 @@
 """The staging pool: the only memory that I/O threads and backends ever see.
 
 One page-aligned arena with a byte budget, touched at start (fresh memory is slow the first time). A lease is a
-contiguous, page-aligned piece of it. Stores may hold only a share of the pool, so that loads always find room; a store
-that finds none is dropped by the caller, never waited for (invariant I4). A lease lives until the backend's call on it
-has really ended (invariant I3), which is why only its owner releases it, exactly once.
+contiguous, page-aligned piece of it. Stores may hold only a share of the pool, its last part, so that loads always
+find room in one piece; a store that finds none is dropped by the caller, never waited for (invariant I4). A lease lives
+until the backend's call on it has really ended (invariant I3), which is why only its owner releases it, exactly once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ ALIGNMENT_BYTES = 4096
 class Lease:
     """A piece of staging memory of ``nbytes`` bytes. Release it exactly once, after the last use of its views."""
 
-    def __init__(self, pool: StagingPool, offset: int, nbytes: int, reserved: int, for_store: bool) -> None:
+    def __init__(self, pool: StagingPool, offset: int, nbytes: int, reserved: int) -> None:
         self.nbytes = nbytes
         self._pool = pool
         self._offset = offset
         self._reserved = reserved
-        self._for_store = for_store
         self._released = False
 
     @property
@@ -49,7 +48,7 @@ class Lease:
         """
         self._check_held()
         self._released = True
-        self._pool._release(self._offset, self._reserved, self._for_store)
+        self._pool._release(self._offset, self._reserved)
 
     def _check_held(self) -> None:
         if self._released:
@@ -59,11 +58,13 @@ class Lease:
 class StagingPool:
     """A byte budget of staging memory.
 
-    Thread-safe. First fit over a sorted free list: leases are few (one per object in flight) and short-lived.
+    Thread-safe. First fit over a sorted free list: leases are few (one per object in flight) and short-lived. Loads
+    fill the arena from its start and stores their part of it from its end, so that stores which hang cannot split what
+    is left to loads.
 
     Args:
         capacity_bytes: rounded down to a multiple of 4096.
-        store_share: the part of the capacity that stores may hold at once, between 0 and 1.
+        store_share: the part of the capacity, at the arena's end, that stores may hold, between 0 and 1.
     """
 
     def __init__(self, capacity_bytes: int, store_share: float) -> None:
@@ -78,7 +79,6 @@ class StagingPool:
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, self.capacity_bytes)]
         self._used_bytes = 0
-        self._store_bytes = 0
         self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     @property
@@ -90,18 +90,15 @@ class StagingPool:
         """Lease ``nbytes`` bytes now, or return ``None`` when the pool (or the stores' share of it) is full."""
         reserved = max(1, -(-nbytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
         with self._lock:
-            if for_store and self._store_bytes + reserved > self.store_limit_bytes:
+            found = self._last_fit(reserved) if for_store else self._first_fit(reserved)
+            if found is None:
                 return None
-            for index, (offset, size) in enumerate(self._free):
-                if size >= reserved:
-                    if size == reserved:
-                        del self._free[index]
-                    else:
-                        self._free[index] = (offset + reserved, size - reserved)
-                    self._used_bytes += reserved
-                    self._store_bytes += reserved if for_store else 0
-                    return Lease(self, offset, nbytes, reserved, for_store)
-        return None
+            index, offset = found
+            start, size = self._free[index]
+            rest = (start, offset - start) if for_store else (offset + reserved, size - reserved)
+            self._free[index : index + 1] = [rest] if rest[1] else []
+            self._used_bytes += reserved
+        return Lease(self, offset, nbytes, reserved)
 
     async def acquire(self, nbytes: int) -> Lease:
         """Lease ``nbytes`` bytes for a load, waiting for room. Cancellation leaves nothing leased.
@@ -126,10 +123,21 @@ class StagingPool:
             with self._lock:
                 self._waiters.discard(waiter)
 
-    def _release(self, offset: int, reserved: int, for_store: bool) -> None:
+    def _first_fit(self, reserved: int) -> tuple[int, int] | None:
+        """Return the free piece for a load (its index) and where in it the load starts."""
+        return next(((index, offset) for index, (offset, size) in enumerate(self._free) if size >= reserved), None)
+
+    def _last_fit(self, reserved: int) -> tuple[int, int] | None:
+        """Return the last free piece for a store (its index) and where in it the store starts."""
+        for index in reversed(range(len(self._free))):
+            offset, size = self._free[index]
+            if size >= reserved and offset + size - reserved >= self.capacity_bytes - self.store_limit_bytes:
+                return index, offset + size - reserved
+        return None
+
+    def _release(self, offset: int, reserved: int) -> None:
         with self._lock:
             self._used_bytes -= reserved
-            self._store_bytes -= reserved if for_store else 0
             insort(self._free, (offset, reserved))
             index = self._free.index((offset, reserved))
             if index + 1 < len(self._free) and offset + reserved == self._free[index + 1][0]:
@@ -137,6 +145,5 @@ class StagingPool:
             if index > 0 and sum(self._free[index - 1]) == offset:
                 previous = self._free[index - 1]
                 self._free[index - 1] = (previous[0], previous[1] + self._free.pop(index)[1])
-            waiters = tuple(self._waiters)
-        for loop, room in waiters:
-            loop.call_soon_threadsafe(room.set)
+            for loop, room in self._waiters:  # under the lock, so that no waiter can end and its loop be closed
+                loop.call_soon_threadsafe(room.set)

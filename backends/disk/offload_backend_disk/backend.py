@@ -7,7 +7,6 @@ that no folder grows beyond a 256th of a pack. Folders have mode 0700 and files 
 from __future__ import annotations
 
 import asyncio
-import errno
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -34,10 +33,14 @@ class DiskOptions(BackendOptions):
     @field_validator("path")
     @classmethod
     def _parent_exists(cls, path: Path) -> Path:
-        path = path.expanduser().absolute()
-        if path.exists() and not path.is_dir():
+        try:
+            path = path.expanduser().absolute()
+            exists, is_folder, has_parent = path.exists(), path.is_dir(), path.parent.is_dir()
+        except (OSError, RuntimeError) as error:  # RuntimeError: ~user for a user that does not exist
+            raise ValueError(f"{error}; name a folder that this process may use") from error
+        if exists and not is_folder:
             raise ValueError(f"{path} is a file; name a folder")
-        if not path.exists() and not path.parent.is_dir():
+        if not exists and not has_parent:
             raise ValueError(
                 f"the parent folder {path.parent} does not exist; create it, or mount the disk that should be there"
             )
@@ -53,12 +56,8 @@ class DiskBackend(Backend[DiskOptions]):
         return Capabilities(medium="disk", persistent=True, shared=True)
 
     async def open(self) -> None:
-        """Create the folder. A read-only file system is no error here: what is on it can still be loaded."""
-        try:
-            await self.run_blocking(files.make_private_folder, self.options.path)
-        except OSError as error:
-            if error.errno != errno.EROFS or not self.options.path.is_dir():
-                raise
+        """Create the folder if it is missing. A read-only one is no error: it can still be loaded from."""
+        await self.run_blocking(files.make_private_folder, self.options.path)
 
     async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
         """See :meth:`Backend.contains`."""

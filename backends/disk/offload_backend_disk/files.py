@@ -76,7 +76,10 @@ def _create(path: Path) -> int:
 def make_private_folder(folder: Path) -> None:
     """Create ``folder`` and its missing parents, each with mode 0700 whatever the umask says."""
     for parent in reversed([folder, *folder.parents]):
-        if not parent.exists():
-            with suppress(FileExistsError):
+        if not parent.is_dir():
+            try:
                 parent.mkdir(mode=FOLDER_MODE)
                 parent.chmod(FOLDER_MODE)
+            except FileExistsError:
+                if not parent.is_dir():  # else another process was faster
+                    raise

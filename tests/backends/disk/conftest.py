@@ -1,0 +1,59 @@
+"""A disk backend in a temporary folder, and real small file systems."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from offload_backend_disk import DiskBackend, DiskOptions
+
+from offload_core.backend import BackendContext
+from offload_core.keys import ObjectKey
+from offload_core.runtime import DaemonExecutor
+
+Disk = Callable[[Path], DiskBackend]
+
+
+def key(number: int, pack: str = "full-u256") -> ObjectKey:
+    return ObjectKey("ab" * 32, pack, bytes([number]) * 32)
+
+
+def files_under(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if not path.is_dir())
+
+
+@pytest.fixture
+def disk() -> Iterator[Disk]:
+    """Make disk backends with two threads each."""
+    executors: list[DaemonExecutor] = []
+
+    def make(path: Path) -> DiskBackend:
+        executors.append(DaemonExecutor(2, f"disk-{len(executors)}"))
+        return DiskBackend(DiskOptions(path=path), BackendContext("disk", executors[-1]))
+
+    yield make
+    for executor in executors:
+        executor.shutdown()
+
+
+@pytest.fixture
+def backend(disk: Disk, tmp_path: Path) -> DiskBackend:
+    return disk(tmp_path / "objects")
+
+
+def mount(*arguments: str | Path) -> None:
+    done = subprocess.run(["mount", *map(str, arguments)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"this machine does not let us mount: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 256 KiB. It can be remounted."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount("-t", "tmpfs", "-o", "size=256k,mode=700", "tmpfs", folder)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)

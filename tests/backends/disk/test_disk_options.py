@@ -1,0 +1,67 @@
+"""What the disk backend says about its options, as the operator sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from offload_backend_disk import DiskOptions
+
+from offload_core.config import load_config
+from offload_core.errors import ConfigError
+
+
+def options(path: object) -> DiskOptions:
+    config = load_config({"backends": [{"name": "nvme", "type": "disk", "path": path}]})
+    given = config.tiers[0].options
+    assert isinstance(given, DiskOptions)
+    return given
+
+
+def problem(path: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        options(path)
+    (only,) = caught.value.problems
+    return only
+
+
+def test_a_folder_that_exists_or_whose_parent_does(tmp_path: Path) -> None:
+    assert options(str(tmp_path)).path == tmp_path
+    assert options(str(tmp_path / "new")).path == tmp_path / "new"
+    assert not (tmp_path / "new").exists(), "validation makes nothing"
+
+
+def test_a_relative_path_and_the_home_folder_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert options("./kv-cache").path == tmp_path / "kv-cache"
+    assert options("~/kv-cache").path == tmp_path / "kv-cache"
+
+
+def test_a_missing_parent_is_named_with_the_cure(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "kv"
+    assert problem(str(path)) == (
+        f"backends.0.path: {str(path)!r} is not valid: the parent folder {path.parent} does not exist; "
+        "create it, or mount the disk that should be there"
+    )
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("")
+    assert problem(str(path)).endswith(f"{path} is a file; name a folder")
+
+
+def test_a_wrong_type_is_refused() -> None:
+    assert problem(5).startswith("backends.0.path: 5 is not valid: Input is not a valid path")
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [("~no-such-user/kv", "home directory"), ("/tmp/" + "x" * 300, "File name too long")],
+    ids=["unknown user", "too long"],
+)
+def test_a_path_that_cannot_be_looked_at_is_a_problem_like_any_other(path: str, reason: str) -> None:
+    found = problem(path)
+    assert found.startswith(f"backends.0.path: {path!r} is not valid: ")
+    assert reason in found
