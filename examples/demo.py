@@ -30,6 +30,7 @@ from offload_core.testing.engine import (
     RunResult,
     RunSpec,
     compare,
+    disk_transfer_config,
     run_in_process,
 )
 
@@ -75,16 +76,6 @@ FIRST_ROUND = [Round(name="known", prompts=KNOWN)]
 SECOND_ROUND = [Round(name="mixed", prompts=[KNOWN[3], NEW[0], KNOWN[1], KNOWN[2], NEW[1], KNOWN[0]])]
 
 
-def transfer_config(folder: Path) -> dict[str, Any]:
-    """Return the ``--kv-transfer-config`` of the README, with the tier's folder filled in."""
-    return {
-        "kv_connector": "HybridOffloadConnector",
-        "kv_connector_module_path": "offload_core.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"backends": [{"name": "disk", "type": "disk", "path": str(folder)}]},
-    }
-
-
 def run_model(model: Model, store: Path, advance: Callable[[str, str], None]) -> Outcome:
     """Run the model's three processes; ``advance(step, prompt)`` is called as prompts finish."""
 
@@ -98,8 +89,8 @@ def run_model(model: Model, store: Path, advance: Callable[[str, str], None]) ->
     return Outcome(
         model,
         run("without offloading", SECOND_ROUND, None),
-        run("first process, stores", FIRST_ROUND, transfer_config(store)),
-        run("second process, loads", SECOND_ROUND, transfer_config(store)),
+        run("first process, stores", FIRST_ROUND, disk_transfer_config(store)),
+        run("second process, loads", SECOND_ROUND, disk_transfer_config(store)),
     )
 
 

@@ -87,13 +87,11 @@ class _WantedLoad:
         """Return how the load has ended, or ``None`` while it goes on."""
         if self.cancelled:
             return LoadResult(job_id, "cancelled")
-        if self.failed:
-            return LoadResult(job_id, "failed", tuple(self.failed))
-        if not self.waiting_for:
-            return LoadResult(job_id, "loaded")
-        if now >= self.deadline:
-            return LoadResult(job_id, "timed out", tuple(self.waiting_for))
-        return None
+        if self.waiting_for:
+            missing = (*self.failed, *self.waiting_for)
+            return LoadResult(job_id, "timed out", missing) if now >= self.deadline else None
+        # A load that has failed goes on to its end, so that all that is damaged is found, and stored anew, at once.
+        return LoadResult(job_id, "failed" if self.failed else "loaded", tuple(self.failed))
 
 
 @dataclass(frozen=True)
@@ -218,7 +216,7 @@ class TransferEngine:
 
     def _take(self, arrival: _Arrival) -> None:
         load = self._wanted.get(arrival.job_id)
-        if load is None or load.cancelled or load.failed:
+        if load is None or load.cancelled:
             if arrival.lease is not None:
                 self._counters.add("load_late", arrival.tier)
                 arrival.lease.release()

@@ -140,6 +140,31 @@ def _difference(name: str, a: PromptResult, b: PromptResult, max_gap: float) -> 
     return f"{name}: log probabilities differ by up to {max(gaps):.3g} (allowed {max_gap:.3g})"
 
 
+def disk_transfer_config(folder: Path, **extra_config: Any) -> dict[str, Any]:
+    """Return a ``kv_transfer_config`` of our connector with one ``disk`` tier on ``folder``; more keys are added."""
+    return {
+        "kv_connector": "HybridOffloadConnector",
+        "kv_connector_module_path": "offload_core.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "backends": [{"name": "disk", "type": "disk", "path": str(folder)}],
+            **extra_config,
+        },
+    }
+
+
+def stock_transfer_config() -> dict[str, Any]:
+    """Return a ``kv_transfer_config`` of vLLM's own connector with an unlimited in-RAM spec: oracle and peer."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "RamOffloadingSpec",
+            "spec_module_path": "offload_core.vllm.testing.stock_ram_spec",
+        },
+    }
+
+
 def run_environment(spec: RunSpec) -> dict[str, str]:
     """Return the environment variables that vLLM needs for ``spec`` on a CPU; the engine core runs in-process."""
     variables = {

@@ -34,6 +34,7 @@ _IDLE_WAIT_SECONDS = 0.001
 _ANSWER_LIFE_SECONDS = 1.0
 _MISTRUST_SECONDS = 60.0
 _KNOWN_CHUNKS = 1 << 16
+_MAX_FAILED_LOADS = 2
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class _RequestState:
     offer: _Offer | None = None
     job_id: int | None = None
     loading: list[ChunkRef] = field(default_factory=list)
+    failed_loads: int = 0
 
 
 class SchedulerHalf:
@@ -110,7 +112,7 @@ class SchedulerHalf:
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """Return how many tokens past ``computed_tokens`` can be loaded, or ``None`` to be asked again."""
         state = self._requests.get(request.request_id)
-        if state is None or request.skip_reading_prefix_cache:
+        if state is None or request.skip_reading_prefix_cache or state.failed_loads >= _MAX_FAILED_LOADS:
             return 0
         if state.offer and not self._still_valid(state.offer, computed_tokens):
             state.offer = None
@@ -180,6 +182,7 @@ class SchedulerHalf:
                 self._load_ended(state)
                 if request_id in failed:  # what was not loaded is computed, and stored again
                     state.next_unit = dict.fromkeys(state.next_unit, 0)
+                    state.failed_loads += 1
         self.counters.add("recomputed_requests", "all", len(failed))
         if report is None:
             return

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from offload_core.testing import tiny_models
-from offload_core.testing.engine import PromptSpec, Round, RunResult, RunSpec, run_in_process
+from offload_core.testing.engine import (
+    PromptSpec,
+    Round,
+    RunResult,
+    RunSpec,
+    disk_transfer_config,
+    run_in_process,
+    stock_transfer_config,
+)
 
 RUN_TIMEOUT_SECONDS = 240.0
 VOCABULARY = 1024
@@ -63,27 +71,8 @@ class Lab:
         return self._references[key]
 
 
-def ours(folder: Path, **config: Any) -> dict[str, Any]:
-    """``kv_transfer_config`` of our connector with one disk tier on ``folder``."""
-    extra = {"backends": [{"name": "disk", "type": "disk", "path": str(folder)}], **config}
-    return {
-        "kv_connector": "HybridOffloadConnector",
-        "kv_connector_module_path": "offload_core.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }
-
-
-def stock() -> dict[str, Any]:
-    """``kv_transfer_config`` of vLLM's own connector with an unlimited in-RAM spec."""
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "RamOffloadingSpec",
-            "spec_module_path": "offload_core.vllm.testing.stock_ram_spec",
-        },
-    }
+ours = disk_transfer_config
+stock = stock_transfer_config
 
 
 def served(result: RunResult, round_index: int = 0) -> dict[str, int]:
