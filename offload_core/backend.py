@@ -84,7 +84,7 @@ class LoadReservation:
 
     def __init__(self, present: Sequence[bool]) -> None:
         self.present = tuple(present)
-        """One entry per key of the request, in its order."""
+        """One entry per key of the request, in its order; ``False`` where nothing is there, so that it is not tried."""
 
     async def release(self) -> None:
         """Unpin. The core calls it exactly once, also after an error or cancellation."""

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 Item = TypeVar("Item", "TransferObject", StagedObject)
 
 _BATCH_OBJECTS = 8
-_BATCH_BYTES = 8 * 1024 * 1024
+_BATCH_BYTES = 2 * 1024 * 1024  # small, so that reading, checking and copying of a job's batches overlap
 _MIB = 1024 * 1024
 STORE_SHARE = 0.5
 """Part of the staging pool that stores may hold."""

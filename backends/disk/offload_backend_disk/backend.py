@@ -15,7 +15,15 @@ from aiofiles.base import wrap
 from pydantic import Field, field_validator
 
 from offload_backend_disk import files
-from offload_core.backend import Backend, BackendOptions, Capabilities, LoadOutcome, StoreOutcome, to_the_end
+from offload_core.backend import (
+    Backend,
+    BackendOptions,
+    Capabilities,
+    LoadOutcome,
+    LoadReservation,
+    StoreOutcome,
+    to_the_end,
+)
 from offload_core.keys import ObjectKey
 
 T = TypeVar("T")
@@ -62,6 +70,10 @@ class DiskBackend(Backend[DiskOptions]):
     async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
         """See :meth:`Backend.contains`."""
         return await self.run_blocking(files.exist, [self._file(key) for key in keys])
+
+    async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
+        """Let every key be tried: opening its file is the check, and nothing is evicted that would need a pin."""
+        return LoadReservation([True] * len(keys))
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`."""
