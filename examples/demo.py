@@ -62,7 +62,7 @@ def prompts(*lengths: int, seed: int) -> list[PromptSpec]:
     """Return random prompts that share a prefix of 512 tokens."""
     return [
         PromptSpec(
-            name=f"{length} tokens",
+            name=str(length),
             token_ids=tiny_models.prompt_token_ids(length, seed=seed, vocab_size=VOCABULARY, shared_prefix=512),
             max_tokens=16,
         )
@@ -71,7 +71,7 @@ def prompts(*lengths: int, seed: int) -> list[PromptSpec]:
 
 
 KNOWN = prompts(200, 700, 1283, 4000, seed=1)
-NEW = [prompt.model_copy(update={"name": f"{prompt.name}, new"}) for prompt in prompts(300, 1500, seed=2)]
+NEW = [prompt.model_copy(update={"name": f"{prompt.name} (new)"}) for prompt in prompts(300, 1500, seed=2)]
 FIRST_ROUND = [Round(name="known", prompts=KNOWN)]
 SECOND_ROUND = [Round(name="mixed", prompts=[KNOWN[3], NEW[0], KNOWN[1], KNOWN[2], NEW[1], KNOWN[0]])]
 
@@ -114,9 +114,12 @@ def _single(run: RunResult, prompt: PromptResult) -> RunResult:
 
 def result_table(outcomes: list[Outcome]) -> Table:
     """Return the table that ends the demo."""
-    table = Table(title="KV cache found on disk after a restart")
-    for column in ("model", "prompt", "from disk", "first token cold", "first token warm", "same output"):
-        table.add_column(column, justify="left" if column in ("model", "prompt") else "right")
+    table = Table(
+        title="KV cache found on disk after a restart",
+        caption="TTFT: time to first token, of the process that stored (cold) and of the one that loaded (warm)",
+    )
+    for column in ("model", "prompt tokens", "from disk", "cold TTFT", "warm TTFT", "same output"):
+        table.add_column(column, justify="left" if column in ("model", "prompt tokens") else "right")
     for outcome in outcomes:
         different = differences(outcome)
         cold = {prompt.name: prompt.ttft_seconds for prompt in outcome.first.rounds[0].prompts}
@@ -124,7 +127,7 @@ def result_table(outcomes: list[Outcome]) -> Table:
             table.add_row(
                 outcome.model.title,
                 prompt.name,
-                f"{prompt.external_cached_tokens} of {prompt.prompt_tokens}",
+                str(prompt.external_cached_tokens),
                 f"{cold[prompt.name] * 1e3:.1f} ms" if prompt.name in cold else "",
                 f"{prompt.ttft_seconds * 1e3:.1f} ms",
                 "no" if different[prompt.name] else "yes",
@@ -154,7 +157,7 @@ def run_demo(folder: Path, console: Console) -> int:
         Model("Gemma 3", tiny_models.write_gemma3(folder / "gemma3"), "float32"),
         Model("Qwen3-Next", tiny_models.write_qwen3_next(folder / "qwen3-next"), "bfloat16"),
     ]
-    finished = len(SECOND_ROUND[0].prompts) * 2 + len(KNOWN) + 3  # three engine starts and every prompt
+    finished = len(SECOND_ROUND[0].prompts) * 2 + len(KNOWN) + 6  # three starts, three warm-ups and every prompt
     columns = (
         TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("{task.fields[doing]}"),
