@@ -48,7 +48,8 @@ class Tier:
         self._executor = DaemonExecutor(config.common.io_threads, f"offload-{self.name}")
         self._backend = config.backend_type.backend(config.options, BackendContext(self.name, self._executor))
         self.capabilities = self._backend.capabilities
-        self.load_slots = asyncio.Semaphore(config.common.io_threads)
+        # Twice the threads, so that they go on reading while other batches are checked and handed over.
+        self.load_slots = asyncio.Semaphore(2 * config.common.io_threads)
         """Held by the caller around :meth:`load`, from before it takes staging memory."""
         self._store_slots = asyncio.Semaphore(config.common.io_threads)
         self._pending_lookups = 0

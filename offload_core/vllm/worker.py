@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from offload_core.config import OffloadConfig
 from offload_core.errors import ConfigError, UnsupportedLayoutError
 from offload_core.fingerprint import Json
 from offload_core.keys import ObjectKey
-from offload_core.packs import CpuBlockCopier, PackLayout
+from offload_core.packs import PackLayout, block_copier
 from offload_core.planner import HybridOffloadPlanner
 from offload_core.runtime import IoLoop
 from offload_core.staging import StagingPool
@@ -27,7 +28,7 @@ from offload_core.vllm.metadata import ChunkRef, ChunkTransfer, StepMetadata, St
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_IDLE_WAIT_SECONDS = 0.001
+_IDLE_WAIT_SECONDS = 0.002
 
 
 class WorkerHalf:
@@ -86,7 +87,7 @@ class WorkerHalf:
             io=self._io,
             tiers=self._tiers,
             staging=StagingPool(settings.staging_bytes, STORE_SHARE),
-            copier=CpuBlockCopier(caches),
+            copier=block_copier(caches),
             layouts=layouts,
             per_mib_seconds=settings.load_timeout_seconds_per_mib,
             counters=self.counters,
@@ -117,9 +118,14 @@ class WorkerHalf:
             Requests whose load has ended, and those among them whose load has failed.
         """
         engine = self._transfers
-        if metadata.idle and engine.has_wanted_loads and not self._ended:
-            engine.wait_for_arrival(_IDLE_WAIT_SECONDS)
-        for result in engine.poll():
+        results = engine.poll()
+        if metadata.idle and not self._ended:
+            # Copy what arrives as it arrives, without a step of the engine in between: it would only be in the way.
+            end = time.monotonic() + _IDLE_WAIT_SECONDS
+            while not results and engine.has_wanted_loads and (seconds := end - time.monotonic()) > 0:
+                engine.wait_for_arrival(seconds)
+                results = engine.poll()
+        for result in results:
             self._report.failed.update(_ref(key) for key in result.failed_keys)
             self._end(result.job_id, failed=result.status != "loaded")
         for stored in engine.take_store_results():

@@ -6,7 +6,6 @@ that no folder grows beyond a 256th of a pack. Folders have mode 0700 and files 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -29,8 +28,8 @@ from offload_core.keys import ObjectKey
 T = TypeVar("T")
 
 # aiofiles turns a blocking function into a coroutine function that runs it as one call on the given executor.
-_load = wrap(files.load)
-_store = wrap(files.store)
+_load_all = wrap(files.load_all)
+_store_all = wrap(files.store_all)
 
 
 class DiskOptions(BackendOptions):
@@ -77,29 +76,22 @@ class DiskBackend(Backend[DiskOptions]):
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`."""
-        return await self._each(_load, keys, buffers)
+        return await self._batch(_load_all, keys, buffers)
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         """See :meth:`Backend.store`."""
-        return await self._each(_store, keys, buffers)
+        return await self._batch(_store_all, keys, buffers)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """See :meth:`Backend.delete`."""
         await self.run_blocking(files.delete, [self._file(key) for key in keys])
 
-    async def _each(
+    async def _batch(
         self, operation: Callable[..., Awaitable[T]], keys: Sequence[ObjectKey], buffers: Sequence[memoryview]
-    ) -> list[T]:
-        """Run ``operation(path, buffer)`` for every key at once, one thread hop each, and wait until all have ended."""
-        calls = [
-            operation(self._file(key), buffer, executor=self.context.executor)
-            for key, buffer in zip(keys, buffers, strict=True)
-        ]
-        results = await to_the_end(asyncio.gather(*calls, return_exceptions=True))
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return [result for result in results if not isinstance(result, BaseException)]
+    ) -> T:
+        """Run ``operation`` on a whole batch in one thread hop; the core runs several batches at once."""
+        paths = [self._file(key) for key in keys]
+        return await to_the_end(operation(paths, buffers, executor=self.context.executor))
 
     def _file(self, key: ObjectKey) -> Path:
         digest = key.chunk_hash.hex()

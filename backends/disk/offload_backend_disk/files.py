@@ -1,9 +1,10 @@
-"""Blocking file operations on objects; each runs on one of the tier's threads, one hop per object."""
+"""Blocking file operations on objects; each runs on one of the tier's threads, one hop per batch."""
 
 from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +18,16 @@ TEMPORARY_SUFFIX = ".tmp"
 def exist(paths: list[Path]) -> list[bool]:
     """Return, per path, whether a regular file is there."""
     return [path.is_file() for path in paths]
+
+
+def load_all(paths: Sequence[Path], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+    """Load every path into its buffer, in order."""
+    return [load(path, buffer) for path, buffer in zip(paths, buffers, strict=True)]
+
+
+def store_all(paths: Sequence[Path], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+    """Store every buffer under its path, in order; the first error ends the batch."""
+    return [store(path, buffer) for path, buffer in zip(paths, buffers, strict=True)]
 
 
 def load(path: Path, buffer: memoryview) -> LoadOutcome:
