@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from offload_core import object_format
-from offload_core.backend import LoadOutcome
+from offload_core.backend import LoadOutcome, to_the_end
 from offload_core.keys import ObjectKey
 from offload_core.object_format import HEADER_BYTES, object_bytes
 from offload_core.packs import BlockCopier, BlockSlice, PackLayout
@@ -257,17 +257,17 @@ class TransferEngine:
             self._arrived.set()
 
     async def _store(self, staged: Sequence[StagedObject]) -> None:
-        loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
             for batch in self._batches(staged):
-                await loop.run_in_executor(self._sealers, _seal_all, batch)
                 group.create_task(self._store_batch(batch))
 
     async def _store_batch(self, batch: Sequence[StagedObject]) -> None:
-        """Offer a batch to every tier; its leases live until the last tier's call has ended."""
+        """Seal a batch and offer it to every tier; its leases live until the last thread and call have ended."""
+        loop = asyncio.get_running_loop()
         stored: list[list[bool]] = []
         try:
-            stored = await asyncio.gather(*(tier.store(batch) for tier in self._tiers.values()))
+            await to_the_end(loop.run_in_executor(self._sealers, _seal_all, batch))
+            stored = await to_the_end(asyncio.gather(*(tier.store(batch) for tier in self._tiers.values())))
         finally:
             for index, item in enumerate(batch):
                 self._store_results.append(StoreResult(item.key, any(tier[index] for tier in stored)))
@@ -289,7 +289,8 @@ class TransferEngine:
 def smallest_pool_bytes(layouts: Mapping[str, PackLayout]) -> int:
     """Return the smallest staging pool with which every load and store of these layouts can go on."""
     largest = max(object_bytes(layout.payload_bytes) for layout in layouts.values())
-    batch = _BATCH_BYTES + largest + _BATCH_OBJECTS * ALIGNMENT_BYTES
+    # An object reaches beyond the batch's last payload byte by its header, and by what its lease is rounded up.
+    batch = _BATCH_BYTES + largest + _BATCH_OBJECTS * (HEADER_BYTES + ALIGNMENT_BYTES)
     return int(batch / min(STORE_SHARE, 1 - STORE_SHARE))
 
 
