@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from offload_core import object_format
-from offload_core.backend import LoadOutcome, to_the_end
+from offload_core.backend import LoadOutcome
 from offload_core.keys import ObjectKey
 from offload_core.object_format import HEADER_BYTES, object_bytes
 from offload_core.packs import BlockCopier, BlockSlice, PackLayout
@@ -257,17 +257,19 @@ class TransferEngine:
             self._arrived.set()
 
     async def _store(self, staged: Sequence[StagedObject]) -> None:
-        async with asyncio.TaskGroup() as group:
-            for batch in self._batches(staged):
-                group.create_task(self._store_batch(batch))
+        """Store in batches; one that ends in an unexpected error leaves the others alone."""
+        batches = (self._store_batch(batch) for batch in self._batches(staged))
+        for error in await asyncio.gather(*batches, return_exceptions=True):
+            if error is not None:
+                raise error
 
     async def _store_batch(self, batch: Sequence[StagedObject]) -> None:
-        """Seal a batch and offer it to every tier; its leases live until the last thread and call have ended."""
+        """Seal a batch and offer it to every tier; its leases live until the last tier's call has ended."""
         loop = asyncio.get_running_loop()
         stored: list[list[bool]] = []
         try:
-            await to_the_end(loop.run_in_executor(self._sealers, _seal_all, batch))
-            stored = await to_the_end(asyncio.gather(*(tier.store(batch) for tier in self._tiers.values())))
+            await loop.run_in_executor(self._sealers, _seal_all, batch)
+            stored = await asyncio.gather(*(tier.store(batch) for tier in self._tiers.values()))
         finally:
             for index, item in enumerate(batch):
                 self._store_results.append(StoreResult(item.key, any(tier[index] for tier in stored)))
