@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import TypeVar
@@ -77,7 +77,7 @@ class Tier:
             return [False] * len(keys)
         self._pending_lookups += 1
         try:
-            present = self._parallel(keys, await self._backend.contains(keys), "contains")
+            present = self._parallel(keys, await _answer(self._backend.contains(keys)), "contains")
         except Exception as error:
             self._failed("lookup", keys, error)
             self._counters.add("lookup_failures", self.name)
@@ -99,7 +99,7 @@ class Tier:
         """
         keys = [staged.key for staged in objects]
         try:
-            outcomes = await self._load_verified(objects, keys)
+            outcomes = await _answer(self._load_verified(objects, keys))
         except Exception as error:
             self._failed("load", keys, error)
             self._counters.add("load_failures", self.name, len(keys))
@@ -120,7 +120,7 @@ class Tier:
         keys = [staged.key for staged in objects]
         try:
             async with self._store_slots:
-                outcomes = await self._store_wanted(objects, keys)
+                outcomes = await _answer(self._store_wanted(objects, keys))
         except Exception as error:
             self._failed("store", keys, error)
             self._counters.add("store_failures", self.name, len(keys))
@@ -160,10 +160,12 @@ class Tier:
 
     async def _delete(self, keys: Sequence[ObjectKey]) -> None:
         try:
-            await self._backend.delete(keys)
+            await _answer(self._backend.delete(keys))
         except Exception as error:
             self._failed("delete", keys, error)
             self._counters.add("delete_failures", self.name, len(keys))
+        else:
+            self._succeeded("delete")
 
     def _parallel(self, keys: Sequence[ObjectKey], results: Sequence[T], call: str) -> list[T]:
         """Check clause C2: one result per key."""
@@ -190,6 +192,17 @@ class Tier:
             logger.warning("tier %r: %s works again", self.name, operation)
 
 
+async def _answer(call: Awaitable[T]) -> T:
+    """Await a backend's call. A cancellation that nobody asked for is a failure of the backend like any other."""
+    try:
+        return await call
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise BackendError("the backend cancelled its own call") from None
+
+
 def _verify_all(tier: str, objects: Sequence[StagedObject], outcomes: Sequence[LoadOutcome]) -> list[LoadOutcome]:
     """Check every hit's header and checksums (blocking; runs on the tier's threads)."""
     checked: list[LoadOutcome] = []
@@ -214,14 +227,16 @@ def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters) -> list[Ti
     tiers = [Tier(tier, settings.load_timeout_seconds, counters) for tier in config.tiers]
     opening = [(tier, io.submit(tier.open())) for tier in tiers]
     problems: list[str] = []
+    wait([future for _, future in opening], timeout=settings.open_timeout_seconds)
     for tier, future in opening:
-        try:
-            future.result(timeout=settings.open_timeout_seconds)
-        except TimeoutError:
+        if not future.done():
             problems.append(
                 f"backend {tier.name!r} did not open within open_timeout_seconds = {settings.open_timeout_seconds}; "
                 "check that its medium answers, or raise the limit"
             )
+            continue
+        try:
+            future.result()
         except OSError as error:
             problems.append(f"backend {tier.name!r} cannot be opened: {error}")
     if problems:

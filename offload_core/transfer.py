@@ -255,16 +255,18 @@ class TransferEngine:
             self._arrived.set()
 
     async def _store(self, staged: Sequence[StagedObject]) -> None:
-        loop = asyncio.get_running_loop()
-        async with asyncio.TaskGroup() as group:
-            for batch in self._batches(staged):
-                await loop.run_in_executor(self._sealers, _seal_all, batch)
-                group.create_task(self._store_batch(batch))
+        """Store in batches; one that ends in an unexpected error leaves the others alone."""
+        batches = (self._store_batch(batch) for batch in self._batches(staged))
+        for error in await asyncio.gather(*batches, return_exceptions=True):
+            if error is not None:
+                raise error
 
     async def _store_batch(self, batch: Sequence[StagedObject]) -> None:
-        """Offer a batch to every tier; its leases live until the last tier's call has ended."""
+        """Seal a batch and offer it to every tier; its leases live until the last tier's call has ended."""
+        loop = asyncio.get_running_loop()
         stored: list[list[bool]] = []
         try:
+            await loop.run_in_executor(self._sealers, _seal_all, batch)
             stored = await asyncio.gather(*(tier.store(batch) for tier in self._tiers.values()))
         finally:
             for index, item in enumerate(batch):
@@ -287,7 +289,8 @@ class TransferEngine:
 def smallest_pool_bytes(layouts: Mapping[str, PackLayout]) -> int:
     """Return the smallest staging pool with which every load and store of these layouts can go on."""
     largest = max(object_bytes(layout.payload_bytes) for layout in layouts.values())
-    batch = _BATCH_BYTES + largest + _BATCH_OBJECTS * ALIGNMENT_BYTES
+    # An object reaches beyond the batch's last payload byte by its header, and by what its lease is rounded up.
+    batch = _BATCH_BYTES + largest + _BATCH_OBJECTS * (HEADER_BYTES + ALIGNMENT_BYTES)
     return int(batch / min(STORE_SHARE, 1 - STORE_SHARE))
 
 

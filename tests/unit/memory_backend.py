@@ -84,11 +84,19 @@ class MemoryBackend(Backend[MemoryOptions]):
         self.faults: dict[str, object] = {}
         self.calls: list[str] = []
         self.reserved = 0
-        self.gates = {name: Gate() for name in ("contains", "load_into", "store")}
+        self.gates = {name: Gate() for name in ("open", "close", "contains", "load_into", "store")}
 
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(medium="host", persistent=False, shared=False)
+
+    async def open(self) -> None:
+        await self.run_blocking(self.gates["open"].pass_through)
+        self._result("open", None)
+
+    async def close(self) -> None:
+        await self.run_blocking(self.gates["close"].pass_through)
+        self._result("close", None)
 
     async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
         await self.run_blocking(self.gates["contains"].pass_through)
@@ -101,6 +109,7 @@ class MemoryBackend(Backend[MemoryOptions]):
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         await self.run_blocking(self.gates["store"].pass_through)
+        assert all(buffer.readonly for buffer in buffers)
         self.objects.update((key, bytes(buffer)) for key, buffer in zip(keys, buffers, strict=True))
         return self._result("store", [StoreOutcome.STORED] * len(keys))
 
@@ -111,14 +120,16 @@ class MemoryBackend(Backend[MemoryOptions]):
 
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
         present = self._result("prepare_load", [key in self.objects for key in keys])
+        reservation = CountedLoad(present, self._released)
         self.reserved += 1
-        return CountedLoad(present, self._released)
+        return reservation
 
     async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
         present = [StoreOutcome.ALREADY_PRESENT if key in self.objects else None for key in keys]
         outcomes = self._result("prepare_store", present)
+        reservation = CountedStore(outcomes, self._released)
         self.reserved += 1
-        return CountedStore(outcomes, self._released)
+        return reservation
 
     def _released(self) -> None:
         self.reserved -= 1
@@ -140,6 +151,18 @@ class MemoryBackend(Backend[MemoryOptions]):
         return result if fault is None else cast("T", fault)
 
 
-def memory_tier(name: str = "memory", **common: object) -> TierConfig:
+def memory_tier(
+    name: str = "memory", prepare: Callable[[MemoryBackend], None] | None = None, **common: object
+) -> tuple[TierConfig, list[MemoryBackend]]:
+    """Return a tier's configuration, and the list in which its backend will be found once it is constructed."""
+    made: list[MemoryBackend] = []
+
+    class Recorded(MemoryBackend):
+        def __init__(self, options: MemoryOptions, context: BackendContext) -> None:
+            super().__init__(options, context)
+            made.append(self)
+            if prepare is not None:
+                prepare(self)
+
     config = BackendConfig.model_validate({"name": name, "type": "memory", **common})
-    return TierConfig(config, BackendType("memory", MemoryBackend, MemoryOptions), MemoryOptions())
+    return TierConfig(config, BackendType("memory", Recorded, MemoryOptions), MemoryOptions()), made

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from offload_core.planner import HitPolicy, HybridOffloadPlanner, Pack
 from tests.unit.geometries import FULL, STATE, Geometry, geometries, window
-
-presence = st.lists(st.sampled_from((True, True, True, False)), max_size=60)
 
 
 def needs(policy: HitPolicy, token: int, boundary: int) -> bool:
@@ -42,16 +40,28 @@ def deepest_usable(
     return computed
 
 
+@st.composite
+def presence(draw: st.DrawFn, planner: HybridOffloadPlanner, computed: int, limit: int) -> dict[str, list[bool]]:
+    """Draw what is stored: mostly everything, with a few holes or an early end, sometimes nothing of a pack."""
+    present: dict[str, list[bool]] = {}
+    for pack in planner.packs:
+        units = max(0, limit // pack.unit_tokens - computed // pack.unit_tokens)
+        holes = draw(st.sets(st.integers(0, units), max_size=3))
+        if draw(st.integers(0, 9)):
+            end = draw(st.sampled_from((units + 2, units, units // 2)))
+            present[pack.name] = [unit not in holes for unit in range(end)]
+    return present
+
+
+@settings(max_examples=600)
 @given(geometry=geometries(), data=st.data())
 def test_the_usable_prefix_is_neither_deeper_nor_shallower_than_the_definition(
     geometry: Geometry, data: st.DataObject
 ) -> None:
     planner = geometry.plan()
-    names = [pack.name for pack in planner.packs]
-    optional = dict.fromkeys(names, presence)
-    present = data.draw(st.fixed_dictionaries({}, optional=optional) | st.fixed_dictionaries(optional))
-    computed = data.draw(st.integers(0, 100))
-    limit = data.draw(st.integers(0, 240))
+    limit = data.draw(st.integers(0, 240), label="limit")
+    computed = data.draw(st.integers(0, limit), label="computed")
+    present = data.draw(presence(planner, computed, limit), label="present")
     assert planner.usable_prefix(present, computed, limit) == deepest_usable(planner, present, computed, limit)
 
 

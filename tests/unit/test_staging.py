@@ -144,18 +144,19 @@ def full_pool() -> tuple[StagingPool, list[Lease]]:
 def test_acquire_waits_and_is_woken_by_a_release_in_another_thread() -> None:
     pool, leases = full_pool()
 
-    async def main() -> int:
+    async def main() -> Lease:
         task = await started(pool, 2 * ALIGNMENT_BYTES)
         await asyncio.to_thread(leases[1].release)
         for _ in range(3):  # one page is not enough; it is woken and waits on
             await asyncio.sleep(0)
         assert not task.done()
         await asyncio.to_thread(leases[2].release)
-        lease = await asyncio.wait_for(task, 30)
-        return lease.nbytes
+        return await asyncio.wait_for(task, 30)
 
-    assert asyncio.run(main()) == 2 * ALIGNMENT_BYTES
+    lease = asyncio.run(main())
+    assert lease.nbytes == 2 * ALIGNMENT_BYTES
     assert pool.used_bytes == 4 * ALIGNMENT_BYTES
+    lease.release()  # nobody waits any more, and the loop on which somebody did is closed
 
 
 def test_one_release_wakes_every_waiter_that_finds_room() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -50,10 +51,13 @@ def mount(*arguments: str | Path) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk() -> Iterator[Path]:
     """A real file system of 256 KiB. It can be remounted."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount("-t", "tmpfs", "-o", "size=256k,mode=700", "tmpfs", folder)
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    # Not in tmp_path: what a killed test run leaves mounted there would make every later run fail when it cleans up.
+    folder = Path(tempfile.mkdtemp(prefix="offload-small-disk-"))
+    try:
+        mount("-t", "tmpfs", "-o", "size=256k,mode=700", "tmpfs", folder)
+        yield folder
+        subprocess.run(["umount", str(folder)], check=True)
+    finally:
+        folder.rmdir()

@@ -171,6 +171,7 @@ def test_c7_an_error_of_one_key_waits_for_the_threads_of_the_others(backend: Dis
     async def main() -> None:
         buffers = [memoryview(bytearray(4)), memoryview(bytearray(4))]
         task = asyncio.ensure_future(backend.load_into([key(0), key(1)], buffers))
+        await turns()  # both loads are queued
         # The executor has two threads, one of which hangs: when the other has answered, the error is known.
         assert await backend.contains([key(2)]) == [False]
         await turns()

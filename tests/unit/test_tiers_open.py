@@ -1,0 +1,81 @@
+"""Opening all tiers of a configuration at start, and closing them at the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from offload_core.config import OffloadConfig, OffloadSettings
+from offload_core.errors import ConfigError
+from offload_core.runtime import IoLoop
+from offload_core.stats import Counters
+from offload_core.tier import close_tiers, open_tiers
+from tests.unit.memory_backend import MemoryBackend, memory_tier
+
+Prepare = Callable[[MemoryBackend], None]
+
+
+def configured(
+    tiers: dict[str, Prepare | None], open_timeout_seconds: float = 30.0
+) -> tuple[OffloadConfig, dict[str, list[MemoryBackend]]]:
+    made = {name: memory_tier(name, prepare) for name, prepare in tiers.items()}
+    configs = [config for config, _ in made.values()]
+    settings = OffloadSettings(
+        backends=[config.common for config in configs], open_timeout_seconds=open_timeout_seconds
+    )
+    return OffloadConfig(settings, tuple(configs)), {name: backends for name, (_, backends) in made.items()}
+
+
+def fails(error: OSError) -> Prepare:
+    return lambda backend: backend.faults.update(open=error)
+
+
+def test_every_tier_is_opened_in_its_order(io: IoLoop, counters: Counters) -> None:
+    config, made = configured({"fast": None, "slow": None})
+    tiers = open_tiers(config, io, counters)
+    assert [tier.name for tier in tiers] == ["fast", "slow"]
+    assert [backends[0].calls for backends in made.values()] == [["open"], ["open"]]
+    close_tiers(tiers, io, seconds=30)
+    assert [backends[0].calls for backends in made.values()] == [["open", "close"], ["open", "close"]]
+
+
+def test_every_tier_that_cannot_be_opened_is_named_with_its_reason(io: IoLoop, counters: Counters) -> None:
+    config, _ = configured({"a": fails(OSError("no disk")), "b": None, "c": fails(PermissionError(13, "not yours"))})
+    with pytest.raises(ConfigError) as caught:
+        open_tiers(config, io, counters)
+    assert caught.value.problems == (
+        "backend 'a' cannot be opened: no disk",
+        "backend 'c' cannot be opened: [Errno 13] not yours",
+    )
+
+
+def test_a_medium_that_times_out_by_itself_is_named_with_its_own_reason(io: IoLoop, counters: Counters) -> None:
+    config, _ = configured({"nfs": fails(TimeoutError(110, "Connection timed out"))})
+    with pytest.raises(ConfigError, match=r"backend 'nfs' cannot be opened: .*Connection timed out"):
+        open_tiers(config, io, counters)
+
+
+def test_a_hung_tier_is_named_with_the_limit_and_does_not_hold_up_the_start(io: IoLoop, counters: Counters) -> None:
+    config, made = configured({"hung": lambda backend: backend.gates["open"].shut(), "b": None}, 0.05)
+    with pytest.raises(ConfigError, match=r"backend 'hung' did not open within open_timeout_seconds = 0\.05") as caught:
+        open_tiers(config, io, counters)
+    made["hung"][0].gates["open"].open()
+    assert len(caught.value.problems) == 1
+
+
+def test_closing_waits_no_longer_than_it_may(io: IoLoop, counters: Counters) -> None:
+    config, made = configured({"slow": None})
+    tiers = open_tiers(config, io, counters)
+    backend = made["slow"][0]
+    backend.gates["close"].shut()
+    start = time.monotonic()
+    close_tiers(tiers, io, seconds=0.05)
+    assert time.monotonic() - start < 10
+    assert backend.calls == ["open"]
+    backend.gates["close"].open()
+    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("offload-slow-")]:
+        thread.join(30)
+    assert backend.calls == ["open", "close"], "the close went on by itself"
