@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_core.canonical import CanonicalKVCaches, LayerPages
-from offload_core.packs import BlockSlice, CpuBlockCopier, PackLayout
+from offload_core.packs import BlockCopier, BlockSlice, CpuBlockCopier, PackLayout, TorchBlockCopier, block_copier
 from offload_core.planner import GroupGeometry, HitPolicy, Pack
 
 NUM_BLOCKS = 12
@@ -26,10 +26,16 @@ class Case:
     layers: list[list[tuple[int, int]]]
     pack: Pack
     layout: PackLayout
-    copier: CpuBlockCopier
+    copier: BlockCopier
 
 
-def build(layers: list[list[tuple[int, int]]], paddings: list[int], blocks_per_unit: list[int], seed: int) -> Case:
+def build(
+    layers: list[list[tuple[int, int]]],
+    paddings: list[int],
+    blocks_per_unit: list[int],
+    seed: int,
+    copier: type[CpuBlockCopier | TorchBlockCopier] = CpuBlockCopier,
+) -> Case:
     widths = [
         max(size for group in layers for position, size in group if position == index) + padding
         for index, padding in enumerate(paddings)
@@ -49,7 +55,7 @@ def build(layers: list[list[tuple[int, int]]], paddings: list[int], blocks_per_u
         GroupGeometry(index, unit // count, HitPolicy("full")) for index, count in enumerate(blocks_per_unit)
     )
     pack = Pack("full-u24", unit, HitPolicy("full"), unit, groups)
-    return Case(memories, layers, pack, PackLayout.build(pack, caches, range(len(groups))), CpuBlockCopier(caches))
+    return Case(memories, layers, pack, PackLayout.build(pack, caches, range(len(groups))), copier(caches))
 
 
 @st.composite
@@ -61,7 +67,8 @@ def cases(draw: st.DrawFn) -> Case:
     layers = [[(index, draw(sizes)) for index in range(num_memories)] for _ in range(groups)]
     paddings = draw(st.lists(st.integers(0, 9), min_size=num_memories, max_size=num_memories))
     blocks_per_unit = [draw(st.sampled_from((1, 2, 3, 4, 6))) for _ in range(groups)]
-    return build(layers, paddings, blocks_per_unit, draw(st.integers(0, 1 << 30)))
+    copiers: list[type[CpuBlockCopier | TorchBlockCopier]] = [CpuBlockCopier, TorchBlockCopier]
+    return build(layers, paddings, blocks_per_unit, draw(st.integers(0, 1 << 30)), draw(st.sampled_from(copiers)))
 
 
 def draw_blocks(data: st.DataObject, case: Case, *, whole: bool) -> list[BlockSlice]:
@@ -153,3 +160,19 @@ def test_consecutive_descending_and_scattered_ids(block_ids: tuple[int, ...]) ->
     payload = torch.empty(24, dtype=torch.int8)
     case.copier.gather(case.layout, [BlockSlice(0, block_ids)], payload)
     assert torch.equal(payload.view(3, 8), case.memories[0][list(block_ids)])
+
+
+@pytest.mark.parametrize("copier", [CpuBlockCopier, TorchBlockCopier])
+def test_more_blocks_than_slots_are_refused(copier: type[CpuBlockCopier | TorchBlockCopier]) -> None:
+    case = build([[(0, 8)]], [0], [3], seed=1, copier=copier)
+    before = case.memories[0].clone()
+    for blocks in (BlockSlice(0, (1, 2, 3, 4)), BlockSlice(2, (1, 2)), BlockSlice(3, (5,))):
+        with pytest.raises(ValueError, match="pack full-u24: slots"):
+            case.copier.scatter(case.layout, [blocks], torch.zeros(24, dtype=torch.int8))
+    assert torch.equal(case.memories[0], before)
+
+
+def test_host_memory_is_copied_without_a_thread_pool() -> None:
+    memory = torch.zeros(4, 8, dtype=torch.int8)
+    caches = CanonicalKVCaches.build([[LayerPages("layer", memory, 4, 8, 8)]])
+    assert isinstance(block_copier(caches), CpuBlockCopier)
