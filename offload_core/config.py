@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveFloat, ValidationError
 
 from offload_core.backend import BackendOptions, BackendType
 from offload_core.errors import ConfigError, PluginError
@@ -48,7 +48,8 @@ class OffloadSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)  # no clock waits for inf seconds
 
     hybrid_chunk_size: Annotated[
-        PositiveInt | None, Field(description="tokens per stored chunk; by default chosen from the model's block sizes")
+        int | None,
+        Field(gt=0, strict=True, description="tokens per stored chunk; by default chosen from the model's block sizes"),
     ] = None
     staging_bytes: Annotated[
         ByteSize, Field(ge=_MIB, description="host memory for objects on their way, for example 512MiB")

@@ -110,7 +110,12 @@ def _registered_types(module: ModuleType) -> list[BackendType]:
     manager.add_hookspecs(hookspecs.HookSpecs)
     manager.register(module)
     manager.check_pending()
-    for caller in manager.get_hookcallers(module) or ():
+    callers = manager.get_hookcallers(module)
+    if not callers:
+        raise PluginError(
+            f"module {module.__name__} has no hook; mark its functions with offload_core.hookspecs.hookimpl"
+        )
+    for caller in callers:
         for implementation in caller.get_hookimpls():
             if inspect.iscoroutinefunction(implementation.function):
                 raise PluginError(f"hook {caller.name} is an async def; hooks are plain functions")

@@ -244,8 +244,9 @@ def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters) -> list[Ti
             continue
         try:
             future.result()
-        except OSError as error:
-            problems.append(f"backend {tier.name!r} cannot be opened: {error}")
+        except Exception as error:  # a plugin may raise anything; the other tiers are to be closed all the same
+            reason = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            problems.append(f"backend {tier.name!r} cannot be opened: {reason}")
     if problems:
         for tier, _ in opening:
             io.submit(tier.close())

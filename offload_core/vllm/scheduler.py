@@ -256,6 +256,9 @@ class SchedulerHalf:
         limit = state.request.num_tokens - 1
         now = time.monotonic()
         best = (0.0, computed_tokens, self._tiers[0].name)
+        for _, _, refs in asked:
+            for ref in refs:
+                self._known.pop(ref, None)  # what has gone since is to be stored again
         for tier in self._tiers:
             flags = self._on_every_rank(present[tier.name])
             by_pack: dict[str, list[bool]] = {}

@@ -70,17 +70,37 @@ def test_every_object_damaged(lab: Lab, kv: Path, damage: Callable[[Path, int], 
 def test_folder_removed_between_lookup_and_load(lab: Lab, kv: Path, vanishing_plugin: Path) -> None:
     transfer = ours(kv)
     transfer["kv_connector_extra_config"]["backends"][0]["type"] = "vanishing-disk"
+    (first,) = _rounds(lab)
+    second = first.model_copy(update={"name": "second", "reset_prefix_cache_before": True})
 
-    result = lab.run(_rounds(lab), transfer, env={"PYTHONPATH": f"{vanishing_plugin}:{Path(__file__).parent}"})
+    result = lab.run([first, second], transfer, env={"PYTHONPATH": f"{vanishing_plugin}:{Path(__file__).parent}"})
 
-    assert compare(lab.reference(_rounds(lab)), result) == []
+    assert compare(lab.reference([first, second]), result) == []
     assert count(result, "load_missing") > 0
     assert count(result, "load_corrupt") == count(result, "load_failures") == 0
     assert count(result, "recomputed_requests", "all") == 1, "the first prompt; then the lookups know"
+    assert not any(served(result, 0).values())
+    assert all(served(result, 1).values()), "what is gone is stored again by the process that knew it"
 
-    healed = lab.run(_rounds(lab), ours(kv))
-    assert compare(lab.reference(_rounds(lab)), healed) == []
+    healed = lab.run([first], ours(kv))
+    assert compare(lab.reference([first]), healed) == []
     assert all(served(healed).values())
+
+
+def test_folder_removed_while_the_engine_knows_what_was_in_it(lab: Lab, kv: Path, vanishing_plugin: Path) -> None:
+    shutil.rmtree(kv)
+    transfer = ours(kv)
+    transfer["kv_connector_extra_config"]["backends"][0]["type"] = "vanishing-disk"
+    (first,) = _rounds(lab)
+    rounds = [first] + [
+        first.model_copy(update={"name": name, "reset_prefix_cache_before": True}) for name in ("gone", "stored again")
+    ]
+
+    result = lab.run(rounds, transfer, env={"PYTHONPATH": f"{vanishing_plugin}:{Path(__file__).parent}"})
+
+    assert compare(lab.reference(rounds), result) == []
+    assert not any(served(result, 1).values())
+    assert all(served(result, 2).values())
 
 
 @pytest.fixture

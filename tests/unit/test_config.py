@@ -144,6 +144,7 @@ ONE_PROBLEM = [
     ),
     ({"xyzzy": 1}, "xyzzy: unknown key; valid keys: backends, hybrid_chunk_size,"),
     ({"hybrid_chunk_size": 0}, "hybrid_chunk_size: 0 is not valid: Input should be greater than 0"),
+    ({"hybrid_chunk_size": True}, "hybrid_chunk_size: True is not valid: Input should be a valid integer"),
     ({"hybrid_chunk_size": "many"}, "hybrid_chunk_size: 'many' is not valid: Input should be a valid integer"),
     (
         {"staging_bytes": "a lot"},

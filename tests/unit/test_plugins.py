@@ -81,6 +81,7 @@ BROKEN = {
         "@hookimpl\ndef offload_register_backends():\n    raise OSError('no driver')",
         "OSError: no driver",
     ),
+    "unmarked hook": ("def offload_register_backends():\n    return []", "has no hook; mark its functions with"),
     "misspelt hook": ("@hookimpl\ndef offload_register_backend():\n    return []", "offload_register_backend"),
     "unknown argument": ("@hookimpl\ndef offload_register_backends(engine):\n    return []", "engine"),
     "async hook": (

@@ -29,7 +29,7 @@ def configured(
     return OffloadConfig(settings, tuple(configs)), {name: backends for name, (_, backends) in made.items()}
 
 
-def fails(error: OSError) -> Prepare:
+def fails(error: Exception) -> Prepare:
     return lambda backend: backend.faults.update(open=error)
 
 
@@ -43,12 +43,14 @@ def test_every_tier_is_opened_in_its_order(io: IoLoop, counters: Counters) -> No
 
 
 def test_every_tier_that_cannot_be_opened_is_named_with_its_reason(io: IoLoop, counters: Counters) -> None:
-    config, _ = configured({"a": fails(OSError("no disk")), "b": None, "c": fails(PermissionError(13, "not yours"))})
+    broken = {"a": OSError("no disk"), "c": PermissionError(13, "not yours"), "d": ValueError("a plugin's defect")}
+    config, _ = configured({"b": None} | {name: fails(error) for name, error in broken.items()})
     with pytest.raises(ConfigError) as caught:
         open_tiers(config, io, counters)
     assert caught.value.problems == (
         "backend 'a' cannot be opened: no disk",
         "backend 'c' cannot be opened: [Errno 13] not yours",
+        "backend 'd' cannot be opened: ValueError: a plugin's defect",
     )
 
 
