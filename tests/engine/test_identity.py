@@ -19,12 +19,12 @@ def test_engines_that_differ_never_share_and_equal_ones_do(gemma3: Lab, tmp_path
 
     gemma3.run(rounds, ours(kv, hybrid_chunk_size=256))
 
-    for lab, chunk_size in ((other_weights, 256), (other_dtype, 256), (gemma3, 128), (gemma3, 384)):
+    for lab, chunk_size in ((other_weights, 256), (other_dtype, 256), (gemma3, 128)):
         result = lab.run(rounds, ours(kv, hybrid_chunk_size=chunk_size))
         assert not any(served(result).values()), (lab.name, chunk_size)
         assert compare(lab.reference(rounds), result) == [], (lab.name, chunk_size)
 
-    for lab, chunk_size in ((gemma3, 256), (copied, 256), (other_weights, 256), (gemma3, 384)):
+    for lab, chunk_size in ((copied, 256), (other_weights, 256)):
         result = lab.run(rounds, ours(kv, hybrid_chunk_size=chunk_size))
         assert all(served(result).values()), (lab.name, chunk_size)
         assert compare(lab.reference(rounds), result) == [], (lab.name, chunk_size)

@@ -84,7 +84,9 @@ def _metric(url: str, name: str) -> float:
     return sum(float(value) for value in re.findall(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE))
 
 
-def test_two_server_lifetimes(lab: Lab, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [pytest.param("gemma3", marks=pytest.mark.long), "qwen3_next"])
+def test_two_server_lifetimes(model: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    lab: Lab = request.getfixturevalue(model)
     (tmp_path / "offload.yaml").write_text("backends:\n  - {name: disk, type: disk, path: ./kv-cache}\n")
     words = [f"w{4 + 7 * index % 1000}" for index in range(1500)]
 
