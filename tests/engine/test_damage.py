@@ -87,18 +87,19 @@ def test_folder_removed_between_lookup_and_load(lab: Lab, kv: Path, vanishing_pl
     assert all(served(healed).values())
 
 
-def test_folder_removed_while_the_engine_knows_what_was_in_it(lab: Lab, kv: Path, vanishing_plugin: Path) -> None:
-    shutil.rmtree(kv)
-    transfer = ours(kv)
+def test_folder_removed_while_the_engine_knows_what_was_in_it(
+    gemma3: Lab, tmp_path: Path, vanishing_plugin: Path
+) -> None:
+    transfer = ours(tmp_path / "kv")
     transfer["kv_connector_extra_config"]["backends"][0]["type"] = "vanishing-disk"
-    (first,) = _rounds(lab)
+    (first,) = _rounds(gemma3)
     rounds = [first] + [
         first.model_copy(update={"name": name, "reset_prefix_cache_before": True}) for name in ("gone", "stored again")
     ]
 
-    result = lab.run(rounds, transfer, env={"PYTHONPATH": f"{vanishing_plugin}:{Path(__file__).parent}"})
+    result = gemma3.run(rounds, transfer, env={"PYTHONPATH": f"{vanishing_plugin}:{Path(__file__).parent}"})
 
-    assert compare(lab.reference(rounds), result) == []
+    assert compare(gemma3.reference(rounds), result) == []
     assert not any(served(result, 1).values())
     assert all(served(result, 2).values())
 
