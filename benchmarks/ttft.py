@@ -103,9 +103,9 @@ def measure(folder: Path, prompts: list[PromptSpec], repeats: int, console: Cons
         check_outputs(what, result, plain)
     return [
         rows_of("local prefix cache", plain, slice(1, None)),
-        rows_of("disk, page cache (second process)", warm, slice(0, None)),
-        rows_of("disk, cold (second process)", cold, slice(0, None)),
-        rows_of("stock connector, RAM (same process)", stock, slice(1, None)),
+        rows_of("disk, page cache", warm, slice(0, None)),
+        rows_of("disk, cold", cold, slice(0, None)),
+        rows_of("stock connector, RAM", stock, slice(1, None)),
         rows_of("recompute", plain, slice(0, 1)),
         rows_of("recompute while storing", store, slice(0, 1)),
     ]
@@ -113,8 +113,9 @@ def measure(folder: Path, prompts: list[PromptSpec], repeats: int, console: Cons
 
 def table_of(rows: list[Row]) -> Table:
     table = Table(title=f"Time to first token, prompts of {PROMPT_TOKENS} tokens")
-    for column in ("", "tokens not computed", "samples", "p50 ms", "p90 ms", "p99 ms", "p50 ratio"):
-        table.add_column(column, justify="right" if column else "left")
+    table.add_column("", no_wrap=True)
+    for column in ("served", "samples", "p50 ms", "p90 ms", "p99 ms", "ratio"):
+        table.add_column(column, justify="right")
     base = statistics.median(rows[0].ttft_seconds)
     for row in rows:
         figures = [f"{row.percentile(percent) * 1e3:.1f}" for percent in (50, 90, 99)]
