@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from offload_core.testing.engine import Round, compare
 from tests.engine.lab import Lab, count, objects, ours, served, stock
 
@@ -88,3 +90,32 @@ def test_preemption_and_eviction_in_a_small_cache(lab: Lab, tmp_path: Path) -> N
     assert sum(served(result, 1).values()) > 0
     if preempting:
         assert result.metrics["vllm:num_preemptions_total"] > 0
+
+
+@pytest.mark.long
+def test_two_tensor_parallel_ranks_each_find_their_part(gemma3: Lab, tmp_path: Path) -> None:
+    rounds = [Round(name="prompts", prompts=gemma3.prompts(700, 1283, family=5))]
+    transfer = ours(tmp_path / "kv")
+    one_rank = gemma3.run(rounds, transfer)
+    objects_of_one_rank = len(objects(tmp_path / "kv"))
+
+    first = gemma3.run(rounds, transfer, tensor_parallel_size=2)
+    second = gemma3.run(rounds, transfer, tensor_parallel_size=2)
+
+    for result in (one_rank, first, second):
+        assert compare(gemma3.reference(rounds), result) == []
+    assert not any(served(first).values()), "another parallel size is another identity"
+    assert all(served(second).values())
+    assert len(objects(tmp_path / "kv")) == 3 * objects_of_one_rank
+
+    for path in objects(tmp_path / "kv"):  # one rank's part is gone: no hit, whatever the other rank has
+        if path.parts[-4] == second_namespace(tmp_path / "kv"):
+            path.unlink()
+    third = gemma3.run(rounds, transfer, tensor_parallel_size=2)
+    assert compare(gemma3.reference(rounds), third) == []
+    assert not any(served(third).values())
+
+
+def second_namespace(folder: Path) -> str:
+    """The namespace written last: one of the two ranks'."""
+    return max(folder.iterdir(), key=lambda path: path.stat().st_ctime_ns).name
