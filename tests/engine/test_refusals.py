@@ -1,0 +1,82 @@
+"""What cannot be offloaded is refused, or warned about, with the reason: vLLM's own spec classes, no engine started."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+)
+
+from offload_core.errors import PlanError
+from offload_core.vllm.identity import build_planner, hash_seed_problem, misaligned_states_problem
+
+ATTENTION = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+STATE = {"block_size": 256, "shapes": ((4,),), "dtypes": (torch.float32,)}
+
+
+def _groups(*specs: KVCacheSpec, draft: bool = False) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layer{index}"], spec, is_eagle_group=draft) for index, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def _engine(**parallel: int) -> Any:
+    sizes = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+    return SimpleNamespace(parallel_config=SimpleNamespace(**{**sizes, **parallel}))
+
+
+@pytest.mark.parametrize(
+    ("engine", "groups", "reason"),
+    [
+        (_engine(pipeline_parallel_size=2), _groups(FullAttentionSpec(**ATTENTION)), "pipeline_parallel_size is 2"),
+        (
+            _engine(decode_context_parallel_size=4),
+            _groups(FullAttentionSpec(**ATTENTION)),
+            "context_parallel_size is 4",
+        ),
+        (_engine(), _groups(FullAttentionSpec(**ATTENTION), draft=True), r"group 0 .* EAGLE or MTP draft .*layer0"),
+        (
+            _engine(),
+            _groups(FullAttentionSpec(**ATTENTION), ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64)),
+            "group 1 has a KV cache of kind ChunkedLocalAttentionSpec",
+        ),
+        (
+            _engine(),
+            _groups(MambaSpec(**STATE, mamba_cache_mode="none")),
+            r"group 0 is recurrent and mamba_cache_mode is 'none'.*--enable-prefix-caching",
+        ),
+    ],
+)
+def test_refused_at_start_with_the_reason(engine: Any, groups: KVCacheConfig, reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        build_planner(engine, groups, None)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "seed", "warned"), [("sha256", None, 0), ("xxhash", None, 1), ("xxhash", "0", 0)]
+)
+def test_block_hashes_that_no_other_process_will_make(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, seed: str | None, warned: int
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    problem = hash_seed_problem(SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm)))
+    assert (problem is not None) == bool(warned)
+    assert problem is None or "set PYTHONHASHSEED to any fixed number" in problem
+
+
+@pytest.mark.parametrize(("step", "cure"), [(256, None), (512, None), (128, "--block-size 256")])
+def test_states_that_are_kept_where_no_step_ends(step: int, cure: str | None) -> None:
+    engine: Any = SimpleNamespace(cache_config=SimpleNamespace(block_size=step))
+    groups = _groups(FullAttentionSpec(**ATTENTION), MambaSpec(**STATE, mamba_cache_mode="align"))
+    problem = misaligned_states_problem(engine, groups)
+    assert problem is None if cure is None else problem is not None and cure in problem
