@@ -141,12 +141,16 @@ def _difference(name: str, a: PromptResult, b: PromptResult, max_gap: float) -> 
 
 
 def disk_transfer_config(folder: Path, **extra_config: Any) -> dict[str, Any]:
-    """Return a ``kv_transfer_config`` of our connector with one ``disk`` tier on ``folder``; more keys are added."""
+    """Return a ``kv_transfer_config`` of our connector with one ``disk`` tier on ``folder``; more keys are added.
+
+    A lookup may take 30 seconds: on a machine that is busy with other work a test must not see a miss for that.
+    """
     return {
         "kv_connector": "HybridOffloadConnector",
         "kv_connector_module_path": "offload_core.vllm",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
+            "lookup_timeout_seconds": 30,
             "backends": [{"name": "disk", "type": "disk", "path": str(folder)}],
             **extra_config,
         },

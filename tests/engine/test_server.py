@@ -87,7 +87,8 @@ def _metric(url: str, name: str) -> float:
 @pytest.mark.parametrize("model", [pytest.param("gemma3", marks=pytest.mark.long), "qwen3_next"])
 def test_two_server_lifetimes(model: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     lab: Lab = request.getfixturevalue(model)
-    (tmp_path / "offload.yaml").write_text("backends:\n  - {name: disk, type: disk, path: ./kv-cache}\n")
+    config = "lookup_timeout_seconds: 30\nbackends:\n  - {name: disk, type: disk, path: ./kv-cache}\n"
+    (tmp_path / "offload.yaml").write_text(config)
     words = [f"w{4 + 7 * index % 1000}" for index in range(1500)]
 
     with _server(lab, tmp_path / "offload.yaml", tmp_path / "first.log") as url:
