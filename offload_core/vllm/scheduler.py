@@ -72,7 +72,6 @@ class SchedulerHalf:
         self._namespaces: tuple[str, ...] | None = None
         self._reset_salt = ""
         self.counters = Counters()
-        self._shutdown_timeout_seconds = config.settings.shutdown_timeout_seconds
         self._io: IoLoop | None = IoLoop.acquire()
         self._tiers = open_tiers(config, self._io, self.counters)
         self._lookups = LookupService(self._io, self._tiers, config.settings.lookup_timeout_seconds, self.counters)
@@ -208,18 +207,15 @@ class SchedulerHalf:
         """Serve nothing that was stored before.
 
         The caller may have changed the weights in place, which no fingerprint could see, so this process goes on under
-        a namespace of its own; what lies on shared media stays valid for other engines. Loads on their way are dropped
-        and their requests recomputed.
+        a namespace of its own; what lies on shared media stays valid for other engines. Requests under way are followed
+        no longer: a load of theirs is dropped and recomputed, and blocks they still hold may be of the old weights.
         """
         self._reset_salt = secrets.token_hex(16)
         self._namespaces = None
         self._known.clear()
         self._mistrusted.clear()
-        for state in self._requests.values():
-            state.lookup = state.offer = None
-            state.next_unit = dict.fromkeys(state.next_unit, 0)
-            if state.job_id is not None:
-                self._cancelled.append(state.job_id)
+        for state in list(self._requests.values()):
+            self.request_finished(state.request)
 
     def shutdown(self) -> None:
         """Let go of the tiers. Idempotent; never waits for a hung medium."""
