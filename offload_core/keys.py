@@ -1,4 +1,4 @@
-"""Names of stored objects."""
+"""Names of stored objects and of chunks."""
 
 from __future__ import annotations
 
@@ -27,3 +27,12 @@ class ObjectKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.namespace[:12]}…/{self.pack}/{self.chunk_hash.hex()}"
+
+
+class ChunkRef(NamedTuple):
+    """One pack's chunk on every rank: an :class:`ObjectKey` before the namespaces of the ranks complete it."""
+
+    pack: str
+    chunk_hash: bytes
+    adapter: str = ""
+    """Digest of the LoRA adapter's files, part of the namespace; empty for the model itself."""

@@ -65,7 +65,14 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             if warning is not None:
                 logger.warning("%s", warning)
         identity = engine_identity(vllm_config, kv_cache_config)
-        self._scheduler_half = SchedulerHalf(config, planner, identity, vllm_config.parallel_config.world_size)
+        self._scheduler_half = SchedulerHalf(
+            config,
+            planner,
+            identity,
+            vllm_config.parallel_config.world_size,
+            loads=transfer_config.is_kv_consumer,
+            stores=transfer_config.is_kv_producer,
+        )
 
     # Both halves
 

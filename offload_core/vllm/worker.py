@@ -14,7 +14,7 @@ from offload_core.canonical import CanonicalKVCaches, LayerPages
 from offload_core.config import OffloadConfig
 from offload_core.errors import ConfigError, UnsupportedLayoutError
 from offload_core.fingerprint import Json
-from offload_core.keys import ObjectKey
+from offload_core.keys import ChunkRef, ObjectKey
 from offload_core.packs import PackLayout, block_copier
 from offload_core.planner import HybridOffloadPlanner
 from offload_core.runtime import IoLoop
@@ -23,7 +23,7 @@ from offload_core.stats import Counters
 from offload_core.tier import close_tiers, open_tiers
 from offload_core.transfer import STORE_SHARE, LoadJob, TransferEngine, TransferObject, smallest_pool_bytes
 from offload_core.vllm.identity import worker_identity
-from offload_core.vllm.metadata import ChunkRef, ChunkTransfer, StepMetadata, StepReport
+from offload_core.vllm.metadata import ChunkTransfer, StepMetadata, StepReport
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,7 +49,8 @@ class WorkerHalf:
         self.counters = Counters()
         self._io: IoLoop | None = None
         self._engine: TransferEngine | None = None
-        self._namespace = ""
+        self._namespaces: dict[str, str] = {}
+        self._adapters: dict[str, str] = {}
         self._jobs: dict[int, str] = {}
         self._ended: list[tuple[str, bool]] = []
         self._report = StepReport()
@@ -96,7 +97,9 @@ class WorkerHalf:
     def start_loads(self, metadata: StepMetadata) -> None:
         """Start this step's loads and drop the cancelled ones."""
         engine = self._transfers
-        self._namespace = metadata.namespaces[self._rank]
+        for adapter, namespaces in metadata.namespaces.items():
+            self._namespaces[adapter] = namespaces[self._rank]
+            self._adapters[namespaces[self._rank]] = adapter
         for load in metadata.loads:
             self._jobs[load.job_id] = load.request_id
             if load.impossible:
@@ -126,17 +129,20 @@ class WorkerHalf:
                 engine.wait_for_arrival(seconds)
                 results = engine.poll()
         for result in results:
-            self._report.failed.update(_ref(key) for key in result.failed_keys)
+            self._report.failed.update(self._ref(key) for key in result.failed_keys)
             self._end(result.job_id, failed=result.status != "loaded")
         for stored in engine.take_store_results():
-            (self._report.stored if stored.stored else self._report.not_stored).add(_ref(stored.key))
+            ref = self._ref(stored.key)
+            self._report.stores_ended[ref] += 1
+            if not stored.stored:
+                self._report.not_stored.add(ref)
         ended, self._ended = self._ended, []
         return {request for request, _ in ended}, {request for request, failed in ended if failed}
 
     def take_report(self) -> StepReport | None:
         """Return what the scheduler half should know, or ``None``."""
         report, self._report = self._report, StepReport()
-        return report if report.failed or report.stored or report.not_stored else None
+        return report if report.failed or report.stores_ended else None
 
     def shutdown(self) -> None:
         """Give stores on their way a moment, then let go of everything. Idempotent; never waits for a hung medium."""
@@ -158,7 +164,15 @@ class WorkerHalf:
         self._ended.append((self._jobs.pop(job_id), failed))
 
     def _objects(self, chunks: list[ChunkTransfer] | tuple[ChunkTransfer, ...]) -> tuple[TransferObject, ...]:
-        return tuple(TransferObject(ObjectKey(self._namespace, *item.chunk), item.blocks) for item in chunks)
+        return tuple(
+            TransferObject(
+                ObjectKey(self._namespaces[item.chunk.adapter], item.chunk.pack, item.chunk.chunk_hash), item.blocks
+            )
+            for item in chunks
+        )
+
+    def _ref(self, key: ObjectKey) -> ChunkRef:
+        return ChunkRef(key.pack, key.chunk_hash, self._adapters[key.namespace])
 
     def _layer_pages(self, group_id: int, kv_caches: dict[str, torch.Tensor]) -> list[LayerPages]:
         group = self._kv_cache_config.kv_cache_groups[group_id]
@@ -189,7 +203,3 @@ def _unpadded_page_size_bytes(name: str, spec: KVCacheSpec) -> int:
     if isinstance(spec, MambaSpec):
         return int(dataclasses.replace(spec, page_size_padded=None).page_size_bytes)
     raise UnsupportedLayoutError(f"layer {name}: pages of kind {type(spec).__name__} are not supported")
-
-
-def _ref(key: ObjectKey) -> ChunkRef:
-    return ChunkRef(key.pack, key.chunk_hash)
