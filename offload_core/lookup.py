@@ -126,10 +126,14 @@ class LookupService:
             return PrefixAnswer(end.value, tuple(missing))
 
 
+def _slice(units: range) -> slice:
+    return slice(units.start, units.stop, units.step)
+
+
 async def _present(tier: Tier, question: PrefixQuestion, asked: Sequence[UnitRange]) -> list[list[bool]]:
     """Ask ``tier`` for all ranks' parts of the units; returns, per range, whether each unit is there in full."""
     keys: list[ObjectKey] = []
-    parts = [question.hashes[part.pack.name][part.units.start : part.units.stop] for part in asked]
+    parts = [question.hashes[part.pack.name][_slice(part.units)] for part in asked]
     for namespace in question.namespaces:
         for part, hashes in zip(asked, parts, strict=True):
             keys += map(ObjectKey, repeat(namespace), repeat(part.pack.name), hashes)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_CLOCK_TICK_NS = 20_000_000  # file systems stamp files with a clock that ticks every 4 to 10 ms
 Signature = tuple[tuple[str, int, int, int], ...]
 
 
@@ -50,11 +51,12 @@ class AdapterIdentities:
 
     Args:
         patience_seconds: how long a request may wait for its adapter's digest.
+        started_ns: when this engine started, in nanoseconds since 1970; now by default.
     """
 
-    def __init__(self, patience_seconds: float) -> None:
+    def __init__(self, patience_seconds: float, started_ns: int | None = None) -> None:
         self._patience_seconds = patience_seconds
-        self._started_ns = time.time_ns()
+        self._started_ns = time.time_ns() - _CLOCK_TICK_NS if started_ns is None else started_ns
         self._digests: dict[tuple[str, Signature], str] = {}
         self._warned: set[str] = set()
         self._thread = DaemonExecutor(1, "offload-adapters")

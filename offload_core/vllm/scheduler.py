@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections import Counter
@@ -56,6 +57,7 @@ class SchedulerHalf:
         self._planner = planner
         self._identity = identity
         self._num_ranks = num_ranks
+        self._block_alignment_tokens = math.lcm(*(g.block_size_tokens for pack in planner.packs for g in pack.groups))
         self._role = RequestOptions(load=loads, store=stores)
         self._layouts: dict[int, dict[str, Json]] = {}
         self._namespaces: dict[str, tuple[str, ...]] = {}
@@ -95,6 +97,8 @@ class SchedulerHalf:
         state = self._requests.get(request.request_id)
         if state is None or not self._may_load(state):
             return 0
+        if computed_tokens % self._block_alignment_tokens:
+            return 0  # the local prefix ends inside a block, which may be shared and must not be written to
         if state.adapter is not None and not state.adapter.usable:
             self._waiting_for_answers |= state.adapter.pending
             return None if state.adapter.pending else 0
