@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_core.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner, Pack
+from offload_core.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner, Pack, UnitRange
 from tests.unit.geometries import FULL, STATE, Geometry, chunked, drive, geometries, needs, window
 
 Present = dict[str, list[bool]]
@@ -119,7 +119,7 @@ def plan(*policies: HitPolicy, block: int = 16, chunk: int = 16) -> HybridOffloa
     return HybridOffloadPlanner.build(groups, hash_block_size=block, max_model_len=1 << 20, hybrid_chunk_size=chunk)
 
 
-def asked_units(questions: list[tuple[tuple[Pack, range], ...]]) -> list[dict[str, range]]:
+def asked_units(questions: list[tuple[UnitRange, ...]]) -> list[dict[str, range]]:
     return [{pack.policy.kind: units for pack, units in question} for question in questions]
 
 
