@@ -25,6 +25,7 @@ from offload_core.errors import PlanError
 from offload_core.fingerprint import Json, weights_identity
 from offload_core.object_format import FORMAT_VERSION
 from offload_core.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
+from offload_core.vllm.compat import prefix_replay_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -137,7 +138,7 @@ def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
                 f"group {index} holds the layers of an EAGLE or MTP draft model ({', '.join(group.layer_names)}); "
                 "offloading does not support speculative decoding with a draft model in this version"
             )
-        if getattr(group.kv_cache_spec, "prefix_replay_tokens", 0):
+        if prefix_replay_tokens(group.kv_cache_spec):
             raise PlanError(f"group {index} replays its window after a hit; this is not supported in this version")
 
 

@@ -19,6 +19,8 @@ from vllm.v1.kv_cache_interface import (
 from offload_core.errors import PlanError
 from offload_core.vllm.identity import build_planner, hash_seed_problem, misaligned_states_problem
 
+pytestmark = pytest.mark.every_version
+
 ATTENTION = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 STATE = {"block_size": 256, "shapes": ((4,),), "dtypes": (torch.float32,)}
 
