@@ -21,7 +21,7 @@ from offload_core.planner import Pack
 
 @dataclass(frozen=True)
 class PageRun:
-    """Where one reference's pages lie in a payload: ``blocks`` pages of ``page_bytes`` bytes from ``offset_bytes`` on."""
+    """Where a reference's pages lie in a payload: ``blocks`` pages of ``page_bytes`` bytes from ``offset_bytes`` on."""
 
     group: int
     """Position of the reference's group in the pack."""
