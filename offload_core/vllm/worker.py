@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import time
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from offload_core.canonical import CanonicalKVCaches, LayerPages
+from offload_core.canonical import CanonicalKVCaches
 from offload_core.config import OffloadConfig
-from offload_core.errors import ConfigError, UnsupportedLayoutError
+from offload_core.errors import ConfigError
 from offload_core.fingerprint import Json
 from offload_core.keys import ChunkRef, ObjectKey
 from offload_core.packs import PackLayout, block_copier
@@ -24,6 +23,7 @@ from offload_core.tier import close_tiers, open_tiers
 from offload_core.transfer import STORE_SHARE, LoadJob, TransferEngine, TransferObject, smallest_pool_bytes
 from offload_core.vllm.identity import worker_identity
 from offload_core.vllm.metadata import ChunkTransfer, StepMetadata, StepReport
+from offload_core.vllm.pages import layer_pages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,7 +64,7 @@ class WorkerHalf:
             ConfigError: a tier cannot be opened, or staging is too small for one object.
         """
         group_ids = self._kv_cache_config.prefix_cacheable_group_ids
-        caches = CanonicalKVCaches.build([self._layer_pages(index, kv_caches) for index in group_ids])
+        caches = CanonicalKVCaches.build([layer_pages(self._kv_cache_config, index, kv_caches) for index in group_ids])
         position = {group_id: index for index, group_id in enumerate(group_ids)}
         layouts = {
             pack.name: PackLayout.build(pack, caches, [position[group.index] for group in pack.groups])
@@ -174,32 +174,6 @@ class WorkerHalf:
     def _ref(self, key: ObjectKey) -> ChunkRef:
         return ChunkRef(key.pack, key.chunk_hash, self._adapters[key.namespace])
 
-    def _layer_pages(self, group_id: int, kv_caches: dict[str, torch.Tensor]) -> list[LayerPages]:
-        group = self._kv_cache_config.kv_cache_groups[group_id]
-        spec = group.kv_cache_spec
-        per_layer = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
-        return [
-            LayerPages(
-                name,
-                _tensor(name, kv_caches),
-                self._kv_cache_config.num_blocks,
-                per_layer.get(name, spec).page_size_bytes,
-                _unpadded_page_size_bytes(name, per_layer.get(name, spec)),
-            )
-            for name in group.layer_names
-        ]
 
-
-def _tensor(name: str, kv_caches: dict[str, torch.Tensor]) -> torch.Tensor:
-    tensor = kv_caches.get(name)
-    if not isinstance(tensor, torch.Tensor):
-        raise UnsupportedLayoutError(f"layer {name}: registered as {type(tensor).__name__}, expected one tensor")
-    return tensor
-
-
-def _unpadded_page_size_bytes(name: str, spec: KVCacheSpec) -> int:
-    if isinstance(spec, AttentionSpec):
-        return int(spec.unpadded_page_size_bytes)
-    if isinstance(spec, MambaSpec):
-        return int(dataclasses.replace(spec, page_size_padded=None).page_size_bytes)
-    raise UnsupportedLayoutError(f"layer {name}: pages of kind {type(spec).__name__} are not supported")
+def _ref(key: ObjectKey) -> ChunkRef:
+    return ChunkRef(key.pack, key.chunk_hash)
