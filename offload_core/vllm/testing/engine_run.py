@@ -68,6 +68,7 @@ def _start_engine(spec: RunSpec) -> Any:
         "dtype": spec.dtype,
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.max_num_seqs,
+        "kv_cache_memory_bytes": spec.kv_cache_memory_bytes,
         "enable_prefix_caching": spec.enable_prefix_caching,
         "tensor_parallel_size": spec.tensor_parallel_size,
         "enforce_eager": True,
