@@ -153,10 +153,9 @@ class StandInEngine:
         for request in self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED):
             self.finished[request.request_id] = "abort"
 
-    def status(self, request_id: str) -> str | None:
-        """Return the name of the request's status in the scheduler, ``None`` once it is gone."""
-        request = self.scheduler.requests.get(request_id)
-        return None if request is None else request.status.name
+    def states(self) -> dict[str, str]:
+        """Return the status of every request that the scheduler knows."""
+        return {request_id: request.status.name for request_id, request in self.scheduler.requests.items()}
 
     def unfinished(self) -> list[str]:
         """Return the requests that have neither finished nor been aborted."""
@@ -164,8 +163,10 @@ class StandInEngine:
 
     def reset_prefix_cache(self, *, running: bool, connector: bool) -> bool:
         """Reset vLLM's prefix cache; a complete reset stands for new weights, so all bytes change with it."""
-        loading = any(r.status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in self.scheduler.requests.values())
-        done = bool(self.scheduler.reset_prefix_cache(running and not loading, connector))
+        try:
+            done = bool(self.scheduler.reset_prefix_cache(running, connector))
+        except RuntimeError:  # vLLM does not preempt a request that waits for a load; then it has not reset anything
+            done = False
         if done and connector:
             self._weights += 1
             for request_id, prefix in self.prefixes.items():
