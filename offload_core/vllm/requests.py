@@ -38,12 +38,12 @@ class RequestOptions(BaseModel):
             return cls.model_validate(params.get(REQUEST_KEY, {}))
         except ValidationError as error:
             problems = "; ".join(
-                f"{'.'.join(str(part) for part in problem['loc']) or REQUEST_KEY}: {problem['input']!r}: {problem['msg']}"
+                f"{'.'.join(map(str, problem['loc'])) or REQUEST_KEY}: {problem['input']!r}: {problem['msg']}"
                 for problem in error.errors(include_url=False)
             )
             logger.warning(
-                'request %s: kv_transfer_params[%r] is not valid (%s); nothing is loaded or stored for it. Valid keys are '
-                '"load" and "store", each true or false.',
+                "request %s: kv_transfer_params[%r] is not valid (%s); nothing is loaded or stored for it. "
+                'Valid keys are "load" and "store", each true or false.',
                 request.request_id, REQUEST_KEY, problems,
             )  # fmt: skip
             return cls(load=False, store=False)

@@ -6,6 +6,7 @@ import math
 import secrets
 import time
 from collections import Counter
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from offload_core.chunk_ledger import ChunkLedger
@@ -153,7 +154,8 @@ class SchedulerHalf:
         """Return what the workers shall do in this step."""
         idle = output.total_num_scheduled_tokens == 0
         stores = list(self._store_plan.stores(output, self._requests))
-        adapters = {item.chunk.adapter for items in (stores, *(load.chunks for load in self._new_loads)) for item in items}
+        transfers = chain(stores, *(load.chunks for load in self._new_loads))
+        adapters = {item.chunk.adapter for item in transfers}
         metadata = StepMetadata(
             {adapter: self._ranks_namespaces(adapter) for adapter in adapters},
             loads=self._new_loads,
@@ -222,7 +224,9 @@ class SchedulerHalf:
             missing = [rank for rank in range(self._num_ranks) if rank not in self._layouts]
             if missing:
                 raise PlanError(f"workers {missing} did not report the layout of their KV cache; cannot name objects")
-            extra: dict[str, Json] = {"reset": self._reset_salt} | ({"adapter": adapter} if adapter else {})
+            extra: dict[str, Json] = {"reset": self._reset_salt}
+            if adapter:
+                extra["adapter"] = adapter
             self._namespaces[adapter] = tuple(
                 fingerprint({**self._identity, **extra, "rank": rank, "layout": self._layouts[rank]})
                 for rank in range(self._num_ranks)

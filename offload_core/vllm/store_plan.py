@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from offload_core.chunk_ledger import ChunkLedger
 from offload_core.packs import BlockSlice
-from offload_core.planner import HybridOffloadPlanner, Pack
+from offload_core.planner import HybridOffloadPlanner
 from offload_core.vllm.load_plan import NULL_BLOCK_ID
 from offload_core.vllm.metadata import ChunkTransfer
 from offload_core.vllm.requests import RequestState
@@ -61,7 +61,7 @@ class StorePlan:
 
     def _storable_tokens(self, request: Request) -> int:
         """Speculated tokens past ``num_tokens`` may be rejected: their blocks are stored once they are known."""
-        return request.num_prompt_tokens if self._prompt_only else request.num_tokens
+        return int(request.num_prompt_tokens if self._prompt_only else request.num_tokens)
 
     def _complete_units(
         self, state: RequestState, tokens: int, tables: Sequence[Sequence[int]]
@@ -83,9 +83,7 @@ class StorePlan:
             state.next_unit[pack.name] = max(state.next_unit[pack.name], end)
         self._set_next_tokens(state)
 
-    def _boundary_states(
-        self, state: RequestState, states: Sequence[tuple[int, int, int]]
-    ) -> Iterator[ChunkTransfer]:
+    def _boundary_states(self, state: RequestState, states: Sequence[tuple[int, int, int]]) -> Iterator[ChunkTransfer]:
         """Yield the recurrent states that the engine hands over, where a whole pack's states are at one boundary."""
         limit = self._storable_tokens(state.request)
         by_boundary: dict[int, dict[int, int]] = {}

@@ -173,7 +173,3 @@ class WorkerHalf:
 
     def _ref(self, key: ObjectKey) -> ChunkRef:
         return ChunkRef(key.pack, key.chunk_hash, self._adapters[key.namespace])
-
-
-def _ref(key: ObjectKey) -> ChunkRef:
-    return ChunkRef(key.pack, key.chunk_hash)
