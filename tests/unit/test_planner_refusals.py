@@ -31,7 +31,7 @@ def refusal(geometry: Geometry, max_model_len: int) -> str | None:
     return None
 
 
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(geometry=any_geometries(), max_model_len=st.integers(1, 200))
 def test_what_could_never_be_used_is_refused_with_numbers_that_work(geometry: Geometry, max_model_len: int) -> None:
     message = refusal(geometry, max_model_len)
