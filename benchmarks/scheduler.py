@@ -7,8 +7,9 @@ Both halves get the same requests, interleaved; both have everything present in 
 * warm: a new request with the same prompt;
 * absent: a new request with a prompt of which nothing is there.
 
-"ours" is the time until the answer, with the way to the I/O thread and back; "engine" is the part of it that the
-engine's thread works, since it goes on with other requests meanwhile. Stock answers on the engine's thread.
+"ours" is the time until the answer, with the way to the I/O thread and back; "engine" is the part of it in which the
+engine's thread does not wait idly, and so could not do other work; "cpu" is the processor time of all threads, the only
+figure that holds on a machine busy with other things. Stock answers on the engine's thread.
 A step is the metadata of one decoding step and the report that its stores have ended.
 
     python -m benchmarks.scheduler [--repeats 40] [--steps 256] [--json FILE]
@@ -73,6 +74,8 @@ class Lookup:
     stock: list[float]
     ours: list[float]
     engine: list[float]
+    stock_cpu: list[float]
+    ours_cpu: list[float]
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,8 @@ def measure_lookups(
                     stock=[theirs.wall_seconds for theirs, _ in pairs],
                     ours=[mine.wall_seconds for _, mine in pairs],
                     engine=[mine.engine_seconds for _, mine in pairs],
+                    stock_cpu=[theirs.cpu_seconds for theirs, _ in pairs],
+                    ours_cpu=[mine.cpu_seconds for _, mine in pairs],
                 )
             )  # fmt: skip
     return lookups, Counts(geometry.name, hashes, chunks, asked, asked_twice)
@@ -208,14 +213,19 @@ def table(title: str, *columns: str) -> Table:
 def lookup_table(title: str, lookups: list[Lookup]) -> Table:
     made = table(
         f"Lookup, µs: {title}",
-        "prompt", "question", "stock p50", "p90", "ours p50", "p90", "engine p50", "p90", "ours/stock", "engine/stock",
-        "aim",
+        "prompt", "question", "stock p50", "p90", "cpu", "ours p50", "p90", "engine", "cpu",
+        "ours/stock", "engine/stock", "cpu/cpu", "aim",
     )  # fmt: skip
     for row in lookups:
-        figures = [percentile(part, percent) for part in (row.stock, row.ours, row.engine) for percent in (50, 90)]
-        ratios = [p50(part) / p50(row.stock) for part in (row.ours, row.engine)]
+        stock = [percentile(row.stock, 50), percentile(row.stock, 90), p50(row.stock_cpu)]
+        ours = [percentile(row.ours, 50), percentile(row.ours, 90), p50(row.engine), p50(row.ours_cpu)]
+        ratios = [
+            p50(row.ours) / p50(row.stock),
+            p50(row.engine) / p50(row.stock),
+            p50(row.ours_cpu) / p50(row.stock_cpu),
+        ]
         made.add_row(
-            f"{row.tokens // 1024}k", row.question, *(f"{figure:.0f}" for figure in figures),
+            f"{row.tokens // 1024}k", row.question, *(f"{figure:.0f}" for figure in (*stock, *ours)),
             *(verdict(ratio, row.aim) for ratio in ratios), f"1/{1 / row.aim:.0f}",
         )  # fmt: skip
     return made
@@ -237,7 +247,7 @@ def growth_table(lookups: list[Lookup], counts: list[Counts]) -> Table:
     """Show whether the time grows with the chunks, and whether anything is hashed or asked twice."""
     made = table(
         f"Ours, cold: {PROMPT_TOKENS[-1] // 1024}k beside {PROMPT_TOKENS[-2] // 1024}k tokens; counts of all lookups",
-        "", "chunks", "time", "hashes computed", "chunks covered", "objects asked", "asked twice",
+        "", "chunks", "cpu", "hashes computed", "chunks covered", "objects asked", "asked twice",
     )  # fmt: skip
     for count in counts:
         short, long = (
@@ -245,7 +255,7 @@ def growth_table(lookups: list[Lookup], counts: list[Counts]) -> Table:
             for tokens in PROMPT_TOKENS[-2:]
         )
         made.add_row(
-            count.geometry, f"x {long.tokens / short.tokens:.1f}", f"x {p50(long.ours) / p50(short.ours):.1f}",
+            count.geometry, f"x {long.tokens / short.tokens:.1f}", f"x {p50(long.ours_cpu) / p50(short.ours_cpu):.1f}",
             *(str(figure) for figure in (count.hashes, count.chunks, count.asked, count.asked_twice)),
         )  # fmt: skip
     return made

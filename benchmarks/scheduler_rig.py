@@ -120,11 +120,12 @@ class Requests:
 
 
 class Answer(NamedTuple):
-    """One lookup: tokens found, time until the answer, and the part of it that the engine's thread worked."""
+    """One lookup: tokens found, time until the answer, the engine thread's part of it, the process's CPU time."""
 
     tokens: int
     wall_seconds: float
     engine_seconds: float
+    cpu_seconds: float
 
 
 class Peer(Protocol):
@@ -163,12 +164,12 @@ class StockHalf:
             manager.complete_store(keys, context)
 
     def ask(self, request: Request, *, new: bool) -> Answer:
-        started = time.perf_counter()
+        cpu_started, started = time.process_time(), time.perf_counter()
         if new:
             self._connector.on_new_request(request)
         tokens, _ = self._connector.get_num_new_matched_tokens(request, 0)
         seconds = time.perf_counter() - started
-        return Answer(tokens, seconds, seconds)
+        return Answer(tokens, seconds, seconds, time.process_time() - cpu_started)
 
     def step(self, output: SchedulerOutput) -> float:
         started = time.perf_counter()
@@ -257,7 +258,7 @@ class OurHalf:
     def ask(self, request: Request, *, new: bool) -> Answer:
         """Between questions comes what an idle engine does: an empty step, in which the half waits for the answer."""
         waited = 0.0
-        started = time.perf_counter()
+        cpu_started, started = time.process_time(), time.perf_counter()
         if new:
             self._half.on_new_request(request)
         while (tokens := self._half.matched_tokens(request, 0)) is None:
@@ -265,7 +266,7 @@ class OurHalf:
             self._half.build_step(self._idle)
             waited += time.perf_counter() - idle_from
         seconds = time.perf_counter() - started
-        return Answer(tokens, seconds, seconds - waited)
+        return Answer(tokens, seconds, seconds - waited, time.process_time() - cpu_started)
 
     def step(self, output: SchedulerOutput) -> float:
         started = time.perf_counter()
