@@ -45,6 +45,7 @@ def drive(
     try:
         questions.append(next(search))
         while True:
+            assert all(units for _, units in questions[-1]), "an empty question can be asked for ever"
             answers = [[there(pack, unit) for unit in units] for pack, units in questions[-1]]
             questions.append(search.send(answers))
     except StopIteration as found:

@@ -31,7 +31,7 @@ def refusal(geometry: Geometry, max_model_len: int) -> str | None:
     return None
 
 
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(geometry=any_geometries(), max_model_len=st.integers(1, 200))
 def test_what_could_never_be_used_is_refused_with_numbers_that_work(geometry: Geometry, max_model_len: int) -> None:
     message = refusal(geometry, max_model_len)
@@ -149,3 +149,8 @@ def test_the_last_token_is_always_computed_so_one_boundary_at_max_model_len_is_n
     with pytest.raises(PlanError, match="nothing could ever be loaded; set hybrid_chunk_size to 256"):
         plan(group, chunk=512, max_model_len=512)
     assert plan(group, chunk=512, max_model_len=513).boundary_tokens == 512
+
+
+def test_one_attention_chunk_may_make_another_too_small_to_be_divided() -> None:
+    groups = [GroupGeometry(index, 16, policy) for index, policy in enumerate((FULL, chunked(24), chunked(64)))]
+    assert plan(*groups, chunk=None).hybrid_chunk_size == 192

@@ -64,7 +64,7 @@ def searches(draw: st.DrawFn) -> tuple[Geometry, Present, int, int]:
     return geometry, draw(presences(geometry.plan(), limit)), computed, limit
 
 
-@settings(max_examples=1500)
+@settings(max_examples=600)
 @given(drawn=searches())
 def test_the_usable_prefix_is_neither_deeper_nor_shallower_than_the_definition(
     drawn: tuple[Geometry, Present, int, int],
@@ -75,7 +75,7 @@ def test_the_usable_prefix_is_neither_deeper_nor_shallower_than_the_definition(
     assert found == deepest_usable(geometry, present, computed, limit)
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(drawn=searches())
 def test_no_unit_is_asked_for_twice_and_none_that_no_boundary_in_reach_could_need(
     drawn: tuple[Geometry, Present, int, int],
