@@ -7,9 +7,8 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import repeat
 
-from offload_core.keys import ChunkRef, ObjectKey
+from offload_core.keys import ChunkRef, ObjectKey, object_keys
 from offload_core.planner import HybridOffloadPlanner, UnitRange
 from offload_core.runtime import IoLoop
 from offload_core.stats import Counters
@@ -136,7 +135,7 @@ async def _present(tier: Tier, question: PrefixQuestion, asked: Sequence[UnitRan
     parts = [question.hashes[part.pack.name][_slice(part.units)] for part in asked]
     for namespace in question.namespaces:
         for part, hashes in zip(asked, parts, strict=True):
-            keys += map(ObjectKey, repeat(namespace), repeat(part.pack.name), hashes)
+            keys += object_keys(namespace, part.pack.name, hashes)
     flags = await tier.lookup(keys)
     per_rank = len(keys) // len(question.namespaces)
     if per_rank < len(keys):

@@ -13,7 +13,7 @@ from offload_core.chunk_ledger import ChunkLedger
 from offload_core.config import OffloadConfig
 from offload_core.errors import PlanError
 from offload_core.fingerprint import Json, fingerprint
-from offload_core.keys import ChunkRef
+from offload_core.keys import ChunkHashes, ChunkRef
 from offload_core.lookup import Lookup, LookupService, PrefixQuestion
 from offload_core.planner import HybridOffloadPlanner
 from offload_core.runtime import IoLoop
@@ -251,7 +251,7 @@ class SchedulerHalf:
             return False
         adapter = state.adapter.digest if state.adapter else ""
         question = PrefixQuestion(
-            hashes={pack.name: hashes[pack.hash_factor - 1 :: pack.hash_factor] for pack in self._planner.packs},
+            hashes={pack.name: ChunkHashes(hashes, pack.hash_factor) for pack in self._planner.packs},
             namespaces=self._ranks_namespaces(adapter),
             computed_tokens=computed_tokens,
             limit_tokens=limit,
