@@ -130,9 +130,13 @@ def _split() -> torch.Tensor:
         pytest.param(torch.zeros(BLOCKS + 1, 64, dtype=torch.int8), 64, 64, id="not a multiple of the blocks"),
         pytest.param(torch.zeros(BLOCKS, 64, dtype=torch.int8), 63, 63, id="a block larger than its page"),
         pytest.param(torch.zeros(BLOCKS, 64, dtype=torch.int8), 64, 65, id="more data than page"),
+        pytest.param(torch.zeros(BLOCKS, 64, dtype=torch.int8), 60, 64, id="more data than its page holds"),
         pytest.param(torch.zeros(1, 64, dtype=torch.int8).expand(BLOCKS, 64), 64, 64, id="blocks on top of each other"),
         pytest.param(
             torch.as_strided(torch.zeros(1000, dtype=torch.int8), (BLOCKS, 32), (48, 1)), 64, 64, id="pages overlap"
+        ),
+        pytest.param(
+            torch.as_strided(torch.zeros(1000, dtype=torch.int8), (BLOCKS, 32), (48, 1)), 64, 32, id="paddings overlap"
         ),
         pytest.param(
             torch.as_strided(torch.zeros(5 * 64 + 32, dtype=torch.int8), (BLOCKS, 32), (64, 1)),

@@ -7,6 +7,7 @@ import json
 import random
 import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -50,7 +51,9 @@ def sizes(caches: CanonicalKVCaches, group: int = 0) -> list[tuple[int, int]]:
 
 def test_keys_apart_from_values_are_two_runs() -> None:
     split = torch.zeros(2, BLOCKS, 4, 8, dtype=torch.bfloat16)
-    assert sizes(check([[layer(split, block_dim=1)]])) == [(64, 64), (64, 64)]
+    caches = check([[layer(split, block_dim=1)]])
+    assert sizes(caches) == [(64, 64), (64, 64)]
+    assert [tensor.page_size_bytes for tensor in caches.tensors] == [64, 64]
 
 
 def test_keys_beside_values_are_one_run() -> None:
@@ -98,14 +101,59 @@ def test_one_memory_under_several_names_is_stored_once() -> None:
 
 def test_a_group_that_shares_a_place_stores_as_much_as_its_largest_layer() -> None:
     memory = torch.zeros(BLOCKS, 64, dtype=torch.int8)
-    caches = check([[layer(memory[:, :16], page=64), layer(memory, "layer.1")]])
-    assert sizes(caches) == [(64, 64)]
+    small, large = layer(memory[:, :16], page=64), layer(memory, "layer.1")
+    for group in ([small, large], [large, small]):
+        assert sizes(check([group])) == [(64, 64)]
+
+
+def test_one_block_cannot_overlap_another() -> None:
+    memory = torch.zeros(64, dtype=torch.int8)
+    layers = [LayerPages(str(size), memory[:size].view(1, size), 1, size, size) for size in (64, 48)]
+    assert [tensor.page_size_bytes for tensor in CanonicalKVCaches.build([layers[:1], layers[1:]]).tensors] == [64, 48]
 
 
 def test_tensors_of_several_allocations() -> None:
     first, second = torch.zeros(BLOCKS, 48, dtype=torch.int8), torch.zeros(2, BLOCKS, 8, dtype=torch.float32)
     caches = check([[layer(first)], [layer(second, "layer.1", block_dim=1)]])
     assert len(caches.regions()) == 2
+
+
+def test_regions_of_allocations_that_happen_to_touch_stay_apart() -> None:
+    memory = np.zeros(2 * BLOCKS * 16, dtype=np.int8)
+    first, second = (torch.from_numpy(part).view(BLOCKS, 16) for part in np.split(memory, 2))
+    assert first.data_ptr() + BLOCKS * 16 == second.data_ptr()
+    regions = CanonicalKVCaches.build([[layer(first), layer(second, "layer.1")]]).regions()
+    assert regions == ((first.data_ptr(), BLOCKS * 16), (second.data_ptr(), BLOCKS * 16))
+
+
+def test_regions_of_one_allocation_that_touch_or_contain_each_other_are_one() -> None:
+    memory = torch.zeros(2 * BLOCKS, 32, dtype=torch.int8)
+    beside, around, within = memory[:BLOCKS], memory[BLOCKS:], memory[BLOCKS:, 8:24]
+    caches = check([[layer(beside, "a"), layer(around, "b")], [layer(within, "c")]])
+    assert caches.regions() == ((memory.data_ptr(), 2 * BLOCKS * 32),)
+
+
+def test_descriptors_are_runs_of_each_block_in_the_order_asked_for() -> None:
+    split = torch.zeros(2, BLOCKS, 16, dtype=torch.int8)
+    caches = CanonicalKVCaches.build([[layer(split, block_dim=1)]])
+    keys, values = split[0].data_ptr(), split[1].data_ptr()
+    assert caches.block_descriptors(0, [5, 0]) == [(keys + 80, 16), (keys, 16), (values + 80, 16), (values, 16)]
+    assert caches.block_descriptors(0, []) == []
+
+
+@pytest.mark.parametrize(
+    ("group", "block_id", "reason"),
+    [
+        (1, 0, "group 1: the groups are 0 to 0"),
+        (-1, 0, "group -1: the groups are 0 to 0"),
+        (0, BLOCKS, "block 12 of group 0: block ids are 0 to 11"),
+        (0, -1, "block -1 of group 0: block ids are 0 to 11"),
+    ],
+)
+def test_descriptors_of_what_is_not_there_are_refused(group: int, block_id: int, reason: str) -> None:
+    caches = CanonicalKVCaches.build([[layer(torch.zeros(BLOCKS, 16, dtype=torch.int8))]])
+    with pytest.raises(IndexError, match=reason):
+        caches.block_descriptors(group, [block_id])
 
 
 @st.composite
@@ -210,6 +258,21 @@ def test_blocks_of_different_ids_that_share_bytes_are_refused(first: LayerPages,
             UnsupportedLayoutError, match=r"layer [ab]: .*shares memory with that of layer [ab] .*overlaps"
         ):
             CanonicalKVCaches.build(groups)
+
+
+def test_a_block_that_overlaps_only_the_larger_of_two_layers_at_one_place_is_refused() -> None:
+    large, small, other = shifted(0, 64, 64, "a"), shifted(0, 64, 16, "b"), shifted(BLOCKS * 64 - 1, 64, 64, "c")
+    for groups in ([[large], [small], [other]], [[small], [large], [other]]):
+        with pytest.raises(UnsupportedLayoutError, match="overlaps"):
+            CanonicalKVCaches.build(groups)
+
+
+def test_a_block_that_overlaps_the_second_of_two_interleaved_layers_is_refused() -> None:
+    first, second = shifted(0, 64, 16, "a"), shifted(32, 64, 16, "b")
+    third = shifted((BLOCKS - 1) * 64 + 32, 64, 16, "c")
+    CanonicalKVCaches.build([[first, second]])
+    with pytest.raises(UnsupportedLayoutError, match="overlaps"):
+        CanonicalKVCaches.build([[first, second], [third]])
 
 
 def test_a_random_pair_of_page_rows_is_refused_exactly_when_two_ids_share_a_byte() -> None:
