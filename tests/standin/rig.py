@@ -43,8 +43,13 @@ class Rig:
 
     def tick(self) -> None:
         """Let the I/O of one step happen."""
-        self.script.advance()
         self._watch.settle()
+        self.script.advance(self._watch.settle)
+
+    def open(self, *kinds: str) -> None:
+        """Hold no calls of these kinds any more; by default, of no kind."""
+        self._watch.settle()
+        self.script.open(self._watch.settle, *kinds)
 
     def drive(self, engine: StandInEngine, work: Workload) -> dict[str, Arrival]:
         """Run the work to its end and check that nothing is left."""
@@ -60,8 +65,7 @@ class Rig:
     def drain(self, engine: StandInEngine) -> None:
         """Let everything end, and check that nothing is left."""
         self._finish(engine)
-        self.script.open()
-        self._watch.settle()
+        self.open()
         engine.add([3], 1)  # an idle engine lets go of what arrived late in its next step
         self._finish(engine)
         left = engine.leftovers()
@@ -79,7 +83,7 @@ class Rig:
 
     def close(self) -> None:
         """Shut all engines down."""
-        self.script.open()
+        self.open()
         for engine in self._engines:
             engine.shutdown()
         self._engines.clear()
