@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,15 @@ class Rig:
         """Run some prompts at once to their end; returns the requests' ids."""
         work = Workload(0, tuple(Arrival(0, tuple(prompt), max_tokens) for prompt in prompts))
         return list(self.drive(engine, work))
+
+    def step_until(self, engine: StandInEngine, happened: Callable[[], object], max_steps: int = 200) -> None:
+        """Step until something has happened."""
+        for _ in range(max_steps):
+            if happened():
+                return
+            engine.step()
+            self.tick()
+        raise AssertionError(f"did not happen in {max_steps} steps; requests: {engine.states()}")
 
     def drain(self, engine: StandInEngine) -> None:
         """Let everything end, and check that nothing is left."""

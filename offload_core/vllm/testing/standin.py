@@ -112,7 +112,8 @@ class StandInEngine:
         hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self._block_hasher = get_request_block_hasher(hash_block_size, hash_function)
-        self._new_blocks: list[int] = []
+        self.new_blocks: list[int] = []
+        """What the block pool has handed out in the latest step."""
         self._watch_allocations()
         self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._queue_size = self.vllm_config.max_concurrent_batches
@@ -179,7 +180,7 @@ class StandInEngine:
         """Run one step of the engine core, in the order in which vLLM's does."""
         self.steps += 1
         if self.scheduler.has_requests() and len(self._queue) < self._queue_size:
-            self._new_blocks.clear()
+            self.new_blocks.clear()
             output = self.scheduler.schedule()
             self._queue.append((output, self._execute(output)))
             if len(self._queue) < self._queue_size and (output.total_num_scheduled_tokens or self.scheduler.has_requests()):
@@ -217,7 +218,7 @@ class StandInEngine:
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         results = []
         for worker in self.workers:
-            results.append(worker.execute(_sent(output), self._new_blocks))
+            results.append(worker.execute(_sent(output), self.new_blocks))
         if self._aggregator is None:
             return results[0]
         aggregated = self._aggregator.aggregate(results)
@@ -255,7 +256,7 @@ class StandInEngine:
 
         def watched(num_blocks: int) -> list[Any]:
             blocks: list[Any] = get_new_blocks(num_blocks)
-            self._new_blocks.extend(block.block_id for block in blocks)
+            self.new_blocks.extend(block.block_id for block in blocks)
             return blocks
 
         pool.get_new_blocks = watched
