@@ -52,7 +52,7 @@ class Script:
         return Counter(kind for _, _, kind, _ in self._held)
 
     def advance(self, settle: Callable[[], None]) -> None:
-        """Begin the next step: let go of the calls that are due, one after the other in an order drawn from the seed."""
+        """Begin the next step: let go of the calls that are due, one by one in an order drawn from the seed."""
         self.step += 1
         self._release(self.step, settle)
 

@@ -1,8 +1,8 @@
 """An engine without a model, for KV cache geometries that no CPU engine can run.
 
-Real are vLLM's configuration, KV cache specs and groups, scheduler and KV cache managers, its allocation of the cache's
-tensors, both halves of the connector and its tiers. Only the model runner is a stand-in: it writes bytes that are a pure
-function of layer, rank and prefix (:mod:`standin_content`), checks before every step that all that the step would read
+Real are vLLM's configuration, KV cache specs and groups, scheduler, KV cache managers and allocation of the cache's
+tensors, and both halves of the connector and its tiers. Only the model runner is a stand-in: it writes bytes that are a
+pure function of layer, rank and prefix (:mod:`standin_content`), checks in every step that all that the step would read
 is there, and poisons every block that the block pool hands out. A byte that should have been loaded and was not, or was
 loaded into the wrong place, raises :class:`WrongBytesError` with layer, group, position and request.
 """
@@ -10,10 +10,10 @@ loaded into the wrong place, raises :class:`WrongBytesError` with layer, group, 
 from __future__ import annotations
 
 import copy
-import pickle
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,6 @@ class StandInEngine:
     ) -> None:
         self.model = model
         self.vllm_config = _vllm_config(model, folder, connector, async_scheduling, changes)
-        rank_config = self.vllm_config
         if ranks > 1:  # the platform cannot start two ranks here, but the scheduler only needs to know of them
             self.vllm_config.parallel_config.tensor_parallel_size = ranks
             self.vllm_config.parallel_config.world_size = ranks
@@ -105,9 +104,8 @@ class StandInEngine:
         self._aggregator: KVOutputAggregator | None = None
         if self.connector is not None:
             self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
-            handshake = {
-                (0, rank): worker.connector.get_handshake_metadata() for rank, worker in enumerate(self.workers)
-            }
+            halves = [worker.connector for worker in self.workers if worker.connector is not None]
+            handshake = {(0, rank): half.get_handshake_metadata() for rank, half in enumerate(halves)}
             self.connector.set_xfer_handshake_metadata_pp_aware(_sent(handshake))
         hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
@@ -183,7 +181,9 @@ class StandInEngine:
             self.new_blocks.clear()
             output = self.scheduler.schedule()
             self._queue.append((output, self._execute(output)))
-            if len(self._queue) < self._queue_size and (output.total_num_scheduled_tokens or self.scheduler.has_requests()):
+            if len(self._queue) < self._queue_size and (
+                output.total_num_scheduled_tokens or self.scheduler.has_requests()
+            ):
                 return
         if self._queue:
             output, result = self._queue.popleft()
@@ -267,7 +267,7 @@ class StandInEngine:
 
 def _sent(message: Any) -> Any:
     """Return what arrives in another process."""
-    return pickle.loads(pickle.dumps(message))
+    return ForkingPickler.loads(ForkingPickler.dumps(message))
 
 
 def _vllm_config(
@@ -311,7 +311,7 @@ def _vllm_config(
 
 
 def _settle(vllm_config: VllmConfig, kv_cache_configs: list[KVCacheConfig]) -> KVCacheConfig:
-    """Complete the configurations as vLLM's engine core does after it has planned the cache; returns the scheduler's."""
+    """Complete the configurations as vLLM's engine core does once the cache is planned; returns the scheduler's."""
     for kv_cache_config in kv_cache_configs:
         kv_cache_config.kv_cache_layout = vllm_config.cache_config.kv_cache_layout
     chosen = generate_scheduler_kv_cache_config(kv_cache_configs)

@@ -140,7 +140,9 @@ def deepseek_v4() -> StandInModel:
             layers[f"{name}.indexer.compressor.state_cache"] = SlidingWindowMLASpec(
                 block_size=4, num_kv_heads=1, head_size=64, dtype=torch.float32, sliding_window=8, alignment=576
             )
-    return StandInModel("deepseek_v4", layers, 4096, 512, 700, layout="BLNHC", hybrid_chunk_size=1024, chunk_tokens=1024)
+    return StandInModel(
+        "deepseek_v4", layers, 4096, 512, 700, layout="BLNHC", hybrid_chunk_size=1024, chunk_tokens=1024
+    )
 
 
 MODELS: dict[str, Callable[[], StandInModel]] = {
