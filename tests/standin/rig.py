@@ -42,6 +42,12 @@ class Rig:
         self._engines.append(engine)
         return engine
 
+    def bare_engine(self, model: StandInModel, **changes: Any) -> StandInEngine:
+        """Start an engine without a connector."""
+        engine = StandInEngine(model, self._model_folder, None, **changes)
+        self._engines.append(engine)
+        return engine
+
     def tick(self) -> None:
         """Let the I/O of one step happen."""
         self._watch.settle()
