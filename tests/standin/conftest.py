@@ -45,10 +45,12 @@ def _scripted_plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 @pytest.fixture(scope="session")
-def _frozen_imports(_quiet_offline_vllm: None) -> None:
+def _frozen_imports(_quiet_offline_vllm: None) -> Iterator[None]:
     """Keep what was imported out of the collections that each test's end runs: they take half a second otherwise."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

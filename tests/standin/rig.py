@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,21 @@ class Rig:
         self._engines.append(engine)
         return engine
 
+    def bare_engine(self, model: StandInModel, **changes: Any) -> StandInEngine:
+        """Start an engine without a connector."""
+        engine = StandInEngine(model, self._model_folder, None, **changes)
+        self._engines.append(engine)
+        return engine
+
     def tick(self) -> None:
         """Let the I/O of one step happen."""
-        self.script.advance()
         self._watch.settle()
+        self.script.advance(self._watch.settle)
+
+    def open(self, *kinds: str) -> None:
+        """Hold no calls of these kinds any more; by default, of no kind."""
+        self._watch.settle()
+        self.script.open(self._watch.settle, *kinds)
 
     def drive(self, engine: StandInEngine, work: Workload) -> dict[str, Arrival]:
         """Run the work to its end and check that nothing is left."""
@@ -57,11 +69,19 @@ class Rig:
         work = Workload(0, tuple(Arrival(0, tuple(prompt), max_tokens) for prompt in prompts))
         return list(self.drive(engine, work))
 
+    def step_until(self, engine: StandInEngine, happened: Callable[[], object], max_steps: int = 200) -> None:
+        """Step until something has happened."""
+        for _ in range(max_steps):
+            if happened():
+                return
+            engine.step()
+            self.tick()
+        raise AssertionError(f"did not happen in {max_steps} steps; requests: {engine.states()}")
+
     def drain(self, engine: StandInEngine) -> None:
         """Let everything end, and check that nothing is left."""
         self._finish(engine)
-        self.script.open()
-        self._watch.settle()
+        self.open()
         engine.add([3], 1)  # an idle engine lets go of what arrived late in its next step
         self._finish(engine)
         left = engine.leftovers()
@@ -79,7 +99,7 @@ class Rig:
 
     def close(self) -> None:
         """Shut all engines down."""
-        self.script.open()
+        self.open()
         for engine in self._engines:
             engine.shutdown()
         self._engines.clear()

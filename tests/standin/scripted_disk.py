@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from offload_backend_disk import DiskBackend, DiskOptions
@@ -13,8 +13,8 @@ from offload_backend_disk import DiskBackend, DiskOptions
 from offload_core.backend import BackendContext, BackendType, LoadOutcome, StoreOutcome
 from offload_core.hookspecs import hookimpl
 from offload_core.keys import ObjectKey
-from offload_core.runtime import IoLoop
 
+CALLS = ("contains", "load_into", "store")
 SCRIPTS: dict[str, Script] = {}
 
 
@@ -23,12 +23,12 @@ class Script:
     """What happens to the calls of one backend; all chances are drawn from the seed and the call's keys.
 
     Args:
-        hold_steps: the most steps that a call of a kind (``contains``, ``load_into``, ``store``) is held.
+        hold_steps: the most further steps that a call of a kind (``contains``, ``load_into``, ``store``) is held; every
+            call is held until the step in which it came has ended, so that nothing depends on threads.
         fail: chance that a call of a kind raises ``OSError``.
         damage: chance that a loaded object has a wrong byte.
         miss: chance that an object is not found after all when it is loaded.
         reject: chance that an object is not taken.
-        only_rank: namespaces are numbered as they are first stored under; ``damage`` and ``miss`` hit only this one.
     """
 
     seed: int
@@ -51,17 +51,18 @@ class Script:
         """Calls that are held at the moment, by kind."""
         return Counter(kind for _, _, kind, _ in self._held)
 
-    def advance(self) -> None:
-        """Begin the next step: let go of the calls that are due, in random order."""
+    def advance(self, settle: Callable[[], None]) -> None:
+        """Begin the next step: let go of the calls that are due, one by one in an order drawn from the seed."""
         self.step += 1
-        self._on_loop(self._release(self.step))
+        self._release(self.step, settle)
 
-    def open(self, *kinds: str) -> None:
+    def open(self, settle: Callable[[], None], *kinds: str) -> None:
         """Hold no calls of these kinds any more (all kinds when none is named) and let go of those that are held."""
-        for kind in kinds or list(self.hold_steps):
-            self.hold_steps.pop(kind, None)
-        self.shut.difference_update(kinds or set(self.shut))
-        self._on_loop(self._release(float("inf"), kinds))
+        for kind in kinds or CALLS:
+            self.hold_steps[kind] = -1
+            self.shut.discard(kind)
+        while self._release(float("inf"), settle, kinds):
+            pass
 
     def chance(self, what: str, key: ObjectKey) -> float:
         """Return a number in [0, 1) that only depends on the seed, the key and how often this was asked."""
@@ -79,28 +80,27 @@ class Script:
         if not keys:
             return
         steps = int(self.chance(f"hold {kind}", keys[0]) * (self.hold_steps.get(kind, 0) + 1))
-        if steps or kind in self.shut:
-            due = float("inf") if kind in self.shut else self.step + steps
+        if self.hold_steps.get(kind) != -1:
+            due = float("inf") if kind in self.shut else self.step + 1 + steps
             future = asyncio.get_running_loop().create_future()
             self._held.append((due, self.chance("order", keys[0]), kind, future))
             await future
         if self.chance(f"fail {kind}", keys[0]) < self.fail.get(kind, 0.0):
             raise OSError(f"scripted failure of {kind}")
 
-    async def _release(self, step: float, kinds: Sequence[str] = ()) -> None:
+    def _release(self, step: float, settle: Callable[[], None], kinds: Sequence[str] = ()) -> int:
+        """Let go of the calls that are due; returns how many there were."""
         due = [item for item in self._held if item[0] <= step and (not kinds or item[2] in kinds)]
         self._held = [item for item in self._held if item not in due]
-        for _, _, _, future in sorted(due, key=lambda item: item[1]):
-            if not future.done():
-                future.set_result(None)
+        for _, _, _, future in sorted(due, key=lambda item: item[:2]):
+            future.get_loop().call_soon_threadsafe(_let_go, future)
+            settle()
+        return len(due)
 
-    @staticmethod
-    def _on_loop(coroutine: object) -> None:
-        io = IoLoop.acquire()
-        try:
-            io.submit(coroutine).result(60)  # type: ignore[arg-type]
-        finally:
-            io.release()
+
+def _let_go(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 class ScriptedOptions(DiskOptions):

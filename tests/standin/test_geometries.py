@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from offload_core.errors import PlanError
 from offload_core.vllm.testing.standin_geometries import MODELS, StandInModel
 from offload_core.vllm.testing.standin_workload import make_workload, reference
 from tests.standin.rig import Rig
 from tests.standin.scripted_disk import Script
 
-XFAIL_LLAMA4 = pytest.mark.xfail(strict=True, reason="the planner refuses chunked local attention so far")
+XFAIL_LLAMA4 = pytest.mark.xfail(
+    strict=True, raises=PlanError, reason="the planner refuses chunked local attention so far"
+)
 GEOMETRIES = [pytest.param(name, marks=XFAIL_LLAMA4 if name == "llama4" else ()) for name in MODELS]
 
 
@@ -27,6 +30,15 @@ def slow_and_unreliable(seed: int) -> Script:
         miss=0.05,
         reject=0.1,
     )
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_stand_in_is_at_peace_with_vllm_alone(rig: Rig, name: str, asynchronous: bool) -> None:
+    model = MODELS[name]()
+    engine = rig.bare_engine(model, async_scheduling=asynchronous)
+    asked = rig.drive(engine, make_workload(model, 7, requests=24, aborts=8, resets=4))
+    assert sum(engine.served[request].local_tokens for request in asked if request in engine.served) > 0
 
 
 def test_the_next_lifetime_is_served_to_the_deepest_boundary(rig: Rig, model: StandInModel) -> None:

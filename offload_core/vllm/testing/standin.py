@@ -1,8 +1,8 @@
 """An engine without a model, for KV cache geometries that no CPU engine can run.
 
-Real are vLLM's configuration, KV cache specs and groups, scheduler and KV cache managers, its allocation of the cache's
-tensors, both halves of the connector and its tiers. Only the model runner is a stand-in: it writes bytes that are a pure
-function of layer, rank and prefix (:mod:`standin_content`), checks before every step that all that the step would read
+Real are vLLM's configuration, KV cache specs and groups, scheduler, KV cache managers and allocation of the cache's
+tensors, and both halves of the connector and its tiers. Only the model runner is a stand-in: it writes bytes that are a
+pure function of layer, rank and prefix (:mod:`standin_content`), checks in every step that all that the step would read
 is there, and poisons every block that the block pool hands out. A byte that should have been loaded and was not, or was
 loaded into the wrong place, raises :class:`WrongBytesError` with layer, group, position and request.
 """
@@ -10,35 +10,28 @@ loaded into the wrong place, raises :class:`WrongBytesError` with layer, group, 
 from __future__ import annotations
 
 import copy
-import pickle
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import (
-    generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
-    get_request_block_hasher,
-    init_none_hash,
-    resolve_cache_hit_alignment_tokens,
-    resolve_kv_cache_block_sizes,
-)
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from offload_core.vllm.testing.standin_cache import RankCache
+from offload_core.vllm.testing.standin_config import make_vllm_config, plan_caches
 from offload_core.vllm.testing.standin_content import Prefix
 from offload_core.vllm.testing.standin_geometries import StandInModel
 from offload_core.vllm.testing.standin_runner import StandInRunner
@@ -78,21 +71,18 @@ class StandInEngine:
         **changes: Any,
     ) -> None:
         self.model = model
-        self.vllm_config = _vllm_config(model, folder, connector, async_scheduling, changes)
-        rank_config = self.vllm_config
+        self.vllm_config = make_vllm_config(model, folder, connector, async_scheduling, changes)
         if ranks > 1:  # the platform cannot start two ranks here, but the scheduler only needs to know of them
             self.vllm_config.parallel_config.tensor_parallel_size = ranks
             self.vllm_config.parallel_config.world_size = ranks
-        kv_cache_configs = get_kv_cache_configs(self.vllm_config, [dict(model.layers)] * ranks, [1 << 40] * ranks)
-        self.kv_cache_config = _settle(self.vllm_config, kv_cache_configs)
-        block_size, hash_block_size = resolve_kv_cache_block_sizes(self.kv_cache_config, self.vllm_config)
+        plans, self.kv_cache_config, block_size, hash_block_size = plan_caches(self.vllm_config, model, ranks)
         self.prefixes: dict[str, Prefix] = {}
         self.workers: list[StandInRunner] = []
-        for rank, kv_cache_config in enumerate(kv_cache_configs):
+        for rank, plan in enumerate(plans):
             rank_config = copy.copy(self.vllm_config)
             rank_config.parallel_config = copy.copy(self.vllm_config.parallel_config)
             rank_config.parallel_config.rank = rank
-            self.workers.append(self._worker(rank, rank_config, kv_cache_config))
+            self.workers.append(self._worker(rank, rank_config, plan))
         self.scheduler = self.vllm_config.scheduler_config.get_scheduler_cls()(
             vllm_config=self.vllm_config,
             kv_cache_config=self.kv_cache_config,
@@ -105,14 +95,14 @@ class StandInEngine:
         self._aggregator: KVOutputAggregator | None = None
         if self.connector is not None:
             self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
-            handshake = {
-                (0, rank): worker.connector.get_handshake_metadata() for rank, worker in enumerate(self.workers)
-            }
+            halves = [worker.connector for worker in self.workers if worker.connector is not None]
+            handshake = {(0, rank): half.get_handshake_metadata() for rank, half in enumerate(halves)}
             self.connector.set_xfer_handshake_metadata_pp_aware(_sent(handshake))
         hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self._block_hasher = get_request_block_hasher(hash_block_size, hash_function)
-        self._new_blocks: list[int] = []
+        self.new_blocks: list[int] = []
+        """What the block pool has handed out in the latest step."""
         self._watch_allocations()
         self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._queue_size = self.vllm_config.max_concurrent_batches
@@ -179,10 +169,12 @@ class StandInEngine:
         """Run one step of the engine core, in the order in which vLLM's does."""
         self.steps += 1
         if self.scheduler.has_requests() and len(self._queue) < self._queue_size:
-            self._new_blocks.clear()
+            self.new_blocks.clear()
             output = self.scheduler.schedule()
             self._queue.append((output, self._execute(output)))
-            if len(self._queue) < self._queue_size and (output.total_num_scheduled_tokens or self.scheduler.has_requests()):
+            if len(self._queue) < self._queue_size and (
+                output.total_num_scheduled_tokens or self.scheduler.has_requests()
+            ):
                 return
         if self._queue:
             output, result = self._queue.popleft()
@@ -217,7 +209,7 @@ class StandInEngine:
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         results = []
         for worker in self.workers:
-            results.append(worker.execute(_sent(output), self._new_blocks))
+            results.append(worker.execute(_sent(output), self.new_blocks))
         if self._aggregator is None:
             return results[0]
         aggregated = self._aggregator.aggregate(results)
@@ -255,7 +247,7 @@ class StandInEngine:
 
         def watched(num_blocks: int) -> list[Any]:
             blocks: list[Any] = get_new_blocks(num_blocks)
-            self._new_blocks.extend(block.block_id for block in blocks)
+            self.new_blocks.extend(block.block_id for block in blocks)
             return blocks
 
         pool.get_new_blocks = watched
@@ -266,64 +258,7 @@ class StandInEngine:
 
 def _sent(message: Any) -> Any:
     """Return what arrives in another process."""
-    return pickle.loads(pickle.dumps(message))
-
-
-def _vllm_config(
-    model: StandInModel,
-    folder: Path,
-    connector: dict[str, Any] | None,
-    async_scheduling: bool,
-    changes: dict[str, Any],
-) -> VllmConfig:
-    transfer = {name: changes.pop(name) for name in list(changes) if name.startswith("kv_")}
-    kv_transfer_config = None
-    if connector is not None:
-        kv_transfer_config = KVTransferConfig(
-            **{
-                "kv_connector": "HybridOffloadConnector",
-                "kv_connector_module_path": "offload_core.vllm",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": connector,
-                **transfer,
-            }
-        )
-    arguments: dict[str, Any] = {
-        "model": str(folder),
-        "dtype": "float32",
-        "max_model_len": model.max_model_len,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": model.max_num_batched_tokens,
-        "enforce_eager": True,
-        "disable_hybrid_kv_cache_manager": False,
-        "enable_prefix_caching": True,
-        "num_gpu_blocks_override": model.num_blocks,
-        "kv_transfer_config": kv_transfer_config,
-        **changes,
-    }
-    config = EngineArgs(**arguments).create_engine_config()
-    config.cache_config.kv_cache_layout = model.layout
-    config.scheduler_config.async_scheduling = async_scheduling
-    if any(isinstance(spec, MambaSpec) for spec in model.layers.values()):
-        config.cache_config.mamba_cache_mode = "align"
-    return config
-
-
-def _settle(vllm_config: VllmConfig, kv_cache_configs: list[KVCacheConfig]) -> KVCacheConfig:
-    """Complete the configurations as vLLM's engine core does after it has planned the cache; returns the scheduler's."""
-    for kv_cache_config in kv_cache_configs:
-        kv_cache_config.kv_cache_layout = vllm_config.cache_config.kv_cache_layout
-    chosen = generate_scheduler_kv_cache_config(kv_cache_configs)
-    vllm_config.cache_config.num_gpu_blocks = chosen.num_blocks
-    sizes = [g.kv_cache_spec.block_size for g in chosen.kv_cache_groups if g.kv_cache_spec.prefix_cacheable]
-    vllm_config.cache_config.block_size = min(sizes)
-    vllm_config.validate_block_size()
-    block_size, hash_block_size = resolve_kv_cache_block_sizes(chosen, vllm_config)
-    alignment = resolve_cache_hit_alignment_tokens(chosen, vllm_config, block_size, hash_block_size)
-    for kv_cache_config in (*kv_cache_configs, chosen):
-        kv_cache_config.hash_block_size = hash_block_size
-        kv_cache_config.cache_hit_alignment_tokens = alignment
-    return chosen
+    return ForkingPickler.loads(ForkingPickler.dumps(message))
 
 
 def _worker_leftovers(connector: Any) -> list[tuple[str, object]]:

@@ -50,9 +50,10 @@ class Layer:
     def first_attended(self, position: int) -> int:
         """Return the first position that the query at ``position`` reads, by vLLM's definition of the spec."""
         if isinstance(self.spec, SlidingWindowSpec):
-            return max(0, position - self.spec.sliding_window + 1)
+            return max(0, position - int(self.spec.sliding_window) + 1)
         if isinstance(self.spec, ChunkedLocalAttentionSpec):
-            return position // self.spec.attention_chunk_size * self.spec.attention_chunk_size
+            chunk = int(self.spec.attention_chunk_size)
+            return position // chunk * chunk
         return 0
 
     def states(self, start: int, end: int) -> Positions:
@@ -78,7 +79,9 @@ class Layer:
         if not len(states):
             return
         blocks, rows, slots = self._slots(table, states)
-        good = (self.pages[rows, :, slots, :] == self.expected(prefix, states)).all(axis=(1, 2)) & (blocks != NULL_BLOCK)
+        good = (self.pages[rows, :, slots, :] == self.expected(prefix, states)).all(axis=(1, 2)) & (
+            blocks != NULL_BLOCK
+        )
         if not good.all():
             bad = np.flatnonzero(~good)
             first = bad[0]
@@ -102,7 +105,9 @@ class Layer:
     def write_state(self, prefix: Prefix, block: int, tokens: int) -> None:
         """Write the recurrent state after ``tokens`` tokens into ``block``."""
         if block == NULL_BLOCK:
-            raise WrongBytesError(f"layer {self.name}, group {self.group}: no block for the state after {tokens} tokens")
+            raise WrongBytesError(
+                f"layer {self.name}, group {self.group}: no block for the state after {tokens} tokens"
+            )
         self.pages[block] = self._state(prefix, tokens).reshape(self.pages.shape[1:])
 
     def copy_block(self, source: int, target: int) -> None:
@@ -118,14 +123,16 @@ class Layer:
 
     def _state(self, prefix: Prefix, tokens: int) -> npt.NDArray[np.uint8]:
         nbytes = int(np.prod(self.pages.shape[1:]))
-        return content(np.array([prefix.hash_at(tokens)], dtype=np.uint64), self.seed, nbytes)[0]
+        return content(np.array([prefix.hash_at(tokens)], dtype=np.uint64), self.seed, nbytes).reshape(nbytes)
 
     def _slots(self, table: Sequence[int], states: Positions) -> tuple[Positions, Positions, Positions]:
         states_per_block = self.spec.block_size // self.state_tokens
         states_per_row = states_per_block // self.rows_per_block
         index, slot = np.divmod(states, states_per_block)
         if len(index) and index[-1] >= len(table):
-            raise WrongBytesError(f"layer {self.name}, group {self.group}: the table of {len(table)} blocks is too short")
+            raise WrongBytesError(
+                f"layer {self.name}, group {self.group}: the table of {len(table)} blocks is too short"
+            )
         blocks = np.array(table, dtype=np.int64)[index]
         rows, slots = np.divmod(slot, states_per_row)
         return blocks, blocks * self.rows_per_block + rows, slots
@@ -134,7 +141,9 @@ class Layer:
 class RankCache:
     """One rank's tensors as vLLM's worker allocates them, and its layers by group."""
 
-    def __init__(self, kv_cache_config: KVCacheConfig, layout: str, rank: int, kernel_blocks: Sequence[int] | None) -> None:
+    def __init__(
+        self, kv_cache_config: KVCacheConfig, layout: str, rank: int, kernel_blocks: Sequence[int] | None
+    ) -> None:
         self.tensors: dict[str, torch.Tensor] = allocate_kv_cache(
             kv_cache_config,
             torch.device("cpu"),

@@ -1,7 +1,7 @@
 """What the stand-in's KV cache must hold: bytes that are a pure function of layer, rank and prefix.
 
-The hash of a prefix of ``t`` tokens is ``hashes[t]``; ``hashes[0]`` names the salt and the version of the weights, so that
-bytes of another salt or of old weights are wrong bytes.
+The hash of no tokens at all names the salt and the version of the weights, so that bytes of another salt or of old
+weights are wrong bytes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Prefix:
     def sample(self, tokens: int) -> int:
         """Return the token that follows the first ``tokens`` tokens, whatever the seed, and remember it."""
         if tokens == len(self.tokens):
-            digest = zlib.crc32(repr(self.tokens[-8:] + [tokens]).encode())
+            digest = zlib.crc32(repr([*self.tokens[-8:], tokens]).encode())
             self.tokens.append(self._first_token + digest % (self._vocab_size - self._first_token))
         return self.tokens[tokens]
 

@@ -109,7 +109,7 @@ def llama4() -> StandInModel:
         block_size=16, num_kv_heads=2, head_size=4, dtype=torch.float16, attention_chunk_size=256
     )
     layers: dict[str, KVCacheSpec] = {f"model.layers.{i}": _full(16) if i % 4 == 3 else local for i in range(4)}
-    return StandInModel("llama4", layers, 1024, 256, 200)
+    return StandInModel("llama4", layers, 1024, 256, 240)
 
 
 def deepseek_v4() -> StandInModel:
@@ -140,7 +140,9 @@ def deepseek_v4() -> StandInModel:
             layers[f"{name}.indexer.compressor.state_cache"] = SlidingWindowMLASpec(
                 block_size=4, num_kv_heads=1, head_size=64, dtype=torch.float32, sliding_window=8, alignment=576
             )
-    return StandInModel("deepseek_v4", layers, 4096, 512, 700, layout="BLNHC", hybrid_chunk_size=1024, chunk_tokens=1024)
+    return StandInModel(
+        "deepseek_v4", layers, 4096, 512, 700, layout="BLNHC", hybrid_chunk_size=1024, chunk_tokens=1024
+    )
 
 
 MODELS: dict[str, Callable[[], StandInModel]] = {
