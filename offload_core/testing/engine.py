@@ -28,7 +28,7 @@ class RunFailedError(RuntimeError):
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
 
 class PromptSpec(_Model):
@@ -170,14 +170,13 @@ def stock_transfer_config() -> dict[str, Any]:
 def run_environment(spec: RunSpec) -> dict[str, str]:
     """Return the environment variables that vLLM needs for ``spec`` on a CPU; the engine core runs in-process.
 
-    Nothing is compiled, not even the sampler's few operations, since that costs each process seconds.  One rank computes
-    with one thread: two would wait for each other, busily, whenever the machine has other work.
+    Nothing is compiled, not even the sampler's few operations, since that costs each process seconds.  A rank
+    computes with one thread: two would wait for each other, busily, whenever the machine has other work.
     """
     variables = {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",

@@ -21,8 +21,8 @@ MODULES = (
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
     "vllm.plugins.lora_resolvers.filesystem_resolver",
     "vllm.renderers.hf",
-    "offload_core.vllm.connector",
     "offload_core.vllm.testing.engine_run",
+    "offload_core.vllm.testing.poisoning",
     "offload_core.vllm.testing.stock_ram_spec",
     "offload_backend_disk.plugin",
 )
