@@ -236,7 +236,7 @@ class OurHalf:
         tier = TierConfig(entry, BackendType("set", Recorded, SetOptions), SetOptions())
         settings = OffloadSettings(hybrid_chunk_size=geometry.hybrid_chunk_size, backends=[entry])
         self.planner = build_planner(vllm_config, geometry.kv_cache_config(), geometry.hybrid_chunk_size)
-        self._half = SchedulerHalf(OffloadConfig(settings, (tier,)), self.planner, {}, num_ranks=1)
+        self._half = SchedulerHalf(OffloadConfig(settings, (tier,)), self.planner, {}, num_ranks=1, num_blocks=1 << 20)
         self._half.set_layouts({0: {}})
         self.backend = made[0]
         self._namespace = ""

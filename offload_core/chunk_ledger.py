@@ -27,7 +27,7 @@ class ChunkLedger:
     def __init__(self, num_ranks: int, patience_seconds: float) -> None:
         self._num_ranks = num_ranks
         self._patience_seconds = patience_seconds
-        self._known: OrderedDict[ChunkRef, None] = OrderedDict()
+        self._known: OrderedDict[ChunkRef, float] = OrderedDict()  # since when it is there; zero for long enough
         self._pending: dict[ChunkRef, tuple[int, float]] = {}
         self._mistrusted: dict[ChunkRef, float] = {}
 
@@ -40,7 +40,7 @@ class ChunkLedger:
 
     def store_begins(self, ref: ChunkRef) -> None:
         """Note that ``ref`` is on its way: known and pending."""
-        self._remember(ref)
+        self._remember(ref, 0.0)
         self._pending[ref] = (self._num_ranks, time.monotonic() + self._patience_seconds)
 
     def stores_ended(self, ended: Mapping[ChunkRef, int], not_stored: Collection[ChunkRef]) -> None:
@@ -55,11 +55,13 @@ class ChunkLedger:
             self._pending.pop(ref, None)
             if ref not in not_stored:
                 self._mistrusted.pop(ref, None)
+                if ref in self._known:
+                    self._known[ref] = time.monotonic()
 
     def loaded(self, refs: Iterable[ChunkRef]) -> None:
         """Note chunks that a load got: they are on a tier."""
         for ref in refs:
-            self._remember(ref)
+            self._remember(ref, 0.0)
 
     def load_failed(self, refs: Collection[ChunkRef]) -> None:
         """Mistrust chunks that a load did not get."""
@@ -82,12 +84,12 @@ class ChunkLedger:
             if ref not in self._pending:
                 self._known.pop(ref, None)
 
-    def any_pending(self, refs: Iterable[ChunkRef]) -> bool:
-        """Return whether one of ``refs`` is on its way to the tiers, and not for longer than the patience."""
-        if not self._pending:
-            return False
+    def on_its_way(self, refs: Iterable[ChunkRef], since: float) -> bool:
+        """Return whether one of ``refs`` has got to the tiers after ``since``, or is on its way within the patience."""
         now = time.monotonic()
-        return any(ref in self._pending and self._pending[ref][1] > now for ref in refs)
+        return any(
+            self._pending[ref][1] > now if ref in self._pending else self._known.get(ref, 0.0) > since for ref in refs
+        )
 
     @property
     def mistrusted(self) -> frozenset[ChunkRef]:
@@ -103,8 +105,8 @@ class ChunkLedger:
         self._pending.clear()
         self._mistrusted.clear()
 
-    def _remember(self, ref: ChunkRef) -> None:
-        self._known[ref] = None
+    def _remember(self, ref: ChunkRef, since: float) -> None:
+        self._known[ref] = since
         self._known.move_to_end(ref)
         if len(self._known) > _KNOWN_CHUNKS:
             self._known.popitem(last=False)

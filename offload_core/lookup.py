@@ -47,8 +47,12 @@ class PrefixAnswer:
 class Lookup:
     """One question to all tiers. ``done`` and ``answers`` are for the thread that started it."""
 
-    def __init__(self, question: PrefixQuestion, answers: dict[str, Future[PrefixAnswer]], deadline: float) -> None:
+    def __init__(
+        self, question: PrefixQuestion, answers: dict[str, Future[PrefixAnswer]], started: float, deadline: float
+    ) -> None:
         self.question = question
+        self.started = started
+        """When the tiers were asked, by the monotonic clock."""
         self._answers = answers
         self._deadline = deadline
 
@@ -89,10 +93,11 @@ class LookupService:
 
     def start(self, question: PrefixQuestion) -> Lookup:
         """Ask every tier."""
+        started = time.monotonic()
         answers = {tier.name: self._io.submit(self._search(tier, question)) for tier in self._tiers}
         for answer in answers.values():
             answer.add_done_callback(lambda _: self._answered.set())
-        return Lookup(question, answers, time.monotonic() + self._timeout_seconds)
+        return Lookup(question, answers, started, started + self._timeout_seconds)
 
     def give_up(self, lookup: Lookup) -> None:
         """Count the tiers that had not answered ``lookup`` at its deadline."""

@@ -198,9 +198,10 @@ class HybridOffloadPlanner:
         """Return the deepest boundary at or below ``tokens``."""
         return tokens - tokens % self.boundary_tokens
 
-    def storable_units(self, pack: Pack, tokens: int) -> int:
-        """Return how many leading units of ``pack`` are complete after ``tokens`` tokens."""
-        return pack.units_in(tokens)
+    def ever_needed(self, pack: Pack, unit: int) -> bool:
+        """Return whether some boundary needs ``unit``; an object that none needs would be stored and never read."""
+        first_boundary = self.storable_prefix(pack.tokens_in(unit + 1) + self.boundary_tokens - 1)
+        return unit in pack.needed_units(0, first_boundary)
 
     def search(self, computed_tokens: int, limit_tokens: int) -> Search:
         """Search for the deepest boundary at which every pack is satisfied (invariant I6).

@@ -246,12 +246,17 @@ class TransferEngine:
                             staged.append(StagedObject(item.key, await self._staging.acquire(size)))
                     outcomes = await tier.load(staged)
         finally:
+            load = self._wanted.get(job_id)
+            late = load is None or load.cancelled  # an engine that has nothing else to do might never poll again
             for index, item in enumerate(batch):
                 lease = staged[index].lease if index < len(staged) else None
                 hit = index < len(outcomes) and outcomes[index] is LoadOutcome.HIT
-                if lease is not None and not hit:
+                if lease is not None and (late or not hit):
                     lease.release()
-                self._arrivals.append(_Arrival(job_id, tier.name, item.key, lease if hit else None))
+                if late:
+                    self._counters.add("load_late", tier.name, int(hit))
+                else:
+                    self._arrivals.append(_Arrival(job_id, tier.name, item.key, lease if hit else None))
             self._arrived.set()
 
     async def _store(self, staged: Sequence[StagedObject]) -> None:

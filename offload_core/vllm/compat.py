@@ -15,7 +15,7 @@ from offload_core.errors import PlanError
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -61,6 +61,18 @@ def cache_hit_source(medium: str | None) -> Any:
 def prefix_replay_tokens(spec: KVCacheSpec) -> int:
     """Return how many tokens of a hit the group computes again; 0.30 knows no such groups."""
     return int(getattr(spec, "prefix_replay_tokens", 0))
+
+
+def hisparse_in_use(kv_cache_config: KVCacheConfig) -> bool:
+    """Return whether part of the KV cache belongs to HiSparse, which came after 0.30."""
+    if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
+        return True
+    return any(
+        getattr(group, "host_resident", False)
+        or not getattr(group, "enable_kv_transfer", True)
+        or getattr(getattr(group, "role", None), "name", "DEFAULT") != "DEFAULT"
+        for group in kv_cache_config.kv_cache_groups
+    )
 
 
 def for_this_engine(connector: type[_Connector]) -> type[_Connector]:

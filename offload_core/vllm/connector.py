@@ -73,6 +73,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             planner,
             identity,
             vllm_config.parallel_config.world_size,
+            kv_cache_config.num_blocks,
             loads=transfer_config.is_kv_consumer,
             stores=transfer_config.is_kv_producer,
         )

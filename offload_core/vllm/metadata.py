@@ -48,6 +48,8 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[RequestLoad] = field(default_factory=list)
     stores: list[ChunkTransfer] = field(default_factory=list)
     cancelled_jobs: list[int] = field(default_factory=list)
+    failures_to_report: list[str] = field(default_factory=list)
+    """Requests whose failed load the engine may learn of now."""
     idle: bool = False
     """No forward pass in this step, so a brief wait for an arrival holds nobody up."""
 
@@ -58,6 +60,8 @@ class StepReport(KVConnectorWorkerMetadata):
 
     failed: set[ChunkRef] = field(default_factory=set)
     """Chunks that a load did not get."""
+    failed_requests: set[str] = field(default_factory=set)
+    """Requests whose load has failed, of which the engine does not know yet."""
     stores_ended: Counter[ChunkRef] = field(default_factory=Counter)
     """Per chunk, how many ranks' stores have ended, well or not."""
     not_stored: set[ChunkRef] = field(default_factory=set)
@@ -67,7 +71,10 @@ class StepReport(KVConnectorWorkerMetadata):
         """Combine two ranks' reports: a chunk is only there when every rank has its part."""
         assert isinstance(other, StepReport)
         return StepReport(
-            self.failed | other.failed, self.stores_ended + other.stores_ended, self.not_stored | other.not_stored
+            self.failed | other.failed,
+            self.failed_requests | other.failed_requests,
+            self.stores_ended + other.stores_ended,
+            self.not_stored | other.not_stored,
         )
 
 

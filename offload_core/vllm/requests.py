@@ -75,7 +75,10 @@ class RequestState:
     offer: Offer | None = None
     job_id: int | None = None
     loading: Sequence[ChunkRef] = field(default=())
-    failed_loads: int = 0
+    failed_once: bool = False
+    """A load has failed; one more may be tried."""
+    offers_left: int = 0
+    """After a failed load: how often another is offered to the engine, which may find no room for it."""
 
     def ref(self, pack: Pack, unit: int) -> ChunkRef:
         """Name a unit of this request."""

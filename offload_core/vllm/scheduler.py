@@ -20,6 +20,7 @@ from offload_core.runtime import IoLoop
 from offload_core.stats import Counters
 from offload_core.tier import close_tiers, open_tiers
 from offload_core.vllm.adapters import AdapterIdentities
+from offload_core.vllm.block_holders import BlockHolders
 from offload_core.vllm.load_plan import plan_load
 from offload_core.vllm.metadata import RequestLoad, StepMetadata, StepReport
 from offload_core.vllm.requests import Offer, RequestOptions, RequestState
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 _IDLE_WAIT_SECONDS = 0.002
 _ANSWER_LIFE_SECONDS = 1.0
-_MAX_FAILED_LOADS = 2
+_OFFERS_AFTER_FAILURE = 4
 
 
 class SchedulerHalf:
@@ -40,6 +41,7 @@ class SchedulerHalf:
 
     Args:
         identity: what all ranks' fingerprints share.
+        num_blocks: blocks in the engine's pool.
         loads: whether this engine loads, as its ``kv_role`` says.
         stores: whether this engine stores.
     """
@@ -50,6 +52,7 @@ class SchedulerHalf:
         planner: HybridOffloadPlanner,
         identity: dict[str, Json],
         num_ranks: int,
+        num_blocks: int,
         *,
         loads: bool = True,
         stores: bool = True,
@@ -76,6 +79,9 @@ class SchedulerHalf:
         self._cancelled: list[int] = []
         self._waiting_for_answers = False
         self._loading: Counter[ChunkRef] = Counter()
+        self._recomputing: set[str] = set()
+        self._holders = BlockHolders(num_blocks - 1)  # one is vLLM's null block
+        self._gone_with_failed_load: set[str] = set()
 
     def set_layouts(self, layouts: dict[int, dict[str, Json]]) -> None:
         """Take each rank's layout; with it every rank's identity is complete."""
@@ -118,6 +124,13 @@ class SchedulerHalf:
                 self._waiting_for_answers = True
                 return None
         boundary = state.offer.boundary_tokens
+        if boundary > computed_tokens and self._recomputing:
+            # vLLM keeps blocks reserved for a request whose load has failed until it runs, and admits no load that does
+            # not fit beside all of these. Others wait until it runs, and it must not wait for its own reservation.
+            if request.request_id not in self._recomputing:
+                self._waiting_for_answers = True
+                return None
+            state.offers_left -= 1
         if self._loading and not self._loading.keys().isdisjoint(
             state.needed_refs(self._planner, computed_tokens, boundary)
         ):
@@ -143,6 +156,7 @@ class SchedulerHalf:
         boundary = offer.computed_tokens + external_tokens
         state.job_id = self._jobs = self._jobs + 1
         chunks = plan_load(self._planner, state, blocks, offer.computed_tokens, boundary)
+        self._holders.load_begins(request.request_id, *_held_and_needed_blocks(self._planner, request, blocks))
         state.loading = [item.chunk for item in chunks or ()]
         self._loading.update(state.loading)
         self._new_loads.append(
@@ -153,6 +167,8 @@ class SchedulerHalf:
     def build_step(self, output: SchedulerOutput) -> StepMetadata:
         """Return what the workers shall do in this step."""
         idle = output.total_num_scheduled_tokens == 0
+        self._recomputing -= output.num_scheduled_tokens.keys()
+        self._holders.remove(output.num_scheduled_tokens.keys())
         stores = list(self._store_plan.stores(output, self._requests))
         transfers = chain(stores, *(load.chunks for load in self._new_loads))
         adapters = {item.chunk.adapter for item in transfers}
@@ -161,12 +177,14 @@ class SchedulerHalf:
             loads=self._new_loads,
             stores=stores,
             cancelled_jobs=self._cancelled,
+            failures_to_report=[*self._holders.give_back(), *self._gone_with_failed_load],
             idle=idle,
         )
         if idle and self._waiting_for_answers and not self._new_loads:
             self._lookups.wait_for_answer(_IDLE_WAIT_SECONDS)
         self._waiting_for_answers = False
         self._new_loads, self._cancelled = [], []
+        self._gone_with_failed_load.clear()
         return metadata
 
     def take_output(self, finished: set[str], failed: set[str], report: StepReport | None) -> None:
@@ -174,20 +192,35 @@ class SchedulerHalf:
         if report is not None:
             self._ledger.load_failed(report.failed)
             self._ledger.stores_ended(report.stores_ended, report.not_stored)
+            for request_id in report.failed_requests:
+                if request_id in self._holders:
+                    self._holders.load_fails(request_id)
+                else:  # aborted: the engine waits for its load to end, to free its blocks
+                    self._gone_with_failed_load.add(request_id)
         for request_id in finished:
             state = self._requests.get(request_id)
             if state is None:
                 continue
             if request_id in failed:  # what was not loaded is computed, and stored again
                 self._store_plan.look_from_start(state)
-                state.failed_loads += 1
+                state.offers_left = 0 if state.failed_once else _OFFERS_AFTER_FAILURE
+                state.failed_once = True
             else:
                 self._ledger.loaded(state.loading)
             self._load_ended(state)
+        self._recomputing |= {request_id for request_id in failed if request_id in self._holders}
+        self._holders.remove(failed)
         self.counters.add("recomputed_requests", "all", len(failed))
 
     def request_finished(self, request: Request) -> None:
         """Forget a request; a load it still waits for is cancelled, and the engine frees its blocks afterwards."""
+        self._recomputing.discard(request.request_id)
+        if self._holders.failed(request.request_id):
+            self._gone_with_failed_load.add(request.request_id)
+        self._holders.remove([request.request_id])
+        self._follow_no_longer(request)
+
+    def _follow_no_longer(self, request: Request) -> None:
         state = self._requests.pop(request.request_id, None)
         if state is not None and state.job_id is not None:
             self._cancelled.append(state.job_id)
@@ -208,7 +241,7 @@ class SchedulerHalf:
                 state.offer = state.lookup = None
                 self._store_plan.look_from_start(state)
             else:
-                self.request_finished(state.request)
+                self._follow_no_longer(state.request)
 
     def shutdown(self) -> None:
         """Let go of the tiers. Idempotent; never waits for a hung medium."""
@@ -238,7 +271,7 @@ class SchedulerHalf:
         return (
             state.options.load
             and not state.request.skip_reading_prefix_cache
-            and state.failed_loads < _MAX_FAILED_LOADS
+            and (not state.failed_once or state.offers_left > 0)
         )
 
     def _start_lookup(self, state: RequestState, computed_tokens: int) -> bool:
@@ -270,7 +303,7 @@ class SchedulerHalf:
         state.lookup = None
         answers = lookup.answers()
         missing = set.intersection(*(set(answer.missing) for answer in answers.values()))
-        if self._ledger.any_pending(missing):
+        if self._ledger.on_its_way(missing, lookup.started):
             return None
         if self._ledger.missing(missing):  # what has gone since is to be stored again, and all that lay behind it
             self._ledger.forget(state.all_refs(self._planner))
@@ -288,6 +321,16 @@ class SchedulerHalf:
         state.loading = ()
         state.job_id = None
         state.offer = state.lookup = None
+
+
+def _held_and_needed_blocks(
+    planner: HybridOffloadPlanner, request: Request, blocks: KVCacheBlocks
+) -> tuple[int, int]:
+    """Return how many blocks a request holds, and at most needs for all its tokens."""
+    held = sum(not block.is_null for table in blocks.blocks for block in table)
+    # Some more per group for what the engine adds: states under way, speculated tokens.
+    needed = sum(-(-request.num_tokens // group.block_size_tokens) + 3 for group in planner.groups)
+    return held, needed
 
 
 def _still_valid(offer: Offer, computed_tokens: int) -> bool:

@@ -71,7 +71,7 @@ class StorePlan:
             end = min(tokens // pack.unit_tokens, hashed)
             for unit in range(state.next_unit[pack.name], end):
                 ref = state.ref(pack, unit)
-                if self._ledger.knows(ref):
+                if self._ledger.knows(ref) or not self._planner.ever_needed(pack, unit):
                     continue
                 slices = [
                     BlockSlice(0, tuple(tables[group.index][position] for position in pack.block_range(group, unit)))
@@ -91,10 +91,11 @@ class StorePlan:
             by_boundary.setdefault(boundary, {})[group_id] = block_id
         for boundary, block_ids in by_boundary.items():
             for pack in self._state_packs:
-                if boundary % pack.unit_tokens or boundary > limit:
+                unit = boundary // pack.unit_tokens - 1
+                if boundary % pack.unit_tokens or boundary > limit or not self._planner.ever_needed(pack, unit):
                     continue
                 ids = [block_ids.get(group.index, NULL_BLOCK_ID) for group in pack.groups]
-                ref = state.ref(pack, boundary // pack.unit_tokens - 1)
+                ref = state.ref(pack, unit)
                 if NULL_BLOCK_ID not in ids and not self._ledger.knows(ref):
                     self._ledger.store_begins(ref)
                     yield ChunkTransfer(ref, tuple(BlockSlice(0, (block_id,)) for block_id in ids))

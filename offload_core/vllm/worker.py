@@ -53,6 +53,7 @@ class WorkerHalf:
         self._adapters: dict[str, str] = {}
         self._jobs: dict[int, str] = {}
         self._ended: list[tuple[str, bool]] = []
+        self._failed_requests: set[str] = set()
         self._report = StepReport()
         self.layout: dict[str, Json] = {}
 
@@ -106,6 +107,10 @@ class WorkerHalf:
                 self._end(load.job_id, failed=True)
                 continue
             engine.submit_load(LoadJob(load.job_id, load.tier, self._objects(load.chunks)))
+        for request_id in metadata.failures_to_report:
+            if request_id in self._failed_requests:  # on other ranks the load may have gone well
+                self._failed_requests.discard(request_id)
+                self._ended.append((request_id, True))
         for job_id in metadata.cancelled_jobs:  # after the loads: a request can end in the step that starts its load
             engine.cancel_load(job_id)
 
@@ -142,7 +147,7 @@ class WorkerHalf:
     def take_report(self) -> StepReport | None:
         """Return what the scheduler half should know, or ``None``."""
         report, self._report = self._report, StepReport()
-        return report if report.failed or report.stores_ended else None
+        return report if report.failed or report.failed_requests or report.stores_ended else None
 
     def shutdown(self) -> None:
         """Give stores on their way a moment, then let go of everything. Idempotent; never waits for a hung medium."""
@@ -161,7 +166,12 @@ class WorkerHalf:
         return self._engine
 
     def _end(self, job_id: int, *, failed: bool) -> None:
-        self._ended.append((self._jobs.pop(job_id), failed))
+        request_id = self._jobs.pop(job_id)
+        if failed:  # the scheduler half says when the engine may learn of it
+            self._failed_requests.add(request_id)
+            self._report.failed_requests.add(request_id)
+        else:
+            self._ended.append((request_id, False))
 
     def _objects(self, chunks: list[ChunkTransfer] | tuple[ChunkTransfer, ...]) -> tuple[TransferObject, ...]:
         return tuple(

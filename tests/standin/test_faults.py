@@ -194,10 +194,6 @@ def test_random_work_on_two_ranks(rig: Rig, model: StandInModel, seed: int) -> N
         rig.drive(rig.engine(model, script, ranks=2), work)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="requests whose loads failed keep blocks reserved in vLLM's scheduler; our offers wait for these forever",
-)
 def test_failed_loads_do_not_stop_the_engine(rig: Rig) -> None:
     model = MODELS["mla"]()
     long = [[3 + (i * (family + 1)) % 997 for i in range(1600)] for family in range(2)]

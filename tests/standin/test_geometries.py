@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from offload_core.errors import PlanError
 from offload_core.vllm.testing.standin_geometries import MODELS, StandInModel
 from offload_core.vllm.testing.standin_workload import make_workload, reference
 from tests.standin.rig import Rig
 from tests.standin.scripted_disk import Script
 
-XFAIL_LLAMA4 = pytest.mark.xfail(
-    strict=True, raises=PlanError, reason="the planner refuses chunked local attention so far"
-)
-GEOMETRIES = [pytest.param(name, marks=XFAIL_LLAMA4 if name == "llama4" else ()) for name in MODELS]
 
-
-@pytest.fixture(params=GEOMETRIES)
+@pytest.fixture(params=list(MODELS))
 def model(request: pytest.FixtureRequest) -> StandInModel:
     return MODELS[request.param]()
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 import pytest
 
 from offload_core.chunk_ledger import ChunkLedger
 from offload_core.keys import ChunkRef
 
 PATIENCE_SECONDS = 30.0
+NEVER = math.inf
 
 
 def ref(number: int) -> ChunkRef:
@@ -22,18 +26,26 @@ def ledger() -> ChunkLedger:
 def test_a_chunk_is_pending_until_every_rank_has_ended_its_store(ledger: ChunkLedger) -> None:
     ledger.store_begins(ref(1))
     assert ledger.knows(ref(1))
-    assert ledger.any_pending([ref(0), ref(1)])
+    assert ledger.on_its_way([ref(0), ref(1)], NEVER)
     ledger.stores_ended({ref(1): 1}, ())
-    assert ledger.any_pending([ref(1)])
+    assert ledger.on_its_way([ref(1)], NEVER)
     ledger.stores_ended({ref(1): 1}, ())
-    assert not ledger.any_pending([ref(1)])
+    assert not ledger.on_its_way([ref(1)], NEVER)
     assert ledger.knows(ref(1))
+
+
+def test_a_chunk_that_has_got_there_since_a_lookup_began_is_worth_another_lookup(ledger: ChunkLedger) -> None:
+    ledger.store_begins(ref(1))
+    before = time.monotonic()
+    ledger.stores_ended({ref(1): 2}, ())
+    assert ledger.on_its_way([ref(1)], before)
+    assert not ledger.on_its_way([ref(1)], time.monotonic())
 
 
 def test_a_store_that_takes_longer_than_the_patience_is_waited_for_no_longer() -> None:
     ledger = ChunkLedger(num_ranks=1, patience_seconds=0.0)
     ledger.store_begins(ref(1))
-    assert not ledger.any_pending([ref(1)])
+    assert not ledger.on_its_way([ref(1)], NEVER)
     assert ledger.knows(ref(1))
 
 
@@ -80,5 +92,5 @@ def test_clear_forgets_everything(ledger: ChunkLedger) -> None:
     ledger.load_failed({ref(2)})
     ledger.clear()
     assert not ledger.knows(ref(1))
-    assert not ledger.any_pending([ref(1)])
+    assert not ledger.on_its_way([ref(1)], NEVER)
     assert not ledger.mistrusted

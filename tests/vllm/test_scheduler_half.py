@@ -55,7 +55,8 @@ class Half:
             max_model_len=4096,
             hybrid_chunk_size=BLOCK,
         )
-        self.half = SchedulerHalf(OffloadConfig(settings, (tier,)), planner, {"model": "m"}, 1, **roles)
+        config = OffloadConfig(settings, (tier,))
+        self.half = SchedulerHalf(config, planner, {"model": "m"}, num_ranks=1, num_blocks=100, **roles)
         self.half.set_layouts({0: {}})
         self.backend: MemoryBackend = made[0]
 
