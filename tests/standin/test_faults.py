@@ -178,6 +178,7 @@ def test_a_rank_whose_part_is_missing_is_a_miss_for_all(rig: Rig, model: StandIn
     engine = rig.engine(model, ranks=2)
     (request,) = rig.run(engine, prompt(model))
     assert external(engine, request) == 0
+    assert not [name for name in engine.counters if name.startswith("load_")], "a miss, not a load that fails"
     rig.end(engine)
 
     engine = rig.engine(model, ranks=2)

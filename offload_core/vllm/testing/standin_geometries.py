@@ -64,11 +64,11 @@ def _state(block_size: int, page_bytes: int, used_bytes: int) -> MambaSpec:
 
 
 def gemma3() -> StandInModel:
-    """Five sliding window layers for one full one, twice; blocks of 128."""
+    """Five sliding window layers for one full one, twice; blocks of 128, windows longer than a chunk."""
     layers: dict[str, KVCacheSpec] = {
-        f"model.layers.{i}": _full(128) if i % 6 == 5 else _window(128, 256) for i in range(12)
+        f"model.layers.{i}": _full(128) if i % 6 == 5 else _window(128, 640) for i in range(12)
     }
-    return StandInModel("gemma3", layers, 2048, 512, 90)
+    return StandInModel("gemma3", layers, 2048, 512, 100)
 
 
 def gpt_oss() -> StandInModel:
