@@ -98,17 +98,17 @@ class WorkloadResult(_Model):
 def random_workload(
     seed: int,
     *,
-    requests: int = 16,
+    requests: int = 20,
     segment_tokens: int = 256,
     max_prompt_tokens: int = 1400,
-    max_output_tokens: int = 40,
+    max_output_tokens: int = 96,
     abort_share: float = 0.15,
     vocab_size: int = 1024,
 ) -> Workload:
     """Return the workload of ``seed``.
 
     Prompts are paths in a random tree of token segments of up to twice ``segment_tokens``, each with a tail of its own
-    or none; some arrive together, others up to 15 steps apart.
+    or none; some arrive together, others up to 10 steps apart.
     """
     draw = random.Random(f"workload:{seed}")
     nodes: list[list[int]] = [[]]
@@ -132,7 +132,7 @@ def random_workload(
                 abort_after_steps=draw.randint(0, 20) if draw.random() < abort_share else None,
             )
         )
-        step += draw.choice((0, 0, 1, draw.randint(2, 15)))
+        step += draw.choice((0, 0, 0, 1, draw.randint(2, 10)))
     return Workload(name=f"seed {seed}", requests=made)
 
 
@@ -181,10 +181,10 @@ def rescoring(workload: Workload, result: WorkloadResult) -> Workload:
 
 
 def score_gaps(result: WorkloadResult, scores: WorkloadResult) -> dict[str, float]:
-    """Return, by sample, the largest gap between the log probabilities reported and those of the rescoring run."""
+    """Return, by sample, the mean gap between the log probabilities reported and those of the rescoring run."""
     scored = {request.name: request.scores for request in scores.requests}
     return {
-        name: max(map(_gap, sample.logprobs, scored[name]))
+        name: sum(map(_gap, sample.logprobs, scored[name])) / len(sample.logprobs)
         for request in result.requests
         for index, sample in enumerate(request.samples)
         if (name := f"{request.name}[{index}]") in scored

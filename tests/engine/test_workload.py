@@ -163,7 +163,7 @@ def test_cache_salt_separates_and_unites(lab: Lab, tmp_path: Path) -> None:
 def test_ngram_speculation(gemma3: Lab, tmp_path: Path) -> None:
     many = [random_workload(seed) for seed in SEEDS]
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    engine = {"extra_engine_args": {"speculative_config": speculation}}
+    engine: dict[str, Any] = {"extra_engine_args": {"speculative_config": speculation}}
     transfer = ours(tmp_path / "kv", hybrid_chunk_size=gemma3.block_size)
     first = _run(gemma3, many, transfer, **engine)
     second = _run(gemma3, many, transfer)

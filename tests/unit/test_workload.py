@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,17 +29,19 @@ def test_same_seed_same_workload_within_its_limits(seed: int, requests: int) -> 
     assert arrivals == sorted(arrivals)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_prompts_share_prefixes_and_some_are_aborted(seed: int) -> None:
-    requests = random_workload(seed, requests=30).requests
-    shared = sum(
+def test_prompts_share_prefixes_and_some_are_aborted() -> None:
+    workloads = [random_workload(seed, requests=30).requests for seed in range(10)]
+    for requests in workloads:
+        assert len({tuple(request.token_ids) for request in requests}) > 10
+    shared = [
         max(_common(request.token_ids, other.token_ids) for other in requests[:index])
+        for requests in workloads
         for index, request in enumerate(requests)
         if index
-    )
-    assert shared > 256
-    assert any(request.abort_after_steps is not None for request in requests)
-    assert len({tuple(request.token_ids) for request in requests}) > 10
+    ]
+    assert sum(length > 256 for length in shared) > len(shared) // 4
+    aborted = [request for requests in workloads for request in requests if request.abort_after_steps is not None]
+    assert 20 < len(aborted) < 100
 
 
 def _common(a: list[int], b: list[int]) -> int:
@@ -75,7 +76,7 @@ def test_rescoring_asks_for_prompt_and_output_of_every_sample() -> None:
     assert again.requests[0].token_ids == [*asked.requests[0].token_ids, 4, 5]
     assert again.requests[0].score_tokens == 2
     scores = _result([], [], scores=[-1.0, -2.5], name=again.requests[0].name)
-    assert score_gaps(result, scores) == {again.requests[0].name: 0.5}
+    assert score_gaps(result, scores) == {again.requests[0].name: 0.25}
     assert rescoring(Workload(name="w", requests=[]), WorkloadResult(name="w", requests=[], steps=0, seconds=0)) == (
         Workload(name="scores of w", requests=[])
     )
