@@ -158,6 +158,23 @@ def compare_workloads(a: WorkloadResult, b: WorkloadResult, *, max_logprob_gap: 
     return lines
 
 
+def treated_alike(a: WorkloadResult, b: WorkloadResult) -> tuple[WorkloadResult, WorkloadResult]:
+    """Return both results with those requests only that neither run preempted or loaded and both cached alike.
+
+    These were computed in the same way, so that even a model that rounds must give them the same outputs.
+    """
+    pairs = [
+        (one, two)
+        for one, two in zip(a.requests, b.requests, strict=True)
+        if one.preemptions == two.preemptions == one.external_cached_tokens == two.external_cached_tokens == 0
+        and one.local_cached_tokens == two.local_cached_tokens
+    ]
+    return (
+        a.model_copy(update={"requests": [one for one, _ in pairs]}),
+        b.model_copy(update={"requests": [two for _, two in pairs]}),
+    )
+
+
 def _gap(x: float, y: float) -> float:
     gap = abs(x - y)
     return gap if gap == gap else float("inf")

@@ -21,6 +21,7 @@ from offload_core.testing.workload import (
     random_workload,
     rescoring,
     score_gaps,
+    treated_alike,
 )
 from tests.engine.lab import Lab, ours, stock
 
@@ -28,7 +29,10 @@ SEEDS = (1, 2)
 LONG_SEEDS = tuple(range(3, 13))
 SMALL_CACHE_BLOCKS = {"gemma3": 84, "qwen3_next": 28}
 MAX_MODEL_LEN = 1536
-MAX_SCORE_GAP = 0.5
+
+# Mean gap per sample in nats, six seeds: at most 0.29 with and without any connector; at least 1.4 where the first
+# chunk of a load was left out and stale bytes took its place; infinite where the blocks had been filled before.
+MAX_SCORE_GAP = 0.6
 
 
 def _run(
@@ -48,11 +52,13 @@ def _run(
 
 def _check_outputs(lab: Lab, workloads: list[Workload], result: RunResult, **engine: Any) -> None:
     """Fail where an output is not that of an engine without offloading."""
+    reference = _run(lab, workloads, None, **engine)
+    pairs = list(zip(reference.workloads, result.workloads, strict=True))
     if lab.name == "gemma3":
-        reference = _run(lab, workloads, None, **engine)
-        pairs = zip(reference.workloads, result.workloads, strict=True)
         assert [line for one, two in pairs for line in compare_workloads(one, two)] == []
         return
+    alike = [treated_alike(one, two) for one, two in pairs]
+    assert [line for one, two in alike for line in compare_workloads(one, two)] == []
     asked = [rescoring(one, got) for one, got in zip(workloads, result.workloads, strict=True)]
     scores = _run(lab, asked, None, small=False)
     assert _bad_scores(result.workloads, scores.workloads) == {}

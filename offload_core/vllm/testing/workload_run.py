@@ -106,13 +106,13 @@ class WorkloadDriver:
 
     def _result(self, request: WorkloadRequest, aborted: bool) -> RequestResult:
         output = self._outputs.get(request.name)
-        completions = sorted(output.outputs, key=lambda item: item.index) if output is not None else []
+        completions = {item.index: item for item in output.outputs} if output is not None else {}
         followed = self._followed.pop(request.name)
         stats = [self._prefill.pop(key) for key, _ in followed if key in self._prefill]
         scores = self._scores.get(request.name, [])
         return RequestResult(
             name=request.name,
-            samples=[_sample(item) for item in completions] or [Sample(token_ids=[], logprobs=[])],
+            samples=[_sample(completions.get(index)) for index in range(request.samples)],
             scores=scores[len(scores) - request.score_tokens :] if request.score_tokens else [],
             aborted=aborted,
             prompt_tokens=len(request.token_ids),
@@ -123,6 +123,8 @@ class WorkloadDriver:
 
 
 def _sample(completion: Any) -> Sample:
+    if completion is None:  # aborted before its first token
+        return Sample(token_ids=[], logprobs=[])
     chosen = zip(completion.token_ids, completion.logprobs, strict=True)
     return Sample(
         token_ids=list(completion.token_ids), logprobs=[float(entry[token].logprob) for token, entry in chosen]
