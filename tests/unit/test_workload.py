@@ -14,6 +14,7 @@ from offload_core.testing.workload import (
     random_workload,
     rescoring,
     score_gaps,
+    treated_alike,
 )
 
 
@@ -80,3 +81,12 @@ def test_rescoring_asks_for_prompt_and_output_of_every_sample() -> None:
     assert rescoring(Workload(name="w", requests=[]), WorkloadResult(name="w", requests=[], steps=0, seconds=0)) == (
         Workload(name="scores of w", requests=[])
     )
+
+
+def test_only_what_was_computed_in_the_same_way_is_treated_alike() -> None:
+    plain = _result([4], [-1.0])
+    for change in ({"preemptions": 1}, {"external_cached_tokens": 8}, {"local_cached_tokens": 8}):
+        other = plain.model_copy(update={"requests": [plain.requests[0].model_copy(update=change)]})
+        for one, two in (treated_alike(plain, other), treated_alike(other, plain)):
+            assert one.requests == two.requests == []
+    assert treated_alike(plain, plain) == (plain, plain)
