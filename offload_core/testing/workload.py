@@ -40,7 +40,8 @@ class WorkloadRequest(_Model):
 class WorkloadAction(_Model):
     """Something done to the engine before a step.
 
-    ``preempt`` sends all running requests back to the queue and empties the local prefix cache.
+    ``preempt`` sends all running requests back to the queue and empties the local prefix cache, at the first step from
+    then on in which no request waits for a load.
     """
 
     step: int

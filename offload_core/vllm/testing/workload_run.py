@@ -49,7 +49,7 @@ class WorkloadDriver:
                 self._add(request)
                 if request.abort_after_steps is not None:
                     aborts.append((step + request.abort_after_steps, request.name))
-            while actions and actions[0].step <= step:
+            while actions and actions[0].step <= step and not self._is_loading():
                 actions.pop(0)
                 self._engine.reset_prefix_cache(reset_running_requests=True)
             for due, name in aborts:
@@ -86,6 +86,12 @@ class WorkloadDriver:
         self._engine.add_request(request.name, prompt, params)
         added = self._core.scheduler.requests.keys() - before
         self._followed[request.name] = [(key, self._core.scheduler.requests[key]) for key in sorted(added)]
+
+    def _is_loading(self) -> bool:
+        """Whether a request waits for a load: vLLM refuses to preempt everything then."""
+        return any(
+            request.status.name == "WAITING_FOR_REMOTE_KVS" for request in self._core.scheduler.requests.values()
+        )
 
     def _is_finished(self, name: str) -> bool:
         output = self._outputs.get(name)
