@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from offload_core.testing.processes import Program, run_program
+from offload_core.testing.workload import Workload, WorkloadResult
 
 PROGRESS_KEY = "prompt_finished"
 RUN_MODULE = "offload_core.vllm.testing.engine_run"
@@ -66,7 +67,8 @@ class RunSpec(_Model):
     warm_up: bool = Field(default=True, description="run a 16-token request first: it pays for vLLM's compilation")
     kv_transfer_config: dict[str, Any] | None = None
     extra_engine_args: dict[str, Any] = Field(default_factory=dict)
-    rounds: list[Round]
+    rounds: list[Round] = Field(default_factory=list)
+    workloads: list[Workload] = Field(default_factory=list, description="run after the rounds; in-process only")
 
 
 class PromptResult(_Model):
@@ -100,6 +102,7 @@ class RunResult(_Model):
     """
 
     rounds: list[RoundResult]
+    workloads: list[WorkloadResult]
     metrics: dict[str, float]
     engine: dict[str, Any]
     start_seconds: float

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from offload_core.testing.engine import PROGRESS_KEY, PromptResult, PromptSpec, Round, RoundResult, RunResult, RunSpec
+from offload_core.testing.workload import Workload, WorkloadResult
+from offload_core.vllm.testing.workload_run import WorkloadDriver
 
 _DRAIN_SECONDS = 60.0
 _SHUTDOWN_SECONDS = 30.0
@@ -34,6 +36,7 @@ def run(spec: RunSpec) -> RunResult:
         session = _Session(engine, spec.logprobs)
         warm_up_seconds = session.warm_up() if spec.warm_up else 0.0
         rounds = [session.run_round(index, item) for index, item in enumerate(spec.rounds)]
+        workloads = [session.run_workload(item) for item in spec.workloads]
         metrics, facts = _metrics(), _engine_facts(engine)
     finally:
         stopping = time.perf_counter()
@@ -42,6 +45,7 @@ def run(spec: RunSpec) -> RunResult:
         shutdown_seconds = time.perf_counter() - stopping
     return RunResult(
         rounds=rounds,
+        workloads=workloads,
         metrics=metrics,
         engine=facts,
         start_seconds=start_seconds,
@@ -101,7 +105,7 @@ class _Session:
         outputs = self._get_output()
         for output in outputs.outputs:
             if output.prefill_stats is not None:
-                self._prefill[output.request_id] = output.prefill_stats
+                self._prefill.setdefault(output.request_id, output.prefill_stats)
         return outputs
 
     def warm_up(self) -> float:
@@ -122,6 +126,11 @@ class _Session:
             drained += self._drain()
         seconds = time.perf_counter() - started
         return RoundResult(name=item.name, prompts=results, seconds=seconds, drain_seconds=drained)
+
+    def run_workload(self, workload: Workload) -> WorkloadResult:
+        """Run one workload, starting with an empty local prefix cache."""
+        self._reset_prefix_cache(reset_connector=False)
+        return WorkloadDriver(self._engine, self._prefill, self._logprobs, self._drain).run(workload)
 
     def _run_batch(self, prefix: str, round_name: str, prompts: list[PromptSpec]) -> list[PromptResult]:
         submitted = time.perf_counter()
