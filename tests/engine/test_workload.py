@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from offload_core.testing.engine import RunFailedError, RunResult
+from offload_core.testing.engine import RunResult
 from offload_core.testing.workload import (
     Workload,
     WorkloadAction,
@@ -184,10 +184,6 @@ def test_ngram_speculation(gemma3: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.xfail(
-    raises=RunFailedError,
-    reason="MultiConnector looks its children's statistics up by registered name; ours is not registered",
-)
 @pytest.mark.parametrize("order", ["ours first", "stock first"])
 def test_beside_the_stock_connector(lab: Lab, tmp_path: Path, order: str) -> None:
     connectors = [ours(tmp_path / "kv", hybrid_chunk_size=lab.block_size), stock()]

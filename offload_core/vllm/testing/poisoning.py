@@ -9,11 +9,13 @@ What to fill is taken from the engine's own block tables and tensors, not from w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from offload_core.vllm.connector import HybridOffloadConnector
 from offload_core.vllm.metadata import StepMetadata
@@ -91,3 +93,7 @@ class PoisoningConnector(HybridOffloadConnector):
         assert rest == 0, f"a tensor of shape {tuple(tensor.shape)} does not hold {self._kv_caches.num_blocks} blocks"
         for block_id in block_ids:
             tensor[block_id * kernel_blocks : (block_id + 1) * kernel_blocks].view(torch.uint8).fill_(POISON_BYTE)
+
+
+with contextlib.suppress(ValueError):  # see offload_core.vllm
+    KVConnectorFactory.register_connector("PoisoningConnector", __name__, "PoisoningConnector")
