@@ -323,9 +323,7 @@ class SchedulerHalf:
         state.offer = state.lookup = None
 
 
-def _held_and_needed_blocks(
-    planner: HybridOffloadPlanner, request: Request, blocks: KVCacheBlocks
-) -> tuple[int, int]:
+def _held_and_needed_blocks(planner: HybridOffloadPlanner, request: Request, blocks: KVCacheBlocks) -> tuple[int, int]:
     """Return how many blocks a request holds, and at most needs for all its tokens."""
     held = sum(not block.is_null for table in blocks.blocks for block in table)
     # Some more per group for what the engine adds: states under way, speculated tokens.

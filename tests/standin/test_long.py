@@ -10,11 +10,10 @@ from offload_core.vllm.testing.standin_geometries import MODELS
 from offload_core.vllm.testing.standin_workload import make_workload
 from tests.standin.rig import Rig
 from tests.standin.scripted_disk import CALLS, Script
-from tests.standin.test_geometries import GEOMETRIES
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("seed", range(10))
 def test_random_work_of_every_kind(rig: Rig, name: str, seed: int) -> None:
     rng = random.Random(f"{name}/{seed}")
