@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from offload_core.keys import ChunkRef, ObjectKey, object_keys
 from offload_core.planner import HybridOffloadPlanner, UnitRange
-from offload_core.runtime import IoLoop
+from offload_core.runtime import IoLoop, log_unexpected
 from offload_core.stats import Counters
 from offload_core.tier import Tier
 
@@ -96,6 +96,7 @@ class LookupService:
         started = time.monotonic()
         answers = {tier.name: self._io.submit(self._search(tier, question)) for tier in self._tiers}
         for answer in answers.values():
+            answer.add_done_callback(log_unexpected)
             answer.add_done_callback(lambda _: self._answered.set())
         return Lookup(question, answers, started, started + self._timeout_seconds)
 

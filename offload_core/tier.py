@@ -79,7 +79,8 @@ class Tier:
             return [False] * len(keys)
         self._pending_lookups += 1
         try:
-            present = self._parallel(keys, await _answer(self._backend.contains(keys)), "contains")
+            answers = self._parallel(keys, await _answer(self._backend.contains(keys)), "contains")
+            present = list(map(bool, answers))
         except Exception as error:
             self._failed("lookup", keys, error)
             self._counters.add("lookup_failures", self.name)
@@ -87,7 +88,7 @@ class Tier:
         finally:
             self._pending_lookups -= 1
         self._succeeded("lookup")
-        hits = sum(present)
+        hits = present.count(True)
         self._counters.add("lookup_hits", self.name, hits)
         self._counters.add("lookup_misses", self.name, len(keys) - hits)
         return present

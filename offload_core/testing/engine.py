@@ -38,6 +38,7 @@ class PromptSpec(_Model):
     name: str
     token_ids: list[int]
     max_tokens: int = Field(default=8, ge=1)
+    lora: str | None = Field(default=None, description="folder of a LoRA adapter; the engine needs enable_lora")
 
 
 class Round(_Model):

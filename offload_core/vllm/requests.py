@@ -33,9 +33,11 @@ class RequestOptions(BaseModel):
     @classmethod
     def of(cls, request: Request) -> RequestOptions:
         """Read a request's options. What cannot be read opts out of both, with a warning: that is the safe reading."""
-        params = request.kv_transfer_params or {}
+        params = request.kv_transfer_params
+        if not params or REQUEST_KEY not in params:
+            return _EVERYTHING
         try:
-            return cls.model_validate(params.get(REQUEST_KEY, {}))
+            return cls.model_validate(params[REQUEST_KEY])
         except ValidationError as error:
             problems = "; ".join(
                 f"{'.'.join(map(str, problem['loc'])) or REQUEST_KEY}: {problem['input']!r}: {problem['msg']}"
@@ -47,6 +49,9 @@ class RequestOptions(BaseModel):
                 request.request_id, REQUEST_KEY, problems,
             )  # fmt: skip
             return cls(load=False, store=False)
+
+
+_EVERYTHING = RequestOptions()
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,9 @@ class SchedulerHalf:
     def on_new_request(self, request: Request) -> None:
         """Start to follow a request, unless it or this engine wants nothing of the tiers."""
         wishes = RequestOptions.of(request)
-        options = RequestOptions(load=wishes.load and self._role.load, store=wishes.store and self._role.store)
+        options = wishes
+        if self._role != wishes:
+            options = RequestOptions(load=wishes.load and self._role.load, store=wishes.store and self._role.store)
         if not (options.load or options.store):
             return
         adapter = self._adapters.of(request.lora_request) if request.lora_request is not None else None

@@ -49,7 +49,10 @@ class StorePlan:
             state = requests.get(request_id)
             if state is None:
                 continue
-            tokens = min(state.request.num_computed_tokens + scheduled_tokens, self._storable_tokens(state.request))
+            tokens = state.request.num_computed_tokens + scheduled_tokens
+            if tokens < state.next_store_tokens:  # nearly always while decoding: keep it cheap
+                continue
+            tokens = min(tokens, self._storable_tokens(state.request))
             if tokens >= state.next_store_tokens and _may_store(state):
                 tables = block_state.get_block_ids(request_id)
                 assert tables is not None, "a scheduled request has a block table"

@@ -97,6 +97,7 @@ class _Session:
         self._engine = engine
         self._logprobs = logprobs
         self._prefill: dict[str, Any] = {}
+        self._adapters: dict[str, int] = {}
         self._get_output = engine.engine_core.get_output
         engine.engine_core.get_output = self._tapped_output
 
@@ -159,7 +160,17 @@ class _Session:
             logprobs=self._logprobs,
             detokenize=False,
         )
-        return str(self._engine.add_request(request_id, {"prompt_token_ids": prompt.token_ids}, params))
+        lora = self._lora(prompt.lora) if prompt.lora else None
+        return str(
+            self._engine.add_request(request_id, {"prompt_token_ids": prompt.token_ids}, params, lora_request=lora)
+        )
+
+    def _lora(self, folder: str) -> Any:
+        """Every folder is an adapter of its own number, in the order in which they come up."""
+        from vllm.lora.request import LoRARequest
+
+        number = self._adapters.setdefault(folder, len(self._adapters) + 1)
+        return LoRARequest(Path(folder).name, number, folder)
 
     def _drain(self) -> float:
         """Step the idle in-process engine while it or its connector has work; returns the seconds spent.
