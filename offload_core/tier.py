@@ -141,6 +141,8 @@ class Tier:
         try:
             present = self._parallel(keys, reservation.present, "prepare_load")
             wanted = [staged for staged, there in zip(objects, present, strict=True) if there]
+            if not wanted:
+                return [LoadOutcome.MISS] * len(keys)
             wanted_keys = [staged.key for staged in wanted]
             buffers = [staged.lease.view for staged in wanted]
             loaded = self._parallel(wanted_keys, await self._backend.load_into(wanted_keys, buffers), "load_into")
@@ -159,6 +161,8 @@ class Tier:
         try:
             prepared = self._parallel(keys, reservation.outcomes, "prepare_store")
             wanted = [staged for staged, outcome in zip(objects, prepared, strict=True) if outcome is None]
+            if not wanted:
+                return [outcome for outcome in prepared if outcome is not None]
             wanted_keys = [staged.key for staged in wanted]
             buffers = [staged.lease.view.toreadonly() for staged in wanted]
             stored = iter(self._parallel(wanted_keys, await self._backend.store(wanted_keys, buffers), "store"))
