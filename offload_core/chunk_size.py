@@ -92,8 +92,8 @@ class ChunkSizes:
 
     def warnings(self, chunk_tokens: int) -> Iterator[str]:
         """Yield what works but badly with ``chunk_tokens``, which must work, and which chunk size does better."""
-        assert self.default is not None, "a chunk size works, so there is a default"
-        nearest = self.nearest(chunk_tokens) or self.default
+        default = self.default or chunk_tokens
+        nearest = self.nearest(chunk_tokens) or default
         boundary = self.boundary_tokens(chunk_tokens)
         odd = [g for g in self.groups if g.block_size_tokens < chunk_tokens and chunk_tokens % g.block_size_tokens]
         for group in odd:
@@ -111,11 +111,11 @@ class ChunkSizes:
             )
         for group in self.groups:
             skips = unit_tokens(group, chunk_tokens) > group.block_size_tokens
-            if group.policy.kind == "state" and skips and self.boundary_tokens(self.default) < boundary:
+            if group.policy.kind == "state" and skips and self.boundary_tokens(default) < boundary:
                 yield (
                     f"group {group.index} is recurrent: the engine hands over its states at multiples of "
                     f"{group.block_size_tokens} tokens, and with hybrid_chunk_size {chunk_tokens} only those at "
-                    f"multiples of {boundary} are used; hybrid_chunk_size {self.default} uses every one that the other "
+                    f"multiples of {boundary} are used; hybrid_chunk_size {default} uses every one that the other "
                     "groups can follow"
                 )
 

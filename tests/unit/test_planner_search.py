@@ -195,3 +195,19 @@ def test_answers_of_another_shape_than_the_question_are_refused(policy: HitPolic
     assert len(next(search)[0].units) == 16
     with pytest.raises(ValueError, match="asked about"):
         search.send(answers)
+
+
+@settings(max_examples=300)
+@given(drawn=geometries())
+def test_a_unit_is_worth_storing_when_some_boundary_needs_it(drawn: Geometry) -> None:
+    planner = drawn.plan()
+    tokens = planner.boundary_tokens * 4
+    for pack in planner.packs:
+        needed = {
+            token // pack.unit_tokens
+            for boundary in range(planner.boundary_tokens, tokens + 1, planner.boundary_tokens)
+            for token in range(boundary)
+            if needs(pack.policy, token, boundary)
+        }
+        worth = {unit for unit in range(tokens // pack.unit_tokens) if planner.ever_needed(pack, unit)}
+        assert worth == needed
