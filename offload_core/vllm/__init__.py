@@ -6,15 +6,7 @@ Name it in ``--kv-transfer-config``::
      "kv_connector_extra_config": {"config_file": "offload.yaml"}}
 """
 
-import contextlib
-
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
 from offload_core.vllm import compat  # noqa: F401  first: refuses a vLLM on which the next import would fail
 from offload_core.vllm.connector import HybridOffloadConnector
-
-# MultiConnector looks its connectors up by registered name when it puts their statistics together.
-with contextlib.suppress(ValueError):  # registered already, by a reload of this module
-    KVConnectorFactory.register_connector("HybridOffloadConnector", "offload_core.vllm", "HybridOffloadConnector")
 
 __all__ = ["HybridOffloadConnector"]

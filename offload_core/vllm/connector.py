@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -220,3 +222,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Serve nothing that was stored before, from now on."""
         self._scheduler.reset()
         return True
+
+
+# MultiConnector looks its connectors up by registered name when it puts their statistics together.
+with contextlib.suppress(ValueError):  # registered already, by a reload of this module
+    KVConnectorFactory.register_connector("HybridOffloadConnector", "offload_core.vllm", "HybridOffloadConnector")

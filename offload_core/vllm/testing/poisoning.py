@@ -95,5 +95,5 @@ class PoisoningConnector(HybridOffloadConnector):
             tensor[block_id * kernel_blocks : (block_id + 1) * kernel_blocks].view(torch.uint8).fill_(POISON_BYTE)
 
 
-with contextlib.suppress(ValueError):  # see offload_core.vllm
+with contextlib.suppress(ValueError):  # see offload_core.vllm.connector
     KVConnectorFactory.register_connector("PoisoningConnector", __name__, "PoisoningConnector")
