@@ -11,6 +11,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _environment_as_it_was() -> Iterator[None]:
-    """vLLM sets environment variables when it makes a configuration; engines that later tests start must not see them."""
+    """vLLM sets variables when it makes a configuration; the engines of later tests must not see them."""
     with mock.patch.dict(os.environ):
         yield
