@@ -53,7 +53,7 @@ def _run(
 def _check_outputs(lab: Lab, workloads: list[Workload], result: RunResult, **engine: Any) -> None:
     """Fail where an output is not that of an engine without offloading."""
     reference = _run(lab, workloads, None, **engine)
-    pairs = list(zip(reference.workloads, result.workloads, strict=True))
+    pairs = _pairs(reference, result)
     if lab.name == "gemma3":
         assert [line for one, two in pairs for line in compare_workloads(one, two)] == []
         return
@@ -67,6 +67,17 @@ def _check_outputs(lab: Lab, workloads: list[Workload], result: RunResult, **eng
 def _bad_scores(results: list[WorkloadResult], scores: list[WorkloadResult]) -> dict[str, float]:
     gaps = [score_gaps(result, score) for result, score in zip(results, scores, strict=True)]
     return {name: gap for item in gaps for name, gap in item.items() if not gap <= MAX_SCORE_GAP}
+
+
+def _check_against_stock(lab: Lab, workloads: list[Workload], result: RunResult) -> None:
+    """Fail where the stock connector, with unlimited RAM, has served more prompt tokens from cache in a workload."""
+    peer = _run(lab, workloads, stock())
+    served = {mine.name: (mine.cached_tokens, theirs.cached_tokens) for mine, theirs in _pairs(result, peer)}
+    assert {name: both for name, both in served.items() if both[0] < both[1]} == {}, served
+
+
+def _pairs(one: RunResult, two: RunResult) -> list[tuple[WorkloadResult, WorkloadResult]]:
+    return list(zip(one.workloads, two.workloads, strict=True))
 
 
 def _plugin(folder: Path, name: str, module: str) -> dict[str, str]:
@@ -102,9 +113,7 @@ def test_outputs_are_those_without_offloading(lab: Lab, workloads: list[Workload
 
 
 def test_as_much_comes_from_cache_as_with_stock(lab: Lab, workloads: list[Workload], under_pressure: RunResult) -> None:
-    peer = _run(lab, workloads, stock())
-    for mine, theirs in zip(under_pressure.workloads, peer.workloads, strict=True):
-        assert mine.cached_tokens >= theirs.cached_tokens, mine.name
+    _check_against_stock(lab, workloads, under_pressure)
 
 
 @pytest.mark.long
@@ -114,6 +123,7 @@ def test_ten_more_seeds(lab: Lab, tmp_path: Path) -> None:
     result = _run(lab, many, ours(tmp_path / "kv", hybrid_chunk_size=lab.block_size))
     assert sum(item.preemptions for item in result.workloads) > 0
     _check_outputs(lab, many, result)
+    _check_against_stock(lab, many, result)
 
 
 @pytest.mark.long
@@ -146,11 +156,12 @@ def test_tier_that_keeps_nothing(lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_several_samples_of_each_prompt(lab: Lab, tmp_path: Path) -> None:
-    # A cache without pressure: vLLM 0.32 cannot go on sampling with a seed after a preemption on CPUs.
+def test_several_samples_of_each_prompt(gemma3: Lab, tmp_path: Path) -> None:
+    # vLLM 0.32 cannot sample with a seed on CPUs where a prompt is computed in several steps or again after a
+    # preemption ("CPU Generator does not use offset"): so no pressure, and not Qwen3-Next.
     many = [_changed(random_workload(seed, requests=8), samples=3) for seed in SEEDS]
-    result = _run(lab, many, ours(tmp_path / "kv", hybrid_chunk_size=lab.block_size), small=False)
-    _check_outputs(lab, many, result, small=False)
+    result = _run(gemma3, many, ours(tmp_path / "kv", hybrid_chunk_size=gemma3.block_size), small=False)
+    _check_outputs(gemma3, many, result, small=False)
 
 
 @pytest.mark.long

@@ -88,10 +88,10 @@ class WorkloadDriver:
         self._followed[request.name] = [(key, self._core.scheduler.requests[key]) for key in sorted(added)]
 
     def _is_loading(self) -> bool:
-        """Whether a request waits for a load: vLLM refuses to preempt everything then."""
-        return any(
-            request.status.name == "WAITING_FOR_REMOTE_KVS" for request in self._core.scheduler.requests.values()
-        )
+        """Whether a request that does not run holds blocks for a load: vLLM refuses to preempt everything then."""
+        scheduler = self._core.scheduler
+        waiting = scheduler.requests.keys() - {request.request_id for request in scheduler.running}
+        return any(any(scheduler.kv_cache_manager.get_block_ids(request_id)) for request_id in waiting)
 
     def _is_finished(self, name: str) -> bool:
         output = self._outputs.get(name)
