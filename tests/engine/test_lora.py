@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from offload_core.testing.engine import PromptSpec, Round, compare
 from offload_core.testing.lora_folder import write_lora
 from tests.engine.lab import Lab, ours, served
 
-LORA = {"extra_engine_args": {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}}
+LORA: dict[str, Any] = {"extra_engine_args": {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}}
 
 
 def test_an_adapter_finds_what_the_same_files_have_stored(gemma3: Lab, tmp_path: Path) -> None:
