@@ -277,7 +277,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=256, help="decoding steps")
     parser.add_argument("--json", type=Path, help="also write the samples to this file")
     arguments = parser.parse_args()
-    console = Console()
+    console = Console(width=150)
     logging.getLogger("vllm").setLevel(logging.ERROR)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     lookups: list[Lookup] = []
