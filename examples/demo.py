@@ -83,7 +83,10 @@ def run_model(model: Model, store: Path, advance: Callable[[str, str], None]) ->
         advance(step, "starting vLLM")
         spec = RunSpec(model=str(model.folder), dtype=model.dtype, kv_transfer_config=transfer, rounds=rounds)
         return run_in_process(
-            spec, timeout_seconds=RUN_TIMEOUT_SECONDS, on_progress=lambda fields: advance(step, str(fields["name"]))
+            spec,
+            timeout_seconds=RUN_TIMEOUT_SECONDS,
+            on_progress=lambda fields: advance(step, str(fields["name"])),
+            fresh_interpreter=True,
         )
 
     return Outcome(

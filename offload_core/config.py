@@ -51,6 +51,9 @@ class OffloadSettings(BaseModel):
         int | None,
         Field(gt=0, strict=True, description="tokens per stored chunk; by default chosen from the model's block sizes"),
     ] = None
+    offload_prompt_only: Annotated[
+        bool, Field(strict=True, description="store chunks of the prompt only, none that reach into generated tokens")
+    ] = False
     staging_bytes: Annotated[
         ByteSize, Field(ge=_MIB, description="host memory for objects on their way, for example 512MiB")
     ] = ByteSize(512 * _MIB)

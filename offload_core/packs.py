@@ -1,7 +1,8 @@
 """How a pack's payload is laid out, and the copies between it and the KV cache.
 
-A payload is the concatenation, in the pack's group order and each group's layer order, of *page runs*: the pages of one
-layer's stored blocks, oldest block first, unpadded. With two layers A and B and two stored blocks: ``A0 A1 B0 B1``.
+A payload is the concatenation, in the pack's group order and the order of each group's references (its layers, or the
+runs of bytes that their blocks consist of), of *page runs*: the pages of one reference's stored blocks, oldest block
+first, unpadded. With two layers A and B and two stored blocks: ``A0 A1 B0 B1``.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from offload_core.planner import Pack
 
 @dataclass(frozen=True)
 class PageRun:
-    """Where one layer's pages lie in a payload: ``blocks`` pages of ``page_bytes`` bytes from ``offset_bytes`` on."""
+    """Where a reference's pages lie in a payload: ``blocks`` pages of ``page_bytes`` bytes from ``offset_bytes`` on."""
 
     group: int
-    """Position of the layer's group in the pack."""
+    """Position of the reference's group in the pack."""
     tensor_index: int
     page_bytes: int
     blocks: int
@@ -140,7 +141,7 @@ def block_copier(caches: CanonicalKVCaches) -> BlockCopier:
 
 
 class _Span(NamedTuple):
-    """Pages of consecutive blocks of one layer, which one copy moves."""
+    """Pages of consecutive blocks of one reference, which one copy moves."""
 
     tensor_index: int
     page_bytes: int

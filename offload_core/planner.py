@@ -3,108 +3,97 @@
 Words used here and everywhere in offload-core:
 
 * *group*: layers that share one block table in the engine, with one block size and one hit policy.
-* *unit*: the run of tokens whose blocks of one group go into one object.
+* *unit*: the run of tokens whose blocks of one group go into one object: ``hybrid_chunk_size`` tokens where whole
+  blocks fill that, else one block.
 * *pack*: the groups that have the same unit and the same hit policy; they are stored as one object per unit.
-* *boundary*: a token count at which every pack's units end; a loaded prefix ends at a boundary.
+* *boundary*: a token count at which every group's units end; a loaded prefix ends at a boundary.
 
-Example, one full-attention and one sliding-window group (window 512) with blocks of 16, ``hybrid_chunk_size`` 256:
-both have units of 256 tokens, so a prompt of 1,000 tokens stores 3 objects per pack. A later prompt that shares 800
-tokens can use the boundary 768: the full pack's units 0 to 2, and the window pack's units 1 and 2 (tokens 257 to 767).
+The pages of a block larger than the chunk are not split on the token axis: vLLM takes external prefixes only at whole
+blocks of every group, so splitting would make more objects and not one more hit.
 
-Recurrent groups need one state exactly at the boundary, so a unit of a recurrent pack holds that one state.
+Examples, one per kind of model. Each begins with its groups: index, block size, hit policy.
+
+>>> def plan(*groups, hash_block_size, chunk):
+...     geometry = [GroupGeometry(index, block, policy) for index, (block, policy) in enumerate(groups)]
+...     return HybridOffloadPlanner.build(
+...         geometry, hash_block_size=hash_block_size, max_model_len=131072, hybrid_chunk_size=chunk
+...     )
+>>> def to_load(planner, computed_tokens, boundary_tokens):
+...     return {pack.name: list(pack.needed_units(computed_tokens, boundary_tokens)) for pack in planner.packs}
+
+**Full attention** in one group: a prompt of 1,000 tokens stores 3 objects, and one that shares 800 of them loads 3.
+
+>>> full = HitPolicy("full")
+>>> planner = plan((16, full), hash_block_size=16, chunk=256)
+>>> planner.chunk_count(1000), planner.storable_prefix(800)
+(3, 768)
+>>> to_load(planner, 0, 768)
+{'full-u256': [0, 1, 2]}
+
+**Full attention and sliding windows** (Gemma 3): of the windows only those objects are loaded that the window before
+the boundary reaches into; here 511 tokens, 257 to 767. Where the full pack ends early, a shallower boundary is found.
+
+>>> window = HitPolicy("window", window_tokens=512)
+>>> planner = plan((16, full), (16, window), (16, window), hash_block_size=16, chunk=256)
+>>> to_load(planner, 0, 768)
+{'full-u256': [0, 1, 2], 'window-u256-w512': [1, 2]}
+>>> planner.usable_prefix({"full-u256": [True, True, False], "window-u256-w512": [True, True, True]}, 0, 800)
+512
+
+**A sliding window only**: nothing bounds the depth from below, so a hole in the middle does not matter.
+
+>>> planner = plan((16, HitPolicy("window", window_tokens=256)), hash_block_size=16, chunk=256)
+>>> planner.usable_prefix({"window-u256-w256": [False, True, True, False]}, 0, 1024)
+768
+
+**Full attention and chunked local attention** (Llama 4): a boundary needs only the attention chunk that it lies in, and
+none of it where an attention chunk ends. With chunks as long as the attention chunk nothing of it is ever needed.
+
+>>> local = HitPolicy("chunked", attention_chunk_tokens=8192)
+>>> planner = plan((16, full), (16, local), hash_block_size=16, chunk=1024)
+>>> to_load(planner, 6144, 10240)
+{'full-u1024': [6, 7, 8, 9], 'chunked-u1024-a8192': [8, 9]}
+>>> to_load(planner, 6144, 8192)
+{'full-u1024': [6, 7], 'chunked-u1024-a8192': []}
+>>> planner = plan((16, full), (16, local), hash_block_size=16, chunk=8192)
+>>> [pack.name for pack in planner.packs], [group.index for group in planner.groups_without_objects]
+(['full-u8192'], [1])
+
+**Mixed block sizes** (DeepSeek-V4, MLA): one object holds 4, 16 and 256 blocks of three groups. The hash that names it
+is the engine's 256th, that of the last 4 of its 1,024 tokens.
+
+>>> planner = plan((256, full), (64, full), (4, full), hash_block_size=4, chunk=1024)
+>>> [pack] = planner.packs
+>>> [len(pack.block_range(group, 0)) for group in pack.groups], pack.hash_index(0)
+([4, 16, 256], 255)
+>>> planner.group_hash_factors
+{0: 256, 1: 256, 2: 256}
+
+**Full attention and recurrent layers** (mamba, GDN): vLLM gives both the same odd block size. A boundary needs one
+state, the one that the engine kept exactly there. A chunk size that blocks do not fill works, block by block, with a
+warning.
+
+>>> planner = plan((1056, full), (1056, HitPolicy("state")), hash_block_size=1056, chunk=None)
+>>> planner.hybrid_chunk_size, to_load(planner, 0, 4224)
+(1056, {'full-u1056': [0, 1, 2, 3], 'state-u1056': [3]})
+>>> plan((1056, full), hash_block_size=1056, chunk=8192).warnings[0]
+'group 0: hybrid_chunk_size 8192 is not a multiple of its block size 1056, so it is stored block by block; \
+the nearest good hybrid_chunk_size is 8448'
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
+from offload_core.chunk_size import ChunkSizes, unit_tokens
 from offload_core.errors import PlanError
+from offload_core.hit_policy import HitPolicy
+from offload_core.hit_search import Search, UnitRange, search
+from offload_core.units import GroupGeometry, Pack
 
-_DEFAULT_CHUNK_TOKENS = 256
-
-
-@dataclass(frozen=True)
-class HitPolicy:
-    """What a group must hold for a prefix of ``t`` tokens to be usable.
-
-    ``full``: every token below ``t``. ``window``: the last ``window_tokens - 1`` tokens below ``t`` (a query attends
-    to itself and the ``window_tokens - 1`` tokens before it). ``state``: one recurrent state after exactly ``t``
-    tokens.
-    """
-
-    kind: Literal["full", "window", "state"]
-    window_tokens: int = 0
-
-    def first_needed_token(self, boundary_tokens: int) -> int:
-        """Return the first token position whose cache is needed to go on from ``boundary_tokens``."""
-        if self.kind == "full":
-            return 0
-        if self.kind == "window":
-            return max(0, boundary_tokens - self.window_tokens + 1)
-        return max(0, boundary_tokens - 1)
-
-    def __str__(self) -> str:
-        return f"window of {self.window_tokens} tokens" if self.kind == "window" else self.kind
-
-
-@dataclass(frozen=True)
-class GroupGeometry:
-    """One KV cache group as the engine describes it.
-
-    Args:
-        index: the group's position in the engine's list of groups.
-        block_size_tokens: tokens per block.
-        policy: what a hit needs of this group.
-    """
-
-    index: int
-    block_size_tokens: int
-    policy: HitPolicy
-
-
-@dataclass(frozen=True)
-class Pack:
-    """Groups stored together: one object per unit of ``unit_tokens`` tokens."""
-
-    name: str
-    unit_tokens: int
-    policy: HitPolicy
-    hash_factor: int
-    """Hash blocks per unit: ``unit_tokens / hash_block_size``."""
-    groups: tuple[GroupGeometry, ...]
-
-    def hash_index(self, unit: int) -> int:
-        """Return which of the engine's block hashes names ``unit``: the one at the unit's last hash block."""
-        return (unit + 1) * self.hash_factor - 1
-
-    def stored_blocks(self, group: GroupGeometry) -> int:
-        """Return how many trailing blocks of ``group`` one unit's object holds.
-
-        A window shorter than the unit needs only the unit's tail, and the engine may have freed the rest by the time
-        the unit is complete. A recurrent group has one block per boundary.
-        """
-        blocks_per_unit = self.unit_tokens // group.block_size_tokens
-        if self.policy.kind == "state":
-            return 1
-        if self.policy.kind == "window":
-            return min(blocks_per_unit, max(1, -(-(self.policy.window_tokens - 1) // group.block_size_tokens)))
-        return blocks_per_unit
-
-    def block_range(self, group: GroupGeometry, unit: int) -> range:
-        """Return the positions in ``group``'s block table that ``unit``'s object holds."""
-        end = (unit + 1) * self.unit_tokens // group.block_size_tokens
-        return range(end - self.stored_blocks(group), end)
-
-    def needed_units(self, computed_tokens: int, boundary_tokens: int) -> range:
-        """Return the units to load so that a prefix of ``computed_tokens`` becomes one of ``boundary_tokens``."""
-        first = max(computed_tokens, self.policy.first_needed_token(boundary_tokens))
-        if first >= boundary_tokens:
-            return range(0)
-        return range(first // self.unit_tokens, boundary_tokens // self.unit_tokens)
+__all__ = ["GroupGeometry", "HitPolicy", "HybridOffloadPlanner", "Pack", "UnitRange"]
 
 
 @dataclass(frozen=True)
@@ -114,7 +103,10 @@ class HybridOffloadPlanner:
     Build it with :meth:`build`. Everything is derived once; each question afterwards costs O(1) per unit.
     """
 
+    groups: tuple[GroupGeometry, ...]
     packs: tuple[Pack, ...]
+    boundary_tokens: int
+    """Distance in tokens between boundaries: the least common multiple of all groups' units."""
     hash_block_size: int
     hybrid_chunk_size: int
     max_model_len: int
@@ -135,8 +127,8 @@ class HybridOffloadPlanner:
             groups: at least one.
             hash_block_size: tokens per engine block hash.
             max_model_len: longest sequence in tokens.
-            hybrid_chunk_size: tokens per stored chunk; by default the largest block size, or a multiple of all block
-                sizes near 256 tokens where blocks are smaller and no group is recurrent.
+            hybrid_chunk_size: tokens per stored chunk; by default the smallest that fits all groups where one is
+                recurrent or has large blocks, else one near 256 tokens.
 
         Raises:
             PlanError: nothing could ever be stored or used, with the reason and a working chunk size.
@@ -149,124 +141,110 @@ class HybridOffloadPlanner:
                     f"group {group.index}: block size {group.block_size_tokens} is not a multiple of the engine's hash "
                     f"block size {hash_block_size}; run the engine with prefix caching enabled so that it aligns them"
                 )
-        common = math.lcm(*(group.block_size_tokens for group in groups))
-        good = _good_chunk_size(groups, common, max_model_len)
-        chunk = hybrid_chunk_size if hybrid_chunk_size is not None else good
-        if chunk < 1:
-            raise PlanError(f"hybrid_chunk_size is {chunk}; it must be a positive number of tokens, for example {good}")
-        nearest = _nearest_multiple(chunk, common, max_model_len)
-        warnings: list[str] = []
+        sizes = ChunkSizes(tuple(groups), max_model_len)
+        chunk = sizes.smallest if sizes.default is None else sizes.default
+        if hybrid_chunk_size is not None:
+            if hybrid_chunk_size < 1:
+                raise PlanError(
+                    f"hybrid_chunk_size is {hybrid_chunk_size}; it must be a positive number of tokens, for example "
+                    f"{chunk}"
+                )
+            chunk = hybrid_chunk_size
+        if problem := sizes.problem(chunk):
+            raise PlanError(f"{problem}; {sizes.cure(chunk)}")
+        boundary = sizes.boundary_tokens(chunk)
         by_pack: dict[tuple[int, HitPolicy], list[GroupGeometry]] = {}
         for group in groups:
-            unit = _unit_tokens(group, chunk, good, nearest, warnings)
-            by_pack.setdefault((unit, group.policy), []).append(group)
+            if not group.policy.needs_nothing_at_multiples_of(boundary):
+                by_pack.setdefault((unit_tokens(group, chunk), group.policy), []).append(group)
         packs = tuple(
             Pack(_pack_name(unit, policy), unit, policy, unit // hash_block_size, tuple(members))
             for (unit, policy), members in by_pack.items()
         )
-        planner = cls(packs, hash_block_size, chunk, max_model_len, tuple(warnings))
-        if planner.boundary_tokens >= max_model_len:
-            units = ", ".join(f"{pack.name}: {pack.unit_tokens}" for pack in packs)
-            cure = (
-                f"set hybrid_chunk_size to {good}"
-                if common < max_model_len
-                else "raise max_model_len or choose smaller blocks"
-            )
-            raise PlanError(
-                f"hybrid_chunk_size {chunk} gives the first boundary at {planner.boundary_tokens} tokens "
-                f"(units {units}), but max_model_len is {max_model_len} and the last token is always computed, "
-                f"so nothing could ever be loaded; {cure}"
-            )
-        return planner
+        warnings = tuple(sizes.warnings(chunk))
+        return cls(tuple(groups), packs, boundary, hash_block_size, chunk, max_model_len, warnings)
 
     @cached_property
-    def boundary_tokens(self) -> int:
-        """Distance in tokens between boundaries: the least common multiple of all units."""
-        return math.lcm(*(pack.unit_tokens for pack in self.packs))
+    def groups_without_objects(self) -> tuple[GroupGeometry, ...]:
+        """The groups of which no boundary needs anything: nothing is stored of them, and they have no vote.
 
-    def storable_units(self, pack: Pack, tokens: int) -> int:
-        """Return how many leading units of ``pack`` are complete after ``tokens`` tokens."""
-        return tokens // pack.unit_tokens
+        They are chunked local attention where an attention chunk ends at every boundary, and windows of one token.
+        """
+        packed = {group.index for pack in self.packs for group in pack.groups}
+        return tuple(group for group in self.groups if group.index not in packed)
+
+    @cached_property
+    def group_hash_factors(self) -> dict[int, int]:
+        """Hash blocks per unit, by group index."""
+        return {group.index: self._unit_tokens(group) // self.hash_block_size for group in self.groups}
+
+    @cached_property
+    def first_hashable_chunk_idx(self) -> int:
+        """Index of the first chunk of ``hybrid_chunk_size`` tokens at whose end every group has a whole unit."""
+        return -(-max(map(self._unit_tokens, self.groups)) // self.hybrid_chunk_size) - 1
+
+    def chunk_count(self, tokens: int) -> int:
+        """Return how many whole chunks ``tokens`` tokens hold, a chunk being what lies between two boundaries.
+
+        That is ``hybrid_chunk_size`` tokens where the blocks of every group fill it.
+        """
+        return tokens // self.boundary_tokens
+
+    def covered_tokens(self, chunks: int) -> int:
+        """Return how many tokens the first ``chunks`` chunks hold; the inverse of :meth:`chunk_count`."""
+        return chunks * self.boundary_tokens
+
+    def storable_prefix(self, tokens: int) -> int:
+        """Return the deepest boundary at or below ``tokens``."""
+        return tokens - tokens % self.boundary_tokens
+
+    def ever_needed(self, pack: Pack, unit: int) -> bool:
+        """Return whether some boundary needs ``unit``; an object that none needs would be stored and never read."""
+        first_boundary = self.storable_prefix(pack.tokens_in(unit + 1) + self.boundary_tokens - 1)
+        return unit in pack.needed_units(0, first_boundary)
+
+    def search(self, computed_tokens: int, limit_tokens: int) -> Search:
+        """Search for the deepest boundary at which every pack is satisfied (invariant I6).
+
+        A generator: it yields a tuple of :class:`UnitRange`, wants to be sent one sequence of flags for each, and
+        returns a boundary in ``(computed_tokens, limit_tokens]``, or ``computed_tokens`` when none is usable. Where no
+        boundary lies in that range it asks nothing.
+
+        Args:
+            computed_tokens: prefix that the engine already holds locally.
+            limit_tokens: the deepest prefix that may be used: at most the token count minus one, because the last token
+                is always computed, and at most what the engine has hashed.
+        """
+        return search(self.packs, self.boundary_tokens, computed_tokens, limit_tokens)
 
     def usable_prefix(self, present: Mapping[str, Sequence[bool]], computed_tokens: int, limit_tokens: int) -> int:
-        """Return the deepest boundary at which every pack is satisfied (invariant I6).
+        """Return what :meth:`search` finds where it is known beforehand what is there.
 
         Args:
             present: per pack name, whether each unit's object is there, starting at the unit that contains
                 ``computed_tokens``; units past the end of a sequence count as absent.
-            computed_tokens: prefix the engine already holds locally.
-            limit_tokens: the deepest prefix that may be used; callers pass the token count minus one, because the
-                last token is always computed.
-
-        Returns:
-            A boundary in ``(computed_tokens, limit_tokens]``, or ``computed_tokens`` when no deeper one is usable.
+            computed_tokens: see :meth:`search`.
+            limit_tokens: see :meth:`search`.
         """
-        deepest = limit_tokens
-        run_lengths: list[tuple[Pack, list[int]]] = []
-        for pack in self.packs:
-            flags = present.get(pack.name, ())
-            if pack.policy.kind == "full":
-                missing = next((i for i, flag in enumerate(flags) if not flag), len(flags))
-                deepest = min(deepest, (computed_tokens // pack.unit_tokens + missing) * pack.unit_tokens)
-            else:
-                run_lengths.append((pack, _run_lengths(flags)))
-        step = self.boundary_tokens
-        for boundary in range(deepest // step * step, computed_tokens, -step):
-            if all(_satisfied(pack, runs, computed_tokens, boundary) for pack, runs in run_lengths):
-                return boundary
-        return computed_tokens
+        searching = self.search(computed_tokens, limit_tokens)
+        try:
+            asked = next(searching)
+            while True:
+                asked = searching.send([_flags(present, question, computed_tokens) for question in asked])
+        except StopIteration as found:
+            boundary: int = found.value
+            return boundary
+
+    def _unit_tokens(self, group: GroupGeometry) -> int:
+        return unit_tokens(group, self.hybrid_chunk_size)
 
 
-def _satisfied(pack: Pack, runs: Sequence[int], computed_tokens: int, boundary_tokens: int) -> bool:
-    needed = pack.needed_units(computed_tokens, boundary_tokens)
-    if not needed:
-        return True
-    last = needed[-1] - computed_tokens // pack.unit_tokens
-    return last < len(runs) and runs[last] >= len(needed)
-
-
-def _run_lengths(flags: Sequence[bool]) -> list[int]:
-    """Return, for each position, how many consecutive ``True`` end there."""
-    runs: list[int] = []
-    run = 0
-    for flag in flags:
-        run = run + 1 if flag else 0
-        runs.append(run)
-    return runs
-
-
-def _good_chunk_size(groups: Sequence[GroupGeometry], common: int, max_model_len: int) -> int:
-    """Return a chunk size that fits every group and leaves at least one boundary below ``max_model_len``."""
-    if any(group.policy.kind == "state" for group in groups) or common >= _DEFAULT_CHUNK_TOKENS:
-        return common
-    wanted = -(-_DEFAULT_CHUNK_TOKENS // common) * common
-    return wanted if wanted < max_model_len else common
-
-
-def _unit_tokens(group: GroupGeometry, chunk: int, good: int, nearest: int, warnings: list[str]) -> int:
-    block = group.block_size_tokens
-    if block >= chunk:
-        return block
-    if chunk % block:
-        warnings.append(
-            f"group {group.index}: hybrid_chunk_size {chunk} is not a multiple of its block size {block}, so it is "
-            f"stored block by block; the nearest good hybrid_chunk_size is {nearest}"
-        )
-        return block
-    if group.policy.kind == "state" and good % chunk:  # a chunk that divides it moves no boundary
-        warnings.append(
-            f"group {group.index} is recurrent: the engine hands over its states at multiples of {block} tokens, and "
-            f"with hybrid_chunk_size {chunk} only those at multiples of {chunk} are stored; hybrid_chunk_size {good} "
-            "uses every one that the other groups can follow"
-        )
-    return chunk
-
-
-def _nearest_multiple(value: int, step: int, limit: int) -> int:
-    """Return the positive multiple of ``step`` nearest to ``value``, below ``limit`` if there is one."""
-    return max(step, min((value + step // 2) // step, (limit - 1) // step) * step)
+def _flags(present: Mapping[str, Sequence[bool]], question: UnitRange, computed_tokens: int) -> list[bool]:
+    known = present.get(question.pack.name, ())
+    first = question.pack.units_in(computed_tokens)
+    return [unit - first < len(known) and known[unit - first] for unit in question.units]
 
 
 def _pack_name(unit: int, policy: HitPolicy) -> str:
-    suffix = f"-w{policy.window_tokens}" if policy.kind == "window" else ""
-    return f"{policy.kind}-u{unit}{suffix}"
+    suffix = {"window": f"-w{policy.window_tokens}", "chunked": f"-a{policy.attention_chunk_tokens}"}
+    return f"{policy.kind}-u{unit}{suffix.get(policy.kind, '')}"

@@ -7,11 +7,14 @@ interpreter would wait for it at exit if it came from ``concurrent.futures.Threa
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -113,3 +116,9 @@ class IoLoop:
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start ``coroutine`` on the loop from any thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+
+def log_unexpected(future: Future[Any]) -> None:
+    """Log an error that nobody awaits: it is a defect of the core, since tiers turn errors into outcomes."""
+    if not future.cancelled() and (error := future.exception()) is not None:
+        logger.error("a coroutine on the I/O loop ended in an unexpected error", exc_info=error)

@@ -79,7 +79,8 @@ class Tier:
             return [False] * len(keys)
         self._pending_lookups += 1
         try:
-            present = self._parallel(keys, await _answer(self._backend.contains(keys)), "contains")
+            answers = self._parallel(keys, await _answer(self._backend.contains(keys)), "contains")
+            present = list(map(bool, answers))
         except Exception as error:
             self._failed("lookup", keys, error)
             self._counters.add("lookup_failures", self.name)
@@ -87,7 +88,7 @@ class Tier:
         finally:
             self._pending_lookups -= 1
         self._succeeded("lookup")
-        hits = sum(present)
+        hits = present.count(True)
         self._counters.add("lookup_hits", self.name, hits)
         self._counters.add("lookup_misses", self.name, len(keys) - hits)
         return present
@@ -140,6 +141,8 @@ class Tier:
         try:
             present = self._parallel(keys, reservation.present, "prepare_load")
             wanted = [staged for staged, there in zip(objects, present, strict=True) if there]
+            if not wanted:
+                return [LoadOutcome.MISS] * len(keys)
             wanted_keys = [staged.key for staged in wanted]
             buffers = [staged.lease.view for staged in wanted]
             loaded = self._parallel(wanted_keys, await self._backend.load_into(wanted_keys, buffers), "load_into")
@@ -158,6 +161,8 @@ class Tier:
         try:
             prepared = self._parallel(keys, reservation.outcomes, "prepare_store")
             wanted = [staged for staged, outcome in zip(objects, prepared, strict=True) if outcome is None]
+            if not wanted:
+                return [outcome for outcome in prepared if outcome is not None]
             wanted_keys = [staged.key for staged in wanted]
             buffers = [staged.lease.view.toreadonly() for staged in wanted]
             stored = iter(self._parallel(wanted_keys, await self._backend.store(wanted_keys, buffers), "store"))

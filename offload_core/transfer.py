@@ -25,7 +25,7 @@ from offload_core.backend import LoadOutcome
 from offload_core.keys import ObjectKey
 from offload_core.object_format import HEADER_BYTES, object_bytes
 from offload_core.packs import BlockCopier, BlockSlice, PackLayout
-from offload_core.runtime import DaemonExecutor, IoLoop
+from offload_core.runtime import DaemonExecutor, IoLoop, log_unexpected
 from offload_core.staging import ALIGNMENT_BYTES, Lease, StagingPool
 from offload_core.stats import Counters
 from offload_core.tier import StagedObject, Tier
@@ -149,7 +149,7 @@ class TransferEngine:
         nbytes = sum(object_bytes(self._layouts[o.key.pack].payload_bytes) for o in job.objects)
         deadline = time.monotonic() + tier.load_timeout_seconds + self._per_mib_seconds * nbytes / _MIB
         self._wanted[job.job_id] = _WantedLoad(job.tier, deadline, {o.key: o for o in job.objects})
-        self._io.submit(self._load(job, tier)).add_done_callback(_log_unexpected)
+        self._io.submit(self._load(job, tier)).add_done_callback(log_unexpected)
 
     def cancel_load(self, job_id: int) -> None:
         """Stop wanting a load: its objects no longer touch the KV cache. The next :meth:`poll` reports it."""
@@ -174,7 +174,7 @@ class TransferEngine:
             future = self._io.submit(self._store(staged))
             self._stores.add(future)
             future.add_done_callback(self._stores.discard)
-            future.add_done_callback(_log_unexpected)
+            future.add_done_callback(log_unexpected)
 
     def poll(self) -> list[LoadResult]:
         """Copy arrived objects into the KV cache and return the loads that ended since the last call."""
@@ -246,12 +246,17 @@ class TransferEngine:
                             staged.append(StagedObject(item.key, await self._staging.acquire(size)))
                     outcomes = await tier.load(staged)
         finally:
+            load = self._wanted.get(job_id)
+            late = load is None or load.cancelled  # an engine that has nothing else to do might never poll again
             for index, item in enumerate(batch):
                 lease = staged[index].lease if index < len(staged) else None
                 hit = index < len(outcomes) and outcomes[index] is LoadOutcome.HIT
-                if lease is not None and not hit:
+                if lease is not None and (late or not hit):
                     lease.release()
-                self._arrivals.append(_Arrival(job_id, tier.name, item.key, lease if hit else None))
+                if late:
+                    self._counters.add("load_late", tier.name, int(hit))
+                else:
+                    self._arrivals.append(_Arrival(job_id, tier.name, item.key, lease if hit else None))
             self._arrived.set()
 
     async def _store(self, staged: Sequence[StagedObject]) -> None:
@@ -292,12 +297,6 @@ def smallest_pool_bytes(layouts: Mapping[str, PackLayout]) -> int:
     # An object reaches beyond the batch's last payload byte by its header, and by what its lease is rounded up.
     batch = _BATCH_BYTES + largest + _BATCH_OBJECTS * (HEADER_BYTES + ALIGNMENT_BYTES)
     return int(batch / min(STORE_SHARE, 1 - STORE_SHARE))
-
-
-def _log_unexpected(future: Future[None]) -> None:
-    """Log what nobody awaits: an error here is a defect of the core, since tiers turn errors into outcomes."""
-    if not future.cancelled() and (error := future.exception()) is not None:
-        logger.error("a transfer ended in an unexpected error", exc_info=error)
 
 
 def _seal_all(batch: Sequence[StagedObject]) -> None:

@@ -6,24 +6,22 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from offload_core.testing.processes import Program, run_program
+from offload_core.testing.workload import Workload, WorkloadResult
+
 PROGRESS_KEY = "prompt_finished"
 RUN_MODULE = "offload_core.vllm.testing.engine_run"
-_TAIL_LINES = 60
+PRELOAD_MODULE = "offload_core.vllm.testing.preload"
 
 
 class RunFailedError(RuntimeError):
@@ -31,7 +29,7 @@ class RunFailedError(RuntimeError):
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
 
 class PromptSpec(_Model):
@@ -40,6 +38,7 @@ class PromptSpec(_Model):
     name: str
     token_ids: list[int]
     max_tokens: int = Field(default=8, ge=1)
+    lora: str | None = Field(default=None, description="folder of a LoRA adapter; the engine needs enable_lora")
 
 
 class Round(_Model):
@@ -60,6 +59,7 @@ class RunSpec(_Model):
     max_model_len: int = 8192
     block_size: int | None = None
     num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int = 256 * 1024 * 1024
     max_num_batched_tokens: int | None = None
     max_num_seqs: int = 8
     enable_prefix_caching: bool = True
@@ -68,7 +68,8 @@ class RunSpec(_Model):
     warm_up: bool = Field(default=True, description="run a 16-token request first: it pays for vLLM's compilation")
     kv_transfer_config: dict[str, Any] | None = None
     extra_engine_args: dict[str, Any] = Field(default_factory=dict)
-    rounds: list[Round]
+    rounds: list[Round] = Field(default_factory=list)
+    workloads: list[Workload] = Field(default_factory=list, description="run after the rounds; in-process only")
 
 
 class PromptResult(_Model):
@@ -102,6 +103,7 @@ class RunResult(_Model):
     """
 
     rounds: list[RoundResult]
+    workloads: list[WorkloadResult]
     metrics: dict[str, float]
     engine: dict[str, Any]
     start_seconds: float
@@ -170,10 +172,16 @@ def stock_transfer_config() -> dict[str, Any]:
 
 
 def run_environment(spec: RunSpec) -> dict[str, str]:
-    """Return the environment variables that vLLM needs for ``spec`` on a CPU; the engine core runs in-process."""
+    """Return the environment variables that vLLM needs for ``spec`` on a CPU; the engine core runs in-process.
+
+    Nothing is compiled, not even the sampler's few operations, since that costs each process seconds.  A rank
+    computes with one thread: two would wait for each other, busily, whenever the machine has other work.
+    """
     variables = {
         "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
     }
@@ -188,75 +196,33 @@ def run_in_process(
     timeout_seconds: float,
     env: Mapping[str, str] | None = None,
     on_progress: Callable[[dict[str, Any]], None] | None = None,
+    fresh_interpreter: bool = False,
 ) -> RunResult:
     """Run ``spec`` in a process of its own (and its children's) and return what it reports.
 
     The child gets :func:`run_environment`, this process's environment over it and ``env`` over that; it finds
-    modules where this process does.
+    modules where this process does.  It is forked from a server that has vLLM imported, which saves seconds; a run
+    whose variables differ from the first run's in anything but the search path, and one with ``fresh_interpreter``,
+    starts from nothing.  A calling script needs an ``if __name__ == "__main__"`` guard.
     ``on_progress`` is called from another thread with the fields of each finished prompt.
     Raises RunFailedError, with the last 60 lines of the child's output, if it fails or takes longer than
     ``timeout_seconds``; in both cases no process of the run is left.
     """
     search_path = os.pathsep.join(entry for entry in sys.path if entry)
     environment = {**run_environment(spec), **os.environ, "PYTHONPATH": search_path, **(env or {})}
+
+    def is_progress(line: str) -> bool:
+        if on_progress is None or not line.startswith(f'{{"{PROGRESS_KEY}"'):
+            return False
+        on_progress(json.loads(line)[PROGRESS_KEY])
+        return True
+
     with tempfile.TemporaryDirectory(prefix="engine-run-") as folder:
         spec_file, result_file = Path(folder, "spec.json"), Path(folder, "result.json")
         spec_file.write_text(spec.model_dump_json())
-        command = [sys.executable, "-m", RUN_MODULE, str(spec_file), str(result_file)]
-        failure = _run_child(command, environment, timeout_seconds, on_progress)
+        preload = None if fresh_interpreter else PRELOAD_MODULE
+        program = Program(RUN_MODULE, (str(spec_file), str(result_file)), environment, preload)
+        failure = run_program(program, timeout_seconds, is_progress)
         if failure is not None:
             raise RunFailedError(failure)
         return RunResult.model_validate_json(result_file.read_text())
-
-
-def _run_child(
-    command: list[str],
-    environment: dict[str, str],
-    timeout_seconds: float,
-    on_progress: Callable[[dict[str, Any]], None] | None,
-) -> str | None:
-    """Run ``command`` to its end; returns what went wrong, with the last lines printed, or None."""
-    tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
-    child = subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    reader = threading.Thread(target=_read_lines, args=(child, tail, on_progress), daemon=True)
-    reader.start()
-    problem: str | None = None
-    try:
-        code = child.wait(timeout_seconds)
-        problem = f"exit code {code}" if code else None
-    except subprocess.TimeoutExpired:
-        problem = f"no end after {timeout_seconds:g} s"
-    finally:
-        _kill_session(child)
-        reader.join(5.0)
-    return None if problem is None else "\n".join([f"the engine run failed: {problem}", *tail])
-
-
-def _read_lines(
-    child: subprocess.Popen[str],
-    tail: collections.deque[str],
-    on_progress: Callable[[dict[str, Any]], None] | None,
-) -> None:
-    assert child.stdout is not None
-    with child.stdout:
-        for line in child.stdout:
-            if on_progress is not None and line.startswith(f'{{"{PROGRESS_KEY}"'):
-                on_progress(json.loads(line)[PROGRESS_KEY])
-            else:
-                tail.append(line.rstrip("\n"))
-
-
-def _kill_session(child: subprocess.Popen[str]) -> None:
-    """End whatever is left of the child's own session, then collect the child."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()

@@ -39,7 +39,8 @@ class Parameter:
     kind: str = "matrix"
 
 
-def _draw(parameter: Parameter, seed: int, dtype: str) -> torch.Tensor:
+def draw(parameter: Parameter, seed: int, dtype: str) -> torch.Tensor:
+    """Draw a parameter's values; the same arguments give the same values."""
     import torch
 
     digest = hashlib.sha256(f"{seed}:{parameter.name}".encode()).digest()
@@ -95,7 +96,7 @@ def _write_files(
 ) -> None:
     from safetensors.torch import save_file
 
-    tensors = {parameter.name: _draw(parameter, seed, dtype) for parameter in parameters}
+    tensors = {parameter.name: draw(parameter, seed, dtype) for parameter in parameters}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(_dump(config))
     ids = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}

@@ -6,6 +6,7 @@ Name it in ``--kv-transfer-config``::
      "kv_connector_extra_config": {"config_file": "offload.yaml"}}
 """
 
+from offload_core.vllm import compat  # noqa: F401  first: refuses a vLLM on which the next import would fail
 from offload_core.vllm.connector import HybridOffloadConnector
 
 __all__ = ["HybridOffloadConnector"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -15,9 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from offload_core.config import load_config
+from offload_core.vllm.compat import cache_hit_source, for_this_engine, version_problem
 from offload_core.vllm.identity import build_planner, engine_identity, hash_seed_problem, misaligned_states_problem
 from offload_core.vllm.metadata import StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.metrics import HybridOffloadPromMetrics, HybridOffloadStats
@@ -34,9 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 
-
+@for_this_engine
 class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     """Offloads the KV cache of hybrid models to the tiers named in ``kv_connector_extra_config``.
 
@@ -60,12 +61,24 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if transfer_config.kv_load_failure_policy != "recompute":
             logger.info("setting kv_load_failure_policy to 'recompute': a failed load must not fail its request")
             transfer_config.kv_load_failure_policy = "recompute"
-        problems = (hash_seed_problem(vllm_config), misaligned_states_problem(vllm_config, kv_cache_config))
+        problems = (
+            version_problem(),
+            hash_seed_problem(vllm_config),
+            misaligned_states_problem(vllm_config, kv_cache_config),
+        )
         for warning in (*planner.warnings, *problems):
             if warning is not None:
                 logger.warning("%s", warning)
         identity = engine_identity(vllm_config, kv_cache_config)
-        self._scheduler_half = SchedulerHalf(config, planner, identity, vllm_config.parallel_config.world_size)
+        self._scheduler_half = SchedulerHalf(
+            config,
+            planner,
+            identity,
+            vllm_config.parallel_config.world_size,
+            kv_cache_config.num_blocks,
+            loads=transfer_config.is_kv_consumer,
+            stores=transfer_config.is_kv_producer,
+        )
 
     # Both halves
 
@@ -170,12 +183,12 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         matched = self._scheduler.matched_tokens(request, num_computed_tokens)
         return matched, bool(matched)
 
-    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """Attribute loaded tokens to the kind of medium they come from."""
         if num_external_tokens == 0:
             return {}
         medium = self._scheduler.medium(self._scheduler.load_tier(request.request_id))
-        return {_SOURCES.get(medium or "", CacheHitSource.EXTERNAL_UNSPECIFIED): num_external_tokens}
+        return {cache_hit_source(medium): num_external_tokens}
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plan the load into the blocks the engine has allocated."""
@@ -209,3 +222,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Serve nothing that was stored before, from now on."""
         self._scheduler.reset()
         return True
+
+
+# MultiConnector looks its connectors up by registered name when it puts their statistics together.
+with contextlib.suppress(ValueError):  # registered already, by a reload of this module
+    KVConnectorFactory.register_connector("HybridOffloadConnector", "offload_core.vllm", "HybridOffloadConnector")

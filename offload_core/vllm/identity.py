@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ import torch
 import vllm
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -25,6 +28,7 @@ from offload_core.errors import PlanError
 from offload_core.fingerprint import Json, weights_identity
 from offload_core.object_format import FORMAT_VERSION
 from offload_core.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
+from offload_core.vllm.compat import hisparse_in_use, prefix_replay_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,13 +52,21 @@ def build_planner(
             for index in kv_cache_config.prefix_cacheable_group_ids
         )
     ]
-    _, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    return HybridOffloadPlanner.build(
+    scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    planner = HybridOffloadPlanner.build(
         groups,
         hash_block_size=hash_block_size,
         max_model_len=vllm_config.model_config.max_model_len,
         hybrid_chunk_size=hybrid_chunk_size,
     )
+    if planner.boundary_tokens % scheduler_block_size:
+        raise PlanError(
+            f"hybrid_chunk_size {planner.hybrid_chunk_size} puts boundaries {planner.boundary_tokens} tokens apart, "
+            f"but the engine goes on from multiples of {scheduler_block_size} tokens only, because of groups that take "
+            "no part in prefix caching; "
+            f"set hybrid_chunk_size to {math.lcm(planner.boundary_tokens, scheduler_block_size)}"
+        )
+    return planner
 
 
 def engine_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Json]:
@@ -83,14 +95,19 @@ def engine_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 
 def worker_identity(vllm_config: VllmConfig, layers: dict[str, torch.Tensor]) -> dict[str, Json]:
-    """Return what a worker knows of each layer's tensor: device, attention backend, dtype, block shape and strides."""
+    """Return what a worker knows of each layer's tensor: device, attention backend, dtype, block shape and strides.
+
+    A stride longer than a block depends on the number of blocks, which another engine may have more or fewer of; that
+    there is one is all that matters (:meth:`CanonicalKVCaches.describe` names the order).
+    """
     modules = vllm_config.compilation_config.static_forward_context
     identity: dict[str, Json] = {}
     for name, tensor in sorted(layers.items()):
         module = modules.get(name)
         backend = module.get_attn_backend().get_name() if hasattr(module, "get_attn_backend") else None
         identity[name] = [
-            tensor.device.type, backend, str(tensor.dtype), list(tensor.shape[1:]), list(tensor.stride()[1:])
+            tensor.device.type, backend, str(tensor.dtype), list(tensor.shape[1:]),
+            [stride if stride <= tensor.stride(0) else None for stride in tensor.stride()[1:]],
         ]  # fmt: skip
     return identity
 
@@ -131,13 +148,18 @@ def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise PlanError(f"{name} is {getattr(parallel, name)}; offloading supports only 1 in this version")
+    if hisparse_in_use(kv_cache_config):
+        raise PlanError(
+            "the engine keeps part of its KV cache in HiSparse's host pool, which only vLLM's own HiSparse connector "
+            "can fill; run without hisparse_config"
+        )
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         if group.is_eagle_group:
             raise PlanError(
                 f"group {index} holds the layers of an EAGLE or MTP draft model ({', '.join(group.layer_names)}); "
                 "offloading does not support speculative decoding with a draft model in this version"
             )
-        if getattr(group.kv_cache_spec, "prefix_replay_tokens", 0):
+        if prefix_replay_tokens(group.kv_cache_spec):
             raise PlanError(f"group {index} replays its window after a hit; this is not supported in this version")
 
 
@@ -154,10 +176,17 @@ def _hit_policy(index: int, spec: KVCacheSpec) -> HitPolicy:
                 "start the engine with --enable-prefix-caching (mamba_cache_mode 'align')"
             )
         return HitPolicy("state")
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return HitPolicy("chunked", attention_chunk_tokens=spec.attention_chunk_size)
     if isinstance(spec, SlidingWindowSpec):
         return HitPolicy("window", spec.sliding_window + spec.extra_retained_tokens)
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return HitPolicy("full")
+    if isinstance(spec, CrossAttentionSpec):
+        raise PlanError(
+            f"group {index} holds the keys of an encoder (CrossAttentionSpec), which the hashes of the decoder's "
+            "tokens do not name; encoder-decoder models cannot be offloaded"
+        )
     raise PlanError(f"group {index} has a KV cache of kind {type(spec).__name__}, not supported in this version")
 
 

@@ -6,8 +6,8 @@ worker completes the key with its own namespace.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -16,14 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from offload_core.fingerprint import Json
+from offload_core.keys import ChunkRef
 from offload_core.packs import BlockSlice
-
-
-class ChunkRef(NamedTuple):
-    """One pack's chunk, on every rank."""
-
-    pack: str
-    chunk_hash: bytes
 
 
 @dataclass(frozen=True)
@@ -49,11 +43,13 @@ class RequestLoad:
 class StepMetadata(KVConnectorMetadata):
     """Scheduler half to worker half."""
 
-    namespaces: tuple[str, ...]
-    """Namespace of each rank's keys."""
+    namespaces: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Per adapter of this step's chunks, the namespace of each rank's keys."""
     loads: list[RequestLoad] = field(default_factory=list)
     stores: list[ChunkTransfer] = field(default_factory=list)
     cancelled_jobs: list[int] = field(default_factory=list)
+    failures_to_report: list[str] = field(default_factory=list)
+    """Requests whose failed load the engine may learn of now."""
     idle: bool = False
     """No forward pass in this step, so a brief wait for an arrival holds nobody up."""
 
@@ -64,13 +60,22 @@ class StepReport(KVConnectorWorkerMetadata):
 
     failed: set[ChunkRef] = field(default_factory=set)
     """Chunks that a load did not get."""
-    stored: set[ChunkRef] = field(default_factory=set)
+    failed_requests: set[str] = field(default_factory=set)
+    """Requests whose load has failed, of which the engine does not know yet."""
+    stores_ended: Counter[ChunkRef] = field(default_factory=Counter)
+    """Per chunk, how many ranks' stores have ended, well or not."""
     not_stored: set[ChunkRef] = field(default_factory=set)
+    """Chunks of which some rank's part is on no tier."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         """Combine two ranks' reports: a chunk is only there when every rank has its part."""
         assert isinstance(other, StepReport)
-        return StepReport(self.failed | other.failed, self.stored | other.stored, self.not_stored | other.not_stored)
+        return StepReport(
+            self.failed | other.failed,
+            self.failed_requests | other.failed_requests,
+            self.stores_ended + other.stores_ended,
+            self.not_stored | other.not_stored,
+        )
 
 
 @dataclass

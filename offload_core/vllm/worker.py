@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import time
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from offload_core.canonical import CanonicalKVCaches, LayerPages
+from offload_core.canonical import CanonicalKVCaches
 from offload_core.config import OffloadConfig
-from offload_core.errors import ConfigError, UnsupportedLayoutError
+from offload_core.errors import ConfigError
 from offload_core.fingerprint import Json
-from offload_core.keys import ObjectKey
+from offload_core.keys import ChunkRef, ObjectKey
 from offload_core.packs import PackLayout, block_copier
 from offload_core.planner import HybridOffloadPlanner
 from offload_core.runtime import IoLoop
@@ -23,7 +22,8 @@ from offload_core.stats import Counters
 from offload_core.tier import close_tiers, open_tiers
 from offload_core.transfer import STORE_SHARE, LoadJob, TransferEngine, TransferObject, smallest_pool_bytes
 from offload_core.vllm.identity import worker_identity
-from offload_core.vllm.metadata import ChunkRef, ChunkTransfer, StepMetadata, StepReport
+from offload_core.vllm.metadata import ChunkTransfer, StepMetadata, StepReport
+from offload_core.vllm.pages import layer_pages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,9 +49,11 @@ class WorkerHalf:
         self.counters = Counters()
         self._io: IoLoop | None = None
         self._engine: TransferEngine | None = None
-        self._namespace = ""
+        self._namespaces: dict[str, str] = {}
+        self._adapters: dict[str, str] = {}
         self._jobs: dict[int, str] = {}
         self._ended: list[tuple[str, bool]] = []
+        self._failed_requests: set[str] = set()
         self._report = StepReport()
         self.layout: dict[str, Json] = {}
 
@@ -63,7 +65,7 @@ class WorkerHalf:
             ConfigError: a tier cannot be opened, or staging is too small for one object.
         """
         group_ids = self._kv_cache_config.prefix_cacheable_group_ids
-        caches = CanonicalKVCaches.build([self._layer_pages(index, kv_caches) for index in group_ids])
+        caches = CanonicalKVCaches.build([layer_pages(self._kv_cache_config, index, kv_caches) for index in group_ids])
         position = {group_id: index for index, group_id in enumerate(group_ids)}
         layouts = {
             pack.name: PackLayout.build(pack, caches, [position[group.index] for group in pack.groups])
@@ -96,13 +98,19 @@ class WorkerHalf:
     def start_loads(self, metadata: StepMetadata) -> None:
         """Start this step's loads and drop the cancelled ones."""
         engine = self._transfers
-        self._namespace = metadata.namespaces[self._rank]
+        for adapter, namespaces in metadata.namespaces.items():
+            self._namespaces[adapter] = namespaces[self._rank]
+            self._adapters[namespaces[self._rank]] = adapter
         for load in metadata.loads:
             self._jobs[load.job_id] = load.request_id
             if load.impossible:
                 self._end(load.job_id, failed=True)
                 continue
             engine.submit_load(LoadJob(load.job_id, load.tier, self._objects(load.chunks)))
+        for request_id in metadata.failures_to_report:
+            if request_id in self._failed_requests:  # on other ranks the load may have gone well
+                self._failed_requests.discard(request_id)
+                self._ended.append((request_id, True))
         for job_id in metadata.cancelled_jobs:  # after the loads: a request can end in the step that starts its load
             engine.cancel_load(job_id)
 
@@ -126,17 +134,20 @@ class WorkerHalf:
                 engine.wait_for_arrival(seconds)
                 results = engine.poll()
         for result in results:
-            self._report.failed.update(_ref(key) for key in result.failed_keys)
+            self._report.failed.update(self._ref(key) for key in result.failed_keys)
             self._end(result.job_id, failed=result.status != "loaded")
         for stored in engine.take_store_results():
-            (self._report.stored if stored.stored else self._report.not_stored).add(_ref(stored.key))
+            ref = self._ref(stored.key)
+            self._report.stores_ended[ref] += 1
+            if not stored.stored:
+                self._report.not_stored.add(ref)
         ended, self._ended = self._ended, []
         return {request for request, _ in ended}, {request for request, failed in ended if failed}
 
     def take_report(self) -> StepReport | None:
         """Return what the scheduler half should know, or ``None``."""
         report, self._report = self._report, StepReport()
-        return report if report.failed or report.stored or report.not_stored else None
+        return report if report.failed or report.failed_requests or report.stores_ended else None
 
     def shutdown(self) -> None:
         """Give stores on their way a moment, then let go of everything. Idempotent; never waits for a hung medium."""
@@ -155,41 +166,20 @@ class WorkerHalf:
         return self._engine
 
     def _end(self, job_id: int, *, failed: bool) -> None:
-        self._ended.append((self._jobs.pop(job_id), failed))
+        request_id = self._jobs.pop(job_id)
+        if failed:  # the scheduler half says when the engine may learn of it
+            self._failed_requests.add(request_id)
+            self._report.failed_requests.add(request_id)
+        else:
+            self._ended.append((request_id, False))
 
     def _objects(self, chunks: list[ChunkTransfer] | tuple[ChunkTransfer, ...]) -> tuple[TransferObject, ...]:
-        return tuple(TransferObject(ObjectKey(self._namespace, *item.chunk), item.blocks) for item in chunks)
-
-    def _layer_pages(self, group_id: int, kv_caches: dict[str, torch.Tensor]) -> list[LayerPages]:
-        group = self._kv_cache_config.kv_cache_groups[group_id]
-        spec = group.kv_cache_spec
-        per_layer = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
-        return [
-            LayerPages(
-                name,
-                _tensor(name, kv_caches),
-                self._kv_cache_config.num_blocks,
-                per_layer.get(name, spec).page_size_bytes,
-                _unpadded_page_size_bytes(name, per_layer.get(name, spec)),
+        return tuple(
+            TransferObject(
+                ObjectKey(self._namespaces[item.chunk.adapter], item.chunk.pack, item.chunk.chunk_hash), item.blocks
             )
-            for name in group.layer_names
-        ]
+            for item in chunks
+        )
 
-
-def _tensor(name: str, kv_caches: dict[str, torch.Tensor]) -> torch.Tensor:
-    tensor = kv_caches.get(name)
-    if not isinstance(tensor, torch.Tensor):
-        raise UnsupportedLayoutError(f"layer {name}: registered as {type(tensor).__name__}, expected one tensor")
-    return tensor
-
-
-def _unpadded_page_size_bytes(name: str, spec: KVCacheSpec) -> int:
-    if isinstance(spec, AttentionSpec):
-        return int(spec.unpadded_page_size_bytes)
-    if isinstance(spec, MambaSpec):
-        return int(dataclasses.replace(spec, page_size_padded=None).page_size_bytes)
-    raise UnsupportedLayoutError(f"layer {name}: pages of kind {type(spec).__name__} are not supported")
-
-
-def _ref(key: ObjectKey) -> ChunkRef:
-    return ChunkRef(key.pack, key.chunk_hash)
+    def _ref(self, key: ObjectKey) -> ChunkRef:
+        return ChunkRef(key.pack, key.chunk_hash, self._adapters[key.namespace])

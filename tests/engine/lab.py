@@ -71,8 +71,16 @@ class Lab:
         return self._references[key]
 
 
-ours = disk_transfer_config
 stock = stock_transfer_config
+
+
+def ours(folder: Path, **extra_config: Any) -> dict[str, Any]:
+    """Our connector with one disk tier, and every block that it is about to load filled with a pattern first."""
+    return {
+        **disk_transfer_config(folder, **extra_config),
+        "kv_connector": "PoisoningConnector",
+        "kv_connector_module_path": "offload_core.vllm.testing.poisoning",
+    }
 
 
 def served(result: RunResult, round_index: int = 0) -> dict[str, int]:

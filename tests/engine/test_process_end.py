@@ -24,6 +24,7 @@ print("generated")
 def test_script_that_ends_without_shutting_its_engine_down(gemma3: Lab, tmp_path: Path) -> None:
     engine = {
         "model": str(gemma3.model), "dtype": gemma3.dtype, "max_model_len": 4096, "enforce_eager": True,
+        "kv_cache_memory_bytes": 1 << 28,
         "kv_transfer_config": ours(tmp_path / "kv"),
     }  # fmt: skip
     token_ids = gemma3.prompts(1300)[0].token_ids

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -18,6 +18,8 @@ from vllm.v1.kv_cache_interface import (
 
 from offload_core.errors import PlanError
 from offload_core.vllm.identity import build_planner, hash_seed_problem, misaligned_states_problem
+
+pytestmark = pytest.mark.every_version
 
 ATTENTION = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 STATE = {"block_size": 256, "shapes": ((4,),), "dtypes": (torch.float32,)}
@@ -45,8 +47,8 @@ def _engine(**parallel: int) -> Any:
         (_engine(), _groups(FullAttentionSpec(**ATTENTION), draft=True), r"group 0 .* EAGLE or MTP draft .*layer0"),
         (
             _engine(),
-            _groups(FullAttentionSpec(**ATTENTION), ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64)),
-            "group 1 has a KV cache of kind ChunkedLocalAttentionSpec",
+            _groups(FullAttentionSpec(**ATTENTION), CrossAttentionSpec(**ATTENTION)),
+            r"group 1 holds the keys of an encoder \(CrossAttentionSpec\)",
         ),
         (
             _engine(),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from offload_core.testing.engine import Round, compare
 from tests.engine.lab import Lab, ours, served
 
 
+@pytest.mark.every_version
 def test_nothing_stored_before_a_reset_is_served_after_it(lab: Lab, tmp_path: Path) -> None:
     prompts = lab.prompts(700, 1283, family=20)
     rounds = [

@@ -17,6 +17,7 @@ def _rounds(lab: Lab) -> list[Round]:
     return [Round(name="prompts", prompts=lab.prompts(*lengths, shared_prefix=2 * chunk))]
 
 
+@pytest.mark.every_version
 def test_second_process_is_served_from_disk_at_least_as_much_as_stock_from_ram(lab: Lab, tmp_path: Path) -> None:
     rounds = _rounds(lab)
     again = [*rounds, rounds[0].model_copy(update={"name": "again", "reset_prefix_cache_before": True})]
@@ -71,6 +72,7 @@ def test_engine_core_in_a_process_of_its_own(lab: Lab, tmp_path: Path) -> None:
     assert all(tokens > 0 for tokens in served(second).values())
 
 
+@pytest.mark.every_version
 def test_preemption_and_eviction_in_a_small_cache(lab: Lab, tmp_path: Path) -> None:
     prompts = [
         prompt

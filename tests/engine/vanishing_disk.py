@@ -1,4 +1,4 @@
-"""A disk backend whose folder is removed right after the first lookup that found something."""
+"""A disk backend whose folder is removed right before the first load."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from offload_backend_disk import DiskBackend, DiskOptions
 
-from offload_core.backend import BackendType
+from offload_core.backend import BackendType, LoadReservation
 from offload_core.hookspecs import hookimpl
 from offload_core.keys import ObjectKey
 
@@ -15,13 +15,12 @@ from offload_core.keys import ObjectKey
 class VanishingDisk(DiskBackend):
     """Removes its folder once, in the engine's own process, between lookup and load."""
 
-    async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
-        present = await super().contains(keys)
+    async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
         marker = self.options.path.with_name("vanished")
-        if any(present) and not marker.exists():
+        if not marker.exists():
             shutil.rmtree(self.options.path)
             marker.touch()
-        return present
+        return await super().prepare_load(keys)
 
 
 @hookimpl

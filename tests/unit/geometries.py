@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from offload_core.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
+from offload_core.errors import PlanError
+from offload_core.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner, Pack, UnitRange
 
 FULL = HitPolicy("full")
 STATE = HitPolicy("state")
@@ -19,7 +21,35 @@ def window(tokens: int) -> HitPolicy:
     return HitPolicy("window", tokens)
 
 
-policies = st.one_of(st.just(FULL), st.just(STATE), st.integers(1, 40).map(window))
+def chunked(tokens: int) -> HitPolicy:
+    return HitPolicy("chunked", attention_chunk_tokens=tokens)
+
+
+def needs(policy: HitPolicy, token: int, boundary: int) -> bool:
+    """The definition of a hit: does going on from ``boundary`` read what ``token`` left in the cache?"""
+    if policy.kind == "full":
+        return True
+    if policy.kind == "state":
+        return token == boundary - 1
+    if policy.kind == "window":
+        return token > boundary - policy.window_tokens
+    return token // policy.attention_chunk_tokens == boundary // policy.attention_chunk_tokens
+
+
+def drive(
+    planner: HybridOffloadPlanner, there: Callable[[Pack, int], bool], computed: int, limit: int
+) -> tuple[int, list[tuple[UnitRange, ...]]]:
+    """Run a search with the answers of ``there``; returns the boundary that it found and what it asked for."""
+    questions: list[tuple[UnitRange, ...]] = []
+    search = planner.search(computed, limit)
+    try:
+        questions.append(next(search))
+        while True:
+            assert all(units for _, units in questions[-1]), "an empty question can be asked for ever"
+            answers = [[there(pack, unit) for unit in units] for pack, units in questions[-1]]
+            questions.append(search.send(answers))
+    except StopIteration as found:
+        return found.value, questions
 
 
 @dataclass(frozen=True)
@@ -36,12 +66,34 @@ class Geometry:
             hybrid_chunk_size=self.hybrid_chunk_size,
         )
 
+    def with_chunk(self, hybrid_chunk_size: int | None) -> Geometry:
+        return Geometry(self.groups, self.hash_block_size, hybrid_chunk_size)
+
+    def unit_tokens(self, group: GroupGeometry, chunk: int) -> int:
+        return chunk if chunk % group.block_size_tokens == 0 else group.block_size_tokens
+
+    def works(self) -> bool:
+        try:
+            self.plan()
+        except PlanError:
+            return False
+        return True
+
+
+def geometries(*, default_chunk: bool | None = None) -> st.SearchStrategy[Geometry]:
+    """Geometries that can be planned for; ``default_chunk`` asks for the default chunk size or for none of it."""
+    return any_geometries(default_chunk=default_chunk).filter(Geometry.works)
+
 
 @st.composite
-def geometries(draw: st.DrawFn, *, default_chunk: bool | None = None) -> Geometry:
-    """Groups, hash block size and chunk size; ``default_chunk`` asks for the default chunk size or for none of it."""
+def any_geometries(draw: st.DrawFn, *, default_chunk: bool | None = None) -> Geometry:
+    """Groups, hash block size and chunk size, among them some that are refused."""
     hash_block_size = draw(st.sampled_from((1, 2, 4)))
     blocks = st.sampled_from(_FACTORS).map(lambda factor: factor * hash_block_size)
+    attention_chunks = st.sampled_from((*_FACTORS, 12, 16, 24, 48)).map(
+        lambda factor: chunked(factor * hash_block_size)
+    )
+    policies = st.one_of(st.just(FULL), st.just(STATE), st.integers(1, 40).map(window), attention_chunks)
     drawn = draw(st.lists(st.tuples(blocks, policies), min_size=1, max_size=4))
     groups = tuple(GroupGeometry(index, block, policy) for index, (block, policy) in enumerate(drawn))
     chunks = st.one_of(

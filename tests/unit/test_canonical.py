@@ -70,15 +70,6 @@ def test_a_shared_tensor_is_as_wide_as_its_widest_layer() -> None:
     assert pages(caches, 1) == [raw(memory[block]) for block in range(BLOCKS)]
 
 
-def test_one_address_with_two_strides_is_two_tensors() -> None:
-    memory = numbered(2 * BLOCKS * 64)
-    wide, narrow = memory.view(BLOCKS, 128), memory[: BLOCKS * 64].view(BLOCKS, 64)
-    caches = CanonicalKVCaches.build([[layer(wide, 128)], [layer(narrow, 64, name="layer.1")]])
-    assert [tensor.block_stride_bytes for tensor in caches.tensors] == [128, 64]
-    assert pages(caches, 0) == [raw(wide[block]) for block in range(BLOCKS)]
-    assert pages(caches, 1) == [raw(narrow[block]) for block in range(BLOCKS)]
-
-
 def test_padding_is_part_of_the_page_and_not_of_the_data() -> None:
     padded = numbered(BLOCKS * 80).view(BLOCKS, 80)
     data = padded[:, :64]
@@ -137,13 +128,15 @@ def _split() -> torch.Tensor:
         pytest.param(_split()[:, :5], 64, 64, id="the first dimension is not the blocks"),
         pytest.param(torch.zeros(BLOCKS - 1, 64, dtype=torch.int8), 64, 64, id="too few blocks"),
         pytest.param(torch.zeros(BLOCKS + 1, 64, dtype=torch.int8), 64, 64, id="not a multiple of the blocks"),
-        pytest.param(torch.zeros(BLOCKS, dtype=torch.int8), 1, 1, id="no page dimension"),
-        pytest.param(_split().permute(1, 0, 2), 64, 64, id="keys and values lie apart"),
         pytest.param(torch.zeros(BLOCKS, 64, dtype=torch.int8), 63, 63, id="a block larger than its page"),
         pytest.param(torch.zeros(BLOCKS, 64, dtype=torch.int8), 64, 65, id="more data than page"),
+        pytest.param(torch.zeros(BLOCKS, 64, dtype=torch.int8), 60, 64, id="more data than its page holds"),
         pytest.param(torch.zeros(1, 64, dtype=torch.int8).expand(BLOCKS, 64), 64, 64, id="blocks on top of each other"),
         pytest.param(
             torch.as_strided(torch.zeros(1000, dtype=torch.int8), (BLOCKS, 32), (48, 1)), 64, 64, id="pages overlap"
+        ),
+        pytest.param(
+            torch.as_strided(torch.zeros(1000, dtype=torch.int8), (BLOCKS, 32), (48, 1)), 64, 32, id="paddings overlap"
         ),
         pytest.param(
             torch.as_strided(torch.zeros(5 * 64 + 32, dtype=torch.int8), (BLOCKS, 32), (64, 1)),
@@ -153,11 +146,11 @@ def _split() -> torch.Tensor:
         ),
     ],
 )
-def test_what_is_not_pages_at_a_constant_stride_is_refused_by_name_and_shape(
+def test_what_is_not_pages_at_a_constant_stride_is_refused_by_name_shape_and_strides(
     tensor: torch.Tensor, page: int, unpadded: int
 ) -> None:
     shape = re.escape(str(tuple(tensor.shape)))
-    with pytest.raises(UnsupportedLayoutError, match=rf"layer model\.7\.attn: .*{shape}.*not supported"):
+    with pytest.raises(UnsupportedLayoutError, match=rf"layer model\.7\.attn: .*{shape}.*strides.*not supported"):
         CanonicalKVCaches.build([[layer(tensor, page, unpadded, name="model.7.attn")]])
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from offload_core.errors import PlanError
 from offload_core.planner import GroupGeometry, HybridOffloadPlanner
-from tests.unit.geometries import FULL, STATE, Geometry, geometries, window
+from tests.unit.geometries import FULL, STATE, Geometry, any_geometries, chunked, geometries, window
 
 
 def plan(
@@ -22,29 +21,40 @@ def plan(
     )
 
 
-@given(geometry=geometries(), max_model_len=st.integers(1, 120))
-def test_what_could_never_be_used_is_refused_with_a_chunk_size_that_works(
-    geometry: Geometry, max_model_len: int
-) -> None:
-    common = math.lcm(*(group.block_size_tokens for group in geometry.groups))
+def refusal(geometry: Geometry, max_model_len: int) -> str | None:
     try:
-        assert geometry.plan(max_model_len).boundary_tokens < max_model_len
-        return
+        planner = geometry.plan(max_model_len)
     except PlanError as error:
-        message = str(error)
-    cure = re.search(r"set hybrid_chunk_size to (\d+)", message)
-    if cure is None:
-        assert "raise max_model_len" in message
-        assert common >= max_model_len
-    else:
-        cured = Geometry(geometry.groups, geometry.hash_block_size, int(cure[1])).plan(max_model_len)
-        assert cured.boundary_tokens < max_model_len
+        return str(error)
+    assert planner.packs
+    assert planner.boundary_tokens < max_model_len
+    return None
 
 
-@given(geometry=geometries(default_chunk=True), max_model_len=st.integers(1, 2000))
+@settings(max_examples=300)
+@given(geometry=any_geometries(), max_model_len=st.integers(1, 200))
+def test_what_could_never_be_used_is_refused_with_numbers_that_work(geometry: Geometry, max_model_len: int) -> None:
+    message = refusal(geometry, max_model_len)
+    if message is None:
+        return
+    raised = re.search(r"raise max_model_len to (\d+) or more", message)
+    chunk = re.search(r"set hybrid_chunk_size to (\d+)", message)
+    if chunk is not None:
+        assert refusal(geometry.with_chunk(int(chunk[1])), int(raised[1]) if raised else max_model_len) is None
+    if raised is not None or chunk is None:  # then no chunk size would have done
+        assert all(refusal(geometry.with_chunk(size), max_model_len) for size in range(1, max_model_len))
+    if chunk is None:
+        assert "turn offloading off" in message
+        assert all(refusal(geometry.with_chunk(size), 1 << 20) for size in range(1, 100))
+
+
+@given(geometry=any_geometries(), max_model_len=st.integers(1, 2000))
 def test_the_default_chunk_size_never_warns_and_works_whenever_one_can(geometry: Geometry, max_model_len: int) -> None:
-    assume(math.lcm(*(group.block_size_tokens for group in geometry.groups)) < max_model_len)
-    assert geometry.plan(max_model_len).warnings == ()
+    by_default = geometry.with_chunk(None)
+    if refusal(by_default, max_model_len) is None:
+        assert by_default.plan(max_model_len).warnings == ()
+    else:
+        assert refusal(geometry, max_model_len) is not None
 
 
 @given(geometry=geometries(default_chunk=False), max_model_len=st.integers(50, 500))
@@ -56,11 +66,15 @@ def test_a_chunk_size_named_in_a_warning_works_without_that_warning(geometry: Ge
     for warning in planner.warnings:
         named = re.search(r"the nearest good hybrid_chunk_size is (\d+)", warning)
         if named is not None:
-            cured = Geometry(geometry.groups, geometry.hash_block_size, int(named[1])).plan(max_model_len)
+            cured = geometry.with_chunk(int(named[1])).plan(max_model_len)
             assert not any("not a multiple" in other for other in cured.warnings)
+        named = re.search(r"; with hybrid_chunk_size (\d+), at multiples of (\d+)$", warning)
+        if named is not None:
+            cured = geometry.with_chunk(int(named[1])).plan(max_model_len)
+            assert cured.boundary_tokens == int(named[2]) < planner.boundary_tokens
         named = re.search(r"; hybrid_chunk_size (\d+) uses", warning)
         if named is not None:
-            cured = Geometry(geometry.groups, geometry.hash_block_size, int(named[1])).plan(max_model_len)
+            cured = geometry.with_chunk(int(named[1])).plan(max_model_len)
             assert cured.warnings == ()
             assert cured.boundary_tokens < planner.boundary_tokens
 
@@ -69,7 +83,7 @@ def test_a_chunk_size_named_in_a_warning_works_without_that_warning(geometry: Ge
 def test_each_group_whose_blocks_do_not_fill_the_chunk_is_warned_about_once(geometry: Geometry) -> None:
     chunk = geometry.hybrid_chunk_size
     assert chunk is not None
-    warned = [w for w in geometry.plan().warnings if "not a multiple" in w]
+    warned = [w for w in geometry.plan().warnings if "is stored block by block" in w]
     odd = [g.index for g in geometry.groups if g.block_size_tokens < chunk and chunk % g.block_size_tokens]
     assert [int(w.split(":")[0].removeprefix("group ")) for w in warned] == odd
 
@@ -87,6 +101,31 @@ def test_a_chunk_that_skips_recurrent_states_is_warned_about() -> None:
     (warning,) = plan(GroupGeometry(0, 64, FULL), GroupGeometry(1, 64, STATE), chunk=256).warnings
     assert warning.startswith("group 1 is recurrent")
     assert "hybrid_chunk_size 64 uses" in warning
+
+
+def test_boundaries_further_apart_than_any_unit_are_warned_about() -> None:
+    (warning,) = plan(GroupGeometry(0, 16, FULL), GroupGeometry(1, 1056, FULL), chunk=256, max_model_len=9000).warnings
+    assert warning == (
+        "group 1: its block size 1056 is not a multiple of hybrid_chunk_size 256, so prefixes can be loaded only at "
+        "multiples of 8448 tokens; with hybrid_chunk_size 1056, at multiples of 1056"
+    )
+
+
+def test_attention_chunks_that_units_do_not_divide_are_refused_with_the_numbers() -> None:
+    with pytest.raises(PlanError) as refused:
+        plan(GroupGeometry(0, 16, FULL), GroupGeometry(1, 16, chunked(8192)), chunk=768, max_model_len=32768)
+    assert str(refused.value).startswith(
+        "group 1 has chunked local attention of 8192 tokens and, with block size 16 and hybrid_chunk_size 768, units "
+        "of 768 tokens; neither divides the other"
+    )
+    assert str(refused.value).endswith("; set hybrid_chunk_size to 512")
+
+
+def test_a_model_that_never_needs_its_cache_at_a_boundary_has_nothing_to_offload() -> None:
+    with pytest.raises(
+        PlanError, match=r"multiples of 64 .*group 7: chunked local attention of 32 tokens.*nothing to "
+    ):
+        plan(GroupGeometry(7, 64, chunked(32)), chunk=64)
 
 
 def test_no_group_is_refused() -> None:
@@ -110,3 +149,8 @@ def test_the_last_token_is_always_computed_so_one_boundary_at_max_model_len_is_n
     with pytest.raises(PlanError, match="nothing could ever be loaded; set hybrid_chunk_size to 256"):
         plan(group, chunk=512, max_model_len=512)
     assert plan(group, chunk=512, max_model_len=513).boundary_tokens == 512
+
+
+def test_one_attention_chunk_may_make_another_too_small_to_be_divided() -> None:
+    groups = [GroupGeometry(index, 16, policy) for index, policy in enumerate((FULL, chunked(24), chunked(64)))]
+    assert plan(*groups, chunk=None).hybrid_chunk_size == 192

@@ -199,7 +199,7 @@ def test_a_store_writes_only_what_the_preparation_asked_for(rig: Rig) -> None:
     [
         ("contains", lambda rig: rig.lookup(1)),
         ("load_into", lambda rig: rig.load(1)),
-        ("store", lambda rig: rig.store(2)),
+        ("store", lambda rig: (rig.backend.objects.pop(key(2), None), rig.store(2))),
         ("delete", lambda rig: (rig.put(3), rig.backend.objects.update({key(3): b"damaged"}), rig.load(3))),
     ],
     ids=["lookup", "load", "store", "delete"],
@@ -225,6 +225,14 @@ def test_each_change_of_state_is_logged_once(
         assert "OSError: the medium is gone" in message
         (message,) = logged({})
         assert message.endswith("works again")
+
+
+def test_a_backend_is_not_called_with_empty_batches(rig: Rig) -> None:
+    rig.put(1)
+    rig.backend.calls.clear()
+    rig.store(1)
+    rig.load(2)
+    assert rig.backend.calls == ["prepare_store", "prepare_load"]
 
 
 def test_lookups_beyond_the_limit_are_shed_at_once(rig: Rig) -> None:

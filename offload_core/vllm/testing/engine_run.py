@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from offload_core.testing.engine import PROGRESS_KEY, PromptResult, PromptSpec, Round, RoundResult, RunResult, RunSpec
+from offload_core.testing.workload import Workload, WorkloadResult
+from offload_core.vllm.testing.workload_run import WorkloadDriver
 
 _DRAIN_SECONDS = 60.0
 _SHUTDOWN_SECONDS = 30.0
@@ -34,6 +36,7 @@ def run(spec: RunSpec) -> RunResult:
         session = _Session(engine, spec.logprobs)
         warm_up_seconds = session.warm_up() if spec.warm_up else 0.0
         rounds = [session.run_round(index, item) for index, item in enumerate(spec.rounds)]
+        workloads = [session.run_workload(item) for item in spec.workloads]
         metrics, facts = _metrics(), _engine_facts(engine)
     finally:
         stopping = time.perf_counter()
@@ -42,6 +45,7 @@ def run(spec: RunSpec) -> RunResult:
         shutdown_seconds = time.perf_counter() - stopping
     return RunResult(
         rounds=rounds,
+        workloads=workloads,
         metrics=metrics,
         engine=facts,
         start_seconds=start_seconds,
@@ -68,6 +72,7 @@ def _start_engine(spec: RunSpec) -> Any:
         "dtype": spec.dtype,
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.max_num_seqs,
+        "kv_cache_memory_bytes": spec.kv_cache_memory_bytes,
         "enable_prefix_caching": spec.enable_prefix_caching,
         "tensor_parallel_size": spec.tensor_parallel_size,
         "enforce_eager": True,
@@ -92,6 +97,7 @@ class _Session:
         self._engine = engine
         self._logprobs = logprobs
         self._prefill: dict[str, Any] = {}
+        self._adapters: dict[str, int] = {}
         self._get_output = engine.engine_core.get_output
         engine.engine_core.get_output = self._tapped_output
 
@@ -100,7 +106,7 @@ class _Session:
         outputs = self._get_output()
         for output in outputs.outputs:
             if output.prefill_stats is not None:
-                self._prefill[output.request_id] = output.prefill_stats
+                self._prefill.setdefault(output.request_id, output.prefill_stats)
         return outputs
 
     def warm_up(self) -> float:
@@ -121,6 +127,11 @@ class _Session:
             drained += self._drain()
         seconds = time.perf_counter() - started
         return RoundResult(name=item.name, prompts=results, seconds=seconds, drain_seconds=drained)
+
+    def run_workload(self, workload: Workload) -> WorkloadResult:
+        """Run one workload, starting with an empty local prefix cache."""
+        self._reset_prefix_cache(reset_connector=False)
+        return WorkloadDriver(self._engine, self._prefill, self._logprobs, self._drain).run(workload)
 
     def _run_batch(self, prefix: str, round_name: str, prompts: list[PromptSpec]) -> list[PromptResult]:
         submitted = time.perf_counter()
@@ -149,7 +160,17 @@ class _Session:
             logprobs=self._logprobs,
             detokenize=False,
         )
-        return str(self._engine.add_request(request_id, {"prompt_token_ids": prompt.token_ids}, params))
+        lora = self._lora(prompt.lora) if prompt.lora else None
+        return str(
+            self._engine.add_request(request_id, {"prompt_token_ids": prompt.token_ids}, params, lora_request=lora)
+        )
+
+    def _lora(self, folder: str) -> Any:
+        """Every folder is an adapter of its own number, in the order in which they come up."""
+        from vllm.lora.request import LoRARequest
+
+        number = self._adapters.setdefault(folder, len(self._adapters) + 1)
+        return LoRARequest(Path(folder).name, number, folder)
 
     def _drain(self) -> float:
         """Step the idle in-process engine while it or its connector has work; returns the seconds spent.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +39,8 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from offload_core.vllm.compat import cache_hit_source
 
 SLAB_BYTES = 32 * 1024 * 1024
 
@@ -65,9 +67,9 @@ class RamManager(OffloadingManager):
             return LookupResult.HIT_PENDING
         return LookupResult.HIT if key in self._slots else LookupResult.MISS
 
-    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         """Every hit comes from host memory."""
-        return CacheHitSource.HOST
+        return cache_hit_source("host")
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Return the chunk numbers of ``keys``; KeyError if one was never stored."""

@@ -1,0 +1,48 @@
+"""What a group must hold so that a prefix can be used without computing it: one policy per kind of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class HitPolicy:
+    """Which tokens of a prefix of ``t`` tokens a group reads when it goes on from there.
+
+    * ``full``: every token below ``t``.
+    * ``window``: the last ``window_tokens - 1`` tokens below ``t`` (a query attends to itself and to the
+      ``window_tokens - 1`` tokens before it).
+    * ``chunked``: the tokens of the attention chunk that ``t`` lies in, ``[t // A * A, t)`` with ``A`` the
+      ``attention_chunk_tokens``; none where ``t`` is a multiple of ``A``.
+    * ``state``: one recurrent state, the one after exactly ``t`` tokens.
+
+    A token that a prefix does not need, no longer prefix needs.
+    """
+
+    kind: Literal["full", "window", "chunked", "state"]
+    window_tokens: int = 0
+    attention_chunk_tokens: int = 0
+
+    def first_needed_token(self, boundary_tokens: int) -> int:
+        """Return the first token position needed to go on from ``boundary_tokens``, or that boundary if none is."""
+        if self.kind == "full":
+            return 0
+        if self.kind == "window":
+            return max(0, boundary_tokens - self.window_tokens + 1)
+        if self.kind == "chunked":
+            return boundary_tokens - boundary_tokens % self.attention_chunk_tokens
+        return max(0, boundary_tokens - 1)
+
+    def needs_nothing_at_multiples_of(self, tokens: int) -> bool:
+        """Return whether no prefix whose length is a multiple of ``tokens`` needs any of the group's cache."""
+        if self.kind == "chunked":
+            return tokens % self.attention_chunk_tokens == 0
+        return self.kind == "window" and self.window_tokens == 1
+
+    def __str__(self) -> str:
+        if self.kind == "window":
+            return f"window of {self.window_tokens} tokens"
+        if self.kind == "chunked":
+            return f"chunked local attention of {self.attention_chunk_tokens} tokens"
+        return self.kind

@@ -1,0 +1,70 @@
+"""When a request whose load has failed may be given back to vLLM's scheduler, so that it cannot get stuck there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class _Holder:
+    blocks: int
+    needed_blocks: int
+    failed: bool = False
+
+
+class BlockHolders:
+    """Requests that hold blocks without running: their load goes on, has ended, or has failed and is kept back.
+
+    vLLM frees the blocks of a request whose load has failed and then tries to admit it with all its tokens, before it
+    looks at requests behind it. If those hold the blocks that it lacks, neither ever runs (seen with 0.32). So a
+    failure is kept back until the request is sure to fit beside all other holders; when only failed ones hold blocks,
+    they go back one at a time, the last one first: by the time the first one is tried, nobody holds anything.
+
+    Args:
+        num_blocks: blocks of the engine's pool that requests can have.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._holders: dict[str, _Holder] = {}  # in the order in which their loads began
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._holders
+
+    def load_begins(self, request_id: str, blocks: int, needed_blocks: int) -> None:
+        """Note a request that holds ``blocks`` while it loads and needs at most ``needed_blocks`` to run."""
+        self._holders[request_id] = _Holder(blocks, needed_blocks)
+
+    def load_fails(self, request_id: str) -> None:
+        """Note that a request's load has failed. Without effect on a request that is no holder."""
+        if (holder := self._holders.get(request_id)) is not None:
+            self._holders[request_id] = _Holder(holder.blocks, holder.needed_blocks, failed=True)
+
+    def failed(self, request_id: str) -> bool:
+        """Return whether a request's load has failed and it has not been given back."""
+        holder = self._holders.get(request_id)
+        return holder is not None and holder.failed
+
+    def remove(self, request_ids: Collection[str]) -> None:
+        """Note requests that run, have ended, or have been given back."""
+        if self._holders:
+            for request_id in request_ids:
+                self._holders.pop(request_id, None)
+
+    def give_back(self) -> list[str]:
+        """Return the failed requests that can go back to the scheduler now."""
+        failed = [request_id for request_id, holder in self._holders.items() if holder.failed]
+        if not failed:
+            return []
+        fitting = list(self._fitting(failed))
+        if not fitting and len(failed) == len(self._holders):
+            return failed[-1:]
+        return fitting
+
+    def _fitting(self, failed: Collection[str]) -> Iterator[str]:
+        held = sum(holder.blocks for holder in self._holders.values())
+        for request_id in failed:
+            holder = self._holders[request_id]
+            if self._num_blocks - (held - holder.blocks) >= holder.needed_blocks:
+                yield request_id

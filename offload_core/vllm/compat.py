@@ -1,0 +1,136 @@
+"""Every difference between the versions of vLLM that the adapter runs on; no other module asks for the version.
+
+Imported before the rest of the adapter, which would fail on an older vLLM with nothing but a missing name.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import vllm
+
+from offload_core.errors import PlanError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_Connector = TypeVar("_Connector")
+
+_TESTED_RELEASES = ((0, 30), (0, 31), (0, 32))  # those that `make test-engines` runs
+_TESTED = ", ".join(f"{major}.{minor}" for major, minor in _TESTED_RELEASES)
+
+
+def _release() -> tuple[int, int]:
+    """Return the installed release, ``(0, 0)`` for a build without a number."""
+    numbers = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+
+
+if (0, 0) < _release() < min(_TESTED_RELEASES):
+    raise PlanError(
+        f"vLLM {vllm.__version__} is too old: its connector interface lacks what hybrid models need; "
+        f"install one of the tested versions: {_TESTED}"
+    )
+
+
+def version_problem() -> str | None:
+    """Return a warning for a version that is not tested, ``None`` for a tested one."""
+    if _release() in _TESTED_RELEASES:
+        return None
+    return (
+        f"vLLM {vllm.__version__} is not among the tested versions ({_TESTED}); should it fail or give other outputs "
+        "than without offloading, install a tested one and report the difference"
+    )
+
+
+def cache_hit_source(medium: str | None) -> Any:
+    """Return vLLM's name for the kind of medium that served a hit; 0.30 and 0.31 have none and never ask."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    sources = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+    return sources.get(medium or "", CacheHitSource.EXTERNAL_UNSPECIFIED)
+
+
+def prefix_replay_tokens(spec: KVCacheSpec) -> int:
+    """Return how many tokens of a hit the group computes again; 0.30 knows no such groups."""
+    return int(getattr(spec, "prefix_replay_tokens", 0))
+
+
+def hisparse_in_use(kv_cache_config: KVCacheConfig) -> bool:
+    """Return whether part of the KV cache belongs to HiSparse, which came after 0.30."""
+    if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
+        return True
+    return any(
+        getattr(group, "host_resident", False)
+        or not getattr(group, "enable_kv_transfer", True)
+        or getattr(getattr(group, "role", None), "name", "DEFAULT") != "DEFAULT"
+        for group in kv_cache_config.kv_cache_groups
+    )
+
+
+def for_this_engine(connector: type[_Connector]) -> type[_Connector]:
+    """Class decorator: return ``connector`` with what the engine that is installed needs in addition."""
+    if _release() != (0, 30):
+        return connector
+    namespace = {"__module__": connector.__module__, "__doc__": connector.__doc__}
+    adapted: type[_Connector] = type(connector.__name__, (_ConnectorFor030, connector), namespace)
+    return adapted
+
+
+class _ConnectorFor030:
+    """What vLLM 0.31 and newer do themselves.
+
+    * 0.30 does not call ``wait_for_save`` in a step without a forward pass; what such a step stores would be lost.
+    * 0.30 looks at waiting requests in one queue and stops at the first one that does not fit. A request whose load has
+      ended holds blocks; behind one that needs these blocks it would not be seen. So until it has run, all others are
+      told to ask again, which makes the scheduler pass over them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._saved = False
+        self._loading_requests: set[str] = set()
+        self._loaded_requests: set[str] = set()
+
+    def wait_for_save(self) -> None:
+        super().wait_for_save()  # type: ignore[misc]
+        self._saved = True
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        if not self._saved:
+            super().wait_for_save()  # type: ignore[misc]
+        self._saved = False
+        return super().get_transfer_results(finished_req_ids)  # type: ignore[misc]
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Any:
+        self._loaded_requests.discard(request.request_id)  # its load has failed: it holds nothing any more
+        if self._loaded_requests:
+            return None, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)  # type: ignore[misc]
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self._loading_requests.add(request.request_id)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        ended = self._loading_requests & (connector_output.finished_recving or set())
+        self._loading_requests -= ended
+        self._loaded_requests |= ended
+        super().update_connector_output(connector_output)  # type: ignore[misc]
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        self._loaded_requests -= scheduler_output.num_scheduled_tokens.keys()
+        return super().build_connector_meta(scheduler_output)  # type: ignore[misc]
+
+    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> Any:
+        self._loading_requests.discard(request.request_id)
+        self._loaded_requests.discard(request.request_id)
+        return super().request_finished_all_groups(request, block_ids)  # type: ignore[misc]

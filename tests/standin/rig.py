@@ -1,0 +1,106 @@
+"""Engines on one folder of objects, whose I/O follows a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from offload_core.vllm.testing.standin import StandInEngine
+from offload_core.vllm.testing.standin_geometries import StandInModel
+from offload_core.vllm.testing.standin_io import CallWatch
+from offload_core.vllm.testing.standin_workload import Arrival, Workload, drive
+from tests.standin.scripted_disk import SCRIPTS, Script
+
+NEVER_SECONDS = 600.0
+
+
+class Rig:
+    """Makes engines, each a lifetime of its own, and lets their I/O go on step by step."""
+
+    def __init__(self, model_folder: Path, kv: Path, watch: CallWatch, name: str) -> None:
+        self._model_folder = model_folder
+        self.kv = kv
+        self._watch = watch
+        self._name = name
+        self.script = Script(0)
+        self._engines: list[StandInEngine] = []
+
+    def engine(self, model: StandInModel, script: Script | None = None, **changes: Any) -> StandInEngine:
+        """Start an engine; ``changes`` are settings of the connector or arguments of :class:`StandInEngine`."""
+        self.script = SCRIPTS[self._name] = script or Script(0)
+        settings = {
+            "backends": [{"name": "disk", "type": "scripted-disk", "path": str(self.kv), "script": self._name}],
+            "staging_bytes": changes.pop("staging_bytes", "32MiB"),
+            "load_timeout_seconds": changes.pop("load_timeout_seconds", NEVER_SECONDS),
+            "lookup_timeout_seconds": changes.pop("lookup_timeout_seconds", NEVER_SECONDS),
+            "shutdown_timeout_seconds": changes.pop("shutdown_timeout_seconds", 5.0),
+        }
+        if model.hybrid_chunk_size is not None:
+            settings["hybrid_chunk_size"] = model.hybrid_chunk_size
+        engine = StandInEngine(model, self._model_folder, settings, **changes)
+        self._engines.append(engine)
+        return engine
+
+    def bare_engine(self, model: StandInModel, **changes: Any) -> StandInEngine:
+        """Start an engine without a connector."""
+        engine = StandInEngine(model, self._model_folder, None, **changes)
+        self._engines.append(engine)
+        return engine
+
+    def tick(self) -> None:
+        """Let the I/O of one step happen."""
+        self._watch.settle()
+        self.script.advance(self._watch.settle)
+
+    def open(self, *kinds: str) -> None:
+        """Hold no calls of these kinds any more; by default, of no kind."""
+        self._watch.settle()
+        self.script.open(self._watch.settle, *kinds)
+
+    def drive(self, engine: StandInEngine, work: Workload) -> dict[str, Arrival]:
+        """Run the work to its end and check that nothing is left."""
+        asked = drive(engine, work, self.tick)
+        self.drain(engine)
+        return asked
+
+    def run(self, engine: StandInEngine, *prompts: list[int], max_tokens: int = 4) -> list[str]:
+        """Run some prompts at once to their end; returns the requests' ids."""
+        work = Workload(0, tuple(Arrival(0, tuple(prompt), max_tokens) for prompt in prompts))
+        return list(self.drive(engine, work))
+
+    def step_until(self, engine: StandInEngine, happened: Callable[[], object], max_steps: int = 200) -> None:
+        """Step until something has happened."""
+        for _ in range(max_steps):
+            if happened():
+                return
+            engine.step()
+            self.tick()
+        raise AssertionError(f"did not happen in {max_steps} steps; requests: {engine.states()}")
+
+    def drain(self, engine: StandInEngine) -> None:
+        """Let everything end, and check that nothing is left."""
+        self._finish(engine)
+        self.open()
+        engine.add([3], 1)  # an idle engine lets go of what arrived late in its next step
+        self._finish(engine)
+        left = engine.leftovers()
+        assert left == [], f"left over: {left}"
+
+    def _finish(self, engine: StandInEngine) -> None:
+        while engine.busy:
+            engine.step()
+            self.tick()
+
+    def end(self, engine: StandInEngine) -> None:
+        """Shut one engine down."""
+        self._engines.remove(engine)
+        engine.shutdown()
+
+    def close(self) -> None:
+        """Shut all engines down."""
+        self.open()
+        for engine in self._engines:
+            engine.shutdown()
+        self._engines.clear()
+        SCRIPTS.pop(self._name, None)

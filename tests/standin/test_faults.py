@@ -1,0 +1,236 @@
+"""What an engine does while transfers are under way: abort, reset, reuse, end; and what a tier does to them."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from offload_core.packs import CpuBlockCopier
+from offload_core.vllm.testing.standin import StandInEngine
+from offload_core.vllm.testing.standin_cache import WrongBytesError
+from offload_core.vllm.testing.standin_geometries import MODELS, StandInModel
+from offload_core.vllm.testing.standin_workload import Arrival, check_outputs, make_workload, reference
+from tests.standin.rig import Rig
+from tests.standin.scripted_disk import Script
+
+NAMES = ["gemma3", "gpt_oss", "qwen3_next", "mla", "deepseek_v4"]
+
+
+@pytest.fixture(params=NAMES)
+def model(request: pytest.FixtureRequest) -> StandInModel:
+    return MODELS[request.param]()
+
+
+def prompt(model: StandInModel, family: int = 0) -> list[int]:
+    """Two boundaries and a bit."""
+    return [3 + (i * (family + 1) + family) % 997 for i in range(2 * model.chunk_tokens + 5)]
+
+
+def stored(rig: Rig, model: StandInModel, *families: int, ranks: int = 1) -> None:
+    """Fill the disk in a lifetime of its own."""
+    engine = rig.engine(model, ranks=ranks)
+    for family in families or (0,):
+        rig.run(engine, prompt(model, family))
+    rig.end(engine)
+
+
+def take_all_blocks(rig: Rig, model: StandInModel, engine: StandInEngine) -> None:
+    """Let other requests have every block of the cache once, while the script holds what it holds."""
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    handed_out: set[int] = set()
+    family = 10
+    while len(handed_out) < pool.num_gpu_blocks - 1:
+        request = engine.add(prompt(model, family), 2)
+        while request not in engine.finished:
+            engine.step()
+            handed_out.update(engine.new_blocks)
+            rig.tick()
+        assert engine.outputs[request] == reference(tuple(prompt(model, family)), 2)
+        family += 1
+
+
+def external(engine: StandInEngine, request: str) -> int:
+    return engine.served[request].external_tokens
+
+
+def loading(rig: Rig, engine: StandInEngine) -> str:
+    """A request whose load is held."""
+    request = engine.add(prompt(engine.model), 4)
+    rig.step_until(engine, lambda: rig.script.held["load_into"])
+    assert engine.states()[request] == "WAITING_FOR_REMOTE_KVS"
+    return request
+
+
+def test_abort_while_loading(rig: Rig, model: StandInModel) -> None:
+    stored(rig, model)
+    engine = rig.engine(model, Script(0, shut={"load_into"}))
+    engine.abort(loading(rig, engine))
+    rig.step_until(engine, lambda: not engine.busy)
+
+    take_all_blocks(rig, model, engine)
+    rig.open()
+    again = rig.run(engine, prompt(model))
+
+    assert engine.counters["load_late|disk"] > 0
+    assert engine.outputs[again[0]] == reference(tuple(prompt(model)), 4)
+
+
+def test_abort_while_storing(rig: Rig, model: StandInModel) -> None:
+    engine = rig.engine(model, Script(0, shut={"store"}))
+    request = engine.add(prompt(model), 40)
+    rig.step_until(engine, lambda: engine.outputs[request] and rig.script.held["store"])
+    engine.abort(request)
+    take_all_blocks(rig, model, engine)
+    rig.open()
+    rig.drain(engine)
+    rig.end(engine)
+
+    second = rig.engine(model)
+    assert external(second, rig.run(second, prompt(model))[0]) == 2 * model.chunk_tokens
+
+
+def test_blocks_of_a_finished_request_are_reused_at_once(rig: Rig, model: StandInModel) -> None:
+    engine = rig.engine(model, Script(0, shut={"store"}))
+    request = engine.add(prompt(model), 2)
+    rig.step_until(engine, lambda: request in engine.finished)
+    take_all_blocks(rig, model, engine)
+    rig.open()
+    rig.drain(engine)
+    rig.end(engine)
+
+    second = rig.engine(model)
+    assert external(second, rig.run(second, prompt(model))[0]) == 2 * model.chunk_tokens
+
+
+def test_new_weights_while_storing(rig: Rig, model: StandInModel) -> None:
+    engine = rig.engine(model, Script(0, shut={"store"}))
+    request = engine.add(prompt(model), 40)
+    rig.step_until(engine, lambda: engine.outputs[request] and rig.script.held["store"])
+
+    assert engine.reset_prefix_cache(running=True, connector=True)
+    rig.open()
+    rig.drain(engine)
+    check_outputs(engine, {request: Arrival(0, tuple(prompt(model)), 40)})
+
+    assert external(engine, rig.run(engine, prompt(model))[0]) == 0, (
+        "what was stored before the reset is of old weights"
+    )
+
+
+def test_reset_while_loading(rig: Rig, model: StandInModel) -> None:
+    stored(rig, model)
+    engine = rig.engine(model, Script(0, shut={"load_into"}))
+    request = loading(rig, engine)
+
+    assert not engine.reset_prefix_cache(running=False, connector=True), "vLLM keeps the blocks that the load holds"
+    rig.step_until(engine, lambda: request in engine.finished)
+    rig.open()
+    rig.drain(engine)
+
+    assert engine.outputs[request] == reference(tuple(prompt(model)), 4)
+
+
+def test_a_load_that_is_late_is_recomputed(rig: Rig, model: StandInModel) -> None:
+    stored(rig, model)
+    engine = rig.engine(model, Script(0, shut={"load_into"}), load_timeout_seconds=0.01)
+    request = loading(rig, engine)
+
+    rig.step_until(engine, lambda: request in engine.finished, max_steps=100_000)
+    rig.open()
+    rig.drain(engine)
+
+    assert engine.outputs[request] == reference(tuple(prompt(model)), 4)
+    assert engine.counters["load_timeouts|disk"] > 0
+
+
+def test_shutdown_with_work_in_flight(rig: Rig, model: StandInModel) -> None:
+    stored(rig, model)
+    engine = rig.engine(model, Script(0, shut={"load_into", "store"}), shutdown_timeout_seconds=0.01)
+    loading(rig, engine)
+    engine.add(prompt(model, 1), 4)
+    rig.step_until(engine, lambda: rig.script.held["store"])
+    rig.end(engine)
+    rig.open()
+
+    second = rig.engine(model)
+    first, other = rig.run(second, prompt(model), prompt(model, 1))
+    assert external(second, first) == 2 * model.chunk_tokens
+    assert second.outputs[other] == reference(tuple(prompt(model, 1)), 4)
+
+
+def test_a_tier_that_keeps_nothing(rig: Rig, model: StandInModel) -> None:
+    for seed in range(2):
+        engine = rig.engine(model, Script(seed, reject=1.0))
+        asked = rig.drive(engine, make_workload(model, seed))
+        assert sum(external(engine, request) for request in asked) == 0
+        assert engine.counters["store_rejected|disk"] > 0
+        rig.end(engine)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_part_is_missing_is_a_miss_for_all(rig: Rig, model: StandInModel, rank: int) -> None:
+    stored(rig, model, ranks=2)
+    namespaces = sorted(folder for folder in rig.kv.iterdir() if folder.is_dir())
+    assert len(namespaces) == 2
+    shutil.rmtree(namespaces[rank])
+
+    engine = rig.engine(model, ranks=2)
+    (request,) = rig.run(engine, prompt(model))
+    assert external(engine, request) == 0
+    assert not [name for name in engine.counters if name.startswith("load_")], "a miss, not a load that fails"
+    rig.end(engine)
+
+    engine = rig.engine(model, ranks=2)
+    (request,) = rig.run(engine, prompt(model))
+    assert external(engine, request) == 2 * model.chunk_tokens, "both parts are stored again"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_work_on_two_ranks(rig: Rig, model: StandInModel, seed: int) -> None:
+    work = make_workload(model, seed, aborts=4, resets=2)
+    calls = {"contains": 2, "load_into": 6, "store": 6}
+    for life in range(2):
+        script = Script(seed + 10 * life, hold_steps=dict(calls), fail={"load_into": 0.1}, damage=0.05, reject=0.05)
+        rig.drive(rig.engine(model, script, ranks=2), work)
+
+
+def test_failed_loads_do_not_stop_the_engine(rig: Rig) -> None:
+    model = MODELS["mla"]()
+    long = [[3 + (i * (family + 1)) % 997 for i in range(1600)] for family in range(2)]
+    first = rig.engine(model)
+    rig.run(first, *(tokens[:1300] for tokens in long))
+    whole = set(rig.kv.rglob("*.kv"))
+    rig.run(first, *long)
+    for deepest in set(rig.kv.rglob("*.kv")) - whole:
+        deepest.write_bytes(b"damaged")
+    rig.end(first)
+
+    engine = rig.engine(model)
+    requests = [engine.add(tokens, 4) for tokens in long]
+    rig.step_until(engine, lambda: all(request in engine.finished for request in requests))
+
+
+@pytest.mark.parametrize("broken", ["scatter nothing", "scatter elsewhere", "gather a wrong byte"])
+def test_the_stand_in_sees_wrong_bytes(
+    rig: Rig, model: StandInModel, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    scatter, gather = CpuBlockCopier.scatter, CpuBlockCopier.gather
+    if broken == "scatter nothing":
+        monkeypatch.setattr(CpuBlockCopier, "scatter", lambda *_: None)
+    elif broken == "scatter elsewhere":
+        monkeypatch.setattr(
+            CpuBlockCopier,
+            "scatter",
+            lambda self, layout, blocks, payload: scatter(self, layout, blocks, payload.flip(0)),
+        )
+    else:
+        monkeypatch.setattr(
+            CpuBlockCopier,
+            "gather",
+            lambda self, layout, blocks, payload: (gather(self, layout, blocks, payload), payload[-1:].add_(1))[0],
+        )
+    stored(rig, model)
+    engine = rig.engine(model)
+    with pytest.raises(WrongBytesError, match=r"request r1, step from token .* group "):
+        rig.run(engine, prompt(model))

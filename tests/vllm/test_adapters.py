@@ -1,0 +1,100 @@
+"""LoRA adapters are identified by what is in their files, and only when that is certain."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from offload_core.vllm.adapters import Adapter, AdapterIdentities
+
+SECONDS = 30.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return _write(tmp_path / "adapter", b"weights")
+
+
+@pytest.fixture
+def identities(folder: Path) -> Iterator[AdapterIdentities]:
+    """Made by an engine that started after ``folder`` was written."""
+    made = AdapterIdentities(SECONDS, started_ns=_changed_ns(folder))
+    yield made
+    made.shutdown()
+
+
+def _changed_ns(folder: Path) -> int:
+    return max(path.stat().st_ctime_ns for path in folder.iterdir())
+
+
+def _write(folder: Path, weights: bytes) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return folder
+
+
+def _settled(adapter: Adapter) -> Adapter:
+    limit = time.monotonic() + SECONDS
+    while adapter.pending:
+        assert time.monotonic() < limit
+    return adapter
+
+
+def _lora(folder: Path, *, load_inplace: bool = False) -> LoRARequest:
+    return LoRARequest("tuned", 1, str(folder), load_inplace=load_inplace)
+
+
+def test_the_same_files_are_the_same_adapter_wherever_they_lie(folder: Path, tmp_path: Path) -> None:
+    copy = _write(tmp_path / "copy", b"weights")
+    other = _write(tmp_path / "other", b"different")
+    identities = AdapterIdentities(SECONDS, started_ns=_changed_ns(other))
+    digests = [_settled(identities.of(_lora(path))).digest for path in (folder, copy, other)]
+    identities.shutdown()
+    assert digests[0] == digests[1] != digests[2]
+    assert all(digests)
+
+
+def test_files_that_change_under_a_running_engine_are_not_trusted(
+    identities: AdapterIdentities, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert _settled(identities.of(_lora(folder))).usable
+    before = _changed_ns(folder)
+    while _changed_ns(folder) == before:  # until the file system's clock has ticked
+        _write(folder, b"changed")
+    with caplog.at_level(logging.WARNING):
+        adapters = [_settled(identities.of(_lora(folder))) for _ in range(2)]
+    assert not any(adapter.usable for adapter in adapters)
+    assert caplog.text.count("have changed since this engine started") == 1
+
+
+def test_a_changed_file_with_its_old_modification_time_is_not_trusted(
+    identities: AdapterIdentities, folder: Path
+) -> None:
+    weights = folder / "adapter_model.safetensors"
+    before = weights.stat()
+    while weights.stat().st_ctime_ns == before.st_ctime_ns:
+        weights.write_bytes(b"WEIGHTS")
+        os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert not _settled(identities.of(_lora(folder))).usable
+
+
+@pytest.mark.parametrize("kind", ["in place", "missing"])
+def test_what_cannot_be_identified_is_not_offloaded(
+    identities: AdapterIdentities, folder: Path, kind: str, tmp_path: Path
+) -> None:
+    lora = _lora(folder, load_inplace=True) if kind == "in place" else _lora(tmp_path / "organisation/name-on-a-hub")
+    assert not _settled(identities.of(lora)).usable
+
+
+def test_nobody_waits_longer_than_the_patience(folder: Path) -> None:
+    identities = AdapterIdentities(0.0)
+    adapter = identities.of(_lora(folder))
+    assert not adapter.pending
+    identities.shutdown()

@@ -1,0 +1,258 @@
+"""The scheduler half on its own: what is offered to the engine and what is stored, step by step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from offload_core.config import OffloadConfig, OffloadSettings
+from offload_core.keys import ChunkRef, ObjectKey
+from offload_core.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
+from offload_core.vllm.metadata import StepMetadata, StepReport
+from offload_core.vllm.scheduler import SchedulerHalf
+from tests.unit.memory_backend import MemoryBackend, memory_tier
+
+SECONDS = 30
+BLOCK = 16
+
+
+def request(name: str = "r", tokens: int = 80, family: int = 0, **fields: Any) -> Any:
+    """A request of ``tokens`` prompt tokens; those of one family share all their block hashes."""
+    return SimpleNamespace(
+        **{
+            "request_id": name,
+            "num_tokens": tokens,
+            "num_prompt_tokens": tokens,
+            "num_computed_tokens": 0,
+            "block_hashes": [bytes([family, block]) * 16 for block in range(tokens // BLOCK)],
+            "kv_transfer_params": None,
+            "lora_request": None,
+            "skip_reading_prefix_cache": False,
+            **fields,
+        }
+    )
+
+
+class Half:
+    """A scheduler half over one RAM tier; one full-attention group with blocks and chunks of 16 tokens."""
+
+    def __init__(self, **options: Any) -> None:
+        self.patience_seconds = options.pop("patience_seconds", SECONDS)
+        roles = {name: options.pop(name) for name in ("loads", "stores") if name in options}
+        tier, made = memory_tier()
+        settings = OffloadSettings(
+            backends=[tier.common], lookup_timeout_seconds=self.patience_seconds, hybrid_chunk_size=BLOCK, **options
+        )
+        planner = HybridOffloadPlanner.build(
+            [GroupGeometry(0, BLOCK, HitPolicy("full"))],
+            hash_block_size=BLOCK,
+            max_model_len=4096,
+            hybrid_chunk_size=BLOCK,
+        )
+        config = OffloadConfig(settings, (tier,))
+        self.half = SchedulerHalf(config, planner, {"model": "m"}, num_ranks=1, num_blocks=100, **roles)
+        self.half.set_layouts({0: {}})
+        self.backend: MemoryBackend = made[0]
+
+    def follow(self, item: Any) -> Any:
+        self.half.on_new_request(item)
+        return item
+
+    def matched(self, item: Any, computed_tokens: int = 0) -> int:
+        """Ask until the answer is there, as the engine does step by step."""
+        limit = time.monotonic() + SECONDS
+        while (matched := self.half.matched_tokens(item, computed_tokens)) is None:
+            assert time.monotonic() < limit
+            self.step()
+        return matched
+
+    def step(self, **scheduled: int) -> StepMetadata:
+        """Build a step that schedules tokens of the named requests; block ``i`` of each has the id ``i + 1``."""
+        output: Any = SimpleNamespace(
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            num_scheduled_tokens=scheduled,
+            kv_connector_block_state=SimpleNamespace(
+                get_block_ids=lambda _: (list(range(1, 100)),), boundary_state_offloads={}
+            ),
+        )
+        return self.half.build_step(output)
+
+    def stored(self, **scheduled: int) -> list[bytes]:
+        return [item.chunk.chunk_hash for item in self.step(**scheduled).stores]
+
+    def put(self, step: StepMetadata) -> None:
+        """Put what a step stores onto the tier."""
+        for item in step.stores:
+            namespace = step.namespaces[item.chunk.adapter][0]
+            self.backend.objects[ObjectKey(namespace, item.chunk.pack, item.chunk.chunk_hash)] = b""
+
+    def report(self, refs: Sequence[ChunkRef], **problems: Any) -> None:
+        report = StepReport(**problems)
+        report.stores_ended.update(refs)
+        self.half.take_output(set(), set(), report)
+
+
+@pytest.fixture
+def half() -> Iterator[Half]:
+    made = Half()
+    yield made
+    made.half.shutdown()
+
+
+def test_a_stored_prefix_is_offered_to_the_next_request(half: Half) -> None:
+    first = half.follow(request("a"))
+    assert half.matched(first) == 0
+    step = half.step(a=80)
+    assert [item.chunk.chunk_hash for item in step.stores] == first.block_hashes
+    half.put(step)
+    half.report([item.chunk for item in step.stores])
+
+    assert half.matched(half.follow(request("b"))) == 64, "the last token is always computed"
+    assert half.matched(half.follow(request("c", tokens=200))) == 80
+    assert half.matched(half.follow(request("d", family=1))) == 0
+
+
+def test_a_chunk_on_its_way_is_waited_for(half: Half) -> None:
+    half.follow(request("a"))
+    step = half.step(a=80)
+    second = half.follow(request("b"))
+    for _ in range(20):
+        assert half.half.matched_tokens(second, 0) is None
+        half.step()
+    half.put(step)
+    half.report([item.chunk for item in step.stores])
+    assert half.matched(second) == 64
+
+
+def test_a_store_that_hangs_is_not_waited_for_longer_than_a_lookup_may_take() -> None:
+    half = Half(patience_seconds=0.2)
+    half.follow(request("a"))
+    half.step(a=80)
+    assert half.matched(half.follow(request("b"))) == 0
+    half.half.shutdown()
+
+
+def test_what_a_lookup_no_longer_finds_is_stored_again_with_all_that_lay_behind_it(half: Half) -> None:
+    half.follow(request("a"))
+    step = half.step(a=80)
+    half.put(step)
+    half.report([item.chunk for item in step.stores])
+    half.follow(request("b"))
+    assert half.stored(b=80) == [], "known, so not copied again"
+
+    half.backend.objects.clear()
+    third = half.follow(request("c"))
+    assert half.matched(third) == 0
+    assert half.stored(c=80) == third.block_hashes
+
+
+def test_a_failed_store_is_tried_again_by_the_next_request(half: Half) -> None:
+    half.follow(request("a"))
+    stores = half.step(a=80).stores
+    half.report([item.chunk for item in stores], not_stored={stores[1].chunk})
+    half.follow(request("b"))
+    assert half.stored(b=80) == [stores[1].chunk.chunk_hash]
+
+
+def test_generated_tokens_are_stored_unless_the_prompt_only_is_asked_for() -> None:
+    for prompt_only, expected in ((False, 6), (True, 5)):
+        half = Half(offload_prompt_only=prompt_only)
+        item = half.follow(request("a"))
+        stored = half.stored(a=80)
+        item.num_computed_tokens, item.num_tokens = 80, 96
+        item.block_hashes.append(b"generated")
+        stored += half.stored(a=16)
+        assert len(stored) == expected
+        half.half.shutdown()
+
+
+def test_speculated_tokens_are_not_stored(half: Half) -> None:
+    item = half.follow(request("a", tokens=30))
+    assert half.stored(a=30) == item.block_hashes
+    item.num_computed_tokens = item.num_tokens = 31
+    item.num_tokens = 31
+    assert half.stored(a=8) == [], "seven drafts reach into the next block, which may be rejected"
+
+
+@pytest.mark.parametrize(
+    ("wishes", "loads", "stores"),
+    [({"load": False}, False, True), ({"store": False}, True, False), ({"load": False, "store": False}, False, False)],
+)
+def test_requests_opt_out(half: Half, wishes: dict[str, bool], loads: bool, stores: bool) -> None:
+    half.follow(request("a"))
+    step = half.step(a=80)
+    half.put(step)
+    half.report([item.chunk for item in step.stores])
+    params = {"hybrid_offload": wishes}
+    assert bool(half.matched(half.follow(request("b", kv_transfer_params=params)))) == loads
+    half.follow(request("c", family=1, kv_transfer_params=params))
+    assert bool(half.stored(c=80)) == stores
+
+
+@pytest.mark.parametrize(("role", "loads", "stores"), [("loads", False, True), ("stores", True, False)])
+def test_the_role_of_the_engine(role: str, loads: bool, stores: bool) -> None:
+    half = Half(**{role: False})
+    half.follow(request("a"))
+    step = half.step(a=80)
+    assert bool(step.stores) == stores
+    half.put(step)
+    if not stores:
+        namespace = half.half._ranks_namespaces("")[0]
+        half.backend.objects.update(
+            {ObjectKey(namespace, "full-u16", chunk_hash): b"" for chunk_hash in request().block_hashes}
+        )
+    assert bool(half.matched(half.follow(request("b")))) == loads
+    half.half.shutdown()
+
+
+def test_a_prefix_that_ends_inside_a_block_is_not_extended(half: Half) -> None:
+    half.follow(request("a"))
+    step = half.step(a=80)
+    half.put(step)
+    half.report([item.chunk for item in step.stores])
+    second = half.follow(request("b"))
+    assert half.matched(second, computed_tokens=24) == 0
+    assert half.matched(second, computed_tokens=32) == 32
+
+
+def test_a_reset_serves_nothing_of_before_and_keeps_following_requests_that_have_not_begun(half: Half) -> None:
+    running, waiting = half.follow(request("a")), half.follow(request("b"))
+    step = half.step(a=80)
+    half.put(step)
+    half.report([item.chunk for item in step.stores])
+    running.num_computed_tokens = 80
+    half.half.reset()
+    assert half.matched(waiting) == 0
+    assert half.stored(a=1, b=80) == waiting.block_hashes, "what the running request holds may be of other weights"
+
+
+def test_an_adapter_has_names_of_its_own_and_the_same_files_share_them(half: Half, tmp_path: Path) -> None:
+    for name in ("one", "same", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(b"other" if name == "other" else b"one")
+    newest = max(path.stat().st_ctime_ns for path in tmp_path.rglob("*"))
+    half.half._adapters._started_ns = newest  # as if the engine had started after the files were written
+
+    def lora(name: str, request_id: str) -> Any:
+        return half.follow(request(request_id, lora_request=LoRARequest("tuned", 1, str(tmp_path / name))))
+
+    assert half.matched(lora("one", "a")) == 0
+    step = half.step(a=80)
+    assert len(step.stores) == 5
+    half.put(step)
+    half.report([item.chunk for item in step.stores])
+    assert half.matched(lora("same", "b")) == 64
+    assert half.matched(lora("other", "c")) == 0
+    assert half.matched(half.follow(request("d"))) == 0
+
+
+def test_an_adapter_that_cannot_be_identified_is_served_without_offloading(half: Half, tmp_path: Path) -> None:
+    item = half.follow(request("a", lora_request=LoRARequest("tuned", 1, str(tmp_path / "not-there"))))
+    assert half.matched(item) == 0
+    assert half.stored(a=80) == []
