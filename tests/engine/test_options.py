@@ -1,0 +1,48 @@
+"""Who is offloaded: requests that opt out, and prompts without what was generated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from offload_core.testing.engine import RunResult
+from offload_core.testing.workload import Workload, WorkloadRequest
+from tests.engine.lab import Lab, objects, ours
+
+
+def _run(lab: Lab, folder: Path, requests: list[WorkloadRequest], **config: bool) -> RunResult:
+    transfer = ours(folder, hybrid_chunk_size=lab.block_size, **config)
+    return lab.run([], transfer, workloads=[Workload(name="requests", requests=requests)])
+
+
+def _requests(lab: Lab, wishes: dict[str, bool] | None = None, max_tokens: int = 4) -> list[WorkloadRequest]:
+    (prompt,) = lab.prompts(700, family=50)
+    params = {"hybrid_offload": wishes} if wishes is not None else None
+    return [
+        WorkloadRequest(
+            name="request", token_ids=prompt.token_ids, max_tokens=max_tokens, kv_transfer_params=params, arrival_step=0
+        )
+    ]
+
+
+def test_requests_opt_out_of_storing_and_of_loading(gemma3: Lab, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    _run(gemma3, folder, _requests(gemma3, {"store": False}))
+    assert objects(folder) == []
+
+    _run(gemma3, folder, _requests(gemma3))
+    assert objects(folder)
+
+    def loaded(wishes: dict[str, bool] | None) -> int:
+        (workload,) = _run(gemma3, folder, _requests(gemma3, wishes)).workloads
+        return workload.requests[0].external_cached_tokens
+
+    assert loaded(None) == 5 * gemma3.block_size
+    assert loaded({"load": False}) == 0
+
+
+def test_generated_tokens_are_stored_unless_the_prompt_only_is_asked_for(gemma3: Lab, tmp_path: Path) -> None:
+    chunk = gemma3.block_size
+    for prompt_only, chunks in ((True, 700 // chunk), (False, (700 + 200) // chunk)):
+        folder = tmp_path / f"kv-{prompt_only}"
+        _run(gemma3, folder, _requests(gemma3, max_tokens=201), offload_prompt_only=prompt_only)
+        assert len([path for path in objects(folder) if "full" in path.parent.parent.name]) == chunks
