@@ -328,9 +328,9 @@ class SchedulerHalf:
 def _held_and_needed_blocks(planner: HybridOffloadPlanner, request: Request, blocks: KVCacheBlocks) -> tuple[int, int]:
     """Return how many blocks a request holds, and at most needs for all its tokens."""
     held = sum(not block.is_null for table in blocks.blocks for block in table)
-    # Some more per group for what the engine adds: states under way, speculated tokens.
-    needed = sum(-(-request.num_tokens // group.block_size_tokens) + 3 for group in planner.groups)
-    return held, needed
+    tokens = sum(-(-request.num_tokens // group.block_size_tokens) for group in planner.groups)
+    # Some more for what the engine adds to every group: states under way, speculated tokens, rings.
+    return held, tokens + 3 * len(blocks.blocks)
 
 
 def _still_valid(offer: Offer, computed_tokens: int) -> bool:
