@@ -5,7 +5,8 @@ cache (invariant I2). The *I/O loop* moves bytes between staging and the tiers. 
 lease goes from the engine thread to the loop, a load's lease the other way; whoever holds it releases it, once (I3).
 
 A load job is *wanted* until it is finished, failed, timed out or cancelled. Objects that arrive for a job that is no
-longer wanted are dropped on the engine thread, before they could touch a block that belongs to another request by then.
+longer wanted are dropped, at the latest by the engine thread before it would copy them, so that they never touch a
+block that belongs to another request by then.
 """
 
 from __future__ import annotations
