@@ -136,13 +136,13 @@ def test_ten_more_seeds(lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_whatever_runs_is_preempted_every_few_steps(gemma3: Lab, tmp_path: Path) -> None:
+def test_whatever_runs_is_preempted_every_few_steps(lab: Lab, tmp_path: Path) -> None:
     actions = [WorkloadAction(step=step, kind="preempt") for step in range(3, 120, 3)]
     many = [random_workload(seed).model_copy(update={"actions": actions}) for seed in SEEDS]
-    result = _run(gemma3, many, ours(tmp_path / "kv", hybrid_chunk_size=gemma3.block_size))
+    result = _run(lab, many, ours(tmp_path / "kv", hybrid_chunk_size=lab.block_size))
     for item in result.workloads:
         assert item.preemptions >= len(item.requests) // 2, "those of a few tokens end before"
-    _check_outputs(gemma3, many, result)
+    _check_outputs(lab, many, result)
 
 
 @pytest.mark.long
