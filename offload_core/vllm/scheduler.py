@@ -156,6 +156,7 @@ class SchedulerHalf:
         offer = state.offer
         assert offer is not None, "the engine loads only what matched_tokens offered"
         boundary = offer.computed_tokens + external_tokens
+        self._recomputing.discard(request.request_id)  # it has found room for another load: one among others again
         state.job_id = self._jobs = self._jobs + 1
         chunks = plan_load(self._planner, state, blocks, offer.computed_tokens, boundary)
         self._holders.load_begins(request.request_id, *_held_and_needed_blocks(self._planner, request, blocks))

@@ -92,6 +92,19 @@ class Half:
             namespace = step.namespaces[item.chunk.adapter][0]
             self.backend.objects[ObjectKey(namespace, item.chunk.pack, item.chunk.chunk_hash)] = b""
 
+    def store(self, **scheduled: int) -> StepMetadata:
+        """Make a step and let all that it stores end well."""
+        step = self.step(**scheduled)
+        self.put(step)
+        self.report([item.chunk for item in step.stores])
+        return step
+
+    def load(self, item: Any, tokens: int) -> None:
+        """Allocate blocks for a load as the engine does."""
+        blocks = [SimpleNamespace(block_id=number + 1, is_null=False) for number in range(tokens // BLOCK)]
+        taken: Any = SimpleNamespace(blocks=(blocks,))
+        self.half.blocks_allocated(item, taken, tokens)
+
     def report(self, refs: Sequence[ChunkRef], **problems: Any) -> None:
         report = StepReport(**problems)
         report.stores_ended.update(refs)
@@ -140,9 +153,7 @@ def test_a_store_that_hangs_is_not_waited_for_longer_than_a_lookup_may_take() ->
 
 def test_what_a_lookup_no_longer_finds_is_stored_again_with_all_that_lay_behind_it(half: Half) -> None:
     half.follow(request("a"))
-    step = half.step(a=80)
-    half.put(step)
-    half.report([item.chunk for item in step.stores])
+    half.store(a=80)
     half.follow(request("b"))
     assert half.stored(b=80) == [], "known, so not copied again"
 
@@ -186,9 +197,7 @@ def test_speculated_tokens_are_not_stored(half: Half) -> None:
 )
 def test_requests_opt_out(half: Half, wishes: dict[str, bool], loads: bool, stores: bool) -> None:
     half.follow(request("a"))
-    step = half.step(a=80)
-    half.put(step)
-    half.report([item.chunk for item in step.stores])
+    half.store(a=80)
     params = {"hybrid_offload": wishes}
     assert bool(half.matched(half.follow(request("b", kv_transfer_params=params)))) == loads
     half.follow(request("c", family=1, kv_transfer_params=params))
@@ -213,9 +222,7 @@ def test_the_role_of_the_engine(role: str, loads: bool, stores: bool) -> None:
 
 def test_a_prefix_that_ends_inside_a_block_is_not_extended(half: Half) -> None:
     half.follow(request("a"))
-    step = half.step(a=80)
-    half.put(step)
-    half.report([item.chunk for item in step.stores])
+    half.store(a=80)
     second = half.follow(request("b"))
     assert half.matched(second, computed_tokens=24) == 0
     assert half.matched(second, computed_tokens=32) == 32
@@ -223,9 +230,7 @@ def test_a_prefix_that_ends_inside_a_block_is_not_extended(half: Half) -> None:
 
 def test_a_reset_serves_nothing_of_before_and_keeps_following_requests_that_have_not_begun(half: Half) -> None:
     running, waiting = half.follow(request("a")), half.follow(request("b"))
-    step = half.step(a=80)
-    half.put(step)
-    half.report([item.chunk for item in step.stores])
+    half.store(a=80)
     running.num_computed_tokens = 80
     half.half.reset()
     assert half.matched(waiting) == 0
@@ -256,3 +261,22 @@ def test_an_adapter_that_cannot_be_identified_is_served_without_offloading(half:
     item = half.follow(request("a", lora_request=LoRARequest("tuned", 1, str(tmp_path / "not-there"))))
     assert half.matched(item) == 0
     assert half.stored(a=80) == []
+
+
+def test_others_wait_for_a_request_whose_load_failed_until_it_has_room_again(half: Half) -> None:
+    half.follow(request("a"))
+    half.follow(request("x", family=1))
+    half.store(a=80, x=80)
+    first = half.follow(request("b"))
+    assert half.matched(first) == 64
+    half.load(first, 64)
+    half.step()
+    half.half.take_output({"b"}, {"b"}, None)
+
+    other = half.follow(request("y", family=1))
+    for _ in range(20):
+        assert half.half.matched_tokens(other, 0) is None
+        half.step()
+    assert half.matched(first) == 64
+    half.load(first, 64)
+    assert half.matched(other) == 64, "a second load, however long it takes, holds nobody up"
