@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -43,11 +43,15 @@ class Capabilities:
         medium: ``host`` (memory), ``disk`` (local) or ``remote``.
         persistent: objects outlive the process.
         shared: other processes may read, add and remove objects at any time.
+        bounded: keeps a limit on its bytes: ``prepare_load`` pins, ``prepare_store`` reserves room (C9 to C11).
+        lists: :meth:`Backend.list_objects` works (C18).
     """
 
     medium: Literal["host", "disk", "remote"]
     persistent: bool
     shared: bool
+    bounded: bool = False
+    lists: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,16 @@ class StoreOutcome(enum.Enum):
     STORED = "stored"
     ALREADY_PRESENT = "already present"
     REJECTED = "rejected"
+
+
+class StoredObject(NamedTuple):
+    """One object as :meth:`Backend.list_objects` finds it."""
+
+    key: ObjectKey
+    nbytes: int
+    """Bytes of the object as :meth:`Backend.load_into` takes them: the size its buffer must have."""
+    stored_at_seconds: float
+    """When it was stored, in seconds since the epoch."""
 
 
 class LoadReservation:
@@ -181,6 +195,17 @@ class Backend(ABC, Generic[OptionsT]):
         """
         present = await self.contains(keys)
         return StoreReservation([StoreOutcome.ALREADY_PRESENT if there else None for there in present])
+
+    def list_objects(self) -> AsyncIterator[Sequence[StoredObject]]:
+        """Yield every object on the medium, in batches and any order, for the operator's tools (C18).
+
+        What is stored or deleted meanwhile may be listed or not; foreign things on the medium are passed over. A
+        listing may be left at any batch. Optional: declare ``Capabilities.lists`` to say that it works.
+
+        Raises:
+            NotImplementedError: the backend does not list.
+        """
+        raise NotImplementedError(f"tier {self.context.name!r}: {type(self).__name__} does not list its objects")
 
     async def run_blocking(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a blocking function on this tier's own threads and wait for its real end, cancelled or not (C7)."""

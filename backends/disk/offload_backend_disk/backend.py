@@ -6,7 +6,7 @@ that no folder grows beyond a 256th of a pack. Folders have mode 0700 and files 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from offload_core.backend import (
     Capabilities,
     LoadOutcome,
     LoadReservation,
+    StoredObject,
     StoreOutcome,
     to_the_end,
 )
@@ -60,7 +61,7 @@ class DiskBackend(Backend[DiskOptions]):
     @property
     def capabilities(self) -> Capabilities:
         """A local disk that other processes may use too."""
-        return Capabilities(medium="disk", persistent=True, shared=True)
+        return Capabilities(medium="disk", persistent=True, shared=True, lists=True)
 
     async def open(self) -> None:
         """Create the folder if it is missing. A read-only one is no error: it can still be loaded from."""
@@ -86,6 +87,17 @@ class DiskBackend(Backend[DiskOptions]):
         """See :meth:`Backend.delete`."""
         await self.run_blocking(files.delete, [self._file(key) for key in keys])
 
+    async def list_objects(self) -> AsyncIterator[Sequence[StoredObject]]:
+        """See :meth:`Backend.list_objects`; one batch per folder of files."""
+        root = self.options.path
+        for folder in await self.run_blocking(files.object_folders, root):
+            found = await self.run_blocking(files.objects_in, folder)
+            namespace, pack = folder.parts[-3:-1]
+            yield [
+                StoredObject(ObjectKey(namespace, pack, bytes.fromhex(digest)), size, modified)
+                for digest, size, modified in found
+            ]
+
     async def _batch(
         self, operation: Callable[..., Awaitable[T]], keys: Sequence[ObjectKey], buffers: Sequence[memoryview]
     ) -> T:
@@ -95,4 +107,4 @@ class DiskBackend(Backend[DiskOptions]):
 
     def _file(self, key: ObjectKey) -> Path:
         digest = key.chunk_hash.hex()
-        return self.options.path / key.namespace / key.pack / digest[:2] / f"{digest}.kv"
+        return self.options.path / key.namespace / key.pack / digest[:2] / f"{digest}{files.OBJECT_SUFFIX}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,7 +13,13 @@ from offload_core.backend import LoadOutcome, StoreOutcome
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
+OBJECT_SUFFIX = ".kv"
 TEMPORARY_SUFFIX = ".tmp"
+
+_NAMESPACE = re.compile(r"[0-9a-f]{64}")
+_PACK = re.compile(r"[a-z0-9-]{1,64}")
+_PREFIX = re.compile(r"[0-9a-f]{2}")
+_DIGEST = re.compile(r"(?:[0-9a-f]{2}){1,64}")
 
 
 def exist(paths: list[Path]) -> list[bool]:
@@ -73,6 +80,36 @@ def delete(paths: list[Path]) -> None:
     """Remove files; absent ones are no error."""
     for path in paths:
         path.unlink(missing_ok=True)
+
+
+def object_folders(root: Path) -> list[Path]:
+    """Return the folders ``namespace/pack/ab`` under ``root`` that may hold objects."""
+    folders = [root]
+    for name in (_NAMESPACE, _PACK, _PREFIX):
+        folders = [Path(entry.path) for folder in folders for entry in _scan(folder) if name.fullmatch(entry.name)]
+    return folders
+
+
+def objects_in(folder: Path) -> list[tuple[str, int, float]]:
+    """Return the objects in one folder: their hex digest, their size in bytes and when they were written."""
+    found: list[tuple[str, int, float]] = []
+    for entry in _scan(folder):
+        digest = entry.name.removesuffix(OBJECT_SUFFIX)
+        if digest == entry.name or not _DIGEST.fullmatch(digest) or digest[:2] != folder.name:
+            continue
+        with suppress(FileNotFoundError):  # deleted meanwhile
+            if entry.is_file(follow_symlinks=False):
+                status = entry.stat(follow_symlinks=False)
+                found.append((digest, status.st_size, status.st_mtime))
+    return found
+
+
+def _scan(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):  # deleted meanwhile, or a foreign file
+        return []
 
 
 def _create(path: Path) -> int:
