@@ -1,0 +1,1 @@
+"""What pytest loads by itself where offload-core is installed. Light to import."""
