@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import accumulate
 
 from offload_core.keys import ChunkRef, ObjectKey, object_keys
 from offload_core.planner import HybridOffloadPlanner, UnitRange
 from offload_core.runtime import IoLoop, log_unexpected
 from offload_core.stats import Counters
 from offload_core.tier import Tier
+from offload_core.tier_index import TierIndex
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,11 @@ class Lookup:
 
 
 class LookupService:
-    """Starts lookups on the I/O loop and lets an idle engine wait briefly for an answer."""
+    """Starts lookups on the I/O loop and lets an idle engine wait briefly for an answer.
+
+    Args:
+        indexes: per name of a tier that is not to be asked itself, what it holds.
+    """
 
     def __init__(
         self,
@@ -83,9 +89,11 @@ class LookupService:
         planner: HybridOffloadPlanner,
         timeout_seconds: float,
         counters: Counters,
+        indexes: Mapping[str, TierIndex] | None = None,
     ) -> None:
         self._io = io
         self._tiers = tuple(tiers)
+        self._indexes = indexes or {}
         self._planner = planner
         self._timeout_seconds = timeout_seconds
         self._counters = counters
@@ -94,7 +102,7 @@ class LookupService:
     def start(self, question: PrefixQuestion) -> Lookup:
         """Ask every tier."""
         started = time.monotonic()
-        answers = {tier.name: self._io.submit(self._search(tier, question)) for tier in self._tiers}
+        answers = {tier.name: self._answer(tier, question) for tier in self._tiers}
         for answer in answers.values():
             answer.add_done_callback(log_unexpected)
             answer.add_done_callback(lambda _: self._answered.set())
@@ -110,35 +118,77 @@ class LookupService:
         self._answered.wait(seconds)
         self._answered.clear()
 
-    async def _search(self, tier: Tier, question: PrefixQuestion) -> PrefixAnswer:
-        """Drive the planner's search with what ``tier`` holds. Cancellation leaves nothing behind."""
-        missing: list[ChunkRef] = []
-        search = self._planner.search(question.computed_tokens, question.limit_tokens)
+    def _answer(self, tier: Tier, question: PrefixQuestion) -> Future[PrefixAnswer]:
+        index = self._indexes.get(tier.name)
+        if index is None:
+            return self._io.submit(self._ask(tier, question))
+        answered: Future[PrefixAnswer] = Future()
+        answered.set_result(self._look_up(tier, index, question))
+        return answered
+
+    def _look_up(self, tier: Tier, index: TierIndex, question: PrefixQuestion) -> PrefixAnswer:
+        """Answer from the index, on the caller's thread."""
+        search = _prefix_search(self._planner, question)
+        asked_count = hits = 0
         try:
             asked = next(search)
             while True:
-                present = await _present(tier, question, asked)
-                for part, flags in zip(asked, present, strict=True):
-                    if False in flags:
-                        hashes = question.hashes[part.pack.name]
-                        missing += (
-                            ChunkRef(part.pack.name, hashes[unit], question.adapter)
-                            for unit, there in zip(part.units, flags, strict=True)
-                            if not there
-                        )
+                present = [
+                    index.present(question.namespaces, part.pack.name, _hashes(question, part)) for part in asked
+                ]
+                asked_count += sum(map(len, present))
+                hits += sum(flags.count(True) for flags in present)
                 asked = search.send(present)
         except StopIteration as end:
-            return PrefixAnswer(end.value, tuple(missing))
+            ranks = len(question.namespaces)
+            self._counters.add("lookup_hits", tier.name, hits * ranks)
+            self._counters.add("lookup_misses", tier.name, (asked_count - hits) * ranks)
+            answer: PrefixAnswer = end.value
+            return answer
+
+    async def _ask(self, tier: Tier, question: PrefixQuestion) -> PrefixAnswer:
+        """Answer by asking the medium. Cancellation leaves nothing behind."""
+        search = _prefix_search(self._planner, question)
+        try:
+            asked = next(search)
+            while True:
+                asked = search.send(await _present(tier, question, asked))
+        except StopIteration as end:
+            answer: PrefixAnswer = end.value
+            return answer
 
 
-def _slice(units: range) -> slice:
-    return slice(units.start, units.stop, units.step)
+def _prefix_search(
+    planner: HybridOffloadPlanner, question: PrefixQuestion
+) -> Generator[Sequence[UnitRange], Sequence[Sequence[bool]], PrefixAnswer]:
+    """Drive the planner's search: distrust what is mistrusted, and note what is missing."""
+    missing: list[ChunkRef] = []
+    search = planner.search(question.computed_tokens, question.limit_tokens)
+    try:
+        asked = next(search)
+        while True:
+            present = yield asked
+            trusted: list[Sequence[bool]] = []
+            for part, flags in zip(asked, present, strict=True):
+                if question.mistrusted or False in flags:
+                    refs = [ChunkRef(part.pack.name, digest, question.adapter) for digest in _hashes(question, part)]
+                    flags = [there and ref not in question.mistrusted for there, ref in zip(flags, refs, strict=True)]
+                    missing += (ref for ref, there in zip(refs, flags, strict=True) if not there)
+                trusted.append(flags)
+            asked = search.send(trusted)
+    except StopIteration as end:
+        return PrefixAnswer(end.value, tuple(missing))
+
+
+def _hashes(question: PrefixQuestion, part: UnitRange) -> Sequence[bytes]:
+    units = part.units
+    return question.hashes[part.pack.name][units.start : units.stop : units.step]
 
 
 async def _present(tier: Tier, question: PrefixQuestion, asked: Sequence[UnitRange]) -> list[list[bool]]:
     """Ask ``tier`` for all ranks' parts of the units; returns, per range, whether each unit is there in full."""
     keys: list[ObjectKey] = []
-    parts = [question.hashes[part.pack.name][_slice(part.units)] for part in asked]
+    parts = [_hashes(question, part) for part in asked]
     for namespace in question.namespaces:
         for part, hashes in zip(asked, parts, strict=True):
             keys += object_keys(namespace, part.pack.name, hashes)
@@ -146,15 +196,5 @@ async def _present(tier: Tier, question: PrefixQuestion, asked: Sequence[UnitRan
     per_rank = len(keys) // len(question.namespaces)
     if per_rank < len(keys):
         flags = [all(flags[unit::per_rank]) for unit in range(per_rank)]
-    present: list[list[bool]] = []
-    start = 0
-    for part, hashes in zip(asked, parts, strict=True):
-        mine = flags[start : start + len(hashes)]
-        start += len(hashes)
-        if question.mistrusted:
-            mine = [
-                there and ChunkRef(part.pack.name, chunk_hash, question.adapter) not in question.mistrusted
-                for there, chunk_hash in zip(mine, hashes, strict=True)
-            ]
-        present.append(mine)
-    return present
+    ends = list(accumulate(map(len, parts)))
+    return [flags[end - len(hashes) : end] for end, hashes in zip(ends, parts, strict=True)]

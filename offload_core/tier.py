@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Iterable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import TypeVar
@@ -17,6 +18,7 @@ from offload_core.keys import ObjectKey
 from offload_core.runtime import DaemonExecutor, IoLoop
 from offload_core.staging import Lease
 from offload_core.stats import Counters
+from offload_core.tier_index import TierChange
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class Tier:
         # Twice the threads, so that they go on reading while other batches are checked and handed over.
         self.load_slots = asyncio.Semaphore(2 * config.common.io_threads)
         """Held by the caller around :meth:`load`, from before it takes staging memory."""
+        self._changes: deque[TierChange] | None = None if self.capabilities.shared else deque()
         self._store_slots = asyncio.Semaphore(config.common.io_threads)
         self._pending_lookups = 0
         self._failing: set[str] = set()
@@ -71,6 +74,16 @@ class Tier:
             await self._backend.close()
         finally:
             self._executor.shutdown()
+
+    def take_changes(self) -> list[TierChange]:
+        """Return what has come to a medium that only this process sees, and left it, since the last call.
+
+        May be called on any thread. Nothing for a shared medium, which can be asked by everyone.
+        """
+        changes: list[TierChange] = []
+        while self._changes:
+            changes.append(self._changes.popleft())
+        return changes
 
     async def lookup(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Return, per key, whether the object is there; an error or too many lookups at once answers "no"."""
@@ -108,6 +121,7 @@ class Tier:
             self._counters.add("load_failures", self.name, len(keys))
             return [None] * len(keys)
         self._succeeded("load")
+        self._note((key for key, outcome in zip(keys, outcomes, strict=True) if outcome is not LoadOutcome.HIT), False)
         corrupt = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is LoadOutcome.CORRUPT]
         if corrupt:
             self._counters.add("load_corrupt", self.name, len(corrupt))
@@ -129,6 +143,7 @@ class Tier:
             self._counters.add("store_failures", self.name, len(keys))
             return [False] * len(keys)
         self._succeeded("store")
+        self._note((key for key, got in zip(keys, outcomes, strict=True) if got is not StoreOutcome.REJECTED), True)
         stored = [o for o, outcome in zip(objects, outcomes, strict=True) if outcome is StoreOutcome.STORED]
         self._counters.add("stores", self.name, len(stored))
         self._counters.add("store_bytes", self.name, sum(o.lease.nbytes for o in stored))
@@ -159,6 +174,7 @@ class Tier:
     async def _store_wanted(self, objects: Sequence[StagedObject], keys: Sequence[ObjectKey]) -> list[StoreOutcome]:
         reservation = await self._backend.prepare_store(keys, [staged.lease.nbytes for staged in objects])
         try:
+            self._note(reservation.evicted, False)
             prepared = self._parallel(keys, reservation.outcomes, "prepare_store")
             wanted = [staged for staged, outcome in zip(objects, prepared, strict=True) if outcome is None]
             if not wanted:
@@ -178,6 +194,10 @@ class Tier:
             self._counters.add("delete_failures", self.name, len(keys))
         else:
             self._succeeded("delete")
+
+    def _note(self, keys: Iterable[ObjectKey], present: bool) -> None:
+        if self._changes is not None:
+            self._changes.extend(TierChange(self.name, key, present) for key in keys)
 
     def _parallel(self, keys: Sequence[ObjectKey], results: Sequence[T], call: str) -> list[T]:
         """Check clause C2: one result per key."""
@@ -229,15 +249,18 @@ def _verify_all(tier: str, objects: Sequence[StagedObject], outcomes: Sequence[L
     return checked
 
 
-def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters) -> list[Tier]:
+def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters, *, only_shared: bool = False) -> list[Tier]:
     """Construct and open every tier of ``config``.
+
+    Args:
+        only_shared: leave tiers closed whose medium this process could not see anyway.
 
     Raises:
         ConfigError: one or more tiers could not be opened, each with its reason.
     """
     settings = config.settings
     tiers = [Tier(tier, settings.load_timeout_seconds, counters) for tier in config.tiers]
-    opening = [(tier, io.submit(tier.open())) for tier in tiers]
+    opening = [(tier, io.submit(tier.open())) for tier in tiers if tier.capabilities.shared or not only_shared]
     problems: list[str] = []
     wait([future for _, future in opening], timeout=settings.open_timeout_seconds)
     for tier, future in opening:
@@ -253,7 +276,7 @@ def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters) -> list[Ti
             reason = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             problems.append(f"backend {tier.name!r} cannot be opened: {reason}")
     if problems:
-        for tier, _ in opening:
+        for tier in tiers:
             io.submit(tier.close())
         raise ConfigError(problems, "backends")
     return tiers

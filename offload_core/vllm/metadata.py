@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from offload_core.fingerprint import Json
 from offload_core.keys import ChunkRef
 from offload_core.packs import BlockSlice
+from offload_core.tier_index import TierChange
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class StepReport(KVConnectorWorkerMetadata):
     """Per chunk, how many ranks' stores have ended, well or not."""
     not_stored: set[ChunkRef] = field(default_factory=set)
     """Chunks of which some rank's part is on no tier."""
+    changes: list[TierChange] = field(default_factory=list)
+    """What has come to media that only the worker sees, and left them."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         """Combine two ranks' reports: a chunk is only there when every rank has its part."""
@@ -75,6 +78,7 @@ class StepReport(KVConnectorWorkerMetadata):
             self.failed_requests | other.failed_requests,
             self.stores_ended + other.stores_ended,
             self.not_stored | other.not_stored,
+            self.changes + other.changes,
         )
 
 

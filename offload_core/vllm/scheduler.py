@@ -19,6 +19,7 @@ from offload_core.planner import HybridOffloadPlanner
 from offload_core.runtime import IoLoop
 from offload_core.stats import Counters
 from offload_core.tier import close_tiers, open_tiers
+from offload_core.tier_index import TierIndex
 from offload_core.vllm.adapters import AdapterIdentities
 from offload_core.vllm.block_holders import BlockHolders
 from offload_core.vllm.load_plan import plan_load
@@ -68,8 +69,11 @@ class SchedulerHalf:
         self._reset_salt = ""
         self.counters = Counters()
         self._io: IoLoop | None = IoLoop.acquire()
-        self._tiers = open_tiers(config, self._io, self.counters)
-        self._lookups = LookupService(self._io, self._tiers, planner, settings.lookup_timeout_seconds, self.counters)
+        self._tiers = open_tiers(config, self._io, self.counters, only_shared=True)
+        self._indexes = {tier.name: TierIndex() for tier in self._tiers if not tier.capabilities.shared}
+        self._lookups = LookupService(
+            self._io, self._tiers, planner, settings.lookup_timeout_seconds, self.counters, self._indexes
+        )
         self._adapters = AdapterIdentities(settings.lookup_timeout_seconds)
         self._ledger = ChunkLedger(num_ranks, settings.lookup_timeout_seconds)
         self._store_plan = StorePlan(planner, self._ledger, prompt_only=settings.offload_prompt_only)
@@ -193,6 +197,8 @@ class SchedulerHalf:
     def take_output(self, finished: set[str], failed: set[str], report: StepReport | None) -> None:
         """Learn how loads and stores ended."""
         if report is not None:
+            for change in report.changes:
+                self._indexes[change.tier].update(change.key, change.present)
             self._ledger.load_failed(report.failed)
             self._ledger.stores_ended(report.stores_ended, report.not_stored)
             for request_id in report.failed_requests:

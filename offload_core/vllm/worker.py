@@ -141,13 +141,16 @@ class WorkerHalf:
             self._report.stores_ended[ref] += 1
             if not stored.stored:
                 self._report.not_stored.add(ref)
+        for tier in self._tiers:
+            self._report.changes += tier.take_changes()
         ended, self._ended = self._ended, []
         return {request for request, _ in ended}, {request for request, failed in ended if failed}
 
     def take_report(self) -> StepReport | None:
         """Return what the scheduler half should know, or ``None``."""
         report, self._report = self._report, StepReport()
-        return report if report.failed or report.failed_requests or report.stores_ended else None
+        news = report.failed or report.failed_requests or report.stores_ended or report.changes
+        return report if news else None
 
     def shutdown(self) -> None:
         """Give stores on their way a moment, then let go of everything. Idempotent; never waits for a hung medium."""

@@ -23,7 +23,7 @@ from offload_core.testing.workload import (
     score_gaps,
     treated_alike,
 )
-from tests.engine.lab import Lab, ours, stock
+from tests.engine.lab import Lab, count, ours, stock
 
 SEEDS = (1, 2)
 LONG_SEEDS = tuple(range(3, 13))
@@ -123,6 +123,27 @@ def test_outputs_are_those_without_offloading(lab: Lab, workloads: list[Workload
 
 def test_as_much_comes_from_cache_as_with_stock(lab: Lab, workloads: list[Workload], under_pressure: RunResult) -> None:
     _check_against_stock(lab, workloads, under_pressure)
+
+
+def test_from_host_memory(lab: Lab, workloads: list[Workload], tmp_path: Path) -> None:
+    transfer = ours(tmp_path / "unused", hybrid_chunk_size=lab.block_size, backends=[_host_memory("256MiB")])
+    result = _run(lab, workloads, transfer)
+    _check_outputs(lab, workloads, result)
+    _check_against_stock(lab, workloads, result)
+
+
+def test_from_host_memory_that_holds_a_fraction_of_what_is_stored(
+    lab: Lab, workloads: list[Workload], tmp_path: Path
+) -> None:
+    transfer = ours(tmp_path / "unused", hybrid_chunk_size=lab.block_size, backends=[_host_memory("4MiB")])
+    result = _run(lab, workloads, transfer)
+    assert count(result, "store_bytes", "ram") > 2 * 4 * 1024 * 1024
+    assert any(request.external_cached_tokens for item in result.workloads for request in item.requests)
+    _check_outputs(lab, workloads, result)
+
+
+def _host_memory(capacity: str) -> dict[str, str]:
+    return {"name": "ram", "type": "cpu", "capacity": capacity}
 
 
 @pytest.mark.long

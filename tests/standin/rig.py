@@ -26,11 +26,15 @@ class Rig:
         self.script = Script(0)
         self._engines: list[StandInEngine] = []
 
+    def scripted_disk(self) -> dict[str, object]:
+        """The disk tier whose I/O follows the script."""
+        return {"name": "disk", "type": "scripted-disk", "path": str(self.kv), "script": self._name}
+
     def engine(self, model: StandInModel, script: Script | None = None, **changes: Any) -> StandInEngine:
         """Start an engine; ``changes`` are settings of the connector or arguments of :class:`StandInEngine`."""
         self.script = SCRIPTS[self._name] = script or Script(0)
         settings = {
-            "backends": [{"name": "disk", "type": "scripted-disk", "path": str(self.kv), "script": self._name}],
+            "backends": changes.pop("backends", [self.scripted_disk()]),
             "staging_bytes": changes.pop("staging_bytes", "32MiB"),
             "load_timeout_seconds": changes.pop("load_timeout_seconds", NEVER_SECONDS),
             "lookup_timeout_seconds": changes.pop("lookup_timeout_seconds", NEVER_SECONDS),

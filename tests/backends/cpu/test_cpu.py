@@ -1,0 +1,127 @@
+"""What the cpu backend does with its memory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from offload_backend_cpu import CpuBackend, CpuOptions
+from offload_backend_cpu.arena import PAGE_BYTES, Arena, Pages
+
+from offload_core.backend import BackendContext, StoreOutcome
+from offload_core.config import load_config
+from offload_core.errors import BackendError, ConfigError
+from offload_core.keys import ObjectKey
+from offload_core.runtime import DaemonExecutor
+
+STORED, ALREADY_PRESENT, REJECTED = StoreOutcome.STORED, StoreOutcome.ALREADY_PRESENT, StoreOutcome.REJECTED
+
+
+def key(number: int) -> ObjectKey:
+    return ObjectKey("ab" * 32, "full-u256", bytes([number]) * 32)
+
+
+@pytest.fixture
+def backend() -> Iterator[CpuBackend]:
+    """Room for eight objects of a page."""
+    executor = DaemonExecutor(2, "ram")
+    yield CpuBackend(CpuOptions.model_validate({"capacity": 8 * PAGE_BYTES}), BackendContext("ram", executor))
+    executor.shutdown()
+
+
+async def put(backend: CpuBackend, *numbers: int) -> tuple[list[StoreOutcome], list[ObjectKey]]:
+    """Store objects of one page each, as a tier does."""
+    keys = [key(number) for number in numbers]
+    reservation = await backend.prepare_store(keys, [PAGE_BYTES] * len(keys))
+    wanted = [key for key, outcome in zip(keys, reservation.outcomes, strict=True) if outcome is None]
+    stored = iter(await backend.store(wanted, [memoryview(k.chunk_hash * (PAGE_BYTES // 32)) for k in wanted]))
+    await reservation.release()
+    return [outcome or next(stored) for outcome in reservation.outcomes], list(reservation.evicted)
+
+
+async def present(backend: CpuBackend) -> list[int]:
+    return [number for number in range(20) if (await backend.contains([key(number)]))[0]]
+
+
+def test_what_was_used_longest_ago_goes_first_whether_stored_loaded_or_offered_again(backend: CpuBackend) -> None:
+    async def main() -> None:
+        await backend.open()
+        await put(backend, *range(8))
+        reservation = await backend.prepare_load([key(0)])
+        await reservation.release()
+        assert await put(backend, 1) == ([ALREADY_PRESENT], [])
+        assert await put(backend, 8, 9, 10) == ([STORED] * 3, [key(2), key(3), key(4)])
+        assert await present(backend) == [0, 1, 5, 6, 7, 8, 9, 10]
+
+    asyncio.run(main())
+
+
+def test_an_object_that_could_not_fit_evicts_nothing(backend: CpuBackend) -> None:
+    async def main() -> None:
+        await backend.open()
+        await put(backend, 0)
+        reservation = await backend.prepare_store([key(1)], [8 * PAGE_BYTES + 1])
+        assert (reservation.outcomes, reservation.evicted) == ((REJECTED,), ())
+        await reservation.release()
+        assert await present(backend) == [0]
+
+    asyncio.run(main())
+
+
+def test_an_object_that_is_deleted_while_it_is_pinned_keeps_its_bytes_until_it_is_released(
+    backend: CpuBackend,
+) -> None:
+    async def main() -> None:
+        await backend.open()
+        await put(backend, 0)
+        reservation = await backend.prepare_load([key(0)])
+        await backend.delete([key(0)])
+        assert await backend.contains([key(0)]) == [False]
+        assert await put(backend, *range(1, 9)) == ([STORED] * 7 + [REJECTED], [])
+        await reservation.release()
+        assert await put(backend, 8) == ([STORED], [])
+
+    asyncio.run(main())
+
+
+def test_nothing_works_before_it_is_opened_or_after_it_is_closed(backend: CpuBackend) -> None:
+    async def main() -> None:
+        with pytest.raises(BackendError, match="'ram' is not open"):
+            await backend.prepare_store([key(0)], [1])
+        await backend.open()
+        await put(backend, 0)
+        reservation = await backend.prepare_load([key(0)])
+        await backend.close()
+        await reservation.release()
+        assert await backend.contains([key(0)]) == [False]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("capacity", "message"), [("2 KiB", "16384"), ("lots", "is not a size"), (None, "missing")])
+def test_a_capacity_that_cannot_be_is_refused(capacity: str | None, message: str) -> None:
+    entry = {"name": "ram", "type": "cpu"} | ({} if capacity is None else {"capacity": capacity})
+    with pytest.raises(ConfigError, match=message):
+        load_config({"backends": [entry]})
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3 * PAGE_BYTES + 1)), max_size=30))
+def test_the_arena_gives_every_object_pages_of_its_own(steps: list[tuple[bool, int]]) -> None:
+    arena = Arena(16 * PAGE_BYTES)
+    held: list[tuple[Pages, bytes]] = []
+    for take, size in steps:
+        if take and arena.pages_for(size) <= arena.free_pages:
+            pages, content = arena.take(arena.pages_for(size)), os.urandom(size)
+            arena.write(pages, memoryview(content))
+            held.append((pages, content))
+        elif held:
+            arena.give_back(held.pop(size % len(held))[0])
+        assert arena.free_pages == 16 - sum(arena.pages_for(len(content)) for _, content in held)
+        for pages, content in held:
+            target = bytearray(len(content))
+            arena.read(pages, memoryview(target))
+            assert target == content

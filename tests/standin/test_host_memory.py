@@ -1,0 +1,54 @@
+"""A tier in the workers' own memory, which the scheduler half cannot ask: it goes by what the workers report."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from offload_core.vllm.testing.standin_geometries import MODELS
+from offload_core.vllm.testing.standin_workload import make_workload, reference
+from tests.standin.rig import Rig
+from tests.standin.scripted_disk import Script
+
+RAM = {"name": "ram", "type": "cpu", "capacity": "64MiB"}
+TIGHT = {"name": "ram", "type": "cpu", "capacity": "2MiB"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_that_left_the_cache_is_served_from_memory_to_the_deepest_boundary(
+    rig: Rig, name: str, ranks: int
+) -> None:
+    model = MODELS[name]()
+    boundary = 2 * model.chunk_tokens
+    prompt = [3 + i % 997 for i in range(boundary + 5)]
+    engine = rig.engine(model, backends=[RAM], ranks=ranks)
+    rig.run(engine, prompt)
+    assert engine.scheduler.reset_prefix_cache()
+
+    (request,) = rig.run(engine, prompt)
+
+    assert engine.served[request].external_tokens == boundary
+    assert engine.outputs[request] == reference(tuple(prompt), 4)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", MODELS)
+def test_random_work_under_eviction(rig: Rig, name: str, seed: int) -> None:
+    model = MODELS[name]()
+    engine = rig.engine(model, backends=[TIGHT], async_scheduling=bool(seed))
+    rig.drive(engine, make_workload(model, seed, aborts=8, resets=4, salts=2))
+    rig.end(engine)
+
+
+def test_memory_and_disk_together_under_random_work(rig: Rig) -> None:
+    model = MODELS["gemma3"]()
+    served: Counter[str] = Counter()
+    for seed in range(3):
+        script = Script(seed, hold_steps={"contains": 2, "load_into": 6, "store": 6}, fail={"load_into": 0.05})
+        engine = rig.engine(model, script, backends=[TIGHT, rig.scripted_disk()])
+        rig.drive(engine, make_workload(model, seed, aborts=4, salts=2))
+        served += engine.counters
+        rig.end(engine)
+    assert served
