@@ -12,7 +12,7 @@ engine's thread does not wait idly, and so could not do other work; "cpu" is the
 figure that holds on a machine busy with other things. Stock answers on the engine's thread.
 A step is the metadata of one decoding step and the report that its stores have ended.
 
-    python -m benchmarks.scheduler [--repeats 40] [--steps 256] [--json FILE]
+    python -m benchmarks.scheduler [--medium shared|own] [--repeats 40] [--steps 256] [--json FILE]
 """
 
 from __future__ import annotations
@@ -273,10 +273,17 @@ def object_table(stock: StockHalf, ours: OurHalf) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--medium",
+        choices=("shared", "own"),
+        default="shared",
+        help="a medium that is asked, on the I/O thread, or one that only a worker sees, of which an index is kept",
+    )
     parser.add_argument("--repeats", type=int, default=40, help="different prompts of each length")
     parser.add_argument("--steps", type=int, default=256, help="decoding steps")
     parser.add_argument("--json", type=Path, help="also write the samples to this file")
     arguments = parser.parse_args()
+    shared = arguments.medium == "shared"
     console = Console(width=150)
     logging.getLogger("vllm").setLevel(logging.ERROR)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -286,7 +293,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="offload-core-bench-") as folder:
         vllm_config = engine_config(Path(folder))
         for geometry in GEOMETRIES:
-            stock, ours = StockHalf(vllm_config, geometry), OurHalf(vllm_config, geometry)
+            stock, ours = StockHalf(vllm_config, geometry), OurHalf(vllm_config, geometry, shared=shared)
             requests = Requests(vllm_config, geometry)
             rows, count = measure_lookups(requests, stock, ours, geometry, arguments.repeats)
             lookups += rows
@@ -294,7 +301,7 @@ def main() -> None:
             steps.append(measure_steps(requests, stock, ours, geometry, arguments.steps))
             ours.shutdown()
             console.print(lookup_table(geometry.name, rows))
-        stock, ours = StockHalf(vllm_config, DEEPSEEK_V4), OurHalf(vllm_config, DEEPSEEK_V4)
+        stock, ours = StockHalf(vllm_config, DEEPSEEK_V4), OurHalf(vllm_config, DEEPSEEK_V4, shared=shared)
         ours.shutdown()
     for made in (growth_table(lookups, counts), step_table(steps), object_table(stock, ours)):
         console.print(made)

@@ -43,9 +43,11 @@ from offload_core.backend import (
     StoreOutcome,
 )
 from offload_core.config import BackendConfig, OffloadConfig, OffloadSettings, TierConfig
-from offload_core.keys import ObjectKey
+from offload_core.fingerprint import fingerprint
+from offload_core.keys import ObjectKey, object_keys
 from offload_core.testing import tiny_models
 from offload_core.testing.engine import stock_transfer_config
+from offload_core.tier_index import TierChange
 from offload_core.vllm.identity import build_planner
 from offload_core.vllm.metadata import StepReport
 from offload_core.vllm.scheduler import SchedulerHalf
@@ -197,14 +199,12 @@ class SetOptions(BackendOptions):
 class SetBackend(Backend[SetOptions]):
     """Knows which objects are there, in a set, as an in-RAM manager does; holds no bytes."""
 
+    capabilities = Capabilities(medium="host", persistent=False, shared=True)
+
     def __init__(self, options: SetOptions, context: BackendContext) -> None:
         super().__init__(options, context)
         self.present: set[ObjectKey] = set()
         self.asked: list[Sequence[ObjectKey]] = []
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(medium="host", persistent=False, shared=False)
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         self.asked.append(keys)
@@ -222,12 +222,18 @@ class SetBackend(Backend[SetOptions]):
 
 
 class OurHalf:
-    """Our scheduler half with one tier in RAM."""
+    """Our scheduler half with one tier in RAM.
 
-    def __init__(self, vllm_config: VllmConfig, geometry: Geometry) -> None:
+    Args:
+        shared: a medium that is asked, on the I/O thread; else one that only a worker sees, of which an index is kept.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, geometry: Geometry, *, shared: bool) -> None:
         made: list[SetBackend] = []
 
         class Recorded(SetBackend):
+            capabilities = Capabilities(medium="host", persistent=False, shared=shared)
+
             def __init__(self, options: SetOptions, context: BackendContext) -> None:
                 super().__init__(options, context)
                 made.append(self)
@@ -239,7 +245,8 @@ class OurHalf:
         self._half = SchedulerHalf(OffloadConfig(settings, (tier,)), self.planner, {}, num_ranks=1, num_blocks=1 << 20)
         self._half.set_layouts({0: {}})
         self.backend = made[0]
-        self._namespace = ""
+        self._shared = shared
+        self._namespace = fingerprint({"reset": "", "rank": 0, "layout": {}})  # as the half names its only rank
         self._idle = SchedulerOutput.make_empty()
 
     @property
@@ -247,13 +254,14 @@ class OurHalf:
         return sum(1024 / pack.unit_tokens for pack in self.planner.packs)
 
     def keep(self, request: Request) -> None:
-        if not self._namespace:  # the first question tells under which namespace objects are looked for
-            self.ask(request, new=True)
-            self.finish(request)
-            self._namespace = self.backend.asked[0][0].namespace
         for pack in self.planner.packs:
             hashes = request.block_hashes[pack.hash_factor - 1 :: pack.hash_factor]
-            self.backend.present.update(ObjectKey(self._namespace, pack.name, chunk_hash) for chunk_hash in hashes)
+            keys = list(object_keys(self._namespace, pack.name, hashes))
+            if self._shared:
+                self.backend.present.update(keys)
+            else:
+                changes = [TierChange("ram", key, True) for key in keys]
+                self._half.take_output(set(), set(), StepReport(changes=changes))
 
     def ask(self, request: Request, *, new: bool) -> Answer:
         """Between questions comes what an idle engine does: an empty step, in which the half waits for the answer."""

@@ -41,4 +41,5 @@ class TierIndex:
         """Return, per chunk, whether its object is there under every one of ``namespaces``."""
         nothing: set[bytes] = set()
         held = [self._hashes.get((namespace, pack), nothing) for namespace in namespaces]
-        return [all(chunk_hash in hashes for hashes in held) for chunk_hash in chunk_hashes]
+        ranks = [map(hashes.__contains__, chunk_hashes) for hashes in held]
+        return list(ranks[0]) if len(ranks) == 1 else list(map(all, zip(*ranks, strict=True)))
