@@ -15,7 +15,8 @@ Outcomes that are part of normal life (a miss, a rejected store) are values, not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 class OffloadError(Exception):
@@ -23,7 +24,7 @@ class OffloadError(Exception):
 
 
 class ConfigError(OffloadError, ValueError):
-    """The configuration cannot work. ``problems`` holds one line per problem, all of them at once."""
+    """The configuration cannot work. ``problems`` holds one entry per problem, all of them at once."""
 
     def __init__(self, problems: Sequence[str], source: str = "kv_connector_extra_config") -> None:
         self.problems = tuple(problems)
@@ -50,3 +51,9 @@ class PluginError(OffloadError, ImportError):
 
 class BackendError(OffloadError, OSError):
     """A storage medium failed for a whole batch. Raised by backends, turned into misses by the core."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean 'x'?)`` for a message about ``word``, or nothing when no known word resembles it."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
