@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,10 @@ from offload_core.wrapper import BackendWrapper
 OFFLOAD_API_VERSION = 1
 
 _MASK = bytes(byte ^ 0x5A for byte in range(256))
+
+
+_logs: dict[str, Path] = {}
+"""Per tier, the file for its events, beside the tier's folder."""
 
 
 def masked(content: memoryview | bytes) -> bytes:
@@ -46,13 +49,13 @@ def _unmask(buffers: Sequence[memoryview]) -> None:
 
 @hookimpl
 def offload_wrap_backend(backend: Backend[Any], tier: TierInfo) -> Backend[Any] | None:
-    return Masking(backend) if tier.type == "disk" else None
+    if tier.type != "disk":
+        return None
+    _logs[tier.name] = backend.options.path.with_name("events.jsonl")
+    return Masking(backend)
 
 
 @hookimpl
 def offload_observe(event: Event) -> None:
-    log = os.environ.get("OFFLOAD_TEST_EVENTS")
-    if log is not None:
-        line = {"event": type(event).__name__, **dataclasses.asdict(event)}
-        with Path(log).open("a") as file:
-            file.write(json.dumps(line, default=str) + "\n")
+    with _logs[event.tier].open("a") as log:
+        log.write(json.dumps({"event": type(event).__name__, **dataclasses.asdict(event)}, default=str) + "\n")
