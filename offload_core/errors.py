@@ -7,7 +7,7 @@
     ├── PlanError(ValueError)               the model's group geometry and the chunk size do not fit together
     ├── UnsupportedLayoutError(ValueError)  a KV cache tensor whose bytes we cannot name block by block
     ├── ObjectFormatError(ValueError)       bytes from a medium that are not the object they should be
-    ├── PluginError(ImportError)            a plugin that the configuration needs could not be loaded
+    ├── PluginError(ImportError)            a plugin that the configuration needs could not be loaded, or failed
     └── BackendError(OSError)               a storage medium failed for a whole batch
 
 Outcomes that are part of normal life (a miss, a rejected store) are values, not exceptions.
@@ -46,7 +46,7 @@ class ObjectFormatError(OffloadError, ValueError):
 
 
 class PluginError(OffloadError, ImportError):
-    """A plugin that the configuration needs could not be loaded."""
+    """A plugin that the configuration needs could not be loaded, or one of its hooks failed."""
 
 
 class BackendError(OffloadError, OSError):

@@ -335,6 +335,17 @@ def test_a_blocked_observer_blocks_neither_engine_nor_storage_and_what_it_misses
     )
 
 
+def test_an_observer_that_keeps_up_misses_nothing(site: Site, rig: Rig) -> None:
+    site.install("watcher", OBSERVER)
+    tier, _ = rig.open_memory(site.load())
+    found = of_plugin("watcher", "EVENTS")
+    assert isinstance(found.get(timeout=SECONDS)[0], events.TierOpened)
+    for _ in range(1100):
+        rig.store(tier, 1)
+        assert isinstance(found.get(timeout=SECONDS)[0], events.StoresEnded)
+    assert ("events_dropped", "memory") not in rig.counters.take()
+
+
 def test_closing_delivers_what_is_queued(site: Site, rig: Rig) -> None:
     site.install("blocked", BLOCKED_OBSERVER)
     tier, _ = rig.open_memory(site.load())
