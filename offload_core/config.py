@@ -5,12 +5,11 @@ Two passes: the shape (this module's models), then each backend's own keys by it
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -18,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveFloat, ValidationError
 
 from offload_core.backend import BackendOptions, BackendType
-from offload_core.errors import ConfigError, PluginError
+from offload_core.errors import ConfigError, PluginError, did_you_mean
 from offload_core.plugins import PluginRegistry, load_plugins
 
 _MIB = 1024 * 1024
@@ -68,6 +67,9 @@ class OffloadSettings(BaseModel):
     shutdown_timeout_seconds: Annotated[
         float, Field(ge=0, description="how long shutdown waits for stores on their way")
     ] = 5.0
+    required_plugins: Annotated[
+        list[str], Field(description="entry-point names of plugins that must be there although no backend names them")
+    ] = []
     backends: Annotated[list[BackendConfig], Field(min_length=1, description="the tiers, fastest first")]
 
 
@@ -86,6 +88,8 @@ class OffloadConfig:
 
     settings: OffloadSettings
     tiers: tuple[TierConfig, ...]
+    plugins: PluginRegistry = field(default_factory=PluginRegistry, compare=False, repr=False)
+    """Wraps the tiers' backends as they are opened and hears of what happens to them."""
 
 
 def load_config(extra_config: Mapping[str, Any], registry: PluginRegistry | None = None) -> OffloadConfig:
@@ -111,9 +115,10 @@ def load_config(extra_config: Mapping[str, Any], registry: PluginRegistry | None
     problems += shape_problems
     tiers, tier_problems = _tiers(raw.get("backends"), registry)
     problems += tier_problems
+    problems += _missing_plugins(raw.get("required_plugins"), registry)
     if problems or settings is None:
         raise ConfigError(problems, source)
-    return OffloadConfig(settings, tuple(tiers))
+    return OffloadConfig(settings, tuple(tiers), registry)
 
 
 def _read_file(config_file: object) -> dict[str, Any]:
@@ -160,7 +165,7 @@ def _tiers(raw_backends: object, registry: PluginRegistry) -> tuple[list[TierCon
         try:
             backend_type = registry.backend_type(type_name)
         except PluginError as error:
-            problems.append(f"{prefix}type: {error}{_did_you_mean(type_name, registry.backend_types)}")
+            problems.append(f"{prefix}type: {error}")
             continue
         own = {key: value for key, value in entry.items() if key not in BackendConfig.model_fields}
         valid_keys = [*BackendConfig.model_fields, *backend_type.options.model_fields]
@@ -173,6 +178,17 @@ def _tiers(raw_backends: object, registry: PluginRegistry) -> tuple[list[TierCon
                 continue  # the first pass has said so
             tiers.append(TierConfig(common, backend_type, options))
     return tiers, problems
+
+
+def _missing_plugins(names: object, registry: PluginRegistry) -> list[str]:
+    problems: list[str] = []
+    for index, name in enumerate(names if isinstance(names, list) else ()):
+        if isinstance(name, str):  # otherwise the first pass has said so
+            try:
+                registry.require(name)
+            except PluginError as error:
+                problems.append(f"required_plugins.{index}: {error}")
+    return problems
 
 
 def _validate(
@@ -189,7 +205,7 @@ def _describe(detail: dict[str, Any], prefix: str, valid_keys: Sequence[str]) ->
     path = prefix + ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         key = str(detail["loc"][-1])
-        hint = _did_you_mean(key, valid_keys)
+        hint = did_you_mean(key, valid_keys)
         return f"{path}: unknown key{hint}; valid keys: {', '.join(sorted(valid_keys))}"
     if detail["type"] == "missing":
         return f"{path}: missing; add it"
@@ -197,8 +213,3 @@ def _describe(detail: dict[str, Any], prefix: str, valid_keys: Sequence[str]) ->
         return f"{path}: {detail['input']!r} is not a size; write a number of bytes or a size such as 20GiB or 512MiB"
     message = detail["msg"].removeprefix("Value error, ")
     return f"{path}: {detail['input']!r} is not valid: {message}"
-
-
-def _did_you_mean(word: str, known: Mapping[str, object] | Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -7,7 +7,7 @@
     ├── PlanError(ValueError)               the model's group geometry and the chunk size do not fit together
     ├── UnsupportedLayoutError(ValueError)  a KV cache tensor whose bytes we cannot name block by block
     ├── ObjectFormatError(ValueError)       bytes from a medium that are not the object they should be
-    ├── PluginError(ImportError)            a plugin that the configuration needs could not be loaded
+    ├── PluginError(ImportError)            a plugin that the configuration needs could not be loaded, or failed
     └── BackendError(OSError)               a storage medium failed for a whole batch
 
 Outcomes that are part of normal life (a miss, a rejected store) are values, not exceptions.
@@ -15,7 +15,8 @@ Outcomes that are part of normal life (a miss, a rejected store) are values, not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 class OffloadError(Exception):
@@ -23,7 +24,7 @@ class OffloadError(Exception):
 
 
 class ConfigError(OffloadError, ValueError):
-    """The configuration cannot work. ``problems`` holds one line per problem, all of them at once."""
+    """The configuration cannot work. ``problems`` holds one entry per problem, all of them at once."""
 
     def __init__(self, problems: Sequence[str], source: str = "kv_connector_extra_config") -> None:
         self.problems = tuple(problems)
@@ -45,8 +46,14 @@ class ObjectFormatError(OffloadError, ValueError):
 
 
 class PluginError(OffloadError, ImportError):
-    """A plugin that the configuration needs could not be loaded."""
+    """A plugin that the configuration needs could not be loaded, or one of its hooks failed."""
 
 
 class BackendError(OffloadError, OSError):
     """A storage medium failed for a whole batch. Raised by backends, turned into misses by the core."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean 'x'?)`` for a message about ``word``, or nothing when no known word resembles it."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

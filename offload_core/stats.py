@@ -23,6 +23,7 @@ COUNTERS = {
     "store_dropped": "objects not stored because staging memory was full",
     "store_bytes": "bytes stored",
     "delete_failures": "damaged objects that could not be deleted",
+    "events_dropped": "events that observers were too slow for",
     "recomputed_requests": "requests whose load failed and that the engine recomputed",
 }
 """Every counter's name and meaning."""

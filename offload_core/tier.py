@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Iterable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
-from offload_core import object_format
+from offload_core import events, object_format
 from offload_core.backend import BackendContext, LoadOutcome, StoreOutcome
 from offload_core.config import OffloadConfig, TierConfig
-from offload_core.errors import BackendError, ConfigError, ObjectFormatError
+from offload_core.errors import BackendError, ConfigError, ObjectFormatError, PluginError
+from offload_core.event_delivery import EventDelivery
+from offload_core.hookspecs import TierInfo
 from offload_core.keys import ObjectKey
+from offload_core.plugin_loading import FOREIGN_ERRORS
+from offload_core.plugins import PluginRegistry
 from offload_core.runtime import DaemonExecutor, IoLoop
 from offload_core.staging import Lease
 from offload_core.stats import Counters
@@ -42,15 +47,32 @@ class Tier:
 
     Outcomes are values; a backend's exception becomes a failure of every key in its batch, is counted and is logged
     once until the operation succeeds again.
+
+    Args:
+        load_timeout_seconds: base deadline of a load when the tier has none of its own.
+        plugins: those that may wrap the backend.
+        observers: told what happens; ``None`` when there are none.
+
+    Raises at construction:
+        PluginError: a plugin failed to wrap the backend.
     """
 
-    def __init__(self, config: TierConfig, load_timeout_seconds: float, counters: Counters) -> None:
+    def __init__(
+        self,
+        config: TierConfig,
+        load_timeout_seconds: float,
+        counters: Counters,
+        plugins: PluginRegistry | None = None,
+        observers: EventDelivery | None = None,
+    ) -> None:
         self.name = config.common.name
         self.load_weight = config.common.load_weight
         self.load_timeout_seconds = config.common.load_timeout_seconds or load_timeout_seconds
         self._counters = counters
         self._executor = DaemonExecutor(config.common.io_threads, f"offload-{self.name}")
-        self._backend = config.backend_type.backend(config.options, BackendContext(self.name, self._executor))
+        backend = config.backend_type.backend(config.options, BackendContext(self.name, self._executor))
+        info = TierInfo(self.name, config.backend_type.name, self.load_weight)
+        self._backend = backend if plugins is None else plugins.wrap(backend, info)
         self.capabilities = self._backend.capabilities
         # Twice the threads, so that they go on reading while other batches are checked and handed over.
         self.load_slots = asyncio.Semaphore(2 * config.common.io_threads)
@@ -58,7 +80,9 @@ class Tier:
         self._changes: deque[TierChange] | None = None if self.capabilities.shared else deque()
         self._store_slots = asyncio.Semaphore(config.common.io_threads)
         self._pending_lookups = 0
-        self._failing: set[str] = set()
+        self._failing: set[events.Operation] = set()
+        self.observers = observers
+        self._opened = False
 
     async def open(self) -> None:
         """Open the backend.
@@ -66,7 +90,11 @@ class Tier:
         Raises:
             OSError: the medium cannot be used.
         """
+        started = time.monotonic()
         await self._backend.open()
+        self._opened = True
+        if self.observers:
+            self.observers.emit(events.TierOpened(self.name, time.monotonic() - started))
 
     async def close(self) -> None:
         """Close the backend and end its threads once they are idle."""
@@ -74,6 +102,9 @@ class Tier:
             await self._backend.close()
         finally:
             self._executor.shutdown()
+            if self.observers and self._opened:
+                self._opened = False
+                self.observers.emit(events.TierClosed(self.name))
 
     def take_changes(self) -> list[TierChange]:
         """Return what has come to a medium that only this process sees, and left it, since the last call.
@@ -114,22 +145,28 @@ class Tier:
             deleted), or ``None`` when the backend failed.
         """
         keys = [staged.key for staged in objects]
+        started = time.monotonic()
         try:
             outcomes = await _answer(self._load_verified(objects, keys))
         except Exception as error:
             self._failed("load", keys, error)
             self._counters.add("load_failures", self.name, len(keys))
+            self._tell_of_loads(started, failed=len(keys))
             return [None] * len(keys)
         self._succeeded("load")
         self._note((key for key, outcome in zip(keys, outcomes, strict=True) if outcome is not LoadOutcome.HIT), False)
         corrupt = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is LoadOutcome.CORRUPT]
+        missing, hits = outcomes.count(LoadOutcome.MISS), outcomes.count(LoadOutcome.HIT)
+        nbytes = sum(o.lease.nbytes for o, got in zip(objects, outcomes, strict=True) if got is LoadOutcome.HIT)
+        self._counters.add("load_missing", self.name, missing)
+        self._counters.add("load_hits", self.name, hits)
+        self._counters.add("load_bytes", self.name, nbytes)
+        self._tell_of_loads(started, hits, missing, len(corrupt), nbytes=nbytes)
         if corrupt:
             self._counters.add("load_corrupt", self.name, len(corrupt))
+            if self.observers:
+                self.observers.emit(events.ObjectsDamaged(self.name, tuple(corrupt)))
             await self._delete(corrupt)
-        self._counters.add("load_missing", self.name, outcomes.count(LoadOutcome.MISS))
-        self._counters.add("load_hits", self.name, outcomes.count(LoadOutcome.HIT))
-        loaded = sum(o.lease.nbytes for o, got in zip(objects, outcomes, strict=True) if got is LoadOutcome.HIT)
-        self._counters.add("load_bytes", self.name, loaded)
         return list(outcomes)
 
     async def store(self, objects: Sequence[StagedObject]) -> list[bool]:
@@ -137,18 +174,23 @@ class Tier:
         keys = [staged.key for staged in objects]
         try:
             async with self._store_slots:
+                started = time.monotonic()
                 outcomes = await _answer(self._store_wanted(objects, keys))
         except Exception as error:
             self._failed("store", keys, error)
             self._counters.add("store_failures", self.name, len(keys))
+            self._tell_of_stores(started, failed=len(keys))
             return [False] * len(keys)
         self._succeeded("store")
         self._note((key for key, got in zip(keys, outcomes, strict=True) if got is not StoreOutcome.REJECTED), True)
         stored = [o for o, outcome in zip(objects, outcomes, strict=True) if outcome is StoreOutcome.STORED]
+        present, rejected = outcomes.count(StoreOutcome.ALREADY_PRESENT), outcomes.count(StoreOutcome.REJECTED)
+        nbytes = sum(o.lease.nbytes for o in stored)
         self._counters.add("stores", self.name, len(stored))
-        self._counters.add("store_bytes", self.name, sum(o.lease.nbytes for o in stored))
-        self._counters.add("store_already_present", self.name, outcomes.count(StoreOutcome.ALREADY_PRESENT))
-        self._counters.add("store_rejected", self.name, outcomes.count(StoreOutcome.REJECTED))
+        self._counters.add("store_bytes", self.name, nbytes)
+        self._counters.add("store_already_present", self.name, present)
+        self._counters.add("store_rejected", self.name, rejected)
+        self._tell_of_stores(started, len(stored), present, rejected, nbytes=nbytes)
         return [outcome is not StoreOutcome.REJECTED for outcome in outcomes]
 
     async def _load_verified(self, objects: Sequence[StagedObject], keys: Sequence[ObjectKey]) -> list[LoadOutcome]:
@@ -175,6 +217,8 @@ class Tier:
         reservation = await self._backend.prepare_store(keys, [staged.lease.nbytes for staged in objects])
         try:
             self._note(reservation.evicted, False)
+            if self.observers and reservation.evicted:
+                self.observers.emit(events.ObjectsEvicted(self.name, tuple(reservation.evicted)))
             prepared = self._parallel(keys, reservation.outcomes, "prepare_store")
             wanted = [staged for staged, outcome in zip(objects, prepared, strict=True) if outcome is None]
             if not wanted:
@@ -208,8 +252,24 @@ class Tier:
             )
         return list(results)
 
-    def _failed(self, operation: str, keys: Sequence[ObjectKey], error: Exception) -> None:
+    def _tell_of_loads(
+        self, started: float, loaded: int = 0, missing: int = 0, damaged: int = 0, failed: int = 0, nbytes: int = 0
+    ) -> None:
+        if self.observers:
+            seconds = time.monotonic() - started
+            self.observers.emit(events.LoadsEnded(self.name, loaded, missing, damaged, failed, nbytes, seconds))
+
+    def _tell_of_stores(
+        self, started: float, stored: int = 0, present: int = 0, rejected: int = 0, failed: int = 0, nbytes: int = 0
+    ) -> None:
+        if self.observers:
+            seconds = time.monotonic() - started
+            self.observers.emit(events.StoresEnded(self.name, stored, present, rejected, failed, nbytes, seconds))
+
+    def _failed(self, operation: events.Operation, keys: Sequence[ObjectKey], error: Exception) -> None:
         level = logging.DEBUG if operation in self._failing else logging.WARNING
+        if self.observers and operation not in self._failing:
+            self.observers.emit(events.TierFailing(self.name, operation, f"{type(error).__name__}: {error}"))
         self._failing.add(operation)
         logger.log(
             level,
@@ -218,10 +278,12 @@ class Tier:
             self.name, operation, len(keys), keys[0] if keys else "none", type(error).__name__, error,
         )  # fmt: skip
 
-    def _succeeded(self, operation: str) -> None:
+    def _succeeded(self, operation: events.Operation) -> None:
         if operation in self._failing:
             self._failing.discard(operation)
             logger.warning("tier %r: %s works again", self.name, operation)
+            if self.observers:
+                self.observers.emit(events.TierRecovered(self.name, operation))
 
 
 async def _answer(call: Awaitable[T]) -> T:
@@ -250,7 +312,7 @@ def _verify_all(tier: str, objects: Sequence[StagedObject], outcomes: Sequence[L
 
 
 def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters, *, only_shared: bool = False) -> list[Tier]:
-    """Construct and open every tier of ``config``.
+    """Construct every tier of ``config``, wrapped by its plugins and with their observers, and open them all.
 
     Args:
         only_shared: leave tiers closed whose medium this process could not see anyway.
@@ -259,9 +321,23 @@ def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters, *, only_sh
         ConfigError: one or more tiers could not be opened, each with its reason.
     """
     settings = config.settings
-    tiers = [Tier(tier, settings.load_timeout_seconds, counters) for tier in config.tiers]
-    opening = [(tier, io.submit(tier.open())) for tier in tiers if tier.capabilities.shared or not only_shared]
+    for report in config.plugins.reports:
+        if report.error:
+            logger.warning("%s failed, and nothing of it is used: %s", report, report.error)
+    observers = config.plugins.observers
+    delivery = EventDelivery(observers, counters) if observers else None
+    tiers: list[Tier] = []
+    opening: list[tuple[Tier, Future[None]]] = []
     problems: list[str] = []
+    for tier_config in config.tiers:
+        try:
+            tier = Tier(tier_config, settings.load_timeout_seconds, counters, config.plugins, delivery)
+        except FOREIGN_ERRORS as error:  # a plugin may raise anything; the other tiers' problems are to be told too
+            problems.append(_cannot_be_opened(tier_config.common.name, error))
+            continue
+        tiers.append(tier)
+        if tier.capabilities.shared or not only_shared:
+            opening.append((tier, io.submit(tier.open())))
     wait([future for _, future in opening], timeout=settings.open_timeout_seconds)
     for tier, future in opening:
         if not future.done():
@@ -272,9 +348,8 @@ def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters, *, only_sh
             continue
         try:
             future.result()
-        except Exception as error:  # a plugin may raise anything; the other tiers are to be closed all the same
-            reason = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            problems.append(f"backend {tier.name!r} cannot be opened: {reason}")
+        except Exception as error:
+            problems.append(_cannot_be_opened(tier.name, error))
     if problems:
         for tier in tiers:
             io.submit(tier.close())
@@ -282,6 +357,16 @@ def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters, *, only_sh
     return tiers
 
 
+def _cannot_be_opened(name: str, error: BaseException) -> str:
+    reason = error if isinstance(error, OSError | PluginError) else f"{type(error).__name__}: {error}"
+    return f"backend {name!r} cannot be opened: {reason}"
+
+
 def close_tiers(tiers: Sequence[Tier], io: IoLoop, seconds: float = 1.0) -> None:
-    """Close every tier, waiting at most ``seconds`` in all: a hung medium must not hold up the process's end."""
+    """Close every tier, waiting at most ``seconds`` in all: a hung medium must not hold up the process's end.
+
+    Observers have as long again for the events that still wait.
+    """
     wait([io.submit(tier.close()) for tier in tiers], timeout=seconds)
+    for delivery in {tier.observers for tier in tiers if tier.observers}:
+        delivery.close(seconds)

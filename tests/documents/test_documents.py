@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import re
 import shlex
 import sys
 import tomllib
-from importlib.metadata import EntryPoint
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,15 @@ import yaml
 
 from offload_core.backend import Backend, BackendContext, BackendOptions, LoadOutcome, StoreOutcome
 from offload_core.config import BackendConfig, OffloadSettings, load_config
+from offload_core.events import LoadsEnded, TierFailing
 from offload_core.hookspecs import HookSpecs
 from offload_core.keys import ObjectKey
-from offload_core.plugins import load_plugins
-from offload_core.runtime import DaemonExecutor
-from offload_core.stats import COUNTERS
+from offload_core.plugins import PluginRegistry, load_plugins
+from offload_core.runtime import DaemonExecutor, IoLoop
+from offload_core.stats import COUNTERS, Counters
+from offload_core.tier import close_tiers, open_tiers
+from tests.unit.staged_objects import StagedObjects
+from tests.unit.test_house_rules import PUBLIC_MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -64,9 +70,25 @@ def test_readme_commands_are_make_targets() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_every_hook_and_only_hooks_have_a_heading() -> None:
-    headings = set(re.findall(r"^### (offload_\w+)$", PLUGINS, re.MULTILINE))
-    assert headings == {name for name in vars(HookSpecs) if name.startswith("offload_")}
+def test_every_hook_and_only_hooks_have_a_heading_which_is_its_signature() -> None:
+    headings = set(re.findall(r"^### (offload_\w+.*)$", PLUGINS, re.MULTILINE))
+    assert headings == {
+        name + _signature(hook) for name, hook in vars(HookSpecs).items() if name.startswith("offload_")
+    }
+
+
+def _signature(hook: Callable[..., object]) -> str:
+    """The signature as it is written, without ``self``."""
+    signature = inspect.signature(hook)
+    _, *arguments = signature.parameters.values()
+    return str(signature.replace(parameters=arguments)).replace("'", "")
+
+
+def test_the_public_modules_are_those_that_the_house_rules_know() -> None:
+    (listed,) = re.findall(r"The public modules are (.*?)\.\n", PLUGINS, re.DOTALL)
+    assert {name.removeprefix("offload_core.") for name in re.findall(r"`([\w.]+)`", listed)} == {
+        name.removeprefix("offload_core.") for name in PUBLIC_MODULES
+    }
 
 
 def test_every_cited_clause_is_in_the_contract() -> None:
@@ -77,12 +99,23 @@ def test_every_cited_clause_is_in_the_contract() -> None:
     assert cited <= clauses
 
 
-def test_plugin_example_works_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "offload_memory.py").write_text(_blocks(PLUGINS, "python")[0])
-    declared = tomllib.loads(_blocks(PLUGINS, "toml")[0])["project"]["entry-points"]["offload_core"]
+def _plugin(
+    hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, name: str = "example", module: str = "example"
+) -> PluginRegistry:
+    """Load the example of a hook in plugins.md as its entry point would be, and the bundled plugins beside it."""
+    (block,) = [block for block in _blocks(PLUGINS, "python") if f"def {hook}(" in block]
+    (tmp_path / f"{module}.py").write_text(block)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "offload_memory", raising=False)
-    registry = load_plugins([EntryPoint(name, value, "offload_core") for name, value in declared.items()])
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    registry = load_plugins([*entry_points(group="offload_core"), EntryPoint(name, module, "offload_core")])
+    registry.require(name)
+    return registry
+
+
+def test_plugin_example_works_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ((name, module),) = tomllib.loads(_blocks(PLUGINS, "toml")[0])["project"]["entry-points"]["offload_core"].items()
+    assert f"Save it as `{module}.py`" in PLUGINS
+    registry = _plugin("offload_register_backends", tmp_path, monkeypatch, name=name, module=module)
     config = load_config({"backends": [{"name": "m", "type": "memory", "max_objects": 1}]}, registry)
     tier = config.tiers[0]
     backend = tier.backend_type.backend(tier.options, BackendContext("m", DaemonExecutor(1, "m")))
@@ -102,6 +135,32 @@ async def _round_trip(backend: Backend[BackendOptions]) -> None:
     await backend.delete([first, second])
     assert list(await backend.contains([first])) == [False]
     await backend.close()
+
+
+def test_the_example_of_a_wrapper_makes_a_tier_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = _plugin("offload_wrap_backend", tmp_path, monkeypatch)
+    folder = {"type": "disk", "path": str(tmp_path / "kv")}
+    config = load_config(
+        {"required_plugins": ["example"], "backends": [{"name": n, **folder} for n in ("nvme", "nvme-readonly")]},
+        registry,
+    )
+    io, counters, objects = IoLoop.acquire(), Counters(), StagedObjects()
+    plain, read_only = tiers = open_tiers(config, io, counters)
+    assert io.submit(read_only.store([objects.sealed(1)])).result(60) == [False]
+    assert io.submit(plain.store([objects.sealed(1)])).result(60) == [True]
+    assert io.submit(read_only.load([objects.staged(1)])).result(60) == [LoadOutcome.HIT]
+    close_tiers(tiers, io, 60)
+    io.release()
+
+
+def test_the_example_of_an_observer_logs_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (observer,) = _plugin("offload_observe", tmp_path, monkeypatch).observers
+    for seconds in (0.5, 1.5):
+        observer.notify(LoadsEnded("nvme", 4, 0, 0, 0, nbytes=4096, seconds=seconds))
+    observer.notify(TierFailing("nvme", "store", "OSError: no space"))
+    assert caplog.messages == ["tier nvme took 1.5 s for 4096 bytes", "tier nvme cannot store: OSError: no space"]
 
 
 def test_counters_in_the_readme_exist() -> None:

@@ -15,6 +15,8 @@ from offload_core.backend import (
 from offload_core.hookspecs import hookimpl
 from offload_core.keys import ObjectKey
 
+OFFLOAD_API_VERSION = 1
+
 
 class NoOptions(BackendOptions):
     """None."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -96,3 +97,14 @@ def count(result: RunResult, counter: str, tier: str = "disk") -> int:
 def objects(folder: Path) -> list[Path]:
     """All stored objects."""
     return sorted(folder.rglob("*.kv"))
+
+
+def installed(folder: Path, module: str) -> dict[str, str]:
+    """Install a distribution whose entry point is a module beside this file; return the variables that show it."""
+    name = module.replace("_", "-")
+    info = folder / "site" / f"{module}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[offload_core]\n{name} = tests.engine.{module}\n")
+    path = (str(info.parent), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))
+    return {"PYTHONPATH": os.pathsep.join(filter(None, path))}

@@ -11,7 +11,7 @@ import pytest
 
 from offload_core.object_format import HEADER_BYTES
 from offload_core.testing.engine import Round, compare
-from tests.engine.lab import Lab, count, objects, ours, served
+from tests.engine.lab import Lab, count, installed, objects, ours, served
 
 
 def _rounds(lab: Lab) -> list[Round]:
@@ -67,13 +67,13 @@ def test_every_object_damaged(lab: Lab, kv: Path, damage: Callable[[Path, int], 
     assert all(served(healed).values())
 
 
-def test_folder_removed_between_lookup_and_load(lab: Lab, kv: Path, vanishing_plugin: Path) -> None:
+def test_folder_removed_between_lookup_and_load(lab: Lab, kv: Path, tmp_path: Path) -> None:
     transfer = ours(kv)
     transfer["kv_connector_extra_config"]["backends"][0]["type"] = "vanishing-disk"
     (first,) = _rounds(lab)
     second = first.model_copy(update={"name": "second", "reset_prefix_cache_before": True})
 
-    result = lab.run([first, second], transfer, env={"PYTHONPATH": f"{vanishing_plugin}:{Path(__file__).parent}"})
+    result = lab.run([first, second], transfer, env=installed(tmp_path, "vanishing_disk"))
 
     assert compare(lab.reference([first, second]), result) == []
     assert count(result, "load_missing") > 0
@@ -87,9 +87,7 @@ def test_folder_removed_between_lookup_and_load(lab: Lab, kv: Path, vanishing_pl
     assert all(served(healed).values())
 
 
-def test_folder_removed_while_the_engine_knows_what_was_in_it(
-    gemma3: Lab, tmp_path: Path, vanishing_plugin: Path
-) -> None:
+def test_folder_removed_while_the_engine_knows_what_was_in_it(gemma3: Lab, tmp_path: Path) -> None:
     transfer = ours(tmp_path / "kv")
     transfer["kv_connector_extra_config"]["backends"][0]["type"] = "vanishing-disk"
     (first,) = _rounds(gemma3)
@@ -97,21 +95,11 @@ def test_folder_removed_while_the_engine_knows_what_was_in_it(
         first.model_copy(update={"name": name, "reset_prefix_cache_before": True}) for name in ("gone", "stored again")
     ]
 
-    result = gemma3.run(rounds, transfer, env={"PYTHONPATH": f"{vanishing_plugin}:{Path(__file__).parent}"})
+    result = gemma3.run(rounds, transfer, env=installed(tmp_path, "vanishing_disk"))
 
     assert compare(gemma3.reference(rounds), result) == []
     assert not any(served(result, 1).values())
     assert all(served(result, 2).values())
-
-
-@pytest.fixture
-def vanishing_plugin(tmp_path: Path) -> Path:
-    """An installed distribution whose entry point is the ``vanishing_disk`` module beside this file."""
-    info = tmp_path / "site" / "vanishing_disk-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vanishing-disk\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[offload_core]\nvanishing-disk = vanishing_disk\n")
-    return info.parent
 
 
 def test_read_only_mount(lab: Lab, kv: Path, read_only: Callable[[Path], None]) -> None:

@@ -23,7 +23,7 @@ from offload_core.testing.workload import (
     score_gaps,
     treated_alike,
 )
-from tests.engine.lab import Lab, count, ours, stock
+from tests.engine.lab import Lab, count, installed, ours, stock
 
 SEEDS = (1, 2)
 LONG_SEEDS = tuple(range(3, 13))
@@ -87,15 +87,6 @@ def _check_against_stock(lab: Lab, workloads: list[Workload], result: RunResult)
 
 def _pairs(one: RunResult, two: RunResult) -> list[tuple[WorkloadResult, WorkloadResult]]:
     return list(zip(one.workloads, two.workloads, strict=True))
-
-
-def _plugin(folder: Path, name: str, module: str) -> dict[str, str]:
-    """The search path of an installed distribution whose entry point is a module beside this file."""
-    info = folder / "site" / f"{module}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[offload_core]\n{name} = tests.engine.{module}\n")
-    return {"PYTHONPATH": f"{info.parent}:{Path(__file__).parents[2]}"}
 
 
 def _changed(workload: Workload, **values: Any) -> Workload:
@@ -180,7 +171,7 @@ def test_tier_that_keeps_nothing(lab: Lab, tmp_path: Path) -> None:
     many = [random_workload(seed) for seed in SEEDS]
     transfer = ours(tmp_path / "unused")
     transfer["kv_connector_extra_config"]["backends"] = [{"name": "nothing", "type": "keeps-nothing"}]
-    result = _run(lab, many, transfer, env=_plugin(tmp_path, "keeps-nothing", "keeps_nothing"))
+    result = _run(lab, many, transfer, env=installed(tmp_path, "keeps_nothing"))
     assert not any(request.external_cached_tokens for item in result.workloads for request in item.requests)
     _check_outputs(lab, many, result)
 

@@ -11,6 +11,8 @@ from offload_core.backend import BackendType, LoadReservation
 from offload_core.hookspecs import hookimpl
 from offload_core.keys import ObjectKey
 
+OFFLOAD_API_VERSION = 1
+
 
 class VanishingDisk(DiskBackend):
     """Removes its folder once, in the engine's own process, between lookup and load."""

@@ -14,6 +14,8 @@ from offload_core.backend import BackendContext, BackendType, LoadOutcome, Store
 from offload_core.hookspecs import hookimpl
 from offload_core.keys import ObjectKey
 
+OFFLOAD_API_VERSION = 1
+
 CALLS = ("contains", "load_into", "store")
 SCRIPTS: dict[str, Script] = {}
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from offload_core.runtime import IoLoop
 from offload_core.stats import Counters
+from tests.unit.plugin_site import Site
 
 # No time limit per example: the machine that runs the tests may be busy with an engine.
 settings.register_profile("offload-core", deadline=None, max_examples=200)
@@ -44,3 +47,17 @@ async def _pending_tasks() -> list[str]:
 @pytest.fixture
 def counters() -> Counters:
     return Counters()
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """Two folders on the search path for distributions; what is imported from them is forgotten after the test."""
+    folders = [tmp_path / "site", tmp_path / "other-site"]
+    for folder in reversed(folders):
+        folder.mkdir()
+        monkeypatch.syspath_prepend(folder)
+    before = set(sys.modules)
+    yield Site(*folders)
+    for module in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[module], "__file__", None)):
+            del sys.modules[module]

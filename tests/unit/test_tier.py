@@ -10,42 +10,27 @@ from typing import Any
 
 import pytest
 
-from offload_core import object_format
 from offload_core.backend import LoadOutcome, StoreOutcome
 from offload_core.object_format import HEADER_BYTES
 from offload_core.runtime import IoLoop
-from offload_core.staging import StagingPool
 from offload_core.stats import Counters
-from offload_core.tier import StagedObject, Tier, close_tiers
+from offload_core.tier import Tier, close_tiers
 from tests.unit.memory_backend import MemoryBackend, key, memory_tier
+from tests.unit.staged_objects import OBJECT_BYTES, PAYLOAD_BYTES, StagedObjects
 
 SECONDS = 30
 HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
-PAYLOAD_BYTES = 100
 
 
-class Rig:
+class Rig(StagedObjects):
     """A tier over a memory backend, and staging for its objects."""
 
     def __init__(self, io: IoLoop, counters: Counters) -> None:
+        super().__init__()
         config, made = memory_tier(io_threads=2)
         self.io, self.counters = io, counters
         self.tier = Tier(config, 30.0, counters)
         self.backend: MemoryBackend = made[0]
-        self.pool = StagingPool(1 << 20, 1.0)
-
-    def staged(self, number: int) -> StagedObject:
-        """Return an object of dirty staging memory."""
-        lease = self.pool.try_acquire(HEADER_BYTES + PAYLOAD_BYTES, for_store=False)
-        assert lease is not None
-        lease.tensor.fill_(0x5A)
-        return StagedObject(key(number), lease)
-
-    def sealed(self, number: int) -> StagedObject:
-        staged = self.staged(number)
-        staged.lease.tensor[HEADER_BYTES:] = number
-        object_format.seal(staged.lease.view, staged.key)
-        return staged
 
     def put(self, *numbers: int) -> None:
         """Put whole objects onto the medium, past the tier."""
@@ -76,7 +61,7 @@ def rig(io: IoLoop, counters: Counters) -> Iterator[Rig]:
 
 
 def test_a_round_trip_is_counted(rig: Rig) -> None:
-    size = HEADER_BYTES + PAYLOAD_BYTES
+    size = OBJECT_BYTES
     assert rig.store(1, 2) == [True, True]
     assert rig.counted() == {"stores": 2, "store_bytes": 2 * size}
     assert rig.lookup(0, 1, 2) == [False, True, True]

@@ -6,6 +6,8 @@ from offload_backend_disk.backend import DiskBackend, DiskOptions
 from offload_core.backend import BackendType
 from offload_core.hookspecs import hookimpl
 
+OFFLOAD_API_VERSION = 1
+
 
 @hookimpl
 def offload_register_backends() -> list[BackendType]:
