@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[2]
 CORE = sorted((ROOT / "offload_core").rglob("*.py"))
 BACKENDS = sorted((ROOT / "backends").rglob("*.py"))
 ADAPTER = ROOT / "offload_core" / "vllm"
-PUBLIC_MODULES = {f"offload_core.{name}" for name in ("backend", "errors", "hookspecs", "keys", "testing")}
+PUBLIC_MODULES = {
+    f"offload_core.{name}" for name in ("backend", "errors", "hookspecs", "keys", "quantities", "testing")
+}
 """What plugin authors are promised; the bundled backends use nothing else."""
 
 
