@@ -67,7 +67,8 @@ def _describe(detail: dict[str, Any], prefix: str, valid_keys: Sequence[str], se
     kind = detail["type"]
     variable = secrets.variables.get(loc[0]) if loc and isinstance(loc[0], str) else None
     if kind == "extra_forbidden":
-        return f"{path}: unknown key{_hint(str(loc[-1]), valid_keys, secrets)}"
+        hint = _hint(str(loc[0]), valid_keys, secrets) if len(loc) == 1 else "; remove it"
+        return f"{path}: unknown key{hint}"
     if kind == "invalid_key":
         return f"{path}: a key must be text; put it in quotes"
     if kind == "missing":

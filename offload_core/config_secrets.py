@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, Secret, SecretBytes, SecretStr
 
@@ -98,6 +98,6 @@ def _types_in(annotation: Any, seen: dict[int, Any]) -> Iterator[type]:
 def _member_types(kind: type) -> Iterable[Any]:
     if issubclass(kind, BaseModel):
         return [field.annotation for field in kind.model_fields.values()]
-    if dataclasses.is_dataclass(kind) or is_typeddict(kind) or hasattr(kind, "_fields"):
+    if dataclasses.is_dataclass(kind) or hasattr(kind, "__total__") or hasattr(kind, "_fields"):  # or a dict or tuple
         return get_type_hints(kind).values()
     return []
