@@ -50,7 +50,7 @@ def validate(
     try:
         return model.model_validate(raw), []
     except ValidationError as error:
-        keys = list(valid_keys if valid_keys is not None else model.model_fields)
+        keys = sorted(valid_keys if valid_keys is not None else model.model_fields)
         details = error.errors(include_url=False)
     # Outside of the except clause: a traceback of what is raised later must not show pydantic's text, with its inputs.
     secrets = secrets or Secrets()
@@ -94,7 +94,7 @@ def _hint(key: str, valid_keys: Sequence[str], secrets: Secrets) -> str:
         hint = f" (did you mean the secret {close[0]!r}? set the environment variable {secrets.variables[close[0]]})"
     else:
         hint = did_you_mean(key, valid_keys)
-    return f"{hint}; valid keys: {', '.join(sorted(valid_keys))}"
+    return f"{hint}; valid keys: {', '.join(valid_keys)}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
