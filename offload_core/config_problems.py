@@ -33,9 +33,10 @@ class Secrets:
     reported: Collection[str] = ()
 
     def hide(self, text: str) -> str:
-        """Return ``text`` without the secrets."""
-        for value in sorted(self.values, key=len, reverse=True):
-            text = text.replace(value, "**********")
+        """Return ``text`` without the secrets, as they are or with their odd characters escaped by ``repr``."""
+        forms = {form for value in self.values for form in (value, repr(value)[1:-1])}
+        for form in sorted(forms, key=len, reverse=True):
+            text = text.replace(form, "**********")
         return text
 
 

@@ -80,7 +80,7 @@ def test_durations_and_sizes_in_the_readme_are_understood() -> None:
 
 
 def test_the_variable_of_a_secret_in_the_readme_is_the_one_that_is_read() -> None:
-    found = re.search(r"A tier named `(.+?)` finds its `(.+?)` in\s`(.+?)`", README)
+    found = re.search(r"A tier named `(.+?)` finds its `(.+?)`\s+in\s+`(.+?)`", README)
     assert found is not None
     assert variable_name(found[1], found[2]) == found[3]
 

@@ -113,6 +113,17 @@ def test_options_that_json_schema_cannot_describe_are_left_open() -> None:
     assert not VALIDATOR.is_valid({"backends": [{"name": "a", "type": "odd", "io_threads": 0}]})
 
 
+def test_types_may_have_parts_of_the_same_name() -> None:
+    other = type("Shelf", (BackendOptions,), {"__annotations__": {"depth": int}})
+    options = type("CupboardOptions", (BackendOptions,), {"__annotations__": {"shelf": other}})
+    types = [*REGISTRY.backend_types.values(), BackendType("cupboard", MemoryBackend, options)]
+    validator = jsonschema.Draft202012Validator(config_schema(PluginRegistry(types, [])))
+    cupboard = {"name": "b", "type": "cupboard", "shelf": {"depth": 3}}
+    assert validator.is_valid({"backends": [{**BOX, "shelf": {"rows": 3}}, cupboard]})
+    assert not validator.is_valid({"backends": [{**BOX, "shelf": {"depth": 3}}]})
+    assert not validator.is_valid({"backends": [{**cupboard, "shelf": {"rows": 3}}]})
+
+
 def test_without_plugins_no_backend_is_valid() -> None:
     schema = config_schema(PluginRegistry([], []))
     jsonschema.Draft202012Validator.check_schema(schema)
