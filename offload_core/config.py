@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from offload_core.backend import BackendOptions, BackendType
 from offload_core.config_file import read_config_file
-from offload_core.config_problems import Secrets, did_you_mean, shown, validate
+from offload_core.config_problems import Secrets, did_you_mean, shown, validate, written_key
 from offload_core.config_secrets import SecretField, from_environment, secret_fields, variable_name
 from offload_core.errors import ConfigError, PluginError
 from offload_core.plugins import PluginRegistry, load_plugins
@@ -185,7 +185,7 @@ def _tier(
 ) -> tuple[TierConfig | None, list[str]]:
     name = str(entry["name"]) if isinstance(entry.get("name"), str) and entry["name"] else None
     variables = {secret.key: variable_name(name, secret.name) for secret in secrets}
-    given = {key: secret for secret in secrets for key in {secret.name, secret.key} if key in entry}
+    given = {key: secret for secret in secrets for key in (secret.name, secret.key) if key in entry}
     problems = [
         f"{prefix}{key}: a secret is not written in a configuration, which vLLM logs; remove it and set the "
         f"environment variable {variables[secret.key]}"
@@ -194,7 +194,8 @@ def _tier(
     found = from_environment(secrets, name, environ)
     taken = {*BackendConfig.model_fields, *given}
     own = {key: value for key, value in entry.items() if isinstance(key, str) and key not in taken}
-    valid_keys = {*BackendConfig.model_fields, *backend_type.options.model_fields} - {secret.name for secret in secrets}
+    option_keys = {written_key(name, field) for name, field in backend_type.options.model_fields.items()}
+    valid_keys = {*BackendConfig.model_fields, *option_keys} - set(variables)
     reported = variables if name is None else {secret.key for secret in given.values()}
     hidden = Secrets(variables, [environ[variables[key]] for key in found], reported)
     options, option_problems = validate(backend_type.options, {**own, **found}, prefix, valid_keys, hidden)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from offload_core.quantities import DURATION_ERROR, SIZE_ERROR
 
@@ -96,6 +97,11 @@ def _hint(key: str, valid_keys: Sequence[str], secrets: Secrets) -> str:
     else:
         hint = did_you_mean(key, valid_keys)
     return f"{hint}; valid keys: {', '.join(valid_keys)}"
+
+
+def written_key(name: str, field: FieldInfo) -> str:
+    """Return what operators write for a field: its alias if it has one."""
+    return field.validation_alias if isinstance(field.validation_alias, str) else name
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

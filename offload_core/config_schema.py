@@ -9,6 +9,7 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 
 from offload_core.backend import BackendType
 from offload_core.config import BackendConfig, OffloadSettings
+from offload_core.config_problems import written_key
 from offload_core.config_secrets import secret_fields, variable_name
 from offload_core.plugins import PluginRegistry
 
@@ -79,8 +80,7 @@ def _model_schema(model: type[BaseModel], prefix: str) -> tuple[dict[str, Any], 
     if "$ref" in schema:  # a model that holds itself
         schema = dict(definitions[schema["$ref"].removeprefix("#/$defs/")])
     for name, field in model.model_fields.items():
-        alias = field.validation_alias
-        written = schema["properties"].get(alias if isinstance(alias, str) else name)
+        written = schema["properties"].get(written_key(name, field))
         if written is not None:
             _add_limits(written, field.metadata)
     return schema, definitions

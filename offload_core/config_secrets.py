@@ -12,6 +12,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, Secret, SecretBytes, SecretStr
 
 from offload_core.backend import BackendOptions
+from offload_core.config_problems import written_key
 
 VARIABLE_PREFIX = "OFFLOAD_CORE"
 
@@ -42,10 +43,9 @@ def secret_fields(options: type[BackendOptions]) -> list[SecretField]:
     for name, field in options.model_fields.items():
         if not any(issubclass(kind, SecretStr | SecretBytes | Secret) for kind in _types_in(field.annotation, {})):
             continue
-        alias = field.validation_alias
-        key = alias if isinstance(alias, str) else name
-        kind = _plain_secret(field.annotation) if alias is None or isinstance(alias, str) else None
-        found.append(SecretField(name, key, kind))
+        many_names = not isinstance(field.validation_alias, str | None)
+        kind = None if many_names else _plain_secret(field.annotation)
+        found.append(SecretField(name, written_key(name, field), kind))
     return found
 
 

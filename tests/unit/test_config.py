@@ -22,6 +22,7 @@ MIB = 1024 * 1024
 class BoxOptions(BackendOptions):
     size: int = Field(ge=1, description="boxes")
     label: str = Field(default="none", description="what is written on each")
+    cls: int = Field(default=0, description="how good they are", alias="class")
 
 
 REGISTRY = PluginRegistry(
@@ -199,8 +200,12 @@ ONE_PROBLEM = [
     ({"backends": [BOX, {**BOX, "name": "b", "size": 0}]}, "backends.1.size: 0 is not valid: Input should be greater"),
     (
         {"backends": [{**BOX, "labl": "x"}]},
-        "backends.0.labl: unknown key (did you mean 'label'?); valid keys: io_threads, label, load_timeout_seconds, "
-        "load_weight, name, size, type",
+        "backends.0.labl: unknown key (did you mean 'label'?); valid keys: class, io_threads, label, "
+        "load_timeout_seconds, load_weight, name, size, type",
+    ),
+    (
+        {"backends": [{**BOX, "clas": 1}]},
+        "backends.0.clas: unknown key (did you mean 'class'?); valid keys: class, io_threads,",
     ),
     (
         {"backends": [{**BOX, "io_thread": 2}]},
