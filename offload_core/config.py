@@ -1,28 +1,28 @@
 """The configuration: one schema for inline keys and for a YAML, TOML or JSON file, every problem reported at once.
 
-Two passes: the shape (this module's models), then each backend's own keys by its plugin's options model.
+Two passes: the shape (this module's models), then each backend's own keys by its plugin's options model. Secrets among
+these come from the environment; no error and no ``repr`` shows them.
 """
 
 from __future__ import annotations
 
-import json
-import tomllib
+import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-import yaml
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from offload_core.backend import BackendOptions, BackendType
-from offload_core.errors import ConfigError, PluginError, did_you_mean
+from offload_core.config_file import read_config_file
+from offload_core.config_problems import Secrets, shown, validate, written_key
+from offload_core.config_secrets import SecretField, from_environment, secret_fields, variable_name
+from offload_core.errors import ConfigError, PluginError
 from offload_core.plugins import PluginRegistry, load_plugins
+from offload_core.quantities import Bytes, Seconds
 
 _MIB = 1024 * 1024
-
-M = TypeVar("M", bound=BaseModel)
 
 
 class BackendConfig(BaseModel):
@@ -30,15 +30,30 @@ class BackendConfig(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
-    name: Annotated[str, Field(min_length=1, description="unique name of the tier, used in logs and metrics")]
-    type: Annotated[str, Field(min_length=1, description="backend type that a plugin provides, for example disk")]
+    name: Annotated[
+        str,
+        Field(min_length=1, description="unique name of the tier, used in logs and metrics", examples=["nvme"]),
+    ]
+    type: Annotated[
+        str, Field(min_length=1, description="backend type that a plugin provides, for example disk", examples=["disk"])
+    ]
     load_weight: Annotated[
-        PositiveFloat, Field(description="the tier with the highest matched tokens times weight serves a load")
+        float,
+        Field(
+            gt=0,
+            strict=True,
+            description="the tier with the highest matched tokens times weight serves a load",
+            examples=[10],
+        ),
     ] = 1.0
     load_timeout_seconds: Annotated[
-        PositiveFloat | None, Field(description="base deadline of a load from this tier; by default the global one")
+        Seconds | None,
+        Field(gt=0, description="base deadline of a load from this tier; by default the global one", examples=["5s"]),
     ] = None
-    io_threads: Annotated[int, Field(ge=1, le=256, description="threads that this tier's blocking calls may use")] = 4
+    io_threads: Annotated[
+        int,
+        Field(ge=1, le=256, strict=True, description="threads that this tier's blocking calls may use", examples=[8]),
+    ] = 4
 
 
 class OffloadSettings(BaseModel):
@@ -48,24 +63,27 @@ class OffloadSettings(BaseModel):
 
     hybrid_chunk_size: Annotated[
         int | None,
-        Field(gt=0, strict=True, description="tokens per stored chunk; by default chosen from the model's block sizes"),
+        Field(
+            gt=0,
+            strict=True,
+            description="tokens per stored chunk; by default chosen from the model's block sizes",
+            examples=[256],
+        ),
     ] = None
     offload_prompt_only: Annotated[
         bool, Field(strict=True, description="store chunks of the prompt only, none that reach into generated tokens")
     ] = False
-    staging_bytes: Annotated[
-        ByteSize, Field(ge=_MIB, description="host memory for objects on their way, for example 512MiB")
-    ] = ByteSize(512 * _MIB)
-    load_timeout_seconds: Annotated[PositiveFloat, Field(description="base deadline of a load")] = 30.0
+    staging_bytes: Annotated[Bytes, Field(ge=_MIB, description="host memory for objects on their way")] = 512 * _MIB
+    load_timeout_seconds: Annotated[Seconds, Field(gt=0, description="base deadline of a load")] = 30.0
     load_timeout_seconds_per_mib: Annotated[
-        float, Field(ge=0, description="added to a load's deadline for each MiB it reads")
+        Seconds, Field(description="added to a load's deadline for each MiB it reads", examples=["50ms", 0.05])
     ] = 0.05
     lookup_timeout_seconds: Annotated[
-        PositiveFloat, Field(description="a tier that has not answered a lookup by then counts as a miss")
+        Seconds, Field(gt=0, description="a tier that has not answered a lookup by then counts as a miss")
     ] = 1.0
-    open_timeout_seconds: Annotated[PositiveFloat, Field(description="deadline for opening a backend at start")] = 30.0
+    open_timeout_seconds: Annotated[Seconds, Field(gt=0, description="deadline for opening a backend at start")] = 30.0
     shutdown_timeout_seconds: Annotated[
-        float, Field(ge=0, description="how long shutdown waits for stores on their way")
+        Seconds, Field(description="how long shutdown waits for stores on their way")
     ] = 5.0
     required_plugins: Annotated[
         list[str], Field(description="entry-point names of plugins that must be there although no backend names them")
@@ -92,13 +110,18 @@ class OffloadConfig:
     """Wraps the tiers' backends as they are opened and hears of what happens to them."""
 
 
-def load_config(extra_config: Mapping[str, Any], registry: PluginRegistry | None = None) -> OffloadConfig:
+def load_config(
+    extra_config: Mapping[str, Any],
+    registry: PluginRegistry | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> OffloadConfig:
     """Validate ``kv_connector_extra_config``: the keys themselves, or a file named by its ``config_file`` key, or both.
 
-    A key may stand in one of the two places, not in both.
+    A key may stand in one of the two places, not in both. Secrets of backends are read from ``environ`` only.
 
     Raises:
-        ConfigError: with every problem: the dotted path, the bad value, what would be valid, the cure.
+        ConfigError: with every problem, none of which shows a secret. The plugins' own errors are among them only
+            where this configuration needs the plugin.
     """
     registry = registry if registry is not None else load_plugins()
     raw = dict(extra_config)
@@ -107,13 +130,14 @@ def load_config(extra_config: Mapping[str, Any], registry: PluginRegistry | None
     config_file = raw.pop("config_file", None)
     if config_file is not None:
         source = f"{config_file} (config_file)"
-        from_file = _read_file(config_file)
+        from_file = read_config_file(config_file)
         for key in sorted(set(raw) & set(from_file)):
-            problems.append(f"{key}: set in the file and inline as well ({raw[key]!r}); remove one of the two")
+            value = f" ({shown(raw[key])})" if key in OffloadSettings.model_fields and key != "backends" else ""
+            problems.append(f"{key}: set in the file and inline as well{value}; remove one of the two")
         raw = {**from_file, **raw}
-    settings, shape_problems = _validate(OffloadSettings, raw, prefix="")
+    settings, shape_problems = validate(OffloadSettings, raw, prefix="")
     problems += shape_problems
-    tiers, tier_problems = _tiers(raw.get("backends"), registry)
+    tiers, tier_problems = _tiers(raw.get("backends"), registry, environ)
     problems += tier_problems
     problems += _missing_plugins(raw.get("required_plugins"), registry)
     if problems or settings is None:
@@ -121,33 +145,9 @@ def load_config(extra_config: Mapping[str, Any], registry: PluginRegistry | None
     return OffloadConfig(settings, tuple(tiers), registry)
 
 
-def _read_file(config_file: object) -> dict[str, Any]:
-    if not isinstance(config_file, str | Path):
-        raise ConfigError([f"config_file: {config_file!r} is not a path; write the file's name as a string"])
-    path = Path(config_file)
-    readers: dict[str, Callable[[str], object]] = {
-        ".yaml": yaml.safe_load,
-        ".yml": yaml.safe_load,
-        ".json": json.loads,
-        ".toml": tomllib.loads,
-    }
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        raise ConfigError([f"config_file: {str(path)!r} must end in {', '.join(readers)}"])
-    try:
-        content = reader(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            [f"config_file: {str(path)!r} does not exist (looked in {Path.cwd()}); write its absolute path"]
-        ) from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError([f"config_file: {str(path)!r} cannot be read as {path.suffix[1:]}: {error}"]) from error
-    if not isinstance(content, dict):
-        raise ConfigError([f"config_file: {str(path)!r} holds {type(content).__name__}; it must hold keys and values"])
-    return content
-
-
-def _tiers(raw_backends: object, registry: PluginRegistry) -> tuple[list[TierConfig], list[str]]:
+def _tiers(
+    raw_backends: object, registry: PluginRegistry, environ: Mapping[str, str]
+) -> tuple[list[TierConfig], list[str]]:
     """Run the second pass over every entry whose type is known, whatever else is wrong."""
     tiers: list[TierConfig] = []
     problems: list[str] = []
@@ -155,6 +155,7 @@ def _tiers(raw_backends: object, registry: PluginRegistry) -> tuple[list[TierCon
         return tiers, problems  # the first pass has said so
     entries = [(index, entry) for index, entry in enumerate(raw_backends) if isinstance(entry, dict)]
     names = Counter(entry.get("name") for _, entry in entries if isinstance(entry.get("name"), str))
+    owners: dict[str, tuple[object, str]] = {}
     for index, entry in entries:
         prefix = f"backends.{index}."
         name, type_name = entry.get("name"), entry.get("type")
@@ -167,16 +168,17 @@ def _tiers(raw_backends: object, registry: PluginRegistry) -> tuple[list[TierCon
         except PluginError as error:
             problems.append(f"{prefix}type: {error}")
             continue
-        own = {key: value for key, value in entry.items() if key not in BackendConfig.model_fields}
-        valid_keys = [*BackendConfig.model_fields, *backend_type.options.model_fields]
-        options, option_problems = _validate(backend_type.options, own, prefix, valid_keys)
-        problems += option_problems
-        if options is not None:
-            try:
-                common = BackendConfig.model_validate({k: v for k, v in entry.items() if k not in own})
-            except ValidationError:
-                continue  # the first pass has said so
-            tiers.append(TierConfig(common, backend_type, options))
+        secrets = secret_fields(backend_type.options)
+        unusable = _unusable_secrets(secrets, prefix, backend_type)
+        if unusable:
+            problems += unusable
+            continue
+        if isinstance(name, str):
+            problems += _shared_variables(secrets, prefix, name, owners)
+        tier, tier_problems = _tier(entry, prefix, backend_type, secrets, environ)
+        problems += tier_problems
+        if tier is not None:
+            tiers.append(tier)
     return tiers, problems
 
 
@@ -191,25 +193,56 @@ def _missing_plugins(names: object, registry: PluginRegistry) -> list[str]:
     return problems
 
 
-def _validate(
-    model: type[M], raw: Mapping[str, Any], prefix: str, valid_keys: Sequence[str] | None = None
-) -> tuple[M | None, list[str]]:
-    try:
-        return model.model_validate(raw), []
-    except ValidationError as error:
-        keys = list(valid_keys if valid_keys is not None else model.model_fields)
-        return None, [_describe(dict(detail), prefix, keys) for detail in error.errors(include_url=False)]
+def _tier(
+    entry: dict[str, Any],
+    prefix: str,
+    backend_type: BackendType,
+    secrets: list[SecretField],
+    environ: Mapping[str, str],
+) -> tuple[TierConfig | None, list[str]]:
+    name = str(entry["name"]) if isinstance(entry.get("name"), str) and entry["name"] else None
+    variables = {secret.key: variable_name(name, secret.name) for secret in secrets}
+    given = {key: secret for secret in secrets for key in (secret.name, secret.key) if key in entry}
+    problems = [
+        f"{prefix}{key}: a secret is not written in a configuration, which vLLM logs; remove it and set the "
+        f"environment variable {variables[secret.key]}"
+        for key, secret in given.items()
+    ]
+    found = from_environment(secrets, name, environ)
+    taken = {*BackendConfig.model_fields, *given}
+    own = {key: value for key, value in entry.items() if isinstance(key, str) and key not in taken}
+    option_keys = {written_key(name, field) for name, field in backend_type.options.model_fields.items()}
+    valid_keys = {*BackendConfig.model_fields, *option_keys} - set(variables)
+    reported = variables if name is None else {secret.key for secret in given.values()}
+    hidden = Secrets(variables, [environ[variables[key]] for key in found], reported)
+    options, option_problems = validate(backend_type.options, {**own, **found}, prefix, valid_keys, hidden)
+    problems += option_problems
+    common, _ = validate(BackendConfig, {k: v for k, v in entry.items() if k in BackendConfig.model_fields}, prefix)
+    if options is None or common is None:  # the first pass has told what is wrong with the common keys
+        return None, problems
+    return TierConfig(common, backend_type, options), problems
 
 
-def _describe(detail: dict[str, Any], prefix: str, valid_keys: Sequence[str]) -> str:
-    path = prefix + ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "extra_forbidden":
-        key = str(detail["loc"][-1])
-        hint = did_you_mean(key, valid_keys)
-        return f"{path}: unknown key{hint}; valid keys: {', '.join(sorted(valid_keys))}"
-    if detail["type"] == "missing":
-        return f"{path}: missing; add it"
-    if detail["type"].startswith("byte_size"):
-        return f"{path}: {detail['input']!r} is not a size; write a number of bytes or a size such as 20GiB or 512MiB"
-    message = detail["msg"].removeprefix("Value error, ")
-    return f"{path}: {detail['input']!r} is not valid: {message}"
+def _unusable_secrets(secrets: list[SecretField], prefix: str, backend_type: BackendType) -> list[str]:
+    return [
+        f"{prefix}type: {backend_type.name!r} cannot be used: its option {secret.name!r} has a secret inside, which no "
+        f"environment variable can fill; its author must make the secret an option of its own, of type SecretStr"
+        for secret in secrets
+        if secret.kind is None
+    ]
+
+
+def _shared_variables(
+    secrets: list[SecretField], prefix: str, name: str, owners: dict[str, tuple[object, str]]
+) -> list[str]:
+    """Report secrets that would be read from the same variable as another's; ``owners`` collects who reads what."""
+    problems = []
+    for secret in secrets:
+        variable = variable_name(name, secret.name)
+        other, field = owners.setdefault(variable, (name, secret.name))
+        if (other, field) != (name, secret.name):
+            problems.append(
+                f"{prefix}name: {name!r} would read its secret {secret.name!r} from {variable}, as {other!r} does its "
+                f"{field!r}; rename one of the two"
+            )
+    return problems

@@ -13,15 +13,21 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
+from pydantic import TypeAdapter
 
 from offload_core.backend import Backend, BackendContext, BackendOptions, LoadOutcome, StoreOutcome
 from offload_core.config import BackendConfig, OffloadSettings, load_config
+from offload_core.config_file import read_config_file
+from offload_core.config_schema import config_schema
+from offload_core.config_secrets import secret_fields, variable_name
 from offload_core.events import LoadsEnded, TierFailing
 from offload_core.hookspecs import HookSpecs
 from offload_core.keys import ObjectKey
 from offload_core.plugins import PluginRegistry, load_plugins
+from offload_core.quantities import Bytes, Seconds
 from offload_core.runtime import DaemonExecutor, IoLoop
 from offload_core.stats import COUNTERS, Counters
 from offload_core.tier import close_tiers, open_tiers
@@ -44,6 +50,47 @@ def test_readme_configuration_is_valid_and_is_the_example_file() -> None:
     assert example == yaml.safe_load(block)
 
 
+EXAMPLES = sorted(path for kind in ("yaml", "yml", "toml", "json") for path in (ROOT / "examples").glob(f"*.{kind}"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_file_is_valid(path: Path) -> None:
+    jsonschema.Draft202012Validator(config_schema(load_plugins())).validate(read_config_file(path))
+    assert load_config({"config_file": str(path)}).tiers
+
+
+def test_the_example_files_mean_the_same_in_every_notation() -> None:
+    small = [path for path in EXAMPLES if path.stem == "offload"]
+    assert [path.suffix for path in small] == [".json", ".toml", ".yaml"]
+    first, second, third = (load_config({"config_file": str(path)}) for path in small)
+    assert first == second == third
+
+
+def test_the_example_of_all_keys_has_them_all() -> None:
+    content = read_config_file(ROOT / "examples" / "offload-all-keys.yaml")
+    assert set(content) == set(OffloadSettings.model_fields)
+    types = load_plugins().backend_types
+    for name in types:
+        options = types[name].options
+        expected = {*BackendConfig.model_fields, *options.model_fields} - {s.name for s in secret_fields(options)}
+        assert expected in [set(entry) for entry in content["backends"] if entry["type"] == name]
+
+
+def test_durations_and_sizes_in_the_readme_are_understood() -> None:
+    sentence = re.search(r"^Sizes are bytes.*$", README, re.MULTILINE)
+    assert sentence is not None
+    sizes, durations = (re.findall(r"`([^`]+)`", part) for part in sentence[0].split("Durations"))
+    assert [TypeAdapter[int](Bytes).validate_python(size) for size in sizes] == [1 << 29, 20 << 30, 1_500_000_000]
+    seconds = [TypeAdapter[float](Seconds).validate_python(yaml.safe_load(written)) for written in durations]
+    assert seconds == [30.0, 0.5, 90.0, 7200.0]
+
+
+def test_the_variable_of_a_secret_in_the_readme_is_the_one_that_is_read() -> None:
+    found = re.search(r"A tier named `(.+?)` finds its `(.+?)`\s+in\s+`(.+?)`", README)
+    assert found is not None
+    assert variable_name(found[1], found[2]) == found[3]
+
+
 def test_readme_command_line_names_our_connector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = next(block for block in _blocks(README, "console") if "vllm serve" in block)
     words = shlex.split(command.removeprefix("$ "))
@@ -58,7 +105,7 @@ def test_readme_command_line_names_our_connector(tmp_path: Path, monkeypatch: py
 def test_readme_lists_every_configuration_key_with_its_default() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", README, re.MULTILINE))
     assert set(rows) == set(OffloadSettings.model_fields)
-    for name in ("load_timeout_seconds", "load_timeout_seconds_per_mib", "lookup_timeout_seconds"):
+    for name in [name for name in OffloadSettings.model_fields if "_timeout_" in name]:
         assert float(rows[name].strip("`")) == OffloadSettings.model_fields[name].default
     for name in BackendConfig.model_fields:
         assert f"`{name}`" in README

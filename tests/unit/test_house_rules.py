@@ -17,7 +17,8 @@ CORE = sorted((ROOT / "offload_core").rglob("*.py"))
 BACKENDS = sorted((ROOT / "backends").rglob("*.py"))
 ADAPTER = ROOT / "offload_core" / "vllm"
 PUBLIC_MODULES = {
-    f"offload_core.{name}" for name in ("backend", "errors", "events", "hookspecs", "keys", "testing", "wrapper")
+    f"offload_core.{name}"
+    for name in ("backend", "errors", "events", "hookspecs", "keys", "quantities", "testing", "wrapper")
 }
 """What plugin authors are promised; the bundled backends use nothing else."""
 

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from pydantic import ByteSize, Field
+from pydantic import Field
 
 from offload_backend_cpu.arena import PAGE_BYTES, Arena, Pages
 from offload_core.backend import (
@@ -30,6 +30,7 @@ from offload_core.backend import (
 )
 from offload_core.errors import BackendError
 from offload_core.keys import ObjectKey
+from offload_core.quantities import Bytes
 
 _LIST_BATCH = 1000
 
@@ -37,9 +38,7 @@ _LIST_BATCH = 1000
 class CpuOptions(BackendOptions):
     """Options of the ``cpu`` type."""
 
-    capacity: ByteSize = Field(
-        ge=PAGE_BYTES, description="host memory for objects, of each worker process, for example 20GiB"
-    )
+    capacity: Bytes = Field(ge=PAGE_BYTES, description="host memory for objects, of each worker process")
 
 
 @dataclass(eq=False)
