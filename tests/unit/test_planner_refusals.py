@@ -154,3 +154,19 @@ def test_the_last_token_is_always_computed_so_one_boundary_at_max_model_len_is_n
 def test_one_attention_chunk_may_make_another_too_small_to_be_divided() -> None:
     groups = [GroupGeometry(index, 16, policy) for index, policy in enumerate((FULL, chunked(24), chunked(64)))]
     assert plan(*groups, chunk=None).hybrid_chunk_size == 192
+
+
+def test_boundaries_at_which_the_engine_cannot_go_on_are_refused_with_a_chunk_size_that_works() -> None:
+    geometry = [GroupGeometry(0, 16, FULL)]
+    with pytest.raises(PlanError, match=r"256 tokens apart, .* multiples of 1056 tokens only") as refused:
+        HybridOffloadPlanner.build(geometry, hash_block_size=16, max_model_len=1 << 17, scheduler_block_size=1056)
+    chunk = re.search(r"set hybrid_chunk_size to (\d+)$", str(refused.value))
+    assert chunk is not None
+    planner = HybridOffloadPlanner.build(
+        geometry,
+        hash_block_size=16,
+        max_model_len=1 << 17,
+        hybrid_chunk_size=int(chunk[1]),
+        scheduler_block_size=1056,
+    )
+    assert planner.boundary_tokens == 8448
