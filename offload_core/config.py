@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveFloat, ValidationError
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, PositiveFloat, ValidationError
 
 from offload_core.backend import BackendOptions, BackendType
 from offload_core.errors import ConfigError, PluginError
@@ -40,6 +40,12 @@ class BackendConfig(BaseModel):
         PositiveFloat | None, Field(description="base deadline of a load from this tier; by default the global one")
     ] = None
     io_threads: Annotated[int, Field(ge=1, le=256, description="threads that this tier's blocking calls may use")] = 4
+
+
+def _json_or_yaml(path: Path | None) -> Path | None:
+    if path is not None and path.suffix not in (".json", ".yaml", ".yml"):
+        raise ValueError("the name must end in .json, .yaml or .yml (the content is JSON, which is YAML too)")
+    return path
 
 
 class OffloadSettings(BaseModel):
@@ -68,6 +74,11 @@ class OffloadSettings(BaseModel):
     shutdown_timeout_seconds: Annotated[
         float, Field(ge=0, description="how long shutdown waits for stores on their way")
     ] = 5.0
+    geometry_file: Annotated[
+        Path | None,
+        AfterValidator(_json_or_yaml),
+        Field(description="file to which the engine writes its KV cache geometry at start, for `offload-core plan`"),
+    ] = None
     backends: Annotated[list[BackendConfig], Field(min_length=1, description="the tiers, fastest first")]
 
 
@@ -103,11 +114,11 @@ def load_config(extra_config: Mapping[str, Any], registry: PluginRegistry | None
     config_file = raw.pop("config_file", None)
     if config_file is not None:
         source = f"{config_file} (config_file)"
-        from_file = _read_file(config_file)
+        from_file = read_keys(config_file)
         for key in sorted(set(raw) & set(from_file)):
             problems.append(f"{key}: set in the file and inline as well ({raw[key]!r}); remove one of the two")
         raw = {**from_file, **raw}
-    settings, shape_problems = _validate(OffloadSettings, raw, prefix="")
+    settings, shape_problems = validate_keys(OffloadSettings, raw, prefix="")
     problems += shape_problems
     tiers, tier_problems = _tiers(raw.get("backends"), registry)
     problems += tier_problems
@@ -116,10 +127,20 @@ def load_config(extra_config: Mapping[str, Any], registry: PluginRegistry | None
     return OffloadConfig(settings, tuple(tiers))
 
 
-def _read_file(config_file: object) -> dict[str, Any]:
-    if not isinstance(config_file, str | Path):
-        raise ConfigError([f"config_file: {config_file!r} is not a path; write the file's name as a string"])
-    path = Path(config_file)
+def read_keys(file: object, name: str = "config_file", source: str = "kv_connector_extra_config") -> dict[str, Any]:
+    """Return the keys and values of a YAML, TOML or JSON file.
+
+    Args:
+        file: its path, as it was written.
+        name: what the message calls the file.
+        source: where the path was written.
+
+    Raises:
+        ConfigError: it is not there, cannot be read, or holds something else.
+    """
+    if not isinstance(file, str | Path):
+        raise ConfigError([f"{name}: {file!r} is not a path; write the file's name as a string"], source)
+    path = Path(file)
     readers: dict[str, Callable[[str], object]] = {
         ".yaml": yaml.safe_load,
         ".yml": yaml.safe_load,
@@ -128,17 +149,19 @@ def _read_file(config_file: object) -> dict[str, Any]:
     }
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise ConfigError([f"config_file: {str(path)!r} must end in {', '.join(readers)}"])
+        raise ConfigError([f"{name}: {str(path)!r} must end in {', '.join(readers)}"], source)
     try:
         content = reader(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
-            [f"config_file: {str(path)!r} does not exist (looked in {Path.cwd()}); write its absolute path"]
+            [f"{name}: {str(path)!r} does not exist (looked in {Path.cwd()}); write its absolute path"], source
         ) from None
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError([f"config_file: {str(path)!r} cannot be read as {path.suffix[1:]}: {error}"]) from error
+        raise ConfigError([f"{name}: {str(path)!r} cannot be read as {path.suffix[1:]}: {error}"], source) from error
     if not isinstance(content, dict):
-        raise ConfigError([f"config_file: {str(path)!r} holds {type(content).__name__}; it must hold keys and values"])
+        raise ConfigError(
+            [f"{name}: {str(path)!r} holds {type(content).__name__}; it must hold keys and values"], source
+        )
     return content
 
 
@@ -164,7 +187,7 @@ def _tiers(raw_backends: object, registry: PluginRegistry) -> tuple[list[TierCon
             continue
         own = {key: value for key, value in entry.items() if key not in BackendConfig.model_fields}
         valid_keys = [*BackendConfig.model_fields, *backend_type.options.model_fields]
-        options, option_problems = _validate(backend_type.options, own, prefix, valid_keys)
+        options, option_problems = validate_keys(backend_type.options, own, prefix, valid_keys)
         problems += option_problems
         if options is not None:
             try:
@@ -175,14 +198,28 @@ def _tiers(raw_backends: object, registry: PluginRegistry) -> tuple[list[TierCon
     return tiers, problems
 
 
-def _validate(
-    model: type[M], raw: Mapping[str, Any], prefix: str, valid_keys: Sequence[str] | None = None
+def validate_keys(
+    model: type[M], raw: Mapping[str, Any], prefix: str = "", valid_keys: Sequence[str] | None = None
 ) -> tuple[M | None, list[str]]:
+    """Validate ``raw``; return the model, or ``None``, and every problem in a line: path, bad value, cure.
+
+    Args:
+        prefix: what the paths begin with.
+        valid_keys: what to name beside an unknown key; by default the keys of the model that it stands in.
+    """
     try:
         return model.model_validate(raw), []
     except ValidationError as error:
-        keys = list(valid_keys if valid_keys is not None else model.model_fields)
-        return None, [_describe(dict(detail), prefix, keys) for detail in error.errors(include_url=False)]
+        details = [dict(detail) for detail in error.errors(include_url=False)]
+        return None, [_describe(detail, prefix, valid_keys or _keys_beside(detail, model)) for detail in details]
+
+
+def _keys_beside(detail: dict[str, Any], model: type[BaseModel]) -> list[str]:
+    """Return the keys that are known where ``detail`` found an unknown one, in a model in lists of models."""
+    names = [name for name in detail["loc"][:-1] if isinstance(name, str)]
+    for name in names if detail["type"] == "extra_forbidden" else ():
+        (model,) = get_args(model.model_fields[name].annotation)
+    return list(model.model_fields)
 
 
 def _describe(detail: dict[str, Any], prefix: str, valid_keys: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ from offload_core.staging_size import STORE_SHARE, staging_problem
 from offload_core.stats import Counters
 from offload_core.tier import close_tiers, open_tiers
 from offload_core.transfer import LoadJob, TransferEngine, TransferObject
+from offload_core.vllm.geometry_file import engine_geometry, write_in_background
 from offload_core.vllm.identity import worker_identity
 from offload_core.vllm.metadata import ChunkTransfer, StepMetadata, StepReport
 from offload_core.vllm.pages import layer_pages
@@ -77,6 +78,9 @@ class WorkerHalf:
         if problem := staging_problem(settings.staging_bytes, largest, self._planner.hybrid_chunk_size):
             raise ConfigError([problem])
         self.layout = {"layers": worker_identity(self._vllm_config, kv_caches), "pages": caches.describe()}
+        if settings.geometry_file is not None and self._rank == 0:
+            geometry = engine_geometry(self._vllm_config, self._kv_cache_config, self._planner, caches)
+            write_in_background(geometry, settings.geometry_file)
         atexit.register(self.shutdown)  # a script may end without shutting its engine down
         self._io = IoLoop.acquire()
         self._tiers = open_tiers(self._config, self._io, self.counters)
