@@ -94,7 +94,7 @@ def _plan(model: KVCacheGeometry, hybrid_chunk_size: int | None, settings: Offlo
 
 def _print(model: KVCacheGeometry, plans: list[_Plan]) -> None:
     reports = [item for item in plans if isinstance(item, PlanReport)]
-    console = Console(stderr=not reports, highlight=False)
+    console = Console(stderr=not reports, highlight=False, emoji=False)
     if len(plans) > 1 and reports:
         console.print(_comparison(reports))
         _say(console, _counted_over(reports))

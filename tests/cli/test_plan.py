@@ -229,8 +229,8 @@ def test_a_bad_configuration_is_refused_with_its_problems(tmp_path: Path) -> Non
 
 def test_names_from_the_file_are_printed_as_they_are(tmp_path: Path) -> None:
     group = {"block_size_tokens": 16, "policy": "full", "pages": [{"count": 2, "page_bytes": 1000}], "name": "[red]a"}
-    done = plan(geometry(tmp_path, group, model="[bold]b"))
-    assert "model: [bold]b" in done.stdout
+    done = plan(geometry(tmp_path, group, model="[bold]b :cat:"))
+    assert "model: [bold]b :cat:" in done.stdout
     assert "full-u256  [red]a" in done.stdout
 
 

@@ -12,7 +12,8 @@ from offload_core.errors import PlanError
 from offload_core.geometry import KVCacheGeometry
 from offload_core.object_format import HEADER_BYTES
 from offload_core.plan_report import PlanReport, plan_report
-from tests.unit.geometries import FULL, Geometry, geometries, needs
+from offload_core.planner import GroupGeometry
+from tests.unit.geometries import FULL, Geometry, chunked, geometries, needs
 from tests.unit.test_geometry import saved
 
 PAGE_BYTES = 64
@@ -84,10 +85,7 @@ def test_the_default_that_a_report_names_is_the_one_that_the_planner_takes(model
 
 
 def _full(max_model_len: int) -> KVCacheGeometry:
-    keys = {"block_size_tokens": 16, "policy": FULL, "pages": [{"count": 1, "page_bytes": 16}]}
-    return KVCacheGeometry.model_validate(
-        {"hash_block_size_tokens": 16, "max_model_len": max_model_len, "groups": [keys]}
-    )
+    return saved(Geometry((GroupGeometry(0, 16, FULL),), 16, None)).model_copy(update={"max_model_len": max_model_len})
 
 
 def test_the_prompt_is_never_longer_than_the_model_allows() -> None:
@@ -106,3 +104,12 @@ def _numbers(report: PlanReport) -> tuple[float, float]:
 
 def test_the_length_of_the_prompt_does_not_matter_where_it_has_whole_periods() -> None:
     assert _numbers(plan_report(_full(1 << 20), 256, 1)) == _numbers(plan_report(_full(1 << 20), 256, 100_000))
+
+
+def test_the_prompt_ends_where_an_attention_chunk_ends_so_that_the_last_one_counts_as_much_as_the_others() -> None:
+    groups = (GroupGeometry(0, 16, FULL), GroupGeometry(1, 16, chunked(8192)))
+    report = plan_report(saved(Geometry(groups, 16, 256)), 256, prompt_tokens=100)
+    assert report.prompt_tokens == 8192
+    full, local = (pack.objects_per_1000_tokens * 8.192 for pack in report.packs)
+    assert full == pytest.approx(32)
+    assert local == pytest.approx(31)  # nobody needs the unit that ends with its attention chunk
