@@ -10,6 +10,7 @@ from functools import cached_property
 from offload_core.units import GroupGeometry
 
 _DEFAULT_CHUNK_TOKENS = 256
+_MOST_ODD_TOKENS = 1 << 14
 
 
 def unit_tokens(group: GroupGeometry, chunk_tokens: int) -> int:
@@ -64,7 +65,8 @@ class ChunkSizes:
         recurrent = any(group.policy.kind == "state" for group in self.groups)
         coarse = not recurrent and self.smallest < _DEFAULT_CHUNK_TOKENS < self.max_model_len
         multiple = self.nearest(_DEFAULT_CHUNK_TOKENS) if coarse else self.smallest
-        return next((chunk for chunk in (multiple, self._smallest_block) if chunk and not self.problem(chunk)), None)
+        sizes = (chunk for chunk in (multiple, *self._odd_sizes()) if chunk and not self.problem(chunk))
+        return next(sizes, None)
 
     def nearest(self, chunk_tokens: int) -> int | None:
         """Return the working chunk size nearest to ``chunk_tokens`` among those that whole blocks of all groups fill.
@@ -81,7 +83,7 @@ class ChunkSizes:
         good = self.default if too_long else self.nearest(chunk_tokens) or self.default
         if good is not None:
             return f"set hybrid_chunk_size to {good}"
-        for chunk in (self.smallest, self._smallest_block):
+        for chunk in (self.smallest, *self._odd_sizes()):
             enough = self.boundary_tokens(chunk) + 1
             if not ChunkSizes(self.groups, enough).problem(chunk):
                 return (
@@ -93,6 +95,8 @@ class ChunkSizes:
     def warnings(self, chunk_tokens: int) -> Iterator[str]:
         """Yield what works but badly with ``chunk_tokens``, which must work, and which chunk size does better."""
         default = self.default or chunk_tokens
+        if chunk_tokens == default:
+            return
         nearest = self.nearest(chunk_tokens) or default
         boundary = self.boundary_tokens(chunk_tokens)
         odd = [g for g in self.groups if g.block_size_tokens < chunk_tokens and chunk_tokens % g.block_size_tokens]
@@ -132,10 +136,14 @@ class ChunkSizes:
             smallest = math.lcm(smallest, *unfit)
         return smallest
 
-    @cached_property
-    def _smallest_block(self) -> int:
-        """With this chunk size every group is stored block by block."""
-        return min(group.block_size_tokens for group in self.groups)
+    def _odd_sizes(self) -> Iterator[int]:
+        """Yield chunk sizes that whole blocks of some groups only fill; with the first all are stored block by block.
+
+        They work for few models: where boundaries must miss the end of an attention chunk, for there to be anything to
+        store. So they are simply tried, as far as anybody would set one.
+        """
+        yield min(group.block_size_tokens for group in self.groups)
+        yield from range(1, min(self.smallest, _MOST_ODD_TOKENS))
 
     def _multiples_around(self, chunk_tokens: int) -> Iterator[int]:
         """Yield the multiples of the smallest chunk size below ``max_model_len``, nearest first."""

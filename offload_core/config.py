@@ -10,12 +10,13 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from offload_core.backend import BackendOptions, BackendType
-from offload_core.config_file import read_config_file
+from offload_core.config_file import read_keys
 from offload_core.config_problems import Secrets, shown, validate, written_key
 from offload_core.config_secrets import SecretField, from_environment, secret_fields, variable_name
 from offload_core.errors import ConfigError, PluginError
@@ -56,6 +57,12 @@ class BackendConfig(BaseModel):
     ] = 4
 
 
+def _json_or_yaml(path: Path | None) -> Path | None:
+    if path is not None and path.suffix not in (".json", ".yaml", ".yml"):
+        raise ValueError("the name must end in .json, .yaml or .yml (the content is JSON, which is YAML too)")
+    return path
+
+
 class OffloadSettings(BaseModel):
     """The top-level keys."""
 
@@ -88,6 +95,11 @@ class OffloadSettings(BaseModel):
     required_plugins: Annotated[
         list[str], Field(description="entry-point names of plugins that must be there although no backend names them")
     ] = []
+    geometry_file: Annotated[
+        Path | None,
+        AfterValidator(_json_or_yaml),
+        Field(description="file to which the engine writes its KV cache geometry at start, for `offload-core plan`"),
+    ] = None
     backends: Annotated[list[BackendConfig], Field(min_length=1, description="the tiers, fastest first")]
 
 
@@ -130,7 +142,7 @@ def load_config(
     config_file = raw.pop("config_file", None)
     if config_file is not None:
         source = f"{config_file} (config_file)"
-        from_file = read_config_file(config_file)
+        from_file = read_keys(config_file)
         for key in sorted(set(raw) & set(from_file)):
             value = f" ({shown(raw[key])})" if key in OffloadSettings.model_fields and key != "backends" else ""
             problems.append(f"{key}: set in the file and inline as well{value}; remove one of the two")

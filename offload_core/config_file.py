@@ -1,4 +1,4 @@
-"""Reads a configuration file: YAML, TOML or JSON by its ending, into a dictionary.
+"""Reads a file that operators write: YAML, TOML or JSON by its ending, into a dictionary.
 
 Nothing that the operator wrote is lost without a word: keys written twice are refused (YAML's and JSON's readers take
 the last one), and so are keys that YAML does not read as text. No message quotes the file's text, which may hold what
@@ -30,42 +30,56 @@ class _UnreadableError(ValueError):
         self.problems = problems
 
 
-def read_config_file(config_file: object) -> dict[str, Any]:
+def read_keys(file: object, name: str = "config_file", source: str = "kv_connector_extra_config") -> dict[str, Any]:
     """Return the keys and values of the file; ``~`` is the home folder, a relative path starts at the working folder.
+
+    Args:
+        file: its path, as it was written.
+        name: what messages call the file.
+        source: where the path was written.
 
     Raises:
         ConfigError: there is no such file, or it cannot be read as what its ending says.
     """
-    if not isinstance(config_file, str | Path):
-        raise ConfigError([f"config_file: {shown(config_file)} is not a path; write the file's name as a string"])
+    try:
+        return _read(file)
+    except _UnreadableError as error:
+        raise ConfigError([f"{name}: {problem}" for problem in error.problems], source) from None
+
+
+def _read(file: object) -> dict[str, Any]:
+    if not isinstance(file, str | Path):
+        raise _UnreadableError(f"{shown(file)} is not a path; write the file's name as a string")
     readers: dict[str, Callable[[str], object]] = {
         ".yaml": _read_yaml,
         ".yml": _read_yaml,
         ".json": _read_json,
         ".toml": tomllib.loads,
     }
-    prefix = f"config_file: {str(config_file)!r}"
-    reader = readers.get(Path(config_file).suffix.lower())
+    prefix = repr(str(file))
+    reader = readers.get(Path(file).suffix.lower())
     if reader is None:
-        raise ConfigError([f"{prefix} must end in {', '.join(readers)}"])
-    kind = Path(config_file).suffix[1:]
+        raise _UnreadableError(f"{prefix} must end in {', '.join(readers)}")
+    kind = Path(file).suffix[1:]
     try:
-        path = Path(config_file).expanduser()
+        path = Path(file).expanduser()
         content = reader(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         looked_in = "" if path.is_absolute() else f" (looked in {Path.cwd()})"
-        raise ConfigError([f"{prefix} does not exist{looked_in}; write its absolute path"]) from None
+        raise _UnreadableError(f"{prefix} does not exist{looked_in}; write its absolute path") from None
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise ConfigError([f"{prefix} cannot be read as {kind}: {reason}"]) from None
+        raise _UnreadableError(f"{prefix} cannot be read as {kind}: {reason}") from None
     except _UnreadableError as error:
-        raise ConfigError([f"{prefix} cannot be read as {kind}: {problem}" for problem in error.problems]) from None
+        raise _UnreadableError(
+            *(f"{prefix} cannot be read as {kind}: {problem}" for problem in error.problems)
+        ) from None
     except ValueError as error:
-        raise ConfigError([f"{prefix} cannot be read as {kind}: {_without_quotes(str(error))}"]) from None
+        raise _UnreadableError(f"{prefix} cannot be read as {kind}: {_without_quotes(str(error))}") from None
     if content is None:
-        raise ConfigError([f"{prefix} is empty; it must hold keys and values"])
+        raise _UnreadableError(f"{prefix} is empty; it must hold keys and values")
     if not isinstance(content, dict):
-        raise ConfigError([f"{prefix} holds {kind_of(content)}; it must hold keys and values"])
+        raise _UnreadableError(f"{prefix} holds {kind_of(content)}; it must hold keys and values")
     return content
 
 

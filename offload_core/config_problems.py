@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -58,10 +58,22 @@ def validate(
     # Outside of the except clause: a traceback of what is raised later must not show pydantic's text, with its inputs.
     secrets = secrets or Secrets()
     return None, [
-        _describe(dict(detail), prefix, keys, secrets)
+        _describe(dict(detail), prefix, keys if len(detail["loc"]) == 1 else _keys_at(detail["loc"], model), secrets)
         for detail in details
         if not (detail["type"] == "missing" and detail["loc"][0] in secrets.reported)
     ]
+
+
+def _keys_at(loc: Sequence[int | str], model: type[BaseModel]) -> list[str]:
+    """Return the keys of the model, inside of ``model`` and its lists, in which ``loc`` ends; none if there is none."""
+    place: Any = model
+    for part in loc[:-1]:
+        if isinstance(part, int):
+            place = next(iter(get_args(place)), None)
+        else:
+            fields = getattr(place, "model_fields", {})
+            place = fields[part].annotation if part in fields else None
+    return sorted(getattr(place, "model_fields", ()))
 
 
 def _describe(detail: dict[str, Any], prefix: str, valid_keys: Sequence[str], secrets: Secrets) -> str:
@@ -70,8 +82,7 @@ def _describe(detail: dict[str, Any], prefix: str, valid_keys: Sequence[str], se
     kind = detail["type"]
     variable = secrets.variables.get(loc[0]) if loc and isinstance(loc[0], str) else None
     if kind == "extra_forbidden":
-        hint = _hint(str(loc[0]), valid_keys, secrets) if len(loc) == 1 else "; remove it"
-        return f"{path}: unknown key{hint}"
+        return f"{path}: unknown key{_hint(str(loc[-1]), valid_keys, secrets) if valid_keys else '; remove it'}"
     if kind == "invalid_key":
         return f"{path}: a key must be text; put it in quotes"
     if kind == "missing":

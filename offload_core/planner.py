@@ -83,6 +83,7 @@ the nearest good hybrid_chunk_size is 8448'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -110,6 +111,7 @@ class HybridOffloadPlanner:
     hash_block_size: int
     hybrid_chunk_size: int
     max_model_len: int
+    scheduler_block_size: int = 1
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
@@ -120,6 +122,7 @@ class HybridOffloadPlanner:
         hash_block_size: int,
         max_model_len: int,
         hybrid_chunk_size: int | None = None,
+        scheduler_block_size: int = 1,
     ) -> HybridOffloadPlanner:
         """Plan for ``groups``, those that take part in prefix caching (others have no vote and are not stored).
 
@@ -129,6 +132,8 @@ class HybridOffloadPlanner:
             max_model_len: longest sequence in tokens.
             hybrid_chunk_size: tokens per stored chunk; by default the smallest that fits all groups where one is
                 recurrent or has large blocks, else one near 256 tokens.
+            scheduler_block_size: the engine goes on only from multiples of this many tokens; more than ``groups`` ask
+                for where the engine has other groups too.
 
         Raises:
             PlanError: nothing could ever be stored or used, with the reason and a working chunk size.
@@ -153,6 +158,13 @@ class HybridOffloadPlanner:
         if problem := sizes.problem(chunk):
             raise PlanError(f"{problem}; {sizes.cure(chunk)}")
         boundary = sizes.boundary_tokens(chunk)
+        if boundary % scheduler_block_size:
+            raise PlanError(
+                f"hybrid_chunk_size {chunk} puts boundaries {boundary} tokens apart, but the engine goes on from "
+                f"multiples of {scheduler_block_size} tokens only, because of groups that take no part in prefix "
+                "caching; "
+                f"set hybrid_chunk_size to {math.lcm(boundary, scheduler_block_size)}"
+            )
         by_pack: dict[tuple[int, HitPolicy], list[GroupGeometry]] = {}
         for group in groups:
             if not group.policy.needs_nothing_at_multiples_of(boundary):
@@ -162,7 +174,9 @@ class HybridOffloadPlanner:
             for (unit, policy), members in by_pack.items()
         )
         warnings = tuple(sizes.warnings(chunk))
-        return cls(tuple(groups), packs, boundary, hash_block_size, chunk, max_model_len, warnings)
+        return cls(
+            tuple(groups), packs, boundary, hash_block_size, chunk, max_model_len, scheduler_block_size, warnings
+        )
 
     @cached_property
     def groups_without_objects(self) -> tuple[GroupGeometry, ...]:

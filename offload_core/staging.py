@@ -15,7 +15,7 @@ from bisect import insort
 
 import torch
 
-ALIGNMENT_BYTES = 4096
+from offload_core.staging_size import ALIGNMENT_BYTES
 
 
 class Lease:

@@ -27,7 +27,8 @@ from offload_core.keys import ObjectKey
 from offload_core.object_format import HEADER_BYTES, object_bytes
 from offload_core.packs import BlockCopier, BlockSlice, PackLayout
 from offload_core.runtime import DaemonExecutor, IoLoop, log_unexpected
-from offload_core.staging import ALIGNMENT_BYTES, Lease, StagingPool
+from offload_core.staging import Lease, StagingPool
+from offload_core.staging_size import BATCH_BYTES, BATCH_OBJECTS
 from offload_core.stats import Counters
 from offload_core.tier import StagedObject, Tier
 
@@ -35,11 +36,7 @@ logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item", "TransferObject", StagedObject)
 
-_BATCH_OBJECTS = 8
-_BATCH_BYTES = 2 * 1024 * 1024  # small, so that reading, checking and copying of a job's batches overlap
 _MIB = 1024 * 1024
-STORE_SHARE = 0.5
-"""Part of the staging pool that stores may hold."""
 
 
 @dataclass(frozen=True)
@@ -285,19 +282,11 @@ class TransferEngine:
         for item in objects:
             batch.append(item)
             nbytes += self._layouts[item.key.pack].payload_bytes
-            if len(batch) == _BATCH_OBJECTS or nbytes >= _BATCH_BYTES:
+            if len(batch) == BATCH_OBJECTS or nbytes >= BATCH_BYTES:
                 yield batch
                 batch, nbytes = [], 0
         if batch:
             yield batch
-
-
-def smallest_pool_bytes(layouts: Mapping[str, PackLayout]) -> int:
-    """Return the smallest staging pool with which every load and store of these layouts can go on."""
-    largest = max(object_bytes(layout.payload_bytes) for layout in layouts.values())
-    # An object reaches beyond the batch's last payload byte by its header, and by what its lease is rounded up.
-    batch = _BATCH_BYTES + largest + _BATCH_OBJECTS * (HEADER_BYTES + ALIGNMENT_BYTES)
-    return int(batch / min(STORE_SHARE, 1 - STORE_SHARE))
 
 
 def _seal_all(batch: Sequence[StagedObject]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,20 +52,13 @@ def build_planner(
         )
     ]
     scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    planner = HybridOffloadPlanner.build(
+    return HybridOffloadPlanner.build(
         groups,
         hash_block_size=hash_block_size,
         max_model_len=vllm_config.model_config.max_model_len,
         hybrid_chunk_size=hybrid_chunk_size,
+        scheduler_block_size=scheduler_block_size,
     )
-    if planner.boundary_tokens % scheduler_block_size:
-        raise PlanError(
-            f"hybrid_chunk_size {planner.hybrid_chunk_size} puts boundaries {planner.boundary_tokens} tokens apart, "
-            f"but the engine goes on from multiples of {scheduler_block_size} tokens only, because of groups that take "
-            "no part in prefix caching; "
-            f"set hybrid_chunk_size to {math.lcm(planner.boundary_tokens, scheduler_block_size)}"
-        )
-    return planner
 
 
 def engine_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Json]:

@@ -18,9 +18,11 @@ from offload_core.packs import PackLayout, block_copier
 from offload_core.planner import HybridOffloadPlanner
 from offload_core.runtime import IoLoop
 from offload_core.staging import StagingPool
+from offload_core.staging_size import STORE_SHARE, staging_problem
 from offload_core.stats import Counters
 from offload_core.tier import close_tiers, open_tiers
-from offload_core.transfer import STORE_SHARE, LoadJob, TransferEngine, TransferObject, smallest_pool_bytes
+from offload_core.transfer import LoadJob, TransferEngine, TransferObject
+from offload_core.vllm.geometry_file import engine_geometry, write_in_background
 from offload_core.vllm.identity import worker_identity
 from offload_core.vllm.metadata import ChunkTransfer, StepMetadata, StepReport
 from offload_core.vllm.pages import layer_pages
@@ -72,16 +74,13 @@ class WorkerHalf:
             for pack in self._planner.packs
         }
         settings = self._config.settings
-        needed = smallest_pool_bytes(layouts)
-        if settings.staging_bytes < needed:
-            raise ConfigError(
-                [
-                    f"staging_bytes: {settings.staging_bytes} is too small for this model's objects of up to "
-                    f"{max(layout.payload_bytes for layout in layouts.values())} bytes; set it to {needed} or more, or "
-                    f"choose a smaller hybrid_chunk_size than {self._planner.hybrid_chunk_size}"
-                ]
-            )
+        largest = max(layout.payload_bytes for layout in layouts.values())
+        if problem := staging_problem(settings.staging_bytes, largest, self._planner.hybrid_chunk_size):
+            raise ConfigError([problem])
         self.layout = {"layers": worker_identity(self._vllm_config, kv_caches), "pages": caches.describe()}
+        if settings.geometry_file is not None and self._rank == 0:
+            geometry = engine_geometry(self._vllm_config, self._kv_cache_config, self._planner, caches)
+            write_in_background(geometry, settings.geometry_file)
         atexit.register(self.shutdown)  # a script may end without shutting its engine down
         self._io = IoLoop.acquire()
         self._tiers = open_tiers(self._config, self._io, self.counters)

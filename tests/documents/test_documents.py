@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from offload_core.backend import Backend, BackendContext, BackendOptions, LoadOutcome, StoreOutcome
 from offload_core.config import BackendConfig, OffloadSettings, load_config
-from offload_core.config_file import read_config_file
+from offload_core.config_file import read_keys
 from offload_core.config_schema import config_schema
 from offload_core.config_secrets import secret_fields, variable_name
 from offload_core.events import LoadsEnded, TierFailing
@@ -55,7 +55,7 @@ EXAMPLES = sorted(path for kind in ("yaml", "yml", "toml", "json") for path in (
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_every_example_file_is_valid(path: Path) -> None:
-    jsonschema.Draft202012Validator(config_schema(load_plugins())).validate(read_config_file(path))
+    jsonschema.Draft202012Validator(config_schema(load_plugins())).validate(read_keys(path))
     assert load_config({"config_file": str(path)}).tiers
 
 
@@ -67,7 +67,7 @@ def test_the_example_files_mean_the_same_in_every_notation() -> None:
 
 
 def test_the_example_of_all_keys_has_them_all() -> None:
-    content = read_config_file(ROOT / "examples" / "offload-all-keys.yaml")
+    content = read_keys(ROOT / "examples" / "offload-all-keys.yaml")
     assert set(content) == set(OffloadSettings.model_fields)
     types = load_plugins().backend_types
     for name in types:

@@ -40,6 +40,8 @@ class Rig:
             "lookup_timeout_seconds": changes.pop("lookup_timeout_seconds", NEVER_SECONDS),
             "shutdown_timeout_seconds": changes.pop("shutdown_timeout_seconds", 5.0),
         }
+        if "geometry_file" in changes:
+            settings["geometry_file"] = str(changes.pop("geometry_file"))
         if model.hybrid_chunk_size is not None:
             settings["hybrid_chunk_size"] = model.hybrid_chunk_size
         engine = StandInEngine(model, self._model_folder, settings, **changes)

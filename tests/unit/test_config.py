@@ -156,7 +156,7 @@ ONE_PROBLEM = [
         {"hybrid_chunksize": 16},
         "hybrid_chunksize: unknown key (did you mean 'hybrid_chunk_size'?); valid keys: backends,",
     ),
-    ({"xyzzy": 1}, "xyzzy: unknown key; valid keys: backends, hybrid_chunk_size,"),
+    ({"xyzzy": 1}, "xyzzy: unknown key; valid keys: backends, geometry_file,"),
     ({"hybrid_chunk_size": 0}, "hybrid_chunk_size: 0 is not valid: Input should be greater than 0"),
     ({"hybrid_chunk_size": True}, "hybrid_chunk_size: True is not valid: Input should be a valid integer"),
     ({"hybrid_chunk_size": "many"}, "hybrid_chunk_size: 'many' is not valid: Input should be a valid integer"),
@@ -186,6 +186,8 @@ ONE_PROBLEM = [
         {"backends": [{**BOX, "load_timeout_seconds": "soon"}]},
         "backends.0.load_timeout_seconds: 'soon' is not a duration; write",
     ),
+    ({"geometry_file": "g.txt"}, "geometry_file: 'g.txt' is not valid: the name must end in .json, .yaml or .yml"),
+    ({"geometry_file": 7}, "geometry_file: 7 is not valid: Input is not a valid path"),
     ({"backends": [{"type": "box", "size": 1}]}, "backends.0.name: missing; add it"),
     ({"backends": [{"name": "first"}]}, "backends.0.type: missing; add it"),
     (

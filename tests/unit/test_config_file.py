@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_core.config_file import read_config_file
+from offload_core.config_file import read_keys
 from offload_core.errors import ConfigError
 
 CANARY = "hunter2-canary"
@@ -16,7 +16,7 @@ CANARY = "hunter2-canary"
 
 def problems(config_file: object) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        read_config_file(config_file)
+        read_keys(config_file)
     return list(caught.value.problems)
 
 
@@ -76,7 +76,7 @@ def test_keys_written_twice_are_refused_with_their_lines(tmp_path: Path) -> None
 
 def test_merged_keys_may_be_overridden(tmp_path: Path) -> None:
     text = "backends:\n  - &first {name: a, io_threads: 2}\n  - {<<: *first, name: b}\n"
-    assert read_config_file(written(tmp_path, "c.yaml", text)) == {
+    assert read_keys(written(tmp_path, "c.yaml", text)) == {
         "backends": [{"name": "a", "io_threads": 2}, {"name": "b", "io_threads": 2}]
     }
 
@@ -101,7 +101,7 @@ def test_aliases_that_stand_for_too_much_are_refused_at_once(tmp_path: Path, lin
 def test_a_byte_order_mark_is_passed_over(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_bytes(codecs.BOM_UTF8 + text.encode())
-    assert read_config_file(str(path)) == {"a": 1}
+    assert read_keys(str(path)) == {"a": 1}
 
 
 def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_missing_file_is_named_with_the_folder_it_was_looked_for_in(
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     written(tmp_path, "c.yaml", "a: 1")
-    assert read_config_file("~/c.yaml") == {"a": 1}
+    assert read_keys("~/c.yaml") == {"a": 1}
     (problem,) = problems("~nobody-of-that-name/c.yaml")
     assert "'~nobody-of-that-name/c.yaml' cannot be read as yaml: Could not determine home directory" in problem
 
@@ -176,5 +176,5 @@ def test_a_file_name_of_another_type_is_refused() -> None:
 )
 def test_no_message_quotes_the_text_of_a_file(tmp_path: Path, name: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        read_config_file(written(tmp_path, name, text.format(c=CANARY)))
+        read_keys(written(tmp_path, name, text.format(c=CANARY)))
     assert CANARY not in "".join(traceback.format_exception(caught.value))

@@ -143,10 +143,10 @@ def test_a_tier_without_a_name_is_the_only_problem_of_its_secrets() -> None:
     assert refused.endswith("set the environment variable OFFLOAD_CORE_<TIER NAME>_TOKEN")
 
 
-def test_an_unknown_key_within_an_option_is_named_alone() -> None:
+def test_an_unknown_key_within_an_option_is_named_beside_those_of_the_option() -> None:
     assert problems({**VAULT, "limits": {"raeds": [CANARY], "reads": 0}}) == [
         "backends.0.limits.reads: 0 is not valid: Input should be greater than or equal to 1",
-        "backends.0.limits.raeds: unknown key; remove it",
+        "backends.0.limits.raeds: unknown key (did you mean 'reads'?); valid keys: reads",
     ]
 
 

@@ -48,6 +48,13 @@ def test_what_could_never_be_used_is_refused_with_numbers_that_work(geometry: Ge
         assert all(refusal(geometry.with_chunk(size), 1 << 20) for size in range(1, 100))
 
 
+def test_a_chunk_size_that_only_some_blocks_fill_is_named_where_no_other_works() -> None:
+    groups = [GroupGeometry(0, 1, chunked(4)), GroupGeometry(1, 3, chunked(2))]
+    with pytest.raises(PlanError, match=r"set hybrid_chunk_size to 2$"):
+        plan(*groups, chunk=12, hash_block_size=1)
+    assert plan(*groups, chunk=2, hash_block_size=1).boundary_tokens == 6
+
+
 @given(geometry=any_geometries(), max_model_len=st.integers(1, 2000))
 def test_the_default_chunk_size_never_warns_and_works_whenever_one_can(geometry: Geometry, max_model_len: int) -> None:
     by_default = geometry.with_chunk(None)
@@ -154,3 +161,19 @@ def test_the_last_token_is_always_computed_so_one_boundary_at_max_model_len_is_n
 def test_one_attention_chunk_may_make_another_too_small_to_be_divided() -> None:
     groups = [GroupGeometry(index, 16, policy) for index, policy in enumerate((FULL, chunked(24), chunked(64)))]
     assert plan(*groups, chunk=None).hybrid_chunk_size == 192
+
+
+def test_boundaries_at_which_the_engine_cannot_go_on_are_refused_with_a_chunk_size_that_works() -> None:
+    geometry = [GroupGeometry(0, 16, FULL)]
+    with pytest.raises(PlanError, match=r"256 tokens apart, .* multiples of 1056 tokens only") as refused:
+        HybridOffloadPlanner.build(geometry, hash_block_size=16, max_model_len=1 << 17, scheduler_block_size=1056)
+    chunk = re.search(r"set hybrid_chunk_size to (\d+)$", str(refused.value))
+    assert chunk is not None
+    planner = HybridOffloadPlanner.build(
+        geometry,
+        hash_block_size=16,
+        max_model_len=1 << 17,
+        hybrid_chunk_size=int(chunk[1]),
+        scheduler_block_size=1056,
+    )
+    assert planner.boundary_tokens == 8448

@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from offload_core.staging import ALIGNMENT_BYTES, Lease, StagingPool
+from offload_core.staging import Lease, StagingPool
+from offload_core.staging_size import ALIGNMENT_BYTES
 
 PAGES = 12
 STORE_PAGES = 5

@@ -128,15 +128,16 @@ def test_a_load_cancelled_before_its_turn_is_never_asked_for(rig: Rig) -> None:
     rig.store_all(item(1, block=1))
     gate = backend.gates["load_into"]
     gate.shut()
-    rig.load(item(1, block=3))
+    for block in (3, 4):  # they hold both of the tier's load slots
+        rig.load(item(1, block=block))
     gate.wait_for_a_call()
-    second = rig.load(item(1, block=4))
-    engine.cancel_load(second)
-    assert [result.job_id for result in engine.poll()] == [second]
-    rig.load(item(1, block=5))  # comes after the cancelled one
+    cancelled = rig.load(item(1, block=5))
+    engine.cancel_load(cancelled)
+    assert [result.job_id for result in engine.poll()] == [cancelled]
+    rig.load(item(1, block=6))  # comes after the cancelled one
     gate.open()
-    assert {result.status for result in rig.results(2).values()} == {"loaded"}
-    assert backend.calls.count("load_into") == 2
+    assert {result.status for result in rig.results(3).values()} == {"loaded"}
+    assert backend.calls.count("load_into") == 3
 
 
 def test_cancelling_what_has_ended_or_never_was_is_harmless(rig: Rig) -> None:

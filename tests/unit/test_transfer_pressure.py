@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,7 +14,8 @@ from offload_core.object_format import object_bytes
 from offload_core.packs import BlockSlice
 from offload_core.runtime import IoLoop
 from offload_core.staging import Lease
-from offload_core.transfer import TransferObject, smallest_pool_bytes
+from offload_core.staging_size import smallest_pool_bytes, staging_problem
+from offload_core.transfer import TransferObject
 from tests.unit.memory_backend import key
 from tests.unit.transfer_rig import PACK, SECONDS, Rig, item
 
@@ -146,10 +148,20 @@ def test_i4_the_smallest_pool_has_room_for_a_batch_beside_hung_stores(
 
 
 def test_the_smallest_pool_grows_with_the_largest_object(rig: Rig) -> None:
-    small = smallest_pool_bytes(rig.layouts)
+    small = smallest_pool_bytes(rig.largest_payload_bytes)
     large = Rig(rig.io, page_bytes=5 * MIB, num_blocks=1)
-    assert smallest_pool_bytes({**rig.layouts, "large": large.layouts[PACK]}) - small >= 2 * 4 * MIB
+    assert smallest_pool_bytes(large.largest_payload_bytes) - small >= 2 * 4 * MIB
     assert small >= 2 * object_bytes(512)
+
+
+def test_a_pool_that_is_too_small_is_a_problem_with_a_size_that_works() -> None:
+    problem = staging_problem(MIB, 5 * MIB, 256)
+    assert problem is not None
+    assert problem.startswith("staging_bytes: 1048576 is too small for this model's objects of up to 5242880 bytes")
+    assert problem.endswith("or choose a smaller hybrid_chunk_size than 256")
+    (enough,) = re.findall(r"set it to (\d+) or more", problem)
+    assert staging_problem(int(enough), 5 * MIB, 256) is None
+    assert staging_problem(int(enough) - 1, 5 * MIB, 256) is not None
 
 
 def test_a_batch_that_cannot_be_sealed_gives_its_memory_back_is_reported_and_harms_no_other(

@@ -16,16 +16,15 @@ from offload_core.packs import BlockSlice, CpuBlockCopier, PackLayout
 from offload_core.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.runtime import IoLoop
 from offload_core.staging import StagingPool
+from offload_core.staging_size import STORE_SHARE, smallest_pool_bytes
 from offload_core.stats import Counters
 from offload_core.tier import Tier, close_tiers
 from offload_core.transfer import (
-    STORE_SHARE,
     LoadJob,
     LoadResult,
     StoreResult,
     TransferEngine,
     TransferObject,
-    smallest_pool_bytes,
 )
 from tests.unit.memory_backend import MemoryBackend, key, memory_tier
 
@@ -89,8 +88,12 @@ class Rig:
         self.backends[name] = made[0]
         return made[0]
 
+    @property
+    def largest_payload_bytes(self) -> int:
+        return max(layout.payload_bytes for layout in self.layouts.values())
+
     def start(self, staging_bytes: int = 0) -> TransferEngine:
-        self.staging = StagingPool(staging_bytes or smallest_pool_bytes(self.layouts), STORE_SHARE)
+        self.staging = StagingPool(staging_bytes or smallest_pool_bytes(self.largest_payload_bytes), STORE_SHARE)
         self._engine = TransferEngine(
             io=self.io,
             tiers=self.tiers,
