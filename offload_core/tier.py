@@ -7,16 +7,18 @@ import logging
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from offload_core import object_format
-from offload_core.backend import BackendContext, LoadOutcome, StoreOutcome
+from offload_core.backend import Backend, BackendContext, LoadOutcome, StoreOutcome
 from offload_core.config import OffloadConfig, TierConfig
 from offload_core.errors import BackendError, ConfigError, ObjectFormatError
 from offload_core.keys import ObjectKey
 from offload_core.runtime import DaemonExecutor, IoLoop
-from offload_core.staging import Lease
 from offload_core.stats import Counters
+
+if TYPE_CHECKING:
+    from offload_core.staging import Lease  # which imports torch; the command line does without
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,11 @@ class Tier:
         self._store_slots = asyncio.Semaphore(config.common.io_threads)
         self._pending_lookups = 0
         self._failing: set[str] = set()
+
+    @property
+    def backend(self) -> Backend[Any]:
+        """The backend itself, for tools that need more than the engine does."""
+        return self._backend
 
     async def open(self) -> None:
         """Open the backend.
