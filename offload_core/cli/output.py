@@ -33,7 +33,13 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
         table.add_column(column.rstrip("|"), justify="right" if column.endswith("|") else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
-    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
+    if sys.stdout.isatty():
+        Console().print(table)
+        return
+    console = Console(width=_PIPE_WIDTH)
+    with console.capture() as printed:
+        console.print(table)
+    typer.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
 def note(message: str) -> None:

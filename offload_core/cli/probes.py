@@ -50,7 +50,12 @@ async def _remove(tier: WatchedTier, keys: Sequence[ObjectKey], seconds: float) 
     settled = await tier.settle("store", seconds)
     problem = "a store is still running"
     try:
-        await tier.delete(keys, seconds)
+        try:
+            await tier.delete(keys, seconds)
+        except OperationError as error:
+            if not error.late:
+                raise
+            await tier.delete_on_new_threads(keys, seconds)
     except OperationError as error:
         settled, problem = False, str(error)
     if settled or not keys:

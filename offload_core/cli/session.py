@@ -129,9 +129,9 @@ class Session:
             try:
                 self._wait_for(future)
             except KeyboardInterrupt:
-                note("interrupted: removing what was written; press Ctrl-C again to leave at once")
-                self._io.loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
                 try:
+                    note("interrupted: removing what was written; press Ctrl-C again to leave at once")
+                    self._io.loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
                     self._wait_for(future)
                 except KeyboardInterrupt:
                     note("interrupted again: what this command has written may be left behind")

@@ -43,6 +43,7 @@ class WatchedTier:
     """
 
     def __init__(self, config: TierConfig, settings: OffloadSettings) -> None:
+        self._config = config
         self.tier = Tier(config, settings.load_timeout_seconds, Counters())
         self.name = self.tier.name
         self.type_name = config.common.type
@@ -79,6 +80,15 @@ class WatchedTier:
         limit = (self.tier.load_timeout_seconds, "load_timeout_seconds") if seconds is None else (seconds, "clean-up")
         await self._call("delete", self._delete(keys), *limit)
 
+    async def delete_on_new_threads(self, keys: Sequence[ObjectKey], seconds: float) -> None:
+        """Remove objects through another instance of the backend, for when all threads of this one hang."""
+        other = WatchedTier(self._config, self._settings)
+        try:
+            await other._call("open", other.tier.open(), seconds, "clean-up")
+            await other.delete(keys, seconds)
+        finally:
+            await other._call("close", other.tier.close(), seconds, "clean-up")
+
     async def objects(self) -> AsyncGenerator[Sequence[StoredObject], None]:
         """Yield what the backend lists, each batch within the tier's ``load_timeout_seconds``."""
         batches = _batches(self.tier.backend)
@@ -101,8 +111,8 @@ class WatchedTier:
         done, _ = await asyncio.wait([task], timeout=seconds)
         if not done:
             raise OperationError(
-                f"{operation}: no answer within {seconds:g} s ({setting}); check that the medium answers, or raise the "
-                "limit if it is merely slow",
+                f"{operation}: no answer within {round(seconds, 2):g} s ({setting}); "
+                "check that the medium answers, or raise the limit if it is merely slow",
                 late=True,
             )
         if task.cancelled():

@@ -77,7 +77,7 @@ def verify(
                 ["tier", "object", "bytes|", "what is wrong"], [(t, b.key.path, b.nbytes, b.reason) for t, b in found]
             )
     for report in reports:
-        if not report.skipped:
+        if not report.skipped and (report.error is None or report.result != _Verified()):
             note(_summary(report))
     finish(reports, trouble=any(report.result.bad for report in reports))
 
