@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import re
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
-import durationpy
 import typer
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-_BYTE_SIZE = TypeAdapter(ByteSize)
+from offload_core.quantities import Bytes, Seconds
+
+_BYTES: TypeAdapter[int] = TypeAdapter(Bytes)
+_SECONDS: TypeAdapter[float] = TypeAdapter(Seconds)
 
 
-def size(text: str) -> ByteSize:
-    """Read a number of bytes, for example ``100GiB``."""
+def size(text: str | int) -> int:
+    """Read a number of bytes, for example ``100GiB``; typer hands over an option's default as it is."""
     try:
-        found = _BYTE_SIZE.validate_python(text)
+        return _BYTES.validate_python(int(text) if str(text).isdecimal() else text)
     except ValidationError:
-        found = ByteSize(-1)
-    if found < 0:
-        raise typer.BadParameter(f"{text!r} is not a size; write a number of bytes or a size such as 100GiB or 2MiB")
-    return found
+        raise typer.BadParameter(
+            f"{text!r} is not a size; write a number of bytes or a size such as 100GiB or 2MiB"
+        ) from None
 
 
-def duration(text: str) -> timedelta:
+def duration_seconds(text: str) -> float:
     """Read a duration, for example ``30d`` or ``1h30m``."""
     try:
-        found = durationpy.from_str(text)
-    except ValueError:
-        found = timedelta(-1)
-    if found < timedelta():
-        raise typer.BadParameter(f"{text!r} is not a duration; write one such as 30d, 12h or 1h30m")
-    return found
+        return _SECONDS.validate_python(text)
+    except ValidationError:
+        raise typer.BadParameter(f"{text!r} is not a duration; write one such as 30d, 12h or 1h30m") from None
 
 
 def fingerprint_prefix(text: str) -> str:

@@ -65,7 +65,7 @@ def bench(
     config: ConfigFile,
     tier: TierNames = None,
     object_size: Annotated[
-        int, typer.Option(metavar="SIZE", parser=size, help="bytes of each object's payload, for example 2MiB")
+        int, typer.Option(metavar="SIZE", parser=size, help="bytes of each object's payload", show_default="2MiB")
     ] = 2 * 1024 * 1024,
     objects: Annotated[int, typer.Option(min=1, help="how many objects to store and load")] = 64,
     concurrency: Annotated[

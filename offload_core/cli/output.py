@@ -67,7 +67,9 @@ def human_bytes(nbytes: float) -> str:
 
 def human_age(seconds: float) -> str:
     """Return a duration in whole seconds, written as ``--older-than`` takes it."""
-    return str(durationpy.to_str(timedelta(seconds=round(seconds)), extended=True))
+    days, rest = divmod(max(0, round(seconds)), 24 * 3600)
+    text = durationpy.to_str(timedelta(seconds=rest)) if rest else ""
+    return f"{days}d{text}" if days else text or "0s"
 
 
 def human_milliseconds(seconds: float | None) -> str:

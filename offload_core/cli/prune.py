@@ -6,14 +6,13 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Annotated
 
 import typer
 
 from offload_core.backend import StoredObject
 from offload_core.cli.application import app
-from offload_core.cli.arguments import AsJson, ConfigFile, TierNames, duration, fingerprint_prefix, size
+from offload_core.cli.arguments import AsJson, ConfigFile, TierNames, duration_seconds, fingerprint_prefix, size
 from offload_core.cli.output import human_bytes, note, print_json, print_table
 from offload_core.cli.parallel import in_parallel
 from offload_core.cli.session import EXIT_TROUBLE, EXIT_USAGE, Session, TierReport, finish, open_session
@@ -68,9 +67,9 @@ def prune(
     config: ConfigFile,
     tier: TierNames = None,
     older_than: Annotated[
-        timedelta | None,
+        float | None,
         typer.Option(
-            metavar="DURATION", parser=duration, help="objects stored longer ago than this, such as 30d or 12h"
+            metavar="DURATION", parser=duration_seconds, help="objects stored longer ago than this, such as 30d or 12h"
         ),
     ] = None,
     max_bytes: Annotated[
@@ -109,7 +108,7 @@ def prune(
     if not (dry_run or yes or sys.stdin.isatty()):
         note("nobody can be asked here (stdin is no terminal); give --yes to delete, or --dry-run to look")
         raise typer.Exit(EXIT_USAGE)
-    before = None if older_than is None else time.time() - older_than.total_seconds()
+    before = None if older_than is None else time.time() - older_than
     criteria = Criteria(before, max_bytes, fingerprint or "", tuple(keep_fingerprint or ()))
     with open_session(config, tier, as_json=as_json) as session:
         reports = session.each(lambda watched, result: _select(watched, result, criteria), _Pruned, lists=True)

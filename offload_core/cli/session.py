@@ -22,7 +22,7 @@ import typer
 
 from offload_core.cli.output import note, print_json
 from offload_core.cli.tiers import OperationError, WatchedTier
-from offload_core.config import OffloadConfig, OffloadSettings, TierConfig, load_config
+from offload_core.config import OffloadConfig, TierConfig, load_config
 from offload_core.errors import ConfigError
 from offload_core.runtime import IoLoop
 from offload_core.tier import close_tiers
@@ -56,11 +56,12 @@ class TierReport(Generic[R]):
 
 
 class Session:
-    """The selected tiers of one configuration."""
+    """Some tiers of one configuration."""
 
-    def __init__(self, settings: OffloadSettings, tiers: Sequence[TierConfig], io: IoLoop) -> None:
-        self.settings = settings
+    def __init__(self, config: OffloadConfig, tiers: Sequence[TierConfig], io: IoLoop) -> None:
+        self.settings = config.settings
         self.configs = tiers
+        self._config = config
         self._io = io
         self._opened: list[WatchedTier] = []
 
@@ -92,7 +93,7 @@ class Session:
         jobs: list[tuple[WatchedTier, TierReport[R]]] = []
         for config, report in zip(self.configs, reports, strict=True):
             try:
-                tier = WatchedTier(config, self.settings)
+                tier = WatchedTier(config, self._config)
             except Exception as error:  # a plugin may raise anything
                 report.error = f"construct: {type(error).__name__}: {error}"
                 continue
@@ -207,7 +208,7 @@ def open_session(config_file: Path, tier_names: Sequence[str] | None, *, as_json
             print_json({"problems": list(error.problems)})
         raise typer.Exit(EXIT_USAGE) from None
     io = IoLoop.acquire()
-    session = Session(config.settings, tiers, io)
+    session = Session(config, tiers, io)
     try:
         yield session
     finally:

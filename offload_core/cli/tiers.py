@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from offload_core.backend import Backend, LoadOutcome, StoredObject, StoreOutcome
-from offload_core.config import OffloadSettings, TierConfig
+from offload_core.config import OffloadConfig, TierConfig
 from offload_core.errors import BackendError
 from offload_core.keys import ObjectKey
 from offload_core.stats import Counters
@@ -42,14 +43,15 @@ class WatchedTier:
     buffers it was given must not be used again.
     """
 
-    def __init__(self, config: TierConfig, settings: OffloadSettings) -> None:
+    def __init__(self, config: TierConfig, whole: OffloadConfig) -> None:
         self._config = config
-        self.tier = Tier(config, settings.load_timeout_seconds, Counters())
+        self._whole = whole
+        self.tier = Tier(config, whole.settings.load_timeout_seconds, Counters())
         self.name = self.tier.name
         self.type_name = config.common.type
         self.io_threads = config.common.io_threads
         self.capabilities = self.tier.capabilities
-        self._settings = settings
+        self._settings = whole.settings
         self._running: dict[asyncio.Task[Any], str] = {}
 
     @property
@@ -82,12 +84,13 @@ class WatchedTier:
 
     async def delete_on_new_threads(self, keys: Sequence[ObjectKey], seconds: float) -> None:
         """Remove objects through another instance of the backend, for when all threads of this one hang."""
-        other = WatchedTier(self._config, self._settings)
+        other = WatchedTier(self._config, self._whole)
         try:
             await other._call("open", other.tier.open(), seconds, "clean-up")
             await other.delete(keys, seconds)
         finally:
-            await other._call("close", other.tier.close(), seconds, "clean-up")
+            with suppress(OperationError):
+                await other._call("close", other.tier.close(), seconds, "clean-up")
 
     async def objects(self) -> AsyncGenerator[Sequence[StoredObject], None]:
         """Yield what the backend lists, each batch within the tier's ``load_timeout_seconds``."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 
 import typer
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 
 from offload_core import object_format
 from offload_core.backend import LoadOutcome, StoredObject
@@ -94,11 +94,10 @@ class _Verification:
         self._limit_bytes = limit_bytes
         self._delete = delete
         self._bar = bar
-        self._line = TaskID(0)
+        self._line = bar.add_task(tier.name, total=None)
 
     async def run(self) -> None:
         """Verify, io_threads batches at a time."""
-        self._line = self._bar.add_task(self._tier.name, total=None)
         if not self._bar.disable:
             total = 0
             async for listed in self._tier.objects():
@@ -114,9 +113,7 @@ class _Verification:
         async for listed in self._tier.objects():
             for stored in listed:
                 if stored.nbytes > self._limit_bytes:
-                    size = (
-                        f"{human_bytes(stored.nbytes)} are more than staging_bytes = {human_bytes(self._limit_bytes)}"
-                    )
+                    size = f"{stored.nbytes} bytes are more than staging_bytes = {self._limit_bytes}"
                     self._add_bad(stored, f"not read: {size}; raise it to verify this object", damaged=False)
                     continue
                 if batch and (len(batch) == _BATCH_OBJECTS or nbytes + stored.nbytes > most_bytes):

@@ -22,6 +22,8 @@ from offload_core.backend import (
 from offload_core.hookspecs import hookimpl
 from offload_core.keys import ObjectKey
 
+OFFLOAD_API_VERSION = 1
+
 
 class OddOptions(DiskOptions):
     lists: bool = Field(True, description="declare that it lists")
@@ -63,6 +65,8 @@ class OddBackend(DiskBackend):
             raise OSError(errno.EIO, "a bad sector")
         if self.options.lies == "load":
             return [LoadOutcome.HIT] * len(keys)
+        if self.options.lies == "corrupt":
+            return [LoadOutcome.CORRUPT] * len(keys)
         if self.options.lies == "load count":
             return []
         if self.options.lies == "vanish":

@@ -50,6 +50,7 @@ def test_json_holds_latencies_in_seconds(site: Site) -> None:
         ({"lies": "room"}, "store: rejected; is there room for 69632 bytes?", 1),
         ({"lies": "load"}, "load: other bytes came back: 000000000000…/check/", 2),
         ({"lies": "load count"}, "load: load_into returned 0 results for 1 keys; clause C2", 2),
+        ({"lies": "corrupt"}, "load: corrupt right after the probe was stored", 2),
         ({"lies": "contains"}, "delete: the probe is still there afterwards", 4),
         ({"fails": "contains"}, "lookup: [Errno 5] the contains failed", 4),
         ({"lies": "vanish"}, "load: miss right after the probe was stored", 2),

@@ -27,12 +27,9 @@ def test_a_plugin_that_failed_is_shown_with_its_reason(site: Site) -> None:
     (line,) = [line for line in done.out.splitlines() if line.startswith("broken")]
     assert "broken-plugin" in line
     assert "ModuleNotFoundError: No module named 'a_module_that_does_not_exist'" in line
-    assert "1 of 3 plugins failed" in done.err
-    assert {plugin["name"]: bool(plugin["error"]) for plugin in site.run("plugins", "--json").json["plugins"]} == {
-        "broken": True,
-        "disk": False,
-        "odd": False,
-    }
+    plugins = site.run("plugins", "--json").json["plugins"]
+    assert [plugin["name"] for plugin in plugins if plugin["error"]] == ["broken"]
+    assert f"1 of {len(plugins)} plugins failed" in done.err
 
 
 def test_strict_makes_a_failed_plugin_an_error(site: Site) -> None:
@@ -40,7 +37,7 @@ def test_strict_makes_a_failed_plugin_an_error(site: Site) -> None:
     site.install("broken", "a_module_that_does_not_exist")
     done = site.invoke("plugins", "--strict", "--json")
     assert done.code == 1
-    assert len(done.json["plugins"]) == 3
+    assert {"broken", "disk", "odd"} <= {plugin["name"] for plugin in done.json["plugins"]}
 
 
 def test_schema_knows_the_keys_of_the_plugins(site: Site) -> None:

@@ -8,6 +8,8 @@ import subprocess
 
 import pytest
 
+from offload_core.backend import StoredObject
+from offload_core.cli.prune import Criteria
 from offload_core.object_format import object_bytes
 from tests.cli.conftest import COMMAND, SECOND, Ended, Site, key, words
 
@@ -36,7 +38,7 @@ def left(site: Site) -> set[int]:
     [
         (["--older-than", "2h30m"], {1, 2}),
         (["--older-than", "30d"], {1, 2, 3, 4, 5}),
-        (["--older-than", "0"], set()),
+        (["--older-than", "0s"], set()),
         (["--max-bytes", str(2 * SIZE)], {1, 2}),
         (["--max-bytes", str(2 * SIZE - 1)], {1}),
         (["--max-bytes", "1GiB"], {1, 2, 3, 4, 5}),
@@ -62,6 +64,12 @@ def test_an_object_goes_when_it_fulfils_every_criterion(
     assert nvme["selected_bytes"] == nvme["removed_bytes"] == gone * SIZE
     assert shared["objects"] == 0
     assert sum(file.suffix == ".txt" for file in site.files("nvme")) == 2
+
+
+def test_the_oldest_go_first_in_whatever_order_they_are_listed() -> None:
+    listed = [StoredObject(key(number), 10, at) for number, at in enumerate((30.0, 10.0, 40.0, 20.0))]
+    criteria = Criteria(None, 15, "", ())
+    assert [stored.stored_at_seconds for stored in criteria.select(listed, 40)] == [10.0, 20.0, 30.0]
 
 
 def test_a_dry_run_shows_what_would_go_and_deletes_nothing(site: Site, config: str) -> None:
@@ -126,6 +134,9 @@ def test_a_limit_that_the_other_criteria_leave_unmet_is_an_error(site: Site, con
         (["--older-than", "-3d"], "'-3d' is not a duration"),
         (["--older-than", "30"], "'30' is not a duration"),
         (["--max-bytes", "much"], "'much' is not a size; write a number of bytes or a size such as 100GiB"),
+        (["--older-than", "1h-30m"], "'1h-30m' is not a duration"),
+        (["--older-than", "5mm"], "'5mm' is not a duration"),
+        (["--max-bytes", "1,5GiB"], "'1,5GiB' is not a size"),
         (["--max-bytes", "-1"], "'-1' is not a size"),
         (["--fingerprint", ""], "'' is not the start of a fingerprint"),
         (["--keep-fingerprint", "xyz"], "'xyz' is not the start of a fingerprint"),
