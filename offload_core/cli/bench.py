@@ -59,6 +59,13 @@ class _Benched:
     evicted: int = 0
     concurrency: int = 0
 
+    @property
+    def hint(self) -> str:
+        """Why objects may be missing, for the end of an error."""
+        return (
+            f"; the tier evicted {self.evicted} objects to make room: use fewer or smaller ones" if self.evicted else ""
+        )
+
 
 @app.command()
 def bench(
@@ -142,7 +149,9 @@ async def _measure(tier: WatchedTier, result: _Benched, keys: Sequence[ObjectKey
         found = await tier.contains(asked)
         measured.latencies_seconds.append(time.perf_counter() - start)
         if not all(found):
-            raise OperationError(f"lookup: {found.count(False)} of {len(found)} objects that were stored are not there")
+            raise OperationError(
+                f"lookup: {found.count(False)} of {len(found)} objects that were stored are not there{result.hint}"
+            )
 
     async def load(key: ObjectKey, measured: _Measured) -> None:
         view = memoryview(bytearray(object_format.object_bytes(payload_bytes)))
@@ -151,7 +160,7 @@ async def _measure(tier: WatchedTier, result: _Benched, keys: Sequence[ObjectKey
         measured.latencies_seconds.append(time.perf_counter() - start)
         measured.nbytes += len(view)
         if outcome is not LoadOutcome.HIT:
-            raise OperationError(f"load: {outcome.value} for an object that was stored")
+            raise OperationError(f"load: {outcome.value} for an object that was stored{result.hint}")
         try:
             await asyncio.to_thread(object_format.verify, view, key)
         except ObjectFormatError as error:

@@ -82,7 +82,11 @@ class OddBackend(DiskBackend):
     async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
         if self.options.lies == "room":
             return StoreReservation([StoreOutcome.REJECTED] * len(keys))
-        return StoreReservation([None] * len(keys), evicted=list(keys) if self.options.lies == "evict" else [])
+        evicted = []
+        if self.options.lies == "keep one":
+            evicted = [stored.key async for batch in super().list_objects() for stored in batch]
+            await super().delete(evicted)
+        return StoreReservation([None] * len(keys), evicted)
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         await self._step("store")

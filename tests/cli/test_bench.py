@@ -97,10 +97,17 @@ def test_objects_are_deleted_also_when_every_thread_of_the_tier_hangs(site: Site
     assert site.files("hung") == []
 
 
-def test_evictions_that_it_caused_are_counted(site: Site) -> None:
-    config = site.configure({"name": "full", "type": "odd", "lies": "evict"})
-    done = site.invoke("bench", config, *SMALL, "--json")
-    assert (done.code, done.json["tiers"][0]["evicted_objects"]) == (0, 20)
+def test_a_tier_without_room_for_all_objects_is_told_from_one_that_loses_them(site: Site) -> None:
+    config = site.configure({"name": "small", "type": "odd", "lies": "keep one"})
+    done = site.invoke("bench", config, *SMALL, "--concurrency", "1", "--json")
+    (small,) = done.json["tiers"]
+    assert (done.code, small["evicted_objects"]) == (1, 19)
+    assert small["error"] == (
+        "lookup: 19 of 20 objects that were stored are not there; "
+        "the tier evicted 19 objects to make room: use fewer or smaller ones"
+    )
+    assert site.files("small") == []
+    assert site.invoke("bench", config, "--objects", "1").code == 0
 
 
 def test_more_than_staging_bytes_is_refused_before_anything_is_written(site: Site) -> None:
