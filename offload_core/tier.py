@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Awaitable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from offload_core import events, object_format
-from offload_core.backend import BackendContext, LoadOutcome, StoreOutcome
+from offload_core.backend import Backend, BackendContext, LoadOutcome, StoreOutcome
 from offload_core.config import OffloadConfig, TierConfig
 from offload_core.errors import BackendError, ConfigError, ObjectFormatError, PluginError
 from offload_core.event_delivery import EventDelivery
@@ -21,9 +21,11 @@ from offload_core.keys import ObjectKey
 from offload_core.plugin_loading import FOREIGN_ERRORS
 from offload_core.plugins import PluginRegistry
 from offload_core.runtime import DaemonExecutor, IoLoop
-from offload_core.staging import Lease
 from offload_core.stats import Counters
 from offload_core.tier_index import TierChange
+
+if TYPE_CHECKING:
+    from offload_core.staging import Lease  # which imports torch; the command line does without
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,11 @@ class Tier:
         self._failing: set[events.Operation] = set()
         self.observers = observers
         self._opened = False
+
+    @property
+    def backend(self) -> Backend[Any]:
+        """The backend itself, for tools that need more than the engine does."""
+        return self._backend
 
     async def open(self) -> None:
         """Open the backend.

@@ -1,17 +1,12 @@
-"""The command ``offload-core``: looks after storage tiers without an engine."""
+"""The command ``offload-core``: looks after storage tiers without an engine.
+
+One module per command. Each registers itself on :data:`offload_core.cli.application.app` when it is imported, so a new
+command is a module and one more name in the import below.
+"""
 
 from __future__ import annotations
 
-import typer
+from offload_core.cli import bench, check, ls, plan, plugins, prune, schema, stats, verify
+from offload_core.cli.application import app
 
-from offload_core.cli.plan import plan
-
-app = typer.Typer(name="offload-core", no_args_is_help=True, help=__doc__, rich_markup_mode="rich")
-
-
-@app.callback()
-def main() -> None:
-    """Look after the storage tiers of offload-core: see what is there, check it, measure it, clean up."""
-
-
-app.command()(plan)
+__all__ = ["app", "bench", "check", "ls", "plan", "plugins", "prune", "schema", "stats", "verify"]

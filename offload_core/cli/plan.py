@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from offload_core.cli.application import app
+from offload_core.cli.arguments import AsJson
+from offload_core.cli.output import note, print_json
+from offload_core.cli.session import EXIT_TROUBLE, EXIT_USAGE
 from offload_core.config import OffloadSettings, load_config
 from offload_core.errors import ConfigError, PlanError
 from offload_core.geometry import KVCacheGeometry, load_geometry
@@ -30,6 +33,7 @@ class _Refusal:
 _Plan = PlanReport | _Refusal
 
 
+@app.command()
 def plan(
     geometry: Annotated[
         Path,
@@ -47,37 +51,37 @@ def plan(
         list[int] | None,
         typer.Option(metavar="TOKENS", help="Plan with this hybrid_chunk_size instead; give several to compare them."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show how a model's KV cache is stored: the objects that its groups make, and what they cost.
 
     What the engine would refuse at its start is refused in the same words, with exit code 1.
 
-    Several chunk sizes are compared; the exit code is 1 where all of them are refused.
+    Several chunk sizes are compared; the exit code is 1 where all of them are refused. It is 2 where a file is wrong.
 
-    [bold]Examples[/bold]
+    Example: `offload-core plan examples/geometries/gemma-3-4b.yaml`
 
-      offload-core plan examples/geometries/gemma-3-4b.yaml
+    Example: `offload-core plan geometry.json --config offload.yaml`
 
-      offload-core plan geometry.json --config offload.yaml
-
-      offload-core plan geometry.json --chunk-size 256 --chunk-size 1024 --json
+    Example: `offload-core plan geometry.json --chunk-size 256 --chunk-size 1024 --json`
     """
     try:
         model = load_geometry(geometry)
         settings = None if config is None else load_config({"config_file": config}).settings
     except ConfigError as error:
-        typer.echo(error, err=True)
-        raise typer.Exit(1) from None
+        note(str(error))
+        if as_json:
+            print_json({"problems": list(error.problems)})
+        raise typer.Exit(EXIT_USAGE) from None
     configured = model.hybrid_chunk_size if settings is None else settings.hybrid_chunk_size
     plans = [_plan(model, chunk, settings) for chunk in [*(chunk_size or ())] or [configured]]
     if as_json:
         documents = [dataclasses.asdict(item) for item in plans]
-        typer.echo(json.dumps({"geometry": str(geometry), "model": model.model, "plans": documents}, indent=2))
+        print_json({"geometry": str(geometry), "model": model.model, "plans": documents})
     else:
         _print(model, plans)
     if all(isinstance(item, _Refusal) for item in plans):
-        raise typer.Exit(1)
+        raise typer.Exit(EXIT_TROUBLE)
 
 
 def _plan(model: KVCacheGeometry, hybrid_chunk_size: int | None, settings: OffloadSettings | None) -> _Plan:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -15,10 +17,13 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import typer.main
 import yaml
 from pydantic import TypeAdapter
 
 from offload_core.backend import Backend, BackendContext, BackendOptions, LoadOutcome, StoreOutcome
+from offload_core.cli import app
+from offload_core.cli.application import main
 from offload_core.config import BackendConfig, OffloadSettings, load_config
 from offload_core.config_file import read_keys
 from offload_core.config_schema import config_schema
@@ -109,6 +114,34 @@ def test_readme_lists_every_configuration_key_with_its_default() -> None:
         assert float(rows[name].strip("`")) == OffloadSettings.model_fields[name].default
     for name in BackendConfig.model_fields:
         assert f"`{name}`" in README
+
+
+def _commands() -> list[str]:
+    lines = [line for block in _blocks(README, "console") for line in block.splitlines()]
+    shown = [line.removeprefix("$ ") for line in lines if line.startswith("$ offload-core")]
+    return shown + re.findall(r"`(offload-core \S+ .*?)`", README)
+
+
+def test_readme_shows_every_command_of_the_command_line() -> None:
+    assert {command.split()[1] for command in _commands()} == set(typer.main.get_group(app).commands)
+
+
+@pytest.mark.parametrize("command", _commands())
+def test_readme_commands_run_as_shown(command: str, tmp_path: Path) -> None:
+    (tmp_path / "offload.yaml").write_text(_blocks(README, "yaml")[0])
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout or ">" in command or "verify" in command
+
+
+def test_readme_exit_codes_are_those_of_the_help() -> None:
+    codes = re.findall(r"^\| (\d+) \|", README, re.MULTILINE)
+    assert codes == re.findall(r"^ +- (\d+):", main.__doc__ or "", re.MULTILINE)
 
 
 def test_readme_commands_are_make_targets() -> None:

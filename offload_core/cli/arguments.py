@@ -1,0 +1,54 @@
+"""Arguments and options that several commands share, and the quantities they are written in."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import TypeAdapter, ValidationError
+
+from offload_core.quantities import Bytes, Seconds
+
+_BYTES: TypeAdapter[int] = TypeAdapter(Bytes)
+_SECONDS: TypeAdapter[float] = TypeAdapter(Seconds)
+
+
+def size(text: str | int) -> int:
+    """Read a number of bytes, for example ``100GiB``; typer hands over an option's default as it is."""
+    try:
+        return _BYTES.validate_python(int(text) if str(text).isdecimal() else text)
+    except ValidationError:
+        raise typer.BadParameter(
+            f"{text!r} is not a size; write a number of bytes or a size such as 100GiB or 2MiB"
+        ) from None
+
+
+def duration_seconds(text: str) -> float:
+    """Read a duration, for example ``30d`` or ``1h30m``."""
+    try:
+        return _SECONDS.validate_python(text)
+    except ValidationError:
+        raise typer.BadParameter(f"{text!r} is not a duration; write one such as 30d, 12h or 1h30m") from None
+
+
+def fingerprint_prefix(text: str) -> str:
+    """Read the first digits of a fingerprint."""
+    if not re.fullmatch(r"[0-9a-f]{1,64}", text.lower()):
+        raise typer.BadParameter(f"{text!r} is not the start of a fingerprint; write 1 to 64 hexadecimal digits")
+    return text.lower()
+
+
+ConfigFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG",
+        help="the configuration file (YAML, TOML or JSON) that vLLM's config_file names; relative paths in it start "
+        "from the current folder, as they do for the engine",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document instead of tables")]
+TierNames = Annotated[
+    list[str] | None, typer.Option("--tier", metavar="NAME", help="only this tier; may be given several times")
+]

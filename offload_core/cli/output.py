@@ -1,0 +1,77 @@
+"""What commands print: results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import durationpy
+import typer
+from pydantic import ByteSize
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+_PIPE_WIDTH = 300
+"""Columns of a table that goes to a file or a pipe, where nothing may be cut off."""
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document on stdout."""
+    typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table on stdout. Numbers stand on the right, as do columns whose name ends in a bar, ``|``."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in columns:
+        table.add_column(column.rstrip("|"), justify="right" if column.endswith("|") else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    if sys.stdout.isatty():
+        Console().print(table)
+        return
+    console = Console(width=_PIPE_WIDTH)
+    with console.capture() as printed:
+        console.print(table)
+    typer.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
+
+
+def note(message: str) -> None:
+    """Print a line on stderr."""
+    typer.echo(message, err=True)
+
+
+def progress(*, quiet: bool) -> Progress:
+    """Return a progress bar on stderr, which shows nothing when ``quiet`` or when stderr is not a terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=quiet or not sys.stderr.isatty(),
+        transient=True,
+    )
+
+
+def human_bytes(nbytes: float) -> str:
+    """Return ``nbytes`` in the largest binary unit that fits, for example ``2.0 MiB``."""
+    return ByteSize(nbytes).human_readable(separator=" ")
+
+
+def human_age(seconds: float) -> str:
+    """Return a duration in whole seconds, written as ``--older-than`` takes it."""
+    days, rest = divmod(max(0, round(seconds)), 24 * 3600)
+    text = durationpy.to_str(timedelta(seconds=rest)) if rest else ""
+    return f"{days}d{text}" if days else text or "0s"
+
+
+def human_milliseconds(seconds: float | None) -> str:
+    """Return a latency in milliseconds, or a dash where there is none."""
+    return "-" if seconds is None else f"{seconds * 1000:.2f}"

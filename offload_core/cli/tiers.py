@@ -1,0 +1,183 @@
+"""A tier as the commands use it: opened through the engine's door, every call with a deadline and a named error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+from offload_core.backend import Backend, LoadOutcome, StoredObject, StoreOutcome
+from offload_core.config import OffloadConfig, TierConfig
+from offload_core.errors import BackendError
+from offload_core.keys import ObjectKey
+from offload_core.stats import Counters
+from offload_core.tier import Tier
+
+_MIB = 1024 * 1024
+
+T = TypeVar("T")
+
+
+class OperationError(BackendError):
+    """A call of a backend failed or was late. The message names the operation and the cause."""
+
+    def __init__(self, message: str, *, late: bool = False) -> None:
+        super().__init__(message)
+        self.late = late
+        """The call may still be running."""
+
+
+class Stored(NamedTuple):
+    """What became of a batch that was to be stored."""
+
+    outcomes: list[StoreOutcome]
+    evicted: int
+    """Objects that the backend removed to make room."""
+
+
+class WatchedTier:
+    """One entry of ``backends``. All coroutines run on the I/O loop and raise only :class:`OperationError`.
+
+    A call that is late or cancelled is given up at once, and goes on by itself until :meth:`settle` finds it ended: the
+    buffers it was given must not be used again.
+    """
+
+    def __init__(self, config: TierConfig, whole: OffloadConfig) -> None:
+        self._config = config
+        self._whole = whole
+        self.tier = Tier(config, whole.settings.load_timeout_seconds, Counters(), whole.plugins)
+        self.name = self.tier.name
+        self.type_name = config.common.type
+        self.io_threads = config.common.io_threads
+        self.capabilities = self.tier.capabilities
+        self._settings = whole.settings
+        self._running: dict[asyncio.Task[Any], str] = {}
+
+    @property
+    def running(self) -> list[str]:
+        """The operations that have not ended yet, late ones included."""
+        return list(self._running.values())
+
+    async def open(self) -> None:
+        """Open the backend, within ``open_timeout_seconds``."""
+        seconds = self._settings.open_timeout_seconds
+        await self._call("open", self.tier.open(), seconds, "open_timeout_seconds")
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Return, per key, whether it is there, within ``lookup_timeout_seconds``."""
+        seconds = self._settings.lookup_timeout_seconds
+        return await self._call("lookup", self._contains(keys), seconds, "lookup_timeout_seconds")
+
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Stored:
+        """Store sealed objects, within the tier's deadline for loading as many bytes."""
+        return await self._transfer("store", self._store(keys, buffers), sum(map(len, buffers)))
+
+    async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+        """Load objects into ``buffers``, unverified, within the tier's deadline for loading them."""
+        return await self._transfer("load", self._load(keys, buffers), sum(map(len, buffers)))
+
+    async def delete(self, keys: Sequence[ObjectKey], seconds: float | None = None) -> None:
+        """Remove objects, within ``seconds`` or the tier's ``load_timeout_seconds``."""
+        limit = (self.tier.load_timeout_seconds, "load_timeout_seconds") if seconds is None else (seconds, "clean-up")
+        await self._call("delete", self._delete(keys), *limit)
+
+    async def delete_on_new_threads(self, keys: Sequence[ObjectKey], seconds: float) -> None:
+        """Remove objects through another instance of the backend, for when all threads of this one hang."""
+        other = WatchedTier(self._config, self._whole)
+        try:
+            await other._call("open", other.tier.open(), seconds, "clean-up")
+            await other.delete(keys, seconds)
+        finally:
+            with suppress(OperationError):
+                await other._call("close", other.tier.close(), seconds, "clean-up")
+
+    async def objects(self) -> AsyncGenerator[Sequence[StoredObject], None]:
+        """Yield what the backend lists, each batch within the tier's ``load_timeout_seconds``."""
+        batches = _batches(self.tier.backend)
+        while (batch := await self._transfer("list", _next(batches), 0)) is not None:
+            yield batch
+
+    async def settle(self, operation: str, seconds: float) -> bool:
+        """Wait until the calls of ``operation`` that were given up have ended; returns whether all have."""
+        calls = [task for task, running in self._running.items() if running == operation]
+        return not calls or not (await asyncio.wait(calls, timeout=seconds))[1]
+
+    async def _transfer(self, operation: str, call: Coroutine[Any, Any, T], nbytes: int) -> T:
+        seconds = self.tier.load_timeout_seconds + self._settings.load_timeout_seconds_per_mib * nbytes / _MIB
+        return await self._call(operation, call, seconds, "load_timeout_seconds")
+
+    async def _call(self, operation: str, call: Coroutine[Any, Any, T], seconds: float, setting: str) -> T:
+        task = asyncio.ensure_future(call)
+        self._running[task] = operation
+        task.add_done_callback(self._ended)
+        done, _ = await asyncio.wait([task], timeout=seconds)
+        if not done:
+            raise OperationError(
+                f"{operation}: no answer within {round(seconds, 2):g} s ({setting}); "
+                "check that the medium answers, or raise the limit if it is merely slow",
+                late=True,
+            )
+        if task.cancelled():
+            raise OperationError(f"{operation}: the backend cancelled its own call")
+        try:
+            return task.result()
+        except Exception as error:  # a plugin may raise anything
+            reason = str(error) if isinstance(error, OSError) and str(error) else f"{type(error).__name__}: {error}"
+            raise OperationError(f"{operation}: {reason}") from error
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        del self._running[task]
+        if not task.cancelled():
+            task.exception()  # retrieved, so that asyncio does not log it as lost
+
+    async def _contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        return _one_per_key(keys, await self.tier.backend.contains(keys), "contains")
+
+    async def _store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Stored:
+        reservation = await self.tier.backend.prepare_store(keys, [len(buffer) for buffer in buffers])
+        try:
+            prepared = _one_per_key(keys, reservation.outcomes, "prepare_store")
+            wanted = [index for index, outcome in enumerate(prepared) if outcome is None]
+            wanted_keys = [keys[index] for index in wanted]
+            stored: Sequence[StoreOutcome] = []
+            if wanted:
+                stored = await self.tier.backend.store(wanted_keys, [buffers[index].toreadonly() for index in wanted])
+            outcomes = iter(_one_per_key(wanted_keys, stored, "store"))
+            return Stored([next(outcomes) if o is None else o for o in prepared], len(reservation.evicted))
+        finally:
+            await reservation.release()
+
+    async def _load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+        reservation = await self.tier.backend.prepare_load(keys)
+        try:
+            present = _one_per_key(keys, reservation.present, "prepare_load")
+            wanted = [index for index, there in enumerate(present) if there]
+            wanted_keys = [keys[index] for index in wanted]
+            loaded: Sequence[LoadOutcome] = []
+            if wanted:
+                loaded = await self.tier.backend.load_into(wanted_keys, [buffers[index] for index in wanted])
+            outcomes = iter(_one_per_key(wanted_keys, loaded, "load_into"))
+            return [next(outcomes) if there else LoadOutcome.MISS for there in present]
+        finally:
+            await reservation.release()
+
+    async def _delete(self, keys: Sequence[ObjectKey]) -> None:
+        await self.tier.backend.delete(keys)
+
+
+async def _batches(backend: Backend[Any]) -> AsyncIterator[Sequence[StoredObject]]:
+    async for batch in backend.list_objects():  # called here, so that what it raises is an error of the first batch
+        yield batch
+
+
+async def _next(batches: AsyncIterator[T]) -> T | None:
+    return await anext(batches, None)
+
+
+def _one_per_key(keys: Sequence[ObjectKey], results: Sequence[T], call: str) -> list[T]:
+    if len(results) != len(keys):
+        raise BackendError(
+            f"{call} returned {len(results)} results for {len(keys)} keys; clause C2 asks for one per key"
+        )
+    return list(results)
