@@ -1,15 +1,20 @@
 """Records calls that wait for the operating system, on the thread that must not make them.
 
-Python's audit events name them as they happen. ``os.stat``, ``os.read`` and ``os.write`` have no event.
+Python's audit events name most of them as they happen; the functions that have no event are replaced meanwhile.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
+from typing import Any
+from unittest import mock
 
 _EVENTS = frozenset(
     [
@@ -36,7 +41,6 @@ _EVENTS = frozenset(
         "os.lockf",
         "fcntl.flock",
         "fcntl.lockf",
-        "time.sleep",
         "subprocess.Popen",
         "sqlite3.connect",
         "glob.glob",
@@ -49,7 +53,14 @@ _EVENTS = frozenset(
         "socket.gethostbyaddr",
     ]
 )
-_NOT_THE_BACKENDS = ("asyncio.", "importlib._bootstrap", "linecache", "traceback", "tokenize")
+_WITHOUT_EVENT = [(time, "sleep")] + [  # time.sleep has one from Python 3.13 on
+    (os, name)
+    for name in (
+        *("stat", "fsync", "fdatasync", "sendfile", "read", "readv", "pread", "preadv"),
+        *("write", "writev", "pwrite", "pwritev"),
+    )
+]
+_NOT_THE_BACKENDS = ("importlib._bootstrap", "linecache", "traceback", "tokenize")
 _lock = threading.Lock()
 _installed = False
 _thread: int | None = None
@@ -65,27 +76,44 @@ def blocking_calls() -> Iterator[list[str]]:
     global _installed, _thread
     with _lock:
         if not _installed:
-            sys.addaudithook(_hook)  # it cannot be removed again, so there is one for good
+            sys.addaudithook(_heard)  # it cannot be removed again, so there is one for good
             _installed = True
     recorded: list[str] = []
     _recorded[:] = []
-    _thread = threading.get_ident()
-    try:
-        yield recorded
-    finally:
-        _thread = None
-        recorded += _recorded
+    with ExitStack() as replaced:
+        for module, name in _WITHOUT_EVENT:
+            if hasattr(module, name):
+                told = _telling(f"{module.__name__}.{name}", getattr(module, name))
+                replaced.enter_context(mock.patch.object(module, name, told))
+        _thread = threading.get_ident()
+        try:
+            yield recorded
+        finally:
+            _thread = None
+            recorded += _recorded
 
 
-def _hook(event: str, arguments: tuple[object, ...]) -> None:
-    if _thread is None or event not in _EVENTS or threading.get_ident() != _thread:
-        return
-    caller: FrameType | None = sys._getframe(1)
-    frame = caller
+def _telling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if _thread == threading.get_ident():
+            _record(name, arguments, sys._getframe(1))
+        return function(*arguments, **named)
+
+    return call
+
+
+def _heard(event: str, arguments: tuple[object, ...]) -> None:
+    if _thread is not None and event in _EVENTS and _thread == threading.get_ident():
+        _record(event, arguments, sys._getframe(1))
+
+
+def _record(name: str, arguments: tuple[object, ...], caller: FrameType) -> None:
+    frame: FrameType | None = caller
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name.startswith(_NOT_THE_BACKENDS[1:]) or (frame is caller and name.startswith(_NOT_THE_BACKENDS[0])):
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_NOT_THE_BACKENDS) or (frame is caller and module.startswith("asyncio.")):
             return
         frame = frame.f_back
-    where = f" at {caller.f_code.co_filename}:{caller.f_lineno}" if caller is not None else ""
-    _recorded.append(f"{event}({arguments[0]!r}){where}" if arguments else f"{event}(){where}")
+    of = repr(arguments[0]) if arguments else ""
+    _recorded.append(f"{name}({of}) at {caller.f_code.co_filename}:{caller.f_lineno}")

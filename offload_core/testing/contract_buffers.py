@@ -7,13 +7,13 @@ the coroutine ends at that moment, the thread was left behind. The gate is then 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from typing import Any
 
 from offload_core.backend import LoadOutcome
 from offload_core.keys import ObjectKey
 from offload_core.testing.contract_checks import contract_test, expect
-from offload_core.testing.rig import Client, Rig, content, ended, held_or_done, turns
+from offload_core.testing.rig import Client, Rig, content, ended, held_or_done, turns, until
 
 SIZE = 5000
 POISON = 0xEE
@@ -40,7 +40,7 @@ class BuffersContract:
 
     @contract_test
     async def test_c07_a_cancelled_load_does_not_touch_its_buffer_afterwards(self, rig: Rig) -> None:
-        for cancel in (_cancelled, _cancelled_twice):
+        for cancel in (_cancelled, _cancelled_twice, _cancelled_with_one_ending):
             async for call in _ended_calls(rig, "load", cancel):
                 await call.expect_buffers_left_alone()
         async for call in _cancelled_after_turns(rig, "load"):
@@ -58,7 +58,7 @@ class BuffersContract:
 
     @contract_test
     async def test_c07_a_cancelled_store_does_not_read_its_buffer_afterwards(self, rig: Rig) -> None:
-        for cancel in (_cancelled, _cancelled_twice):
+        for cancel in (_cancelled, _cancelled_twice, _cancelled_with_one_ending):
             async for call in _ended_calls(rig, "store", cancel):
                 await call.expect_new_bytes_not_stored()
         async for call in _cancelled_after_turns(rig, "store"):
@@ -134,7 +134,7 @@ class _Call:
 
 
 async def _ended_calls(
-    rig: Rig, kind: str, end: Callable[[_Call, int], Awaitable[asyncio.Task[Any]]]
+    rig: Rig, kind: str, end: Callable[[_Call, int], Awaitable[asyncio.Task[Any] | None]]
 ) -> AsyncIterator[_Call]:
     """Yield calls that ``end`` has ended, with each of their thread calls held in turn, and all threads idle again."""
     client = await rig.client()
@@ -143,61 +143,88 @@ async def _ended_calls(
         async with await call.prepare():
             task = await end(call, number)
             reached = client.calls.count >= number
-            if not task.done():
-                client.calls.open()
-            await ended(task)
-            call.give_buffers_to_another()
+            if task is not None:
+                call.give_buffers_to_another()
             client.calls.open()
             await rig.settle()
-        yield call
+        if task is not None:
+            yield call
         if not reached:
             break
     await client.close()
 
 
-async def _returned(call: _Call, number: int) -> asyncio.Task[Any]:
+async def _held(call: _Call, *, hold: set[int] | None, fail: Collection[int] = ()) -> asyncio.Task[Any]:
+    call.client.calls.script(hold=hold, fail=fail)
+    return await held_or_done(call.client, call.start())
+
+
+async def _to_its_end(call: _Call, task: asyncio.Task[Any]) -> BaseException | None:
+    """Open the gate, unless the call ended while it was shut and left a thread standing there."""
+    if not task.done():
+        call.client.calls.open()
+    return await ended(task)
+
+
+async def _returned(call: _Call, number: int) -> asyncio.Task[Any] | None:
     call.how = "after it returned"
-    call.client.calls.script(hold={number})
-    return await held_or_done(call.client, call.start())
+    task = await _held(call, hold={number})
+    return task if await _to_its_end(call, task) is None else None
 
 
-async def _failed(call: _Call, number: int) -> asyncio.Task[Any]:
-    call.how = f"after thread call {number + 1} of it failed while call {number} ran"
-    call.client.calls.script(hold={number}, fail={number + 1})
-    return await held_or_done(call.client, call.start())
+async def _failed(call: _Call, number: int) -> asyncio.Task[Any] | None:
+    call.how = f"after its thread call {number + 1} failed while call {number} ran"
+    task = await _held(call, hold={number}, fail={number + 1})
+    return task if await _to_its_end(call, task) is not None else None
 
 
-async def _cancelled(call: _Call, number: int) -> asyncio.Task[Any]:
-    call.how = f"cancelled while its thread call {number} ran"
-    call.client.calls.script(hold={number})
-    task = await held_or_done(call.client, call.start())
-    task.cancel()
-    await turns()
+async def _cancelled(call: _Call, number: int, times: int = 1) -> asyncio.Task[Any] | None:
+    call.how = f"cancelled {times} times while its thread call {number} ran"
+    task = await _held(call, hold={number})
+    if task.done():
+        await ended(task)
+        return None
+    for _ in range(times):
+        task.cancel()
+        await turns()
+    await _to_its_end(call, task)
     return task
 
 
-async def _cancelled_twice(call: _Call, number: int) -> asyncio.Task[Any]:
-    task = await _cancelled(call, number)
-    call.how = f"cancelled twice while its thread call {number} ran"
+async def _cancelled_twice(call: _Call, number: int) -> asyncio.Task[Any] | None:
+    return await _cancelled(call, number, times=2)
+
+
+async def _cancelled_with_one_ending(call: _Call, number: int) -> asyncio.Task[Any] | None:
+    call.how = f"cancelled while all its thread calls ran, of which number {number} ended first"
+    task = await _held(call, hold=None)
+    if task.done():
+        await ended(task)
+        return None
+    running = call.client.calls.unfinished
     task.cancel()
+    call.client.calls.let_pass(number)
+    await until(lambda: task.done() or call.client.calls.unfinished < running or number > running)
     await turns()
+    await _to_its_end(call, task)
     return task
 
 
 async def _cancelled_after_turns(rig: Rig, kind: str) -> AsyncIterator[_Call]:
     client = await rig.client()
-    client.calls.script()
     for count in range(MOST_TURNS):
         call = _Call(rig, client, kind)
         call.how = f"cancelled after {count} turns of the event loop"
         async with await call.prepare():
             task = asyncio.ensure_future(call.start())
             await turns(count)
-            task.cancel()
+            cancelled = task.cancel()
             await ended(task)
-            call.give_buffers_to_another()
+            if cancelled:
+                call.give_buffers_to_another()
             await rig.settle()
-        yield call
+        if cancelled:
+            yield call
     await client.close()
 
 

@@ -13,17 +13,17 @@ Test = Callable[..., None]
 
 
 def contract_test(test: Callable[..., Coroutine[Any, Any, None]]) -> Test:
-    """Make a coroutine function a plain test that runs on the :class:`Rig` among its fixtures.
+    """Make a coroutine function a plain test that runs on the :class:`Rig` that is its one fixture.
 
     What the backend raises where it should not becomes a failure that names the clause.
     """
     clause = clause_of(test.__name__)
 
     @functools.wraps(test)
-    def run(self: object, **fixtures: Any) -> None:
-        rig = next(fixture for fixture in fixtures.values() if isinstance(fixture, Rig))
+    def run(self: object, *fixture: Rig, **named_fixture: Rig) -> None:
+        (rig,) = (*fixture, *named_fixture.values())
         try:
-            rig.run(test(self, **fixtures))
+            rig.run(test(self, rig))
         except AssertionError as error:
             if re.match(r"C\d+: ", str(error)):
                 raise
@@ -44,12 +44,14 @@ def clause_of(test_name: str) -> str:
 
 def expect(condition: object, message: str) -> None:
     """Fail with ``message``, which starts with the clause, unless ``condition`` holds."""
+    __tracebackhide__ = True
     if not condition:
         raise AssertionError(message)
 
 
 def expect_results(clause: str, call: str, got: Sequence[object], wanted: Sequence[object]) -> None:
     """Fail unless a call returned what it should, key by key."""
+    __tracebackhide__ = True
     expect(
         list(got) == list(wanted),
         f"{clause}: {call} returned {_words(got)}; it should return {_words(wanted)}",
@@ -58,6 +60,7 @@ def expect_results(clause: str, call: str, got: Sequence[object], wanted: Sequen
 
 def expect_bytes(clause: str, what: str, got: bytes | bytearray, wanted: bytes) -> None:
     """Fail unless ``got`` is ``wanted``, and name the first byte that differs."""
+    __tracebackhide__ = True
     if len(got) != len(wanted):
         raise AssertionError(f"{clause}: {what} has {len(got)} bytes in place of {len(wanted)}")
     if got != wanted:

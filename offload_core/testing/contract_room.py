@@ -74,15 +74,15 @@ class RoomContract:
     @contract_test
     async def test_c10_what_was_pinned_makes_room_after_its_release(self, bounded_rig: Rig) -> None:
         client = await bounded_rig.client()
-        keys = await _fill(bounded_rig, client)
-        if not await _store_one(bounded_rig, client):
+        keys = [*await _fill(bounded_rig, client), bounded_rig.key()]
+        if not await _store_one(client, keys[-1]):
             return  # it does not evict, so pins change nothing
         there = [key for key, present in zip(keys, await client.contains(keys), strict=True) if present]
         for end in _ENDINGS.values():
             async with client.loading(there):
                 await end(client, client.load_into(there, [memoryview(bytearray(OBJECT_BYTES)) for _ in there]))
         expect(
-            await _store_one(bounded_rig, client),
+            await _store_one(client, bounded_rig.key()),
             f"C10: {len(there)} objects were pinned and released 4 times, and no room can be made any more",
         )
 
@@ -92,7 +92,7 @@ class RoomContract:
         await _fill(bounded_rig, client)
         held = await _reserve_all(bounded_rig, client)
         count = len(held)
-        for reservation in held:
+        for reservation in held.values():
             await reservation.release()
         expect(
             count <= MOST_OBJECTS,
@@ -185,7 +185,7 @@ async def _expect_room_back(rig: Rig, how: str) -> None:
             sources = [memoryview(bytearray(OBJECT_BYTES)) for _ in granted]
             await _ENDINGS[how](client, client.store_from(granted, sources))
         await rig.settle()
-        await client.delete(keys)
+        await _delete_all(client, keys)
     after = await _room(rig, client)
     expect(
         after == before,
@@ -195,26 +195,33 @@ async def _expect_room_back(rig: Rig, how: str) -> None:
 
 
 async def _room(rig: Rig, client: Client) -> int:
+    """Count for how many objects there is room at once, store them and delete them again."""
     held = await _reserve_all(rig, client)
-    for reservation in held:
+    for key, reservation in held.items():
+        await client.store_from([key], [memoryview(bytearray(OBJECT_BYTES))])
         await reservation.release()
+    await _delete_all(client, list(held))
     return len(held)
 
 
-async def _reserve_all(rig: Rig, client: Client) -> list[StoreReservation]:
+async def _reserve_all(rig: Rig, client: Client) -> dict[ObjectKey, StoreReservation]:
     """Hold one reservation after the other until one is refused."""
-    held: list[StoreReservation] = []
+    held: dict[ObjectKey, StoreReservation] = {}
     for key in rig.keys(2 * MOST_OBJECTS):
         reservation = await client.prepare_store([key], [OBJECT_BYTES])
         if reservation.outcomes != (None,):
             await reservation.release()
             break
-        held.append(reservation)
+        held[key] = reservation
     return held
 
 
-async def _store_one(rig: Rig, client: Client) -> bool:
-    return await client.store({rig.key(): bytes(OBJECT_BYTES)}) == [StoreOutcome.STORED]
+async def _delete_all(client: Client, keys: list[ObjectKey]) -> None:
+    await client.delete([key for key, there in zip(keys, await client.contains(keys), strict=True) if there])
+
+
+async def _store_one(client: Client, key: ObjectKey) -> bool:
+    return await client.store({key: bytes(OBJECT_BYTES)}) == [StoreOutcome.STORED]
 
 
 async def _fill(rig: Rig, client: Client) -> list[ObjectKey]:
