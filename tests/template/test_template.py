@@ -13,8 +13,11 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from offload_core.testing.contract import contract_tests
 from offload_core.testing.engine import RunResult, compare
 from tests.template.conftest import TEMPLATE, CleanEnvironment
+
+TEST_FILE = "tests/test_sqlite.py"
 
 
 def test_the_clean_environment_has_nothing_of_the_sources(clean: CleanEnvironment) -> None:
@@ -64,6 +67,39 @@ def test_it_depends_on_this_version_of_the_core_and_on_nothing_else() -> None:
     (requirement,) = map(Requirement, project["dependencies"])
     assert requirement.name == "offload-core"
     assert requirement.specifier.contains(version("offload-core"))
+
+
+def test_its_test_file_is_a_few_lines() -> None:
+    assert len((TEMPLATE / TEST_FILE).read_text().splitlines()) < 15
+
+
+def test_it_passes_the_whole_contract(clean: CleanEnvironment, template: Path) -> None:
+    done = clean.run("-m", "pytest", "-rs", template / TEST_FILE, timeout_seconds=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    skipped = re.findall(r"^SKIPPED .*?: (.*)$", done.stdout, re.MULTILINE)
+    assert sorted(skipped) == [
+        "capability lists is declared",
+        "no method damage(self, options, key) that cuts an object short",
+    ]
+    (passed,) = re.findall(r"(\d+) passed", done.stdout)
+    assert int(passed) >= len(contract_tests()) - len(skipped)
+
+
+def test_a_copy_that_leaves_a_clause_out_is_refused(clean: CleanEnvironment, template: Path, tmp_path: Path) -> None:
+    clause = next(name for name in contract_tests() if name.startswith("test_c12_"))
+    text = (template / TEST_FILE).read_text()
+    weak, honest = tmp_path / "test_weak.py", tmp_path / "test_honest.py"
+    weak.write_text(f"{text}\n    def {clause}(self) -> None:\n        assert True\n")
+    honest.write_text(
+        f"{text}\n    @pytest.mark.xfail(reason='nothing is ever deleted')\n"
+        f"    def {clause}(self) -> None:\n        raise AssertionError\n"
+    )
+    refused = clean.run("-m", "pytest", weak)
+    assert refused.returncode == 2
+    assert f"TestSqlite.{clause} is replaced" in refused.stdout
+    accepted = clean.run("-m", "pytest", honest, "-k", clause)
+    assert accepted.returncode == 0, accepted.stdout
+    assert "1 xfailed" in accepted.stdout
 
 
 @pytest.mark.engine
