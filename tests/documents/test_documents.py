@@ -43,6 +43,7 @@ from tests.unit.test_house_rules import PUBLIC_MODULES
 pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).resolve().parents[2]
+TEMPLATE = ROOT / "examples" / "offload-backend-sqlite"
 README = (ROOT / "README.md").read_text()
 PLUGINS = (ROOT / "plugins.md").read_text()
 
@@ -176,7 +177,7 @@ def test_the_public_modules_are_those_that_the_house_rules_know() -> None:
 
 def test_every_cited_clause_is_in_the_contract() -> None:
     clauses = set(re.findall(r"^\| (C\d+) \|", PLUGINS, re.MULTILINE))
-    sources = [*(ROOT / "offload_core").rglob("*.py"), *(ROOT / "backends").rglob("*.py")]
+    sources = [path for folder in ("offload_core", "backends", "examples") for path in (ROOT / folder).rglob("*.py")]
     cited = {clause for path in sources for clause in re.findall(r"\b(C\d+)\b", path.read_text())}
     assert cited
     assert cited <= clauses
@@ -223,6 +224,20 @@ def test_plugin_example_is_proved_as_shown(
 def test_plugin_example_test_file_is_short() -> None:
     proof = next(block for block in _blocks(PLUGINS, "python") if "(BackendContract)" in block)
     assert len(proof.splitlines()) < 15
+
+
+def test_packaging_section_shows_what_the_template_has() -> None:
+    section = PLUGINS.split("\n## Packaging it\n")[1].split("\n## ")[0]
+    (shown,), (layout,) = _blocks(section, "toml"), _blocks(section, "text")
+    has = tomllib.loads((TEMPLATE / "pyproject.toml").read_text())
+    for table, keys in tomllib.loads(shown).items():
+        assert keys == {key: has[table][key] for key in keys}
+    files = {path.relative_to(TEMPLATE).as_posix() for path in TEMPLATE.rglob("*") if path.is_file()}
+    files = {file for file in files if not re.search(r"(^|/)(\.|__pycache__/)", file)}
+    assert {line.split()[0] for line in layout.splitlines()} == files
+    assert set(re.findall(r"^\| `([^`]+\.[a-z]+)` \|", (TEMPLATE / "README.md").read_text(), re.MULTILINE)) == (
+        files - {"README.md", "offload_backend_sqlite/__init__.py"}
+    )
 
 
 async def _round_trip(backend: Backend[BackendOptions]) -> None:

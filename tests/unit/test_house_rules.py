@@ -14,7 +14,8 @@ from offload_core.hookspecs import HookSpecs
 
 ROOT = Path(__file__).parents[2]
 CORE = sorted((ROOT / "offload_core").rglob("*.py"))
-BACKENDS = sorted((ROOT / "backends").rglob("*.py"))
+TEMPLATE = ROOT / "examples" / "offload-backend-sqlite" / "offload_backend_sqlite"
+BACKENDS = sorted([*(ROOT / "backends").rglob("*.py"), *TEMPLATE.rglob("*.py")])
 ADAPTER = ROOT / "offload_core" / "vllm"
 PUBLIC_MODULES = {
     f"offload_core.{name}"
@@ -40,6 +41,7 @@ def relative(path: Path) -> str:
 def test_the_rules_are_checked_on_the_real_files() -> None:
     assert ROOT / "offload_core" / "planner.py" in CORE
     assert ROOT / "backends" / "disk" / "offload_backend_disk" / "backend.py" in BACKENDS
+    assert TEMPLATE / "database.py" in BACKENDS
 
 
 @pytest.mark.parametrize("path", [p for p in CORE + BACKENDS if ADAPTER not in p.parents], ids=relative)

@@ -7,7 +7,6 @@ or deleted and no load uses them any more.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -26,7 +25,6 @@ from offload_core.backend import (
     StoredObject,
     StoreOutcome,
     StoreReservation,
-    to_the_end,
 )
 from offload_core.errors import BackendError
 from offload_core.keys import ObjectKey
@@ -85,7 +83,6 @@ class CpuBackend(Backend[CpuOptions]):
         self._objects: OrderedDict[ObjectKey, _Object] = OrderedDict()  # least recently used first
         self._reserved: dict[ObjectKey, list[_Object]] = {}
         self._evictable_pages = 0
-        self._copies: set[asyncio.Task[None]] = set()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -98,8 +95,7 @@ class CpuBackend(Backend[CpuOptions]):
 
     async def close(self) -> None:
         """Wait for running copies and let go of the memory."""
-        while self._copies:
-            await asyncio.wait(self._copies)
+        await super().close()
         self._objects.clear()
         self._arena = None
 
@@ -216,13 +212,9 @@ class CpuBackend(Backend[CpuOptions]):
         return self._arena
 
     async def _copy(self, copy: Callable[[Pages, memoryview], None], batch: Sequence[tuple[Pages, memoryview]]) -> None:
-        """Run a batch's copies on one of the tier's threads, to their end."""
-        if not batch:
-            return
-        task = asyncio.ensure_future(self.run_blocking(_copy_all, copy, batch))
-        self._copies.add(task)
-        task.add_done_callback(self._copies.discard)
-        await to_the_end(task)
+        """Run a batch's copies on one of the tier's threads."""
+        if batch:
+            await self.run_blocking(_copy_all, copy, batch)
 
     def _reserve(self, nbytes: int, evicted: list[ObjectKey]) -> _Object | None:
         """Take pages for an object, evicting others (added to ``evicted``) where enough of them could go."""

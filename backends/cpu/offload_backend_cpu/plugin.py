@@ -8,8 +8,10 @@ from offload_core.hookspecs import hookimpl
 
 OFFLOAD_API_VERSION = 1
 
+CPU = BackendType("cpu", CpuBackend, CpuOptions)
+
 
 @hookimpl
 def offload_register_backends() -> list[BackendType]:
     """Register the ``cpu`` type."""
-    return [BackendType("cpu", CpuBackend, CpuOptions)]
+    return [CPU]

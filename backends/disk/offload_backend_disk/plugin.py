@@ -8,8 +8,10 @@ from offload_core.hookspecs import hookimpl
 
 OFFLOAD_API_VERSION = 1
 
+DISK = BackendType("disk", DiskBackend, DiskOptions)
+
 
 @hookimpl
 def offload_register_backends() -> list[BackendType]:
     """Register the ``disk`` type."""
-    return [BackendType("disk", DiskBackend, DiskOptions)]
+    return [DISK]

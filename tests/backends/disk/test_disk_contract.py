@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from offload_backend_disk.plugin import offload_register_backends
+from offload_backend_disk.plugin import DISK
 
 from offload_core.keys import ObjectKey
 from offload_core.testing.contract import BackendContract
 
 
 class TestDisk(BackendContract):
-    backend_type = offload_register_backends()[0]
+    backend_type = DISK
 
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:

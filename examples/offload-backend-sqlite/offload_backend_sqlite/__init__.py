@@ -1,0 +1,5 @@
+"""The ``sqlite`` backend of offload-core: all objects in one SQLite database file."""
+
+from offload_backend_sqlite.backend import SqliteBackend, SqliteOptions
+
+__all__ = ["SqliteBackend", "SqliteOptions"]

@@ -1,0 +1,158 @@
+"""The ``sqlite`` backend: the contract's coroutines around the blocking calls of :mod:`.database`.
+
+Every coroutine here runs to its end before it lets a cancellation through (C7), and what a cancelled one has reserved
+is given back at once, because its caller never got the reservation (C10).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from pydantic import Field, field_validator
+
+from offload_backend_sqlite.database import Database
+from offload_core.backend import (
+    Backend,
+    BackendContext,
+    BackendOptions,
+    Capabilities,
+    LoadOutcome,
+    LoadReservation,
+    StoredObject,
+    StoreOutcome,
+    StoreReservation,
+    to_the_end,
+)
+from offload_core.keys import ObjectKey
+from offload_core.quantities import Bytes, Seconds
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class SqliteOptions(BackendOptions):
+    """Options of the ``sqlite`` type."""
+
+    path: Path = Field(description="database file, on a local file system; created when its folder exists")
+    capacity: Bytes = Field(gt=0, description="most bytes of objects to keep")
+    busy_timeout_seconds: Seconds = Field(
+        5.0, gt=0, description="how long a call waits for another process that is writing"
+    )
+
+    @field_validator("path")
+    @classmethod
+    def _folder_exists(cls, path: Path) -> Path:
+        path = path.expanduser().absolute()
+        if not path.parent.is_dir():
+            raise ValueError(f"the folder {path.parent} does not exist; create it, or mount the disk that has it")
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; name a file in it, for example {path / 'kv-cache.sqlite'}")
+        return path
+
+
+class SqliteBackend(Backend[SqliteOptions]):
+    """All objects in one SQLite file, which several processes of one host may use at once."""
+
+    capabilities = Capabilities(medium="disk", persistent=True, shared=True, bounded=True, lists=True)
+
+    def __init__(self, options: SqliteOptions, context: BackendContext) -> None:
+        super().__init__(options, context)
+        self._database = Database(options.path, options.capacity, options.busy_timeout_seconds)
+        self._running: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    async def open(self) -> None:
+        """Create the file if it is missing, and check that it is ours."""
+        await self._run(self._database.open)
+
+    async def close(self) -> None:
+        """Wait for running operations, then close every connection and give back all reservations (C13)."""
+        self._closed = True
+        while self._running:
+            await asyncio.wait(self._running)
+        await self.run_blocking(self._database.close)
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
+        """See :meth:`Backend.contains`."""
+        return await self._run(self._database.contains, keys)
+
+    async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
+        """Pin what is there, for the other processes too (C9)."""
+        present, release = await self._reserve(self._database.pin, keys)
+        return _Pins(present, release)
+
+    async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
+        """See :meth:`Backend.load_into`."""
+        return await self._run(self._database.load, keys, buffers)
+
+    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+        """Reserve room, evicting what was not used for longest (C11). What is already present is pinned as well."""
+        (outcomes, evicted), release = await self._reserve(self._database.make_room, keys, nbytes)
+        return _Room(outcomes, evicted, release)
+
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
+        """See :meth:`Backend.store`. What has no reservation is stored if there is room, else rejected."""
+        return await self._run(self._database.store, keys, buffers)
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        """See :meth:`Backend.delete`."""
+        await self._run(self._database.delete, keys)
+
+    async def list_objects(self) -> AsyncIterator[Sequence[StoredObject]]:
+        """See :meth:`Backend.list_objects`; in the order of the keys."""
+        after = ""
+        while batch := await self._run(self._database.objects_after, after):
+            yield batch
+            after = batch[-1].key.path
+
+    async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``function`` on a thread of the tier, where :meth:`close` waits for it."""
+        if self._closed:
+            raise OSError(f"tier {self.context.name!r} is closed")
+        running = asyncio.create_task(self.run_blocking(function, *args, **kwargs))
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        return await to_the_end(running)
+
+    async def _reserve(
+        self, function: Callable[Concatenate[str, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[T, Callable[[], Awaitable[None]]]:
+        reservation = secrets.token_hex(8)
+        release = partial(self._release, reservation)
+        try:
+            return await self._run(function, reservation, *args, **kwargs), release
+        except asyncio.CancelledError:
+            await release()
+            raise
+
+    async def _release(self, reservation: str) -> None:
+        if not self._closed:  # closing has given everything back
+            await self._run(self._database.release, reservation)
+
+
+class _Pins(LoadReservation):
+    def __init__(self, present: Sequence[bool], release: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(present)
+        self._release = release
+
+    async def release(self) -> None:
+        await self._release()
+
+
+class _Room(StoreReservation):
+    def __init__(
+        self,
+        outcomes: Sequence[StoreOutcome | None],
+        evicted: Sequence[ObjectKey],
+        release: Callable[[], Awaitable[None]],
+    ) -> None:
+        super().__init__(outcomes, evicted)
+        self._release = release
+
+    async def release(self) -> None:
+        await self._release()

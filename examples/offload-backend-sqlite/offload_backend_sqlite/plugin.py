@@ -1,0 +1,17 @@
+"""The plugin: the module that the entry point in pyproject.toml names."""
+
+from __future__ import annotations
+
+from offload_backend_sqlite.backend import SqliteBackend, SqliteOptions
+from offload_core.backend import BackendType
+from offload_core.hookspecs import hookimpl
+
+OFFLOAD_API_VERSION = 1
+
+SQLITE = BackendType("sqlite", SqliteBackend, SqliteOptions)
+
+
+@hookimpl
+def offload_register_backends() -> list[BackendType]:
+    """Register the ``sqlite`` type."""
+    return [SQLITE]

@@ -1,0 +1,19 @@
+"""The cpu backend keeps the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from offload_backend_cpu.plugin import CPU
+
+from offload_core.testing.contract import BackendContract
+
+
+class TestCpu(BackendContract):
+    backend_type = CPU
+
+    @pytest.fixture
+    def options(self) -> Mapping[str, Any]:
+        return {"capacity": "256MiB"}
