@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -46,7 +45,7 @@ T = TypeVar("T")
 
 EXAMPLES = 200
 STEPS = 20
-CAPACITY_BYTES = 64 * 1024
+CAPACITY_BYTES = 16 * 1024
 CALL_LIMIT_SECONDS = 60
 MAX_CLIENTS = 3
 _PROBES = 8
@@ -69,13 +68,13 @@ def check_with_machine(
 ) -> None:
     """Run :class:`BackendMachine` on one medium.
 
-    Every example has clients, an event loop and keys of its own, and deletes its objects in the end.
+    Every example has clients and an event loop of its own and deletes its objects in the end.
 
     Args:
         backend_type: what is tested.
         options: the tier's own keys; they name a fresh medium.
         capacity_bytes: the limit that ``options`` set on the medium, for a backend that declares ``bounded``; some
-            64 KiB make it evict often.
+            16 KiB make it evict often.
         settings: how many examples, and whether at random or always the same (``derandomize``).
 
     Raises:
@@ -100,7 +99,7 @@ class Medium:
     def __init__(self, backend_type: BackendType, options: Mapping[str, Any], capacity_bytes: int | None) -> None:
         self._backend_type = backend_type
         self._options = backend_type.options.model_validate(dict(options))
-        self._numbers = itertools.count()
+        self._failures = 0
         self.capacity_bytes = capacity_bytes
         self.capabilities, self.room, self.evicts = asyncio.run(self._measure())
 
@@ -110,19 +109,23 @@ class Medium:
         return self._backend_type.backend(self._options, BackendContext("machine", threads))
 
     def namespaces(self) -> list[str]:
-        """Return namespaces that were not used before and differ in their last digit only."""
-        digest = hashlib.sha256(b"machine %d" % next(self._numbers)).hexdigest()
+        """Return namespaces that differ in their last digit only; others after :meth:`soiled`."""
+        digest = hashlib.sha256(b"machine %d" % self._failures).hexdigest()
         return [digest[:-1] + digit for digit in "012"]
+
+    def soiled(self) -> None:
+        """Note that an example has failed and may have left objects behind."""
+        self._failures += 1
 
     async def probe(self, backend: Backend[Any]) -> int:
         """Return how many of some objects, a sixth of the capacity each, a bounded medium would take now."""
-        reservation = await self._reserve(backend, self._probe_keys())
+        reservation = await self._reserve(backend, self._probe_keys("probe"))
         await reservation.release()
         return reservation.outcomes.count(None)
 
-    def _probe_keys(self) -> list[ObjectKey]:
+    def _probe_keys(self, pack: str) -> list[ObjectKey]:
         namespace = self.namespaces()[0]
-        return [ObjectKey(namespace, "probe", bytes([number])) for number in range(_PROBES)]
+        return [ObjectKey(namespace, pack, bytes([number])) for number in range(_PROBES)]
 
     async def _reserve(self, backend: Backend[Any], keys: Sequence[ObjectKey]) -> StoreReservation:
         assert self.capacity_bytes is not None
@@ -140,7 +143,7 @@ class Medium:
         if self.capacity_bytes is None:
             return capabilities, 0, False
         await backend.open()
-        keys = self._probe_keys()
+        keys = self._probe_keys("filling")
         reservation = await self._reserve(backend, keys)
         wanted = [key for key, outcome in zip(keys, reservation.outcomes, strict=True) if outcome is None]
         data = memoryview(bytes(self.capacity_bytes // 6))
@@ -168,6 +171,8 @@ class Hold:
     """Of a store, as the oracle holds it."""
 
 
+_KEY = strategies.keys(packs=strategies.PACKS[:2], chunk_hashes=strategies.near_hashes())
+"""Few enough to leave few folders behind on media that have folders."""
 _SLOT = st.integers(0, SLOTS - 1)
 _CLIENT = st.integers(0, MAX_CLIENTS - 1)
 
@@ -193,13 +198,19 @@ class BackendMachine(RuleBasedStateMachine):
         self._keys: list[ObjectKey] = []
         self._seed = 0
 
-    @initialize(names=st.lists(strategies.keys(), min_size=1, max_size=SLOTS, unique=True), order=st.integers(0, 999))
-    def start(self, names: list[ObjectKey], order: int) -> None:
-        """Choose the example's keys, and the order in which its threads take turns; open the first client."""
+    @initialize(
+        names=st.lists(_KEY, min_size=1, max_size=SLOTS, unique=True),
+        stored=st.lists(strategies.contents(SIZES_BYTES), max_size=SLOTS),
+        order=st.integers(0, 999),
+    )
+    def start(self, names: list[ObjectKey], stored: list[Content], order: int) -> None:
+        """Choose the keys, and the order in which threads take turns; open the first client, and store something."""
         own = dict(zip(strategies.NAMESPACES, self._medium.namespaces(), strict=True))
         self._keys = [key._replace(namespace=own[key.namespace]) for key in names]
         self._seed = order
         self._open()
+        if stored := stored[: len(names)]:
+            self._do([Operation("store", tuple(range(len(stored))), tuple(stored))])
 
     @rule(operation=operations())
     def one(self, operation: Operation) -> None:
@@ -261,6 +272,7 @@ class BackendMachine(RuleBasedStateMachine):
             operation = Operation("load", there, (), (None,) * len(there))
         else:
             outcomes, hold.contents, contents = hold.reservation.outcomes, [], hold.contents
+            hold.granted.clear()  # the room turns into objects
             wanted = [(slot, c) for slot, c, out in zip(slots, contents, outcomes, strict=False) if out is None]
             operation = Operation("store", tuple(slot for slot, _ in wanted), tuple(content for _, content in wanted))
         self._attempt([self._prepare(operation, hold.backend, prepared=True)])
@@ -383,8 +395,6 @@ class BackendMachine(RuleBasedStateMachine):
         self._run(words, _at_once(attempts))
         self._steps[-1] += " -> " + "; ".join(attempt.answers() for attempt in attempts)
         with self._explained():
-            for attempt in attempts:
-                attempt.arena.retire()
             self._arenas = [*self._arenas[-8:], *(attempt.arena for attempt in attempts)]
             self._oracle.settle([event for attempt in attempts for event in attempt.events])
 
@@ -432,6 +442,7 @@ class BackendMachine(RuleBasedStateMachine):
         except ContractError as violation:
             if not self._failed:
                 self._failed = True
+                self._medium.soiled()
                 steps = [f"  {number}. {step}" for number, step in enumerate(self._steps, 1)]
                 keys = [f"  k{number} = {key}" for number, key in enumerate(self._keys)]
                 violation.args = ("\n".join([str(violation), "steps:", *steps, "keys:", *keys]),)

@@ -57,19 +57,30 @@ class Content(NamedTuple):
         return f"Content({self.size_bytes}, {self.tint})"
 
 
+def near_hashes() -> st.SearchStrategy[bytes]:
+    """Some chunk hashes that are easily taken for one another."""
+    return st.sampled_from(_NEAR_HASHES)
+
+
 def hashes() -> st.SearchStrategy[bytes]:
     """Chunk hashes of 1 to 64 bytes: most of them near-equal ones, else any."""
-    return st.sampled_from(_NEAR_HASHES) | st.sampled_from(_NEAR_HASHES) | st.binary(min_size=1, max_size=64)
+    return near_hashes() | near_hashes() | st.binary(min_size=1, max_size=64)
 
 
-def keys(namespaces: Sequence[str] = NAMESPACES, packs: Sequence[str] = PACKS) -> st.SearchStrategy[ObjectKey]:
+def keys(
+    namespaces: Sequence[str] = NAMESPACES,
+    packs: Sequence[str] = PACKS,
+    chunk_hashes: st.SearchStrategy[bytes] | None = None,
+) -> st.SearchStrategy[ObjectKey]:
     """Keys that are easily taken for one another: same hash in another pack, same pack in another namespace.
 
     Args:
         namespaces: 64 hexadecimal digits each; give your own to keep runs on one medium apart.
         packs: names of ``[a-z0-9-]``, 1 to 64 characters.
+        chunk_hashes: by default :func:`hashes`.
     """
-    return st.builds(ObjectKey, st.sampled_from(namespaces), st.sampled_from(packs), hashes())
+    chunk_hashes = hashes() if chunk_hashes is None else chunk_hashes
+    return st.builds(ObjectKey, st.sampled_from(namespaces), st.sampled_from(packs), chunk_hashes)
 
 
 def contents(sizes_bytes: Sequence[int] = SIZES_BYTES, tints: int = 3) -> st.SearchStrategy[Content]:

@@ -15,10 +15,11 @@ CALL_LIMIT_SECONDS = 60
 
 
 class TurnThreads(ThreadPoolExecutor):
-    """Begins or does one call per turn of the event loop, picked by a seed, on a thread that the loop waits for.
+    """Does one call at a time, in turns with the event loop, on a thread that the loop waits for; a seed picks which.
 
-    So what was handed in together happens in any order, one after the other, and a cancellation after so many turns of
-    the loop always comes at the same point. Calls do not overlap in time, which other tests are for.
+    A call begins in one turn and is done in a later one. So what was handed in together happens in any order, one after
+    the other, and a cancellation after so many turns of the loop always comes at the same point. Calls do not overlap
+    in time, which other tests are for.
 
     Args:
         loop: the loop to take turns with.
@@ -34,11 +35,16 @@ class TurnThreads(ThreadPoolExecutor):
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """See :meth:`concurrent.futures.Executor.submit`."""
         future: Future[T] = Future()
+        turns = 1 + self._random.randrange(4)
 
         def call() -> bool:
-            """Begin, and in another turn do it; between the two a cancellation comes too late to stop it."""
+            """Begin, and some turns later do it; between the two a cancellation comes too late to stop it."""
+            nonlocal turns
             if not future.running():
                 return future.set_running_or_notify_cancel()
+            turns -= 1
+            if turns > 0:
+                return True
             done = ThreadPoolExecutor.submit(self, fn, *args, **kwargs)
             error = done.exception(CALL_LIMIT_SECONDS)
             if error is None:

@@ -18,7 +18,9 @@ from offload_core.keys import ObjectKey
 from offload_core.testing.machine import CAPACITY_BYTES, SETTINGS, check_with_machine
 from tests.harness.shelf import SHELVES, Promised, ShelfBackend, ShelfOptions
 
-ALWAYS_THE_SAME = hypothesis.settings(SETTINGS, derandomize=True, database=None, phases=[hypothesis.Phase.generate])
+ALWAYS_THE_SAME = hypothesis.settings(
+    SETTINGS, derandomize=True, database=None, max_examples=1000, phases=[hypothesis.Phase.generate]
+)
 """Finds; does not make the steps fewer, which takes longer."""
 
 _numbers = itertools.count()
@@ -222,7 +224,7 @@ BROKEN: list[tuple[type[ShelfBackend], str]] = [
     (IgnoresThePack, "C1|C2|C6|C12|C16|C18"),
     (CutsTheHash, "C1|C2|C6|C12|C16|C18"),
     (FindsWhatWasDeleted, "C1|C12|C16"),
-    (Tears, "C6"),
+    (Tears, "C1|C6"),
     (TearsWhenCancelled, "C6|C1|C12|C18|C2"),
     (IgnoresPins, "C9"),
     (LeaksRoom, "C10|C5"),
