@@ -101,7 +101,7 @@ class LoadReservation:
         """One entry per key of the request, in its order; ``False`` where nothing is there, so that it is not tried."""
 
     async def release(self) -> None:
-        """Unpin. The core calls it exactly once, also after an error or cancellation."""
+        """Unpin (C10). The core calls it exactly once, also after an error or cancellation."""
 
 
 class StoreReservation:
@@ -114,21 +114,24 @@ class StoreReservation:
         """Objects removed to make room."""
 
     async def release(self) -> None:
-        """Give back room that was not used. The core calls it exactly once, also after an error or cancellation."""
+        """Give back room not used (C10). The core calls it exactly once, also after an error or cancellation."""
 
 
 class Backend(ABC, Generic[OptionsT]):
     """A storage medium.
 
     Guaranteed by the framework: all coroutines run on one event loop; buffers are exclusively the call's until it
-    returns or raises; the number of calls at once is bounded; ``open`` is called once before anything else and
-    ``close`` once at the end.
+    returns or raises, may start at any address, and are read-only in ``store`` (C17); the number of calls at once is
+    bounded; ``open`` is called once before anything else and ``close`` once at the end. ``load_into`` is called while a
+    reservation of :meth:`prepare_load` for its keys is held, ``store`` while one of :meth:`prepare_store` is, and only
+    for keys for which that said ``None``.
 
     The implementation must: return outcomes parallel to the request, for empty batches and repeated keys too (C2);
     make an object visible whole or not at all (C6); not touch a buffer after the call has ended, whichever way it ended
-    (C7); not block the event loop (C8), for which :meth:`run_blocking` is there.
+    (C7), nor ever anything beside it (C17); not block the event loop (C8), for which :meth:`run_blocking` is there.
 
     The implementation may not: do I/O in its constructor (C14), or raise for what is an outcome of one key (C2).
+    :class:`offload_core.testing.contract.BackendContract` checks all of it.
 
     When a call is cancelled, an implementation that waits for a thread must wait for that thread to end before it lets
     the cancellation through, because the thread may still be writing into a buffer (C7). :meth:`run_blocking` does.
@@ -137,6 +140,7 @@ class Backend(ABC, Generic[OptionsT]):
     def __init__(self, options: OptionsT, context: BackendContext) -> None:
         self.options = options
         self.context = context
+        self.__running: set[asyncio.Future[Any]] = set()
 
     @property
     @abstractmethod
@@ -147,7 +151,13 @@ class Backend(ABC, Generic[OptionsT]):
         """Connect. Raises ``OSError`` when the medium cannot be used at all; the engine then does not start."""
 
     async def close(self) -> None:
-        """Wait for running operations and let go of the medium. Idempotent."""
+        """Wait for running operations and let go of the medium (C13). Idempotent; also called where ``open`` failed.
+
+        This one waits for what :meth:`run_blocking` and :meth:`run_to_the_end` run: await it first in an override.
+        Cancelled, it stops waiting.
+        """
+        while self.__running:
+            await asyncio.wait(self.__running)
 
     @abstractmethod
     async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
@@ -163,7 +173,7 @@ class Backend(ABC, Generic[OptionsT]):
 
         Returns:
             Per key: ``HIT`` and the buffer is full; ``MISS`` and the buffer is untouched (C3); ``CORRUPT`` when an
-            object is there but has another size or is known to be damaged.
+            object is there but has another size or is known to be damaged (C16), and the buffer holds anything.
 
         Raises:
             OSError: the medium failed for the whole batch.
@@ -185,11 +195,11 @@ class Backend(ABC, Generic[OptionsT]):
         """Remove objects. Absent ones are no error (C12)."""
 
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
-        """Say what is there and pin it until the reservation is released. By default: ``contains``, no pin."""
+        """Say what is there and pin it until the reservation is released (C9). By default: ``contains``, no pin."""
         return LoadReservation(await self.contains(keys))
 
     async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
-        """Reserve room for objects of ``nbytes`` bytes each, before a byte is written.
+        """Reserve room for objects of ``nbytes`` bytes each, before a byte is written (C11).
 
         By default: what ``contains`` finds is already present, all else is wanted, with no limit on room.
         """
@@ -210,7 +220,14 @@ class Backend(ABC, Generic[OptionsT]):
     async def run_blocking(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a blocking function on this tier's own threads and wait for its real end, cancelled or not (C7)."""
         loop = asyncio.get_running_loop()
-        return await to_the_end(loop.run_in_executor(self.context.executor, lambda: function(*args, **kwargs)))
+        return await self.run_to_the_end(loop.run_in_executor(self.context.executor, lambda: function(*args, **kwargs)))
+
+    async def run_to_the_end(self, awaitable: Awaitable[T]) -> T:
+        """Await what other code runs on threads to its real end, cancelled or not (C7); ``close`` waits too (C13)."""
+        future = asyncio.ensure_future(awaitable)
+        self.__running.add(future)
+        future.add_done_callback(self.__running.discard)
+        return await to_the_end(future)
 
 
 async def to_the_end(awaitable: Awaitable[T]) -> T:

@@ -39,7 +39,8 @@ class BackendWrapper(Backend[BackendOptions]):
         await self.inner.open()
 
     async def close(self) -> None:
-        """See :meth:`Backend.close`."""
+        """See :meth:`Backend.close`; waits for what the wrapper itself runs, then closes the backend inside."""
+        await super().close()
         await self.inner.close()
 
     async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:

@@ -21,6 +21,9 @@ from offload_core.keys import ObjectKey
 from offload_core.plugins import load_plugins
 from offload_core.runtime import DaemonExecutor
 from offload_core.stats import COUNTERS
+from offload_core.testing.contract import contract_tests
+
+pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -87,6 +90,26 @@ def test_plugin_example_works_as_shown(tmp_path: Path, monkeypatch: pytest.Monke
     tier = config.tiers[0]
     backend = tier.backend_type.backend(tier.options, BackendContext("m", DaemonExecutor(1, "m")))
     asyncio.run(_round_trip(backend))
+
+
+@pytest.mark.parametrize(("number", "outcomes"), [(0, {}), (1, {"xpassed": 1})], ids=["whole file", "opting out"])
+def test_plugin_example_is_proved_as_shown(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, number: int, outcomes: dict[str, int]
+) -> None:
+    blocks = _blocks(PLUGINS, "python")
+    proof = [block for block in blocks if "(BackendContract)" in block][number]
+    pytester.makepyfile(offload_memory=blocks[0], test_offload_memory=proof)
+    monkeypatch.delitem(sys.modules, "offload_memory", raising=False)
+    pytester.syspathinsert()
+    result = pytester.runpytest_inprocess().parseoutcomes()
+    skipped = {"test_c05": 2, "test_c06": 1, "test_c09": 2, "test_c10": 5, "test_c11": 3, "test_c16": 1, "test_c18": 3}
+    expected = {"skipped": sum(skipped.values()), **outcomes}
+    assert result == {"passed": len(contract_tests()) - sum(expected.values()), **expected}
+
+
+def test_plugin_example_test_file_is_short() -> None:
+    proof = next(block for block in _blocks(PLUGINS, "python") if "(BackendContract)" in block)
+    assert len(proof.splitlines()) < 15
 
 
 async def _round_trip(backend: Backend[BackendOptions]) -> None:

@@ -22,7 +22,6 @@ from offload_core.backend import (
     LoadReservation,
     StoredObject,
     StoreOutcome,
-    to_the_end,
 )
 from offload_core.keys import ObjectKey
 
@@ -103,7 +102,7 @@ class DiskBackend(Backend[DiskOptions]):
     ) -> T:
         """Run ``operation`` on a whole batch in one thread hop; the core runs several batches at once."""
         paths = [self._file(key) for key in keys]
-        return await to_the_end(operation(paths, buffers, executor=self.context.executor))
+        return await self.run_to_the_end(operation(paths, buffers, executor=self.context.executor))
 
     def _file(self, key: ObjectKey) -> Path:
         digest = key.chunk_hash.hex()

@@ -1,4 +1,4 @@
-"""The disk backend on file systems that are full, read-only or slow, and with many writers."""
+"""The disk backend on file systems that are full, read-only or missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload_backend_disk import DiskBackend
 from offload_core.backend import LoadOutcome, StoreOutcome
 from tests.backends.disk.conftest import Disk, files_under, key, mount
 
-HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
+HIT, MISS = LoadOutcome.HIT, LoadOutcome.MISS
 KIB = 1024
 
 
@@ -87,97 +87,3 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_open(disk: Disk, tmp_path: 
     (tmp_path / "objects").write_text("in the way")
     with pytest.raises(OSError, match="objects"):
         asyncio.run(backend.open())
-
-
-def test_c6_writers_of_one_key_leave_one_whole_object_and_readers_see_only_whole_ones(
-    disk: Disk, tmp_path: Path
-) -> None:
-    size, rounds = 256 * KIB, 15
-    writers = [disk(tmp_path / "objects") for _ in range(3)]
-    reader = disk(tmp_path / "objects")
-
-    async def write(backend: DiskBackend, letter: bytes) -> None:
-        for _ in range(rounds):
-            await backend.store([key(0)], [memoryview(letter * size)])
-
-    async def read(until: asyncio.Task[None]) -> set[bytes]:
-        seen: set[bytes] = set()
-        while not until.done():
-            buffer = bytearray(size)
-            outcome = (await _load(reader, 0, buffer))[0]
-            assert outcome is HIT
-            seen.add(bytes(set(buffer)))
-        return seen
-
-    async def write_all() -> None:
-        await asyncio.gather(*(write(backend, b"%d" % index) for index, backend in enumerate(writers)))
-
-    async def main() -> set[bytes]:
-        await reader.open()
-        await reader.store([key(0)], [memoryview(b"x" * size)])
-        return await read(asyncio.ensure_future(write_all()))
-
-    seen = asyncio.run(main())
-    assert seen <= {b"x", b"0", b"1", b"2"}, "a reader saw two writers' bytes in one object"
-    (left,) = files_under(tmp_path)
-    assert left.read_bytes() in {letter * size for letter in (b"0", b"1", b"2")}
-
-
-def replace_by_fifo(backend: DiskBackend, number: int) -> Path:
-    """Put a pipe in an object's place: whoever opens it hangs until it is opened for writing, as on a dead mount."""
-    store(backend, (number, b""))
-    (path,) = backend.options.path.rglob(f"{key(number).chunk_hash.hex()}.kv")
-    path.unlink()
-    os.mkfifo(path)
-    return path
-
-
-async def turns(count: int = 20) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
-async def opened_for_writing(fifo: Path) -> None:
-    """Let the reader of ``fifo`` go on; waits until there is one."""
-    os.close(await asyncio.to_thread(os.open, fifo, os.O_WRONLY))
-
-
-def test_c7_a_cancelled_load_ends_when_its_thread_has_ended(backend: DiskBackend) -> None:
-    asyncio.run(backend.open())
-    fifo = replace_by_fifo(backend, 0)
-
-    async def main() -> None:
-        task = asyncio.ensure_future(_load(backend, 0, bytearray(4)))
-        await turns()
-        for _ in range(2):
-            task.cancel()
-            await turns()
-            assert not task.done()
-        await opened_for_writing(fifo)
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
-
-
-def test_c7_an_error_of_one_key_waits_for_the_threads_of_the_others(backend: DiskBackend) -> None:
-    asyncio.run(backend.open())
-    fifo = replace_by_fifo(backend, 0)
-    store(backend, (1, b""))
-    (other,) = backend.options.path.rglob(f"{key(1).chunk_hash.hex()}.kv")
-    other.unlink()
-    other.symlink_to(other)  # a loop: opening it is an error
-
-    async def main() -> None:
-        buffers = [memoryview(bytearray(4)), memoryview(bytearray(4))]
-        task = asyncio.ensure_future(backend.load_into([key(0), key(1)], buffers))
-        await turns()  # both loads are queued
-        # The executor has two threads, one of which hangs: when the other has answered, the error is known.
-        assert await backend.contains([key(2)]) == [False]
-        await turns()
-        assert not task.done()
-        await opened_for_writing(fifo)
-        with pytest.raises(OSError, match="Too many levels of symbolic links"):
-            await task
-
-    asyncio.run(main())

@@ -1,0 +1,119 @@
+"""Records calls that wait for the operating system, on the thread that must not make them.
+
+Python's audit events name most of them as they happen; the functions that have no event are replaced meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+_EVENTS = frozenset(
+    [
+        "open",
+        "os.listdir",
+        "os.scandir",
+        "os.mkdir",
+        "os.rename",
+        "os.remove",
+        "os.rmdir",
+        "os.link",
+        "os.symlink",
+        "os.truncate",
+        "os.chmod",
+        "os.chown",
+        "os.utime",
+        "os.getxattr",
+        "os.setxattr",
+        "os.listxattr",
+        "os.system",
+        "os.posix_spawn",
+        "os.fork",
+        "os.exec",
+        "os.lockf",
+        "fcntl.flock",
+        "fcntl.lockf",
+        "subprocess.Popen",
+        "sqlite3.connect",
+        "glob.glob",
+        "tempfile.mkstemp",
+        "tempfile.mkdtemp",
+        "urllib.Request",
+        "socket.connect",
+        "socket.getaddrinfo",
+        "socket.gethostbyname",
+        "socket.gethostbyaddr",
+    ]
+)
+_WITHOUT_EVENT = [(time, "sleep")] + [  # time.sleep has one from Python 3.13 on
+    (os, name)
+    for name in (
+        *("stat", "fsync", "fdatasync", "sendfile", "read", "readv", "pread", "preadv"),
+        *("write", "writev", "pwrite", "pwritev"),
+    )
+]
+_NOT_THE_BACKENDS = ("importlib._bootstrap", "linecache", "traceback", "tokenize")
+_lock = threading.Lock()
+_installed = False
+_thread: int | None = None
+_recorded: list[str] = []
+
+
+@contextmanager
+def blocking_calls() -> Iterator[list[str]]:
+    """Record what this thread calls that may block, in the words ``open('/a/path') at file.py:12``.
+
+    Imports, and what asyncio itself calls, are left out.
+    """
+    global _installed, _thread
+    with _lock:
+        if not _installed:
+            sys.addaudithook(_heard)  # it cannot be removed again, so there is one for good
+            _installed = True
+    recorded: list[str] = []
+    _recorded[:] = []
+    with ExitStack() as replaced:
+        for module, name in _WITHOUT_EVENT:
+            if hasattr(module, name):
+                told = _telling(f"{module.__name__}.{name}", getattr(module, name))
+                replaced.enter_context(mock.patch.object(module, name, told))
+        _thread = threading.get_ident()
+        try:
+            yield recorded
+        finally:
+            _thread = None
+            recorded += _recorded
+
+
+def _telling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if _thread == threading.get_ident():
+            _record(name, arguments, sys._getframe(1))
+        return function(*arguments, **named)
+
+    return call
+
+
+def _heard(event: str, arguments: tuple[object, ...]) -> None:
+    if _thread is not None and event in _EVENTS and _thread == threading.get_ident():
+        _record(event, arguments, sys._getframe(1))
+
+
+def _record(name: str, arguments: tuple[object, ...], caller: FrameType) -> None:
+    frame: FrameType | None = caller
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_NOT_THE_BACKENDS) or (frame is caller and module.startswith("asyncio.")):
+            return
+        frame = frame.f_back
+    of = repr(arguments[0]) if arguments else ""
+    _recorded.append(f"{name}({of}) at {caller.f_code.co_filename}:{caller.f_lineno}")

@@ -1,0 +1,26 @@
+"""The disk backend keeps the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from offload_backend_disk.plugin import offload_register_backends
+
+from offload_core.keys import ObjectKey
+from offload_core.testing.contract import BackendContract
+
+
+class TestDisk(BackendContract):
+    backend_type = offload_register_backends()[0]
+
+    @pytest.fixture
+    def options(self, tmp_path: Path) -> dict[str, Any]:
+        return {"path": str(tmp_path / "objects")}
+
+    def damage(self, options: Mapping[str, Any], key: ObjectKey) -> None:
+        (path,) = Path(options["path"]).rglob(f"{key.chunk_hash.hex()}.kv")
+        with path.open("r+b") as file:
+            file.truncate(500)
