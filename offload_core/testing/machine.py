@@ -56,6 +56,7 @@ SETTINGS = hypothesis.settings(
     deadline=None,
     suppress_health_check=list(hypothesis.HealthCheck),
     report_multiple_bugs=False,
+    phases=[phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain],  # the steps explain it
 )
 
 

@@ -16,12 +16,15 @@ from offload_backend_disk.plugin import offload_register_backends
 from offload_core.backend import BackendType, Capabilities, LoadOutcome, LoadReservation, StoreOutcome, StoreReservation
 from offload_core.keys import ObjectKey
 from offload_core.testing.machine import CAPACITY_BYTES, SETTINGS, check_with_machine
+from tests.contract.reference import MEDIA, REFERENCE
 from tests.harness.shelf import SHELVES, Promised, ShelfBackend, ShelfOptions
 
 ALWAYS_THE_SAME = hypothesis.settings(
     SETTINGS, derandomize=True, database=None, max_examples=1000, phases=[hypothesis.Phase.generate]
 )
 """Finds; does not make the steps fewer, which takes longer."""
+
+SOME = hypothesis.settings(ALWAYS_THE_SAME, max_examples=60)
 
 _numbers = itertools.count()
 
@@ -56,7 +59,14 @@ class InOneProcess(ShelfBackend):
 
 @pytest.mark.parametrize("backend", [ShelfBackend, Unbounded, InOneProcess])
 def test_the_machine_passes_a_correct_backend(backend: type[ShelfBackend]) -> None:
-    check(backend, hypothesis.settings(ALWAYS_THE_SAME, max_examples=60))
+    check(backend, SOME)
+
+
+def test_the_machine_passes_the_contracts_reference_backend() -> None:
+    check_with_machine(
+        REFERENCE, {"medium": "machine", "capacity": CAPACITY_BYTES}, capacity_bytes=CAPACITY_BYTES, settings=SOME
+    )
+    assert not MEDIA.pop("machine").objects
 
 
 def test_the_machine_passes_the_disk(tmp_path: Path) -> None:
