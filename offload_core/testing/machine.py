@@ -8,7 +8,6 @@ the steps that led to it, made as few as hypothesis can.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,9 +26,7 @@ from hypothesis.stateful import (
 
 from offload_core.backend import (
     Backend,
-    BackendContext,
     BackendType,
-    Capabilities,
     LoadReservation,
     StoredObject,
     StoreReservation,
@@ -37,9 +34,9 @@ from offload_core.backend import (
 from offload_core.keys import ObjectKey
 from offload_core.testing import strategies
 from offload_core.testing.machine_calls import SIZES_BYTES, SLOTS, Arena, Attempt, Operation, check_parallel, operations
+from offload_core.testing.machine_medium import Medium
 from offload_core.testing.oracle import ContractError, Oracle, Seen, Written
 from offload_core.testing.strategies import Content
-from offload_core.testing.turn_threads import TurnThreads
 
 T = TypeVar("T")
 
@@ -48,7 +45,6 @@ STEPS = 20
 CAPACITY_BYTES = 16 * 1024
 CALL_LIMIT_SECONDS = 60
 MAX_CLIENTS = 3
-_PROBES = 8
 
 SETTINGS = hypothesis.settings(
     max_examples=EXAMPLES,
@@ -88,74 +84,6 @@ def check_with_machine(
             super().__init__(medium)
 
     run_state_machine_as_test(Machine, settings=settings)
-
-
-class Medium:
-    """What the examples of one run share: how to make clients, and how much room a bounded medium has.
-
-    Args:
-        backend_type: as in :func:`check_with_machine`, like the others.
-    """
-
-    def __init__(self, backend_type: BackendType, options: Mapping[str, Any], capacity_bytes: int | None) -> None:
-        self._backend_type = backend_type
-        self._options = backend_type.options.model_validate(dict(options))
-        self._failures = 0
-        self.capacity_bytes = capacity_bytes
-        self.capabilities, self.room, self.evicts = asyncio.run(self._measure())
-
-    def construct(self, seed: int = 0) -> Backend[Any]:
-        """Construct a client, on the running event loop."""
-        threads = TurnThreads(asyncio.get_running_loop(), seed)
-        return self._backend_type.backend(self._options, BackendContext("machine", threads))
-
-    def namespaces(self) -> list[str]:
-        """Return namespaces that differ in their last digit only; others after :meth:`soiled`."""
-        digest = hashlib.sha256(b"machine %d" % self._failures).hexdigest()
-        return [digest[:-1] + digit for digit in "012"]
-
-    def soiled(self) -> None:
-        """Note that an example has failed and may have left objects behind."""
-        self._failures += 1
-
-    async def probe(self, backend: Backend[Any]) -> int:
-        """Return how many of some objects, a sixth of the capacity each, a bounded medium would take now."""
-        reservation = await self._reserve(backend, self._probe_keys("probe"))
-        await reservation.release()
-        return reservation.outcomes.count(None)
-
-    def _probe_keys(self, pack: str) -> list[ObjectKey]:
-        namespace = self.namespaces()[0]
-        return [ObjectKey(namespace, pack, bytes([number])) for number in range(_PROBES)]
-
-    async def _reserve(self, backend: Backend[Any], keys: Sequence[ObjectKey]) -> StoreReservation:
-        assert self.capacity_bytes is not None
-        return await backend.prepare_store(keys, [self.capacity_bytes // 6] * len(keys))
-
-    async def _measure(self) -> tuple[Capabilities, int, bool]:
-        """Return the capabilities, how many probes a bounded medium takes, and whether it evicts to take others."""
-        backend = self.construct()
-        capabilities = backend.capabilities
-        if capabilities.bounded != (self.capacity_bytes is not None):
-            raise ValueError(
-                f"{self._backend_type.name!r} declares bounded={capabilities.bounded}, capacity_bytes is "
-                f"{self.capacity_bytes}; give it the limit that the options set if, and only if, it is bounded"
-            )
-        if self.capacity_bytes is None:
-            return capabilities, 0, False
-        await backend.open()
-        keys = self._probe_keys("filling")
-        reservation = await self._reserve(backend, keys)
-        wanted = [key for key, outcome in zip(keys, reservation.outcomes, strict=True) if outcome is None]
-        data = memoryview(bytes(self.capacity_bytes // 6))
-        await backend.store(wanted, [data] * len(wanted))
-        await reservation.release()
-        evicts = await self.probe(backend) == len(wanted)
-        await backend.delete(keys)
-        await backend.close()
-        if not wanted:
-            raise ContractError(f"C11: an empty medium of {self.capacity_bytes} bytes takes no sixth of that")
-        return capabilities, len(wanted), evicts
 
 
 @dataclass

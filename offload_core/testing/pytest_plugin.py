@@ -17,6 +17,7 @@ pytest.register_assert_rewrite(
     *(
         f"offload_core.testing.{name}"
         for name in (
+            "blocking_calls",
             "contract",
             "contract_buffers",
             "contract_bytes",
@@ -28,9 +29,12 @@ pytest.register_assert_rewrite(
             "contract_visibility",
             "machine",
             "machine_calls",
+            "machine_medium",
             "oracle",
             "rig",
+            "strategies",
             "throughput",
+            "turn_threads",
             "watched_calls",
         )
     )
