@@ -155,6 +155,7 @@ async def _ended_calls(
 
 
 async def _held(call: _Call, *, hold: set[int] | None, fail: Collection[int] = ()) -> asyncio.Task[Any]:
+    await call.rig.settle()
     call.client.calls.script(hold=hold, fail=fail)
     return await held_or_done(call.client, call.start())
 

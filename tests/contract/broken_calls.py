@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ConfigDict, Field
 
@@ -20,14 +21,25 @@ Buffers = Sequence[memoryview]
 MIB = 1024 * 1024
 
 
-class LoadsAgainBehindTheAnswer(ReferenceBackend):
+class WorksBehindTheAnswer(ReferenceBackend):
+    """Its ``close`` waits for all of it."""
+
+    late: asyncio.Future[Any] | None = None
+
+    async def close(self) -> None:
+        await super().close()
+        if self.late is not None:
+            await asyncio.wait({self.late})
+
+
+class LoadsAgainBehindTheAnswer(WorksBehindTheAnswer):
     async def load_into(self, keys: Keys, buffers: Buffers) -> Sequence[LoadOutcome]:
         outcomes = await super().load_into(keys, buffers)
         self.late = asyncio.ensure_future(self.run_blocking(self.load_all, keys, buffers))
         return outcomes
 
 
-class StoresAgainBehindTheAnswer(ReferenceBackend):
+class StoresAgainBehindTheAnswer(WorksBehindTheAnswer):
     async def store(self, keys: Keys, buffers: Buffers) -> Sequence[StoreOutcome]:
         outcomes = await super().store(keys, buffers)
         self.late = asyncio.ensure_future(self.run_blocking(self.again, keys, buffers))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import pytest
 
 from offload_core.backend import Backend, BackendContext, StoreOutcome, to_the_end
 from offload_core.runtime import DaemonExecutor
+from offload_core.wrapper import BackendWrapper
 from tests.unit.memory_backend import MemoryBackend, MemoryOptions, key
 
 SECONDS = 30
@@ -148,5 +150,27 @@ def test_the_inherited_preparation_steps_say_what_contains_says(backend: MemoryB
         await stores.release()
         assert (await Backend.prepare_load(backend, [])).present == ()
         assert (await Backend.prepare_store(backend, [], [])).outcomes == ()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_c13_the_inherited_close_waits_for_what_run_blocking_runs(backend: MemoryBackend, wrapped: bool) -> None:
+    write = SlowWrite()
+    outermost: Backend[Any] = BackendWrapper(backend) if wrapped else backend
+
+    async def main() -> None:
+        task = asyncio.ensure_future(outermost.run_blocking(write))
+        await wait_for(write.started)
+        # The test backend has a close of its own, so the base class is asked.
+        closing = asyncio.ensure_future(outermost.close() if wrapped else Backend.close(outermost))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not closing.done()
+        write.gate.set()
+        await closing
+        assert write.buffer == b"late", "close returned before the thread had ended"
+        await task
+        await outermost.close()
 
     asyncio.run(main())
