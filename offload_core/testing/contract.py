@@ -35,6 +35,7 @@ from offload_core.backend import BackendType, Capabilities
 from offload_core.testing.contract_buffers import BuffersContract
 from offload_core.testing.contract_bytes import BytesContract
 from offload_core.testing.contract_loop import LoopContract
+from offload_core.testing.contract_machine import MachineContract
 from offload_core.testing.contract_options import OptionsContract
 from offload_core.testing.contract_room import CAPACITY_BYTES, RoomContract
 from offload_core.testing.contract_visibility import VisibilityContract
@@ -42,7 +43,7 @@ from offload_core.testing.rig import Rig
 
 
 class BackendContract(
-    BytesContract, VisibilityContract, BuffersContract, LoopContract, RoomContract, OptionsContract
+    BytesContract, VisibilityContract, BuffersContract, LoopContract, RoomContract, OptionsContract, MachineContract
 ):  # fmt: skip
     """Base of a backend's tests. Set ``backend_type``, write the fixture ``options``, and you are done.
 
@@ -113,17 +114,21 @@ class BackendContract(
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        for name in contract_tests():
+        for name in _required_tests():
             reason = weakened(cls, name, _marks(cls))
             if reason is not None:
                 raise TypeError(reason)
 
 
 def contract_tests() -> dict[str, Any]:
-    """Return every test of the contract by its name."""
-    return {
-        name: inspect.getattr_static(BackendContract, name) for name in dir(BackendContract) if name[:6] == "test_c"
-    }
+    """Return every test of one clause by its name."""
+    return {name: test for name, test in _required_tests().items() if name.startswith("test_c")}
+
+
+def _required_tests() -> dict[str, Any]:
+    """Return what may not be left out: the tests of single clauses and the state machine, which tests them all."""
+    names = [name for name in dir(BackendContract) if name.startswith(("test_c", "test_state_machine"))]
+    return {name: inspect.getattr_static(BackendContract, name) for name in names}
 
 
 def weakened(item_class: type | None, test_name: str, marks: Iterable[pytest.Mark]) -> str | None:
@@ -137,7 +142,7 @@ def weakened(item_class: type | None, test_name: str, marks: Iterable[pytest.Mar
         test_name: the test's function.
         marks: all marks that apply to it: its own, its class's and its module's.
     """
-    if item_class is None or not issubclass(item_class, BackendContract) or test_name not in contract_tests():
+    if item_class is None or not issubclass(item_class, BackendContract) or test_name not in _required_tests():
         return None
     what = f"{item_class.__name__}.{test_name}"
     cure = "a clause is opted out of by a capability that is not declared, or by pytest.mark.xfail(reason='why')"
@@ -149,7 +154,7 @@ def weakened(item_class: type | None, test_name: str, marks: Iterable[pytest.Mar
             return f"{what} is marked {mark.name}; {cure}"
         if mark.name == "xfail" and not str(mark.kwargs.get("reason") or "").strip():
             return f"{what} is marked xfail without a reason; {cure}"
-    if found is contract_tests()[test_name]:
+    if found is _required_tests()[test_name]:
         return None
     if not callable(found) or not any(mark.name == "xfail" for mark in own):
         return f"{what} is replaced by {found!r}; {cure}"

@@ -72,6 +72,7 @@ class VisibilityContract:
 
         async def read(until: asyncio.Future[list[None]]) -> None:
             while not until.done() and not torn:
+                await asyncio.sleep(0)  # a backend may answer without ever waiting
                 outcome, got = await reader.get(key, size, fill=0xA5)
                 if outcome is not MISS and (outcome is not HIT or len(set(got)) > 1):
                     seen = Counter(got)

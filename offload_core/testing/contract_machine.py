@@ -1,0 +1,40 @@
+"""The state machine and the throughput report as tests of the contract class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from offload_core.backend import BackendType
+from offload_core.testing.machine import CAPACITY_BYTES, check_with_machine
+from offload_core.testing.rig import Rig
+from offload_core.testing.throughput import OBJECTS, Throughput, measure
+
+
+class MachineContract:
+    """All clauses together, in random order."""
+
+    machine_capacity_bytes = CAPACITY_BYTES
+    """The limit that a bounded medium is given for the state machine: small, so that it evicts often."""
+
+    if TYPE_CHECKING:  # given by the class that puts the contract together
+        backend_type: ClassVar[BackendType]
+
+        def bounded_options(self, options: Mapping[str, Any], capacity_bytes: int) -> dict[str, Any]: ...
+
+    def test_state_machine_finds_no_broken_clause(self, rig: Rig, options: Mapping[str, Any]) -> None:
+        capacity = self.machine_capacity_bytes if rig.capabilities().bounded else None
+        if capacity is not None:
+            options = self.bounded_options(options, capacity)
+        check_with_machine(self.backend_type, options, capacity_bytes=capacity)
+
+    @pytest.mark.offload_throughput
+    def test_throughput(self, rig: Rig, offload_throughput: list[tuple[str, Throughput]]) -> None:
+        async def measured() -> list[Throughput]:
+            backend = (await rig.client()).backend
+            return [one for size, count in OBJECTS for one in await measure(backend, size, count)]
+
+        name = f"{type(self).__name__} ({self.backend_type.name})"
+        offload_throughput += [(name, one) for one in rig.run(measured())]
