@@ -12,7 +12,7 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-PAGE_BYTES = 16 * 1024
+PAGE_BYTES = 4096
 
 Pages = npt.NDArray[np.intp]
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from offload_backend_cpu.arena import PAGE_BYTES
 from offload_backend_cpu.plugin import CPU
 
 from offload_core.testing.contract import BackendContract
@@ -13,6 +14,7 @@ from offload_core.testing.contract import BackendContract
 
 class TestCpu(BackendContract):
     backend_type = CPU
+    machine_capacity_bytes = 32 * PAGE_BYTES  # an object of a byte takes a page
 
     @pytest.fixture
     def options(self) -> Mapping[str, Any]:
