@@ -58,8 +58,44 @@ README = (ROOT / "README.md").read_text()
 PLUGINS = (ROOT / "plugins.md").read_text()
 
 
+RUN_BY = {
+    "README.md": {
+        "$ make demo": "test_the_demo_is_served_from_disk_with_the_same_outputs",
+        "$ vllm serve MODEL": "test_two_server_lifetimes",
+        "# offload.yaml": "test_readme_configuration_is_valid_and_is_the_example_file",
+        "$ offload-core plugins": "test_readme_commands_run_as_shown",
+        "$ offload-core plan": "test_the_readme_shows_what_the_command_prints",
+    },
+    "plugins.md": {
+        "from collections.abc import Sequence\n\nfrom pydantic": "test_plugin_example_works_as_shown",
+        "[project.entry-points": "test_plugin_example_works_as_shown",
+        "import pytest": "test_plugin_example_is_proved_as_shown",
+        "C5: ": "test_plugins_md_shows_a_report_of_the_state_machine_as_it_is",
+        "import hypothesis": "test_plugin_example_runs_on_the_harness",
+        "import asyncio": "test_plugin_example_runs_on_the_harness",
+        "from collections.abc import Sequence\nfrom typing": "test_the_example_of_a_wrapper_makes_a_tier_read_only",
+        "import logging": "test_the_example_of_an_observer_logs_what_it_says",
+        "pyproject.toml": "test_packaging_section_shows_what_the_template_has",
+        "[project]": "test_packaging_section_shows_what_the_template_has",
+    },
+}
+"""What each code block begins with, and the test that runs it."""
+
+
 def _blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("document", RUN_BY)
+def test_every_code_block_is_run_by_a_test(document: str) -> None:
+    beginnings = RUN_BY[document]
+    blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
+    for block in blocks:
+        assert [begin for begin in beginnings if block.startswith(begin)], f"no test is known to run:\n{block}"
+    for begin in beginnings:
+        assert any(block.startswith(begin) for block in blocks), f"no block begins so any more: {begin!r}"
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert all(f"\ndef {test}(" in sources for test in beginnings.values())
 
 
 def test_readme_configuration_is_valid_and_is_the_example_file() -> None:

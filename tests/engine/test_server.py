@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -29,17 +29,11 @@ def _server(lab: Lab, config_file: Path, log: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    transfer = {
-        "kv_connector": "HybridOffloadConnector",
-        "kv_connector_module_path": "offload_core.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"config_file": config_file.name},
-    }
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(lab.model), "--dtype", lab.dtype,
+        *_command_of_the_readme(lab.model), "--dtype", lab.dtype,
         "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096", "--enforce-eager",
         "--block-size", str(lab.block_size), "--enable-prompt-tokens-details", "--shutdown-timeout", "20",
-        "--kv-transfer-config", json.dumps(transfer), "--served-model-name", "tiny",
+        "--served-model-name", "tiny",
     ]  # fmt: skip
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with log.open("wb") as output:
@@ -56,6 +50,14 @@ def _server(lab: Lab, config_file: Path, log: Path) -> Iterator[str]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(10)
+
+
+def _command_of_the_readme(model: Path) -> list[str]:
+    """Return the README's ``vllm serve MODEL …``, with the model in its place; it names ``offload.yaml``."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (line,) = re.findall(r"^```console\n\$ (vllm serve .*?)^```", readme, re.MULTILINE | re.DOTALL)
+    words = [str(model) if word == "MODEL" else word for word in shlex.split(line)]
+    return [str(Path(sys.executable).with_name(words[0])), *words[1:]]
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
