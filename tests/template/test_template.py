@@ -33,17 +33,16 @@ def test_the_clean_environment_has_nothing_of_the_sources(clean: CleanEnvironmen
     assert distributions == ["offload-backend-sqlite", "offload-core"]
 
 
-def test_both_plugins_are_found(clean: CleanEnvironment) -> None:
-    script = """if True:
-        from offload_core.plugins import load_plugins
-        for report in load_plugins().reports:
-            print(report.name, report.distribution, *report.backend_types, report.error)"""
-    done = clean.run("-c", script)
+def test_an_operator_sees_the_template_beside_the_bundled_plugins(clean: CleanEnvironment) -> None:
+    done = clean.run(str(clean.python.with_name("offload-core")), "plugins", "--strict", "--json")
     assert done.returncode == 0, done.stderr
+    found = {(one["name"], one["distribution"], one["version"]) for one in json.loads(done.stdout)["plugins"]}
     core = version("offload-core")
-    assert {f"disk offload-core {core} disk None", "sqlite offload-backend-sqlite 0.1.0 sqlite None"} <= set(
-        done.stdout.splitlines()
-    )
+    assert found == {
+        ("cpu", "offload-core", core),
+        ("disk", "offload-core", core),
+        ("sqlite", "offload-backend-sqlite", "0.1.0"),
+    }
 
 
 def test_the_configuration_in_its_readme_is_accepted(clean: CleanEnvironment) -> None:

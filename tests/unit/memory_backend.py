@@ -78,6 +78,9 @@ class CountedStore(StoreReservation):
 class MemoryBackend(Backend[MemoryOptions]):
     """A dictionary. ``faults`` holds, per call name, what replaces the call's result or is raised."""
 
+    shared = True
+    """Whether the scheduler half asks it; else it goes by what the workers report."""
+
     def __init__(self, options: MemoryOptions, context: BackendContext) -> None:
         super().__init__(options, context)
         self.objects: dict[ObjectKey, bytes] = {}
@@ -88,7 +91,7 @@ class MemoryBackend(Backend[MemoryOptions]):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(medium="host", persistent=False, shared=False)
+        return Capabilities(medium="host", persistent=False, shared=self.shared)
 
     async def open(self) -> None:
         await self.run_blocking(self.gates["open"].pass_through)

@@ -73,8 +73,12 @@ def test_an_indexed_tier_is_answered_for_at_once_and_never_asked(
     close_tiers([tier], io, SECONDS)
 
 
+def _only_seen_here(backend: MemoryBackend) -> None:
+    backend.shared = False
+
+
 def _constructed(counters: Counters) -> tuple[Tier, MemoryBackend]:
-    config, made = memory_tier()
+    config, made = memory_tier(prepare=_only_seen_here)
     return Tier(config, SECONDS, counters), made[0]
 
 
@@ -102,7 +106,7 @@ def test_a_tier_reports_what_came_and_what_a_load_did_not_find(io: IoLoop, count
 
 
 def test_a_process_that_could_not_see_the_medium_does_not_open_it(io: IoLoop, counters: Counters) -> None:
-    config, made = memory_tier()
+    config, made = memory_tier(prepare=_only_seen_here)
     settings = OffloadSettings(backends=[config.common])
     tiers = open_tiers(OffloadConfig(settings, (config,)), io, counters, only_shared=True)
     close_tiers(tiers, io, SECONDS)
