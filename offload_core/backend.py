@@ -94,27 +94,47 @@ class StoredObject(NamedTuple):
 
 
 class LoadReservation:
-    """The result of :meth:`Backend.prepare_load`: what is there, pinned against eviction until :meth:`release`."""
+    """The result of :meth:`Backend.prepare_load`: what is there, pinned against eviction until :meth:`release`.
 
-    def __init__(self, present: Sequence[bool]) -> None:
+    Args:
+        present: one flag per key of the request, in its order; ``False`` where nothing is there, so that it is not
+            tried.
+        on_release: unpins.
+    """
+
+    def __init__(self, present: Sequence[bool], on_release: Callable[[], Awaitable[None]] | None = None) -> None:
         self.present = tuple(present)
-        """One entry per key of the request, in its order; ``False`` where nothing is there, so that it is not tried."""
+        self._on_release = on_release
 
     async def release(self) -> None:
         """Unpin (C10). The core calls it exactly once, also after an error or cancellation."""
+        if self._on_release is not None:
+            await self._on_release()
 
 
 class StoreReservation:
-    """The result of :meth:`Backend.prepare_store`: room reserved until :meth:`release`."""
+    """The result of :meth:`Backend.prepare_store`: room reserved until :meth:`release`.
 
-    def __init__(self, outcomes: Sequence[StoreOutcome | None], evicted: Sequence[ObjectKey] = ()) -> None:
+    Args:
+        outcomes: one entry per key: ``None`` where room is reserved and the bytes are wanted, else why they are not.
+        evicted: objects removed to make room.
+        on_release: gives back room that was not used.
+    """
+
+    def __init__(
+        self,
+        outcomes: Sequence[StoreOutcome | None],
+        evicted: Sequence[ObjectKey] = (),
+        on_release: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self.outcomes = tuple(outcomes)
-        """One entry per key: ``None`` where room is reserved and the bytes are wanted, else why they are not."""
         self.evicted = tuple(evicted)
-        """Objects removed to make room."""
+        self._on_release = on_release
 
     async def release(self) -> None:
         """Give back room not used (C10). The core calls it exactly once, also after an error or cancellation."""
+        if self._on_release is not None:
+            await self._on_release()
 
 
 class Backend(ABC, Generic[OptionsT]):

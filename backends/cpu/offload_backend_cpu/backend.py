@@ -51,29 +51,6 @@ class _Object:
     stored_at_seconds: float = field(default_factory=time.time)
 
 
-class _Pins(LoadReservation):
-    def __init__(self, present: Sequence[bool], unpin: Callable[[], None]) -> None:
-        super().__init__(present)
-        self._unpin = unpin
-
-    async def release(self) -> None:
-        self._unpin()
-
-
-class _Room(StoreReservation):
-    def __init__(
-        self,
-        outcomes: Sequence[StoreOutcome | None],
-        evicted: Sequence[ObjectKey],
-        give_back: Callable[[], None],
-    ) -> None:
-        super().__init__(outcomes, evicted)
-        self._give_back = give_back
-
-    async def release(self) -> None:
-        self._give_back()
-
-
 class CpuBackend(Backend[CpuOptions]):
     """Objects in host memory, the least recently used evicted first."""
 
@@ -111,7 +88,11 @@ class CpuBackend(Backend[CpuOptions]):
             if held is not None:
                 self._objects.move_to_end(key)
                 self._pin(held)
-        return _Pins([held is not None for held in found], lambda: self._unpin_all(pinned))
+
+        async def release() -> None:
+            self._unpin_all(pinned)
+
+        return LoadReservation([held is not None for held in found], release)
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`. When it is cancelled it ends with its copies."""
@@ -151,13 +132,13 @@ class CpuBackend(Backend[CpuOptions]):
                 taken.append((key, reserved))
             outcomes.append(None if reserved is not None else StoreOutcome.REJECTED)
 
-        def give_back() -> None:
+        async def release() -> None:
             for key, reserved in taken:
                 if reserved in self._reserved.get(key, ()):
                     self._take_reserved(key, reserved)
                     self._free(reserved.pages)
 
-        return _Room(outcomes, evicted, give_back)
+        return StoreReservation(outcomes, evicted, release)
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         """See :meth:`Backend.store`. When it is cancelled it ends with its copies, and nothing is stored."""

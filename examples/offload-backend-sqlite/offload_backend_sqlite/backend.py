@@ -84,7 +84,7 @@ class SqliteBackend(Backend[SqliteOptions]):
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
         """Pin what is there, for the other processes too (C9)."""
         present, release = await self._reserve(self._database.pin, keys)
-        return _Pins(present, release)
+        return LoadReservation(present, release)
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`."""
@@ -93,7 +93,7 @@ class SqliteBackend(Backend[SqliteOptions]):
     async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
         """Reserve room, evicting what was not used for longest (C11). What is already present is pinned as well."""
         (outcomes, evicted), release = await self._reserve(self._database.make_room, keys, nbytes)
-        return _Room(outcomes, evicted, release)
+        return StoreReservation(outcomes, evicted, release)
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         """See :meth:`Backend.store`. What has no reservation is stored if there is room, else rejected."""
@@ -133,26 +133,3 @@ class SqliteBackend(Backend[SqliteOptions]):
     async def _release(self, reservation: str) -> None:
         if not self._closed:  # closing has given everything back
             await self._run(self._database.release, reservation)
-
-
-class _Pins(LoadReservation):
-    def __init__(self, present: Sequence[bool], release: Callable[[], Awaitable[None]]) -> None:
-        super().__init__(present)
-        self._release = release
-
-    async def release(self) -> None:
-        await self._release()
-
-
-class _Room(StoreReservation):
-    def __init__(
-        self,
-        outcomes: Sequence[StoreOutcome | None],
-        evicted: Sequence[ObjectKey],
-        release: Callable[[], Awaitable[None]],
-    ) -> None:
-        super().__init__(outcomes, evicted)
-        self._release = release
-
-    async def release(self) -> None:
-        await self._release()
