@@ -57,7 +57,7 @@ class ChunkSizes:
 
     @cached_property
     def default(self) -> int | None:
-        """A chunk size that fits every group, or ``None`` where no chunk size works.
+        """A chunk size that works, if possible one that fits every group, or ``None`` where no chunk size works.
 
         The smallest where a group is recurrent, because every state is worth having, or where blocks are large; near
         256 tokens otherwise.
@@ -94,17 +94,15 @@ class ChunkSizes:
 
     def warnings(self, chunk_tokens: int) -> Iterator[str]:
         """Yield what works but badly with ``chunk_tokens``, which must work, and which chunk size does better."""
-        default = self.default or chunk_tokens
-        if chunk_tokens == default:
-            return
+        default = self.default if self.default and not self._odd_groups(self.default) else chunk_tokens
         nearest = self.nearest(chunk_tokens) or default
         boundary = self.boundary_tokens(chunk_tokens)
-        odd = [g for g in self.groups if g.block_size_tokens < chunk_tokens and chunk_tokens % g.block_size_tokens]
+        odd = self._odd_groups(chunk_tokens)
+        better = "none does better" if nearest == chunk_tokens else f"the nearest good hybrid_chunk_size is {nearest}"
         for group in odd:
             yield (
                 f"group {group.index}: hybrid_chunk_size {chunk_tokens} is not a multiple of its block size "
-                f"{group.block_size_tokens}, so it is stored block by block; the nearest good hybrid_chunk_size is "
-                f"{nearest}"
+                f"{group.block_size_tokens}, so it is stored block by block; {better}"
             )
         largest = max(self.groups, key=lambda group: unit_tokens(group, chunk_tokens))
         if not odd and self.boundary_tokens(nearest) < boundary != unit_tokens(largest, chunk_tokens):
@@ -136,14 +134,22 @@ class ChunkSizes:
             smallest = math.lcm(smallest, *unfit)
         return smallest
 
-    def _odd_sizes(self) -> Iterator[int]:
-        """Yield chunk sizes that whole blocks of some groups only fill; with the first all are stored block by block.
+    def _odd_groups(self, chunk_tokens: int) -> list[GroupGeometry]:
+        """Return the groups of which a chunk has room for more than a block, and not for whole blocks only."""
+        return [g for g in self.groups if g.block_size_tokens < chunk_tokens and chunk_tokens % g.block_size_tokens]
 
-        They work for few models: where boundaries must miss the end of an attention chunk, for there to be anything to
-        store. So they are simply tried, as far as anybody would set one.
+    def _odd_sizes(self) -> Iterator[int]:
+        """Yield chunk sizes that whole blocks of some groups only fill, as far as anybody would set one.
+
+        Few models need one: where boundaries must miss the ends of attention chunks for there to be anything to store.
         """
-        yield min(group.block_size_tokens for group in self.groups)
+        yield self._smallest_block
         yield from range(1, min(self.smallest, _MOST_ODD_TOKENS))
+
+    @cached_property
+    def _smallest_block(self) -> int:
+        """With this chunk size every group is stored block by block."""
+        return min(group.block_size_tokens for group in self.groups)
 
     def _multiples_around(self, chunk_tokens: int) -> Iterator[int]:
         """Yield the multiples of the smallest chunk size below ``max_model_len``, nearest first."""

@@ -173,7 +173,9 @@ class HybridOffloadPlanner:
             Pack(_pack_name(unit, policy), unit, policy, unit // hash_block_size, tuple(members))
             for (unit, policy), members in by_pack.items()
         )
-        warnings = tuple(sizes.warnings(chunk))
+        warnings = (
+            () if hybrid_chunk_size is None else tuple(sizes.warnings(chunk))
+        )  # nothing does better than our choice
         return cls(
             tuple(groups), packs, boundary, hash_block_size, chunk, max_model_len, scheduler_block_size, warnings
         )

@@ -53,6 +53,15 @@ def test_a_chunk_size_that_only_some_blocks_fill_is_named_where_no_other_works()
     with pytest.raises(PlanError, match=r"set hybrid_chunk_size to 2$"):
         plan(*groups, chunk=12, hash_block_size=1)
     assert plan(*groups, chunk=2, hash_block_size=1).boundary_tokens == 6
+    assert plan(*groups, chunk=None, hash_block_size=1).hybrid_chunk_size == 2
+
+
+def test_a_chunk_size_that_only_some_blocks_fill_is_warned_about_though_none_does_better() -> None:
+    groups = [GroupGeometry(0, 2, chunked(3)), GroupGeometry(1, 4, chunked(8))]
+    (warning,) = plan(*groups, chunk=6, hash_block_size=1).warnings
+    assert warning.startswith("group 1: ")
+    assert warning.endswith("block by block; none does better")
+    assert plan(*groups, chunk=None, hash_block_size=1).warnings == ()
 
 
 @given(geometry=any_geometries(), max_model_len=st.integers(1, 2000))
