@@ -152,7 +152,7 @@ class CpuBackend(Backend[CpuOptions]):
             held = next((r for r in self._reserved.get(key, ()) if r.nbytes == len(buffer)), None)
             if held is not None:
                 self._take_reserved(key, held)
-            else:
+            elif self._memory.pages_for(len(buffer)) <= self._memory.free_pages:  # eviction is for prepare_store
                 held = self._reserve(len(buffer), [])
             if held is None:
                 outcomes.append(StoreOutcome.REJECTED)

@@ -88,6 +88,16 @@ def test_an_object_that_is_deleted_while_it_is_pinned_keeps_its_bytes_until_it_i
     asyncio.run(main())
 
 
+def test_a_store_without_a_reservation_evicts_nothing_since_it_could_not_tell(backend: CpuBackend) -> None:
+    async def main() -> None:
+        await backend.open()
+        await put(backend, *range(8))
+        assert await backend.store([key(8)], [memoryview(bytes(PAGE_BYTES))]) == [REJECTED]
+        assert await present(backend) == list(range(8))
+
+    asyncio.run(main())
+
+
 def test_nothing_works_before_it_is_opened_or_after_it_is_closed(backend: CpuBackend) -> None:
     async def main() -> None:
         with pytest.raises(BackendError, match="'ram' is not open"):
