@@ -23,7 +23,7 @@ from offload_core.testing.workload import (
     score_gaps,
     treated_alike,
 )
-from tests.engine.lab import Lab, count, installed, ours, stock
+from tests.engine.lab import Lab, count, installed, objects, ours, stock
 
 SEEDS = (1, 2)
 LONG_SEEDS = tuple(range(3, 13))
@@ -129,6 +129,17 @@ def test_from_host_memory_that_holds_a_fraction_of_what_is_stored(
     transfer = ours(tmp_path / "unused", hybrid_chunk_size=lab.block_size, backends=[_host_memory("4MiB")])
     result = _run(lab, workloads, transfer)
     assert count(result, "store_bytes", "ram") > 2 * 4 * 1024 * 1024
+    assert any(request.external_cached_tokens for item in result.workloads for request in item.requests)
+    _check_outputs(lab, workloads, result)
+
+
+def test_from_a_folder_that_holds_a_fraction_of_what_is_stored(
+    lab: Lab, workloads: list[Workload], tmp_path: Path
+) -> None:
+    tier = {"name": "disk", "type": "disk", "path": str(tmp_path / "kv"), "capacity": "4MiB"}
+    result = _run(lab, workloads, ours(tmp_path / "kv", hybrid_chunk_size=lab.block_size, backends=[tier]))
+    assert count(result, "store_bytes") > 2 * 4 * 1024 * 1024
+    assert sum(path.stat().st_size for path in objects(tmp_path / "kv")) <= 4 * 1024 * 1024
     assert any(request.external_cached_tokens for item in result.workloads for request in item.requests)
     _check_outputs(lab, workloads, result)
 

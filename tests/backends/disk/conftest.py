@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from offload_backend_disk import DiskBackend, DiskOptions
+from offload_backend_disk.account import FOLDER_NAME
 
 from offload_core.backend import BackendContext
 from offload_core.keys import ObjectKey
@@ -22,7 +24,8 @@ def key(number: int, pack: str = "full-u256") -> ObjectKey:
 
 
 def files_under(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if not path.is_dir())
+    """All files but those of the account."""
+    return sorted(path for path in folder.rglob("*") if FOLDER_NAME not in path.parts and not path.is_dir())
 
 
 @pytest.fixture
@@ -50,14 +53,21 @@ def mount(*arguments: str | Path) -> None:
         pytest.skip(f"this machine does not let us mount: {done.stderr.strip()}")
 
 
-@pytest.fixture
-def small_disk() -> Iterator[Path]:
-    """A real file system of 256 KiB. It can be remounted."""
+@contextmanager
+def tmpfs(size: str) -> Iterator[Path]:
+    """A real file system of its own. It can be remounted."""
     # Not in tmp_path: what a killed test run leaves mounted there would make every later run fail when it cleans up.
     folder = Path(tempfile.mkdtemp(prefix="offload-small-disk-"))
     try:
-        mount("-t", "tmpfs", "-o", "size=256k,mode=700", "tmpfs", folder)
+        mount("-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", folder)
         yield folder
         subprocess.run(["umount", str(folder)], check=True)
     finally:
         folder.rmdir()
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    with tmpfs("256k") as folder:
+        yield folder

@@ -24,3 +24,9 @@ class TestDisk(BackendContract):
         (path,) = Path(options["path"]).rglob(f"{key.chunk_hash.hex()}.kv")
         with path.open("r+b") as file:
             file.truncate(500)
+
+
+class TestDiskWithALimit(TestDisk):
+    @pytest.fixture
+    def options(self, tmp_path: Path) -> dict[str, Any]:
+        return {"path": str(tmp_path / "objects"), "capacity": "1GiB"}
