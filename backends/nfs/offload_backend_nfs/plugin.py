@@ -1,0 +1,14 @@
+"""The plugin: what the entry point names."""
+
+from __future__ import annotations
+
+from offload_core.backend import BackendType
+from offload_core.hookspecs import hookimpl
+
+OFFLOAD_API_VERSION = 1
+
+
+@hookimpl
+def offload_register_backends() -> list[BackendType]:
+    """Register the ``nfs`` type."""
+    return []
