@@ -18,8 +18,8 @@ from offload_core.lookup import Lookup, LookupService, PrefixQuestion
 from offload_core.planner import HybridOffloadPlanner
 from offload_core.runtime import IoLoop
 from offload_core.stats import Counters
-from offload_core.tier import close_tiers, open_tiers
 from offload_core.tier_index import TierIndex
+from offload_core.tier_opening import close_tiers, open_tiers
 from offload_core.vllm.adapters import AdapterIdentities
 from offload_core.vllm.block_holders import BlockHolders
 from offload_core.vllm.load_plan import plan_load

@@ -20,7 +20,7 @@ from offload_core.runtime import IoLoop
 from offload_core.staging import StagingPool
 from offload_core.staging_size import STORE_SHARE, staging_problem
 from offload_core.stats import Counters
-from offload_core.tier import close_tiers, open_tiers
+from offload_core.tier_opening import close_tiers, open_tiers
 from offload_core.transfer import LoadJob, TransferEngine, TransferObject
 from offload_core.vllm.geometry_file import engine_geometry, write_in_background
 from offload_core.vllm.identity import worker_identity

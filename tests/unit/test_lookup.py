@@ -12,7 +12,8 @@ from offload_core.lookup import Lookup, LookupService, PrefixAnswer, PrefixQuest
 from offload_core.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.runtime import IoLoop
 from offload_core.stats import Counters
-from offload_core.tier import Tier, close_tiers
+from offload_core.tier import Tier
+from offload_core.tier_opening import close_tiers
 from tests.unit.memory_backend import MemoryBackend, memory_tier
 
 SECONDS = 30

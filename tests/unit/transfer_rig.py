@@ -18,7 +18,8 @@ from offload_core.runtime import IoLoop
 from offload_core.staging import StagingPool
 from offload_core.staging_size import STORE_SHARE, smallest_pool_bytes
 from offload_core.stats import Counters
-from offload_core.tier import Tier, close_tiers
+from offload_core.tier import Tier
+from offload_core.tier_opening import close_tiers
 from offload_core.transfer import (
     LoadJob,
     LoadResult,
