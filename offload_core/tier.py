@@ -66,6 +66,8 @@ class Tier:
         observers: EventDelivery | None = None,
     ) -> None:
         self.name = config.common.name
+        self.keys = config.common
+        """The keys that every tier has, as configured."""
         self.load_weight = config.common.load_weight
         self.load_timeout_seconds = config.common.load_timeout_seconds or load_timeout_seconds
         self._counters = counters
