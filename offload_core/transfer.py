@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from offload_core import object_format
@@ -123,6 +123,8 @@ class TransferEngine:
         self._io = io
         self._tiers = {tier.name: tier for tier in tiers}
         self._staging = staging
+        for tier in tiers:
+            tier.staging = staging
         self._copier = copier
         self._layouts = layouts
         self._per_mib_seconds = per_mib_seconds
@@ -242,8 +244,13 @@ class TransferEngine:
                         for item in batch:
                             size = object_bytes(self._layouts[item.key.pack].payload_bytes)
                             staged.append(StagedObject(item.key, await self._staging.acquire(size)))
+                            if tier.compresses:
+                                staged[-1] = replace(staged[-1], scratch=await self._staging.acquire(size))
                     outcomes = await tier.load(staged)
         finally:
+            for one in staged:
+                if one.scratch is not None:
+                    one.scratch.release()
             load = self._wanted.get(job_id)
             late = load is None or load.cancelled  # an engine that has nothing else to do might never poll again
             for index, item in enumerate(batch):

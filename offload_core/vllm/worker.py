@@ -75,7 +75,9 @@ class WorkerHalf:
         }
         settings = self._config.settings
         largest = max(layout.payload_bytes for layout in layouts.values())
-        if problem := staging_problem(settings.staging_bytes, largest, self._planner.hybrid_chunk_size):
+        compressing = sum(backend.compression != "none" for backend in settings.backends)
+        chunk_size = self._planner.hybrid_chunk_size
+        if problem := staging_problem(settings.staging_bytes, largest, chunk_size, compressing):
             raise ConfigError([problem])
         self.layout = {"layers": worker_identity(self._vllm_config, kv_caches), "pages": caches.describe()}
         if settings.geometry_file is not None and self._rank == 0:

@@ -202,7 +202,7 @@ ONE_PROBLEM = [
     ({"backends": [BOX, {**BOX, "name": "b", "size": 0}]}, "backends.1.size: 0 is not valid: Input should be greater"),
     (
         {"backends": [{**BOX, "labl": "x"}]},
-        "backends.0.labl: unknown key (did you mean 'label'?); valid keys: class, io_threads, label, "
+        "backends.0.labl: unknown key (did you mean 'label'?); valid keys: class, compression, compression_level, io_threads, label, "
         "load_timeout_seconds, load_weight, name, size, type",
     ),
     (
