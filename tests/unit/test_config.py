@@ -202,12 +202,12 @@ ONE_PROBLEM = [
     ({"backends": [BOX, {**BOX, "name": "b", "size": 0}]}, "backends.1.size: 0 is not valid: Input should be greater"),
     (
         {"backends": [{**BOX, "labl": "x"}]},
-        "backends.0.labl: unknown key (did you mean 'label'?); valid keys: class, compression, compression_level, io_threads, label, "
-        "load_timeout_seconds, load_weight, name, size, type",
+        "backends.0.labl: unknown key (did you mean 'label'?); valid keys: class, compression, "
+        "compression_level, io_threads, label, load_timeout_seconds, load_weight, name, size, type",
     ),
     (
         {"backends": [{**BOX, "clas": 1}]},
-        "backends.0.clas: unknown key (did you mean 'class'?); valid keys: class, io_threads,",
+        "backends.0.clas: unknown key (did you mean 'class'?); valid keys: class, compression,",
     ),
     (
         {"backends": [{**BOX, "io_thread": 2}]},
