@@ -190,8 +190,9 @@ async def _next(batches: AsyncIterator[T]) -> T | None:
 
 def _place(buffer: memoryview, nbytes: int | None) -> memoryview:
     """Return where an object of ``nbytes`` on the medium is to be loaded: ``buffer``, or new memory beside it."""
-    smaller = nbytes is not None and HEADER_BYTES < nbytes < len(buffer)
-    return memoryview(bytearray(nbytes)) if smaller else buffer
+    if nbytes is None or not HEADER_BYTES < nbytes < len(buffer):
+        return buffer
+    return memoryview(bytearray(nbytes))
 
 
 def _restore_all(

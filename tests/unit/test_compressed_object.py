@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_core import compressed_object, object_format
+from offload_core import codecs, object_format
 from offload_core.compressed_object import compress, largest_compressed_bytes, restore, verify_any
 from offload_core.errors import ObjectFormatError
 from offload_core.keys import ObjectKey
@@ -161,7 +161,7 @@ def test_a_defect_behind_right_checksums_is_found_by_decoding(
 
 def test_a_raw_length_beyond_the_packs_is_refused_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = relabelled(stored(Codec.ZSTD), 176, (1 << 40).to_bytes(8, "little"))
-    monkeypatch.setattr(compressed_object.codecs, "decode", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr(codecs, "decode", lambda *_: pytest.fail("decoded"))
     with pytest.raises(ObjectFormatError, match="a compressed object of 3001 is expected"):
         restore(memoryview(whole), memoryview(bytearray(HEADER_BYTES + 3001)), KEY)
 
