@@ -77,8 +77,8 @@ class WorkerHalf:
         }
         settings = self._config.settings
         largest = max(layout.payload_bytes for layout in layouts.values())
-        chunk_size, shares = self._planner.hybrid_chunk_size, settings.staging_shares
-        if problem := staging_problem(settings.staging_bytes, largest, chunk_size, shares):
+        chunk_size, uses = self._planner.hybrid_chunk_size, settings.staging_uses
+        if problem := staging_problem(settings.staging_bytes, largest, chunk_size, uses):
             raise ConfigError([problem])
         self.layout = {"layers": worker_identity(self._vllm_config, kv_caches), "pages": caches.describe()}
         if settings.geometry_file is not None and self._rank == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from offload_backend_disk import DiskBackend, DiskOptions
@@ -16,7 +17,7 @@ from offload_core.packs import BlockSlice, CpuBlockCopier, PackLayout
 from offload_core.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.runtime import IoLoop
 from offload_core.staging import StagingPool
-from offload_core.staging_size import STORE_SHARE, smallest_pool_bytes, tier_shares
+from offload_core.staging_size import STORE_SHARE, smallest_pool_bytes, staging_uses
 from offload_core.stats import Counters
 from offload_core.stores import StoreResult
 from offload_core.tier import Tier
@@ -79,7 +80,7 @@ class Rig:
         self.io.submit(tier.open()).result(SECONDS)
         self.tiers.append(tier)
 
-    def add_memory_tier(self, name: str = "memory", **common: float) -> MemoryBackend:
+    def add_memory_tier(self, name: str = "memory", **common: Any) -> MemoryBackend:
         config, made = memory_tier(name, None, **common)
         self.add_tier(config)
         self.backends[name] = made[0]
@@ -90,7 +91,7 @@ class Rig:
         return max(layout.payload_bytes for layout in self.layouts.values())
 
     def start(self, staging_bytes: int = 0) -> TransferEngine:
-        shares = tier_shares([tier.keys.staging_share for tier in self.tiers])
+        shares = staging_uses((tier.keys.staging_share, tier.compresses) for tier in self.tiers)
         smallest_bytes = smallest_pool_bytes(self.largest_payload_bytes, shares)
         self.staging = StagingPool(staging_bytes or smallest_bytes, STORE_SHARE)
         self._engine = TransferEngine(

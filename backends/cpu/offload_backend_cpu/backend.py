@@ -69,7 +69,7 @@ class CpuBackend(Backend[CpuOptions]):
     @property
     def capabilities(self) -> Capabilities:
         """Memory of this process."""
-        return Capabilities(medium="host", persistent=False, shared=False, bounded=True, lists=True)
+        return Capabilities(medium="host", persistent=False, shared=False, bounded=True, lists=True, sizes=True)
 
     async def open(self) -> None:
         """Set the memory aside; the system gives it as it is filled, unless the options have it prepared.
@@ -107,7 +107,8 @@ class CpuBackend(Backend[CpuOptions]):
         async def release() -> None:
             self._unpin_all(pinned)
 
-        return LoadReservation([held is not None for held in found], release)
+        sizes = [None if held is None else held.nbytes for held in found]
+        return LoadReservation([held is not None for held in found], release, sizes)
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`. When it is cancelled it ends with its copies."""

@@ -92,7 +92,7 @@ class DiskBackend(Backend[DiskOptions]):
     def capabilities(self) -> Capabilities:
         """A local disk that other processes may use too."""
         bounded = self._bounded is not None
-        return Capabilities(medium="disk", persistent=True, shared=True, bounded=bounded, lists=True)
+        return Capabilities(medium="disk", persistent=True, shared=True, bounded=bounded, lists=True, sizes=True)
 
     async def open(self) -> None:
         """Create the folder if it is missing. A read-only one is no error: it can still be loaded from.
@@ -119,10 +119,11 @@ class DiskBackend(Backend[DiskOptions]):
         return await self.run_blocking(self._folder.contains, keys)
 
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
-        """Open the files that are there. Without a capacity nothing is evicted: then opening them to read is enough."""
+        """Open the files that are there. Without a capacity nothing is evicted: then their sizes are enough."""
         bounded = self._bounded
         if bounded is None:
-            return LoadReservation([True] * len(keys))
+            sizes = await self.run_blocking(self._folder.sizes, keys)
+            return LoadReservation([size is not None for size in sizes], nbytes=sizes)
         opened: list[int | None] = []
         try:
             await self.run_blocking(lambda: opened.extend(bounded.pin(keys)))
@@ -139,7 +140,8 @@ class DiskBackend(Backend[DiskOptions]):
             if held:
                 await self.run_blocking(bounded.unpin, keys, opened)
 
-        return LoadReservation([one is not None for one in opened], release)
+        sizes = [None if one is None else os.fstat(one).st_size for one in opened]  # of an open file: no waiting
+        return LoadReservation([one is not None for one in opened], release, sizes)
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`."""

@@ -29,6 +29,10 @@ class ObjectFolder:
         """Return, per key, whether its file is there."""
         return [self.layout.path(key).is_file() for key in keys]
 
+    def sizes(self, keys: Sequence[ObjectKey]) -> list[int | None]:
+        """Return, per key, the bytes of its file, or ``None`` where there is none."""
+        return [files.size(self.layout.path(key)) for key in keys]
+
     def load(
         self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], spares: Sequence[int | None]
     ) -> list[LoadOutcome]:
