@@ -92,8 +92,8 @@ class Rig:
     def largest_payload_bytes(self) -> int:
         return max(layout.payload_bytes for layout in self.layouts.values())
 
-    def start(self, staging_bytes: int = 0) -> TransferEngine:
-        self.staging = StagingPool(staging_bytes or smallest_pool_bytes(self.largest_payload_bytes), STORE_SHARE)
+    def start(self, staging_bytes: int = 0, pool: type[StagingPool] = StagingPool) -> TransferEngine:
+        self.staging = pool(staging_bytes or smallest_pool_bytes(self.largest_payload_bytes), STORE_SHARE)
         self._engine = TransferEngine(
             io=self.io,
             tiers=self.tiers,

@@ -95,7 +95,7 @@ class Arena:
                 self._rows[pages[:whole]] = rows
             else:  # mode "raise", the default, would copy once more
                 np.take(self._rows, pages[:whole], axis=0, out=rows, mode="clip")
-            runs = (Run(int(pages[-1]), 1),)
+            runs = ((int(pages[-1]), 1),)
             data = data[whole * PAGE_BYTES :]
         done = 0
         for start, num_pages in runs:
