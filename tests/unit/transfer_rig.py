@@ -90,10 +90,9 @@ class Rig:
     def largest_payload_bytes(self) -> int:
         return max(layout.payload_bytes for layout in self.layouts.values())
 
-    def start(self, staging_bytes: int = 0) -> TransferEngine:
-        shares = staging_uses((tier.keys.staging_share, tier.compresses) for tier in self.tiers)
-        smallest_bytes = smallest_pool_bytes(self.largest_payload_bytes, shares)
-        self.staging = StagingPool(staging_bytes or smallest_bytes, STORE_SHARE)
+    def start(self, staging_bytes: int = 0, pool: type[StagingPool] = StagingPool) -> TransferEngine:
+        uses = staging_uses((tier.keys.staging_share, tier.compresses) for tier in self.tiers)
+        self.staging = pool(staging_bytes or smallest_pool_bytes(self.largest_payload_bytes, uses), STORE_SHARE)
         self._engine = TransferEngine(
             io=self.io,
             tiers=self.tiers,

@@ -51,7 +51,7 @@ class Arena:
 
     def is_there(self, runs: tuple[Run, ...]) -> bool:
         """Whether the system has given the memory of ``runs``, so that writing to it costs a plain copy."""
-        return all(start + num_pages <= self._there_pages for start, num_pages in runs)
+        return sum(max(runs)) <= self._there_pages
 
     def note_there(self, num_pages: int) -> None:
         """Note that the system has given the first ``num_pages`` pages. On any thread: a lost note costs some speed."""
@@ -78,8 +78,8 @@ class Arena:
     def write(self, runs: tuple[Run, ...], source: memoryview) -> None:
         """Copy ``source`` into ``runs``. Runs on any thread; what is large, without the interpreter's lock."""
         self._copy(runs, np.frombuffer(source, dtype=np.uint8), into_arena=True)
-        # Untouched pages are handed out in their order, so those before these are there too, or will be in a moment.
-        self.note_there(max(start + num_pages for start, num_pages in runs))
+        # Untouched pages are handed out in their order, so those before the last are there too, or soon will be.
+        self.note_there(sum(max(runs)))
 
     def read(self, runs: tuple[Run, ...], target: memoryview) -> None:
         """Copy ``runs`` into ``target``. Runs on any thread; what is large, without the interpreter's lock."""
@@ -95,14 +95,18 @@ class Arena:
                 self._rows[pages[:whole]] = rows
             else:  # mode "raise", the default, would copy once more
                 np.take(self._rows, pages[:whole], axis=0, out=rows, mode="clip")
-            runs = (Run(int(pages[-1]), 1),)
+            runs = ((int(pages[-1]), 1),)
             data = data[whole * PAGE_BYTES :]
         done = 0
         for start, num_pages in runs:
-            size = min(num_pages * PAGE_BYTES, len(data) - done)
-            ours, theirs = self._bytes[start * PAGE_BYTES :][:size], data[done : done + size]
-            np.copyto(ours, theirs) if into_arena else np.copyto(theirs, ours)
-            done += size
+            theirs = data[done : done + num_pages * PAGE_BYTES]
+            first = start * PAGE_BYTES
+            ours = self._bytes[first : first + len(theirs)]
+            if into_arena:
+                ours[:] = theirs
+            else:
+                theirs[:] = ours
+            done += len(theirs)
 
 
 def _page_numbers(runs: tuple[Run, ...]) -> npt.NDArray[np.intp]:

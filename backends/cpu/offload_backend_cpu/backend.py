@@ -31,8 +31,9 @@ from offload_core.keys import ObjectKey
 from offload_core.pinning import HostPinning
 
 _LIST_BATCH = 1000
-# Copied in some 50 µs; handing it to a thread was seen to cost 0.1 ms, and 2 ms on busy cores. The loop may do that.
-_INLINE_COPY_BYTES = 512 * 1024
+# One batch of the transfer engine: 2 MiB and headers, copied in some 0.15 ms. Handing it to a thread was seen to cost
+# 0.1 ms, and 2 ms on busy cores, and with that nearly twice the processor time (benchmarks/cpu_memory.py).
+_INLINE_COPY_BYTES = 2112 * 1024
 
 
 class _Object:
@@ -127,7 +128,7 @@ class CpuBackend(Backend[CpuOptions]):
                 pinned.append((key, held))
                 self._pin(key, held)
         try:
-            await self._copy(self._memory.read, copies)
+            await self._copy(self._memory.read, copies, are_there=True)
         finally:
             self._unpin_all(pinned)
         return outcomes
@@ -179,7 +180,8 @@ class CpuBackend(Backend[CpuOptions]):
             filling.append((key, held))
             copies.append((held.runs, buffer))
         try:
-            await self._copy(self._memory.write, copies)
+            there = self._memory.is_there
+            await self._copy(self._memory.write, copies, are_there=all(there(runs) for runs, _ in copies))
         except BaseException:
             for _, held in filling:
                 self._free(held)
@@ -214,11 +216,14 @@ class CpuBackend(Backend[CpuOptions]):
         self,
         copy: Callable[[tuple[Run, ...], memoryview], None],
         batch: Sequence[tuple[tuple[Run, ...], memoryview]],
+        *,
+        are_there: bool,
     ) -> None:
-        """Run a batch's copies: on one of the tier's threads, or here where they are done before that had them."""
-        if sum(len(buffer) for _, buffer in batch) <= _INLINE_COPY_BYTES and all(
-            self._memory.is_there(runs) for runs, _ in batch
-        ):
+        """Run a batch's copies: on one of the tier's threads, or here where they are done before that had them.
+
+        ``are_there``: whether the system has given the memory.
+        """
+        if are_there and sum([len(buffer) for _, buffer in batch]) <= _INLINE_COPY_BYTES:
             _copy_all(copy, batch)
         else:
             await self.run_blocking(_copy_all, copy, batch)

@@ -12,14 +12,10 @@ there are at most the square root of twice the pages, and in practice a handful.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import NamedTuple
 
-
-class Run(NamedTuple):
-    """``num_pages`` neighbouring pages from page ``start`` on."""
-
-    start: int
-    num_pages: int
+Run = tuple[int, int]
+"""The first of some neighbouring pages, and how many they are. A plain tuple of two numbers, since there may be a
+million of them: Python's collector of garbage then passes them over."""
 
 
 class FreePages:
@@ -48,7 +44,7 @@ class FreePages:
         runs: list[Run] = []
         while count and self._lengths:
             runs.append(self._take_from(self._lengths[-1], count))
-            count -= runs[-1].num_pages
+            count -= runs[-1][1]
         if count:
             runs.append(self._take_untouched(count))
         return tuple(runs)
@@ -75,11 +71,11 @@ class FreePages:
         taken = min(count, length)
         if taken < length:
             self._add(start + taken, length - taken)
-        return Run(start, taken)
+        return start, taken
 
     def _take_untouched(self, count: int) -> Run:
         self._next_untouched += count
-        return Run(self._next_untouched - count, count)
+        return self._next_untouched - count, count
 
     def _add(self, start: int, length: int) -> None:
         self._length_from[start] = length

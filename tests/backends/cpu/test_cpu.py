@@ -136,3 +136,26 @@ def test_the_arena_gives_every_object_pages_of_its_own(steps: list[tuple[bool, i
             target = bytearray(len(content))
             arena.read(runs, memoryview(target))
             assert target == content
+
+
+@pytest.mark.parametrize("run_pages", [1, 2, 20], ids="runs of {}".format)
+@pytest.mark.parametrize("short_bytes", [0, 1, PAGE_BYTES - 1, PAGE_BYTES])
+def test_an_object_in_several_runs_is_whole_and_its_neighbours_are_untouched(run_pages: int, short_bytes: int) -> None:
+    arena = Arena(4 * (run_pages + 1) * PAGE_BYTES)
+    holes, walls = [], []
+    for _ in range(4):
+        holes.append(arena.pages.take(run_pages))
+        walls.append(arena.pages.take(1))
+        arena.write(walls[-1], memoryview(b"wall" * (PAGE_BYTES // 4)))
+    for hole in holes:
+        arena.pages.give_back(hole)
+    runs = arena.pages.take(4 * run_pages)
+    assert len(runs) == 4
+    content, buffer = os.urandom(4 * run_pages * PAGE_BYTES - short_bytes), bytearray(4 * run_pages * PAGE_BYTES)
+    arena.write(runs, memoryview(content).toreadonly())
+    arena.read(runs, memoryview(buffer)[: len(content)])
+    assert buffer == content + bytes(short_bytes)
+    for wall in walls:
+        beside = bytearray(PAGE_BYTES)
+        arena.read(wall, memoryview(beside))
+        assert beside == b"wall" * (PAGE_BYTES // 4)

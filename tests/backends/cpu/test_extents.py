@@ -12,12 +12,14 @@ from offload_backend_cpu.extents import FreePages, Run
 PAGES = 24
 
 
-def longest_free_run(free: set[int]) -> int:
-    longest = run = 0
-    for page in range(PAGES):
-        run = run + 1 if page in free else 0
-        longest = max(longest, run)
-    return longest
+def free_runs(free: set[int]) -> dict[int, int]:
+    """Return the length of each run of free pages by its first page."""
+    runs: dict[int, int] = {}
+    start = 0
+    for page in sorted(free):
+        start = start if page - 1 in free else page
+        runs[start] = page + 1 - start
+    return runs
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, PAGES)), max_size=60))
@@ -33,10 +35,14 @@ def test_every_page_has_one_holder_and_what_fits_in_one_piece_is_in_one(steps: l
             assert len(taken) == len(set(taken)) == number
             assert free.issuperset(taken)
             # Free pages on both sides of the first untouched one count as two runs.
-            whole = max(longest_free_run(free & used), longest_free_run(free - used)) >= number
-            assert (len(runs) == 1) == whole, "it is pieced together only where it must be"
-            if longest_free_run(free & used) >= number:
-                assert used.issuperset(taken), "memory that the system has given already comes first"
+            touched, untouched = free_runs(free & used), free_runs(free - used)
+            fitting = [length for length in touched.values() if length >= number]
+            if fitting:
+                assert len(runs) == 1
+                assert touched.get(runs[0][0]) == min(fitting), "of memory that the system has given, what fits best"
+            else:
+                whole = any(length >= number for length in untouched.values())
+                assert (len(runs) == 1) == whole, "it is pieced together only where it must be"
             free -= set(taken)
             used |= set(taken)
             held.append(runs)

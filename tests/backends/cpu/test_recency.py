@@ -12,7 +12,7 @@ from offload_backend_cpu.recency import Recency
 
 from offload_core.keys import ObjectKey
 
-CAPACITY = 20
+CAPACITY = 6
 
 
 def key(number: int) -> ObjectKey:
@@ -43,7 +43,7 @@ class Plain:
 
 Step = tuple[Literal["add", "add again", "use", "remove"], int, int]
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["add", "add again", "use", "remove"]), st.integers(0, 9), st.integers(1, 5)), max_size=60
+    st.tuples(st.sampled_from(["add", "add again", "use", "remove"]), st.integers(0, 5), st.integers(1, 3)), max_size=60
 )
 
 
