@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -35,6 +34,7 @@ NUMBERS = range(6)
 TARGETS = range(6, 12)
 PATTERN = 0x5A
 PAGE_BYTES = 64 << 10
+NOTHING = bytes([PATTERN]) * PAGE_BYTES
 STAGING_BYTES = 2 << 20
 STAGING_SHARE = 0.4  # six objects, of either half
 CALLS = ("store", "load_into")
@@ -76,7 +76,8 @@ class Transfers(RuleBasedStateMachine):
         self.errors = Errors()
         logging.getLogger("offload_core").addHandler(self.errors)
         self.rig = Rig(self.io, page_bytes=PAGE_BYTES, num_blocks=12)
-        self.rig.kv_cache[TARGETS.start :].fill_(PATTERN)
+        self.blocks = self.rig.kv_cache.numpy()  # torch's threads would wait for each other on a busy machine
+        self.blocks[TARGETS.start :] = PATTERN
         self.touches: Counter[int] = Counter()
         self.offered: Counter[int] = Counter()
         self.results: Counter[int] = Counter()
@@ -152,6 +153,9 @@ class Transfers(RuleBasedStateMachine):
             assert time.monotonic() < limit, "the engine has stepped for long enough"
             self.step(0.01)
 
+    def content(self, block: int) -> bytes:
+        return bytes(self.blocks[block].tobytes())
+
     def backend(self, tier: int) -> Any:
         return self.rig.backends[self.rig.tiers[tier].name]
 
@@ -159,13 +163,12 @@ class Transfers(RuleBasedStateMachine):
         for result in self.rig.engine.poll():
             numbers, targets = self.loads.pop(result.job_id)
             assert {number_in(name) for name in result.failed_keys} <= set(numbers)
-            cache = self.rig.kv_cache
             for number, block in zip(numbers, targets, strict=True):
-                arrived = torch.equal(cache[block], cache[number])
+                arrived = self.content(block) == self.content(number)
                 if result.status == "loaded":
                     assert arrived, f"I1: {number} was loaded and is something else"
-                assert arrived or bool((cache[block] == PATTERN).all()), "I1: neither the object nor what was there"
-                cache[block].fill_(PATTERN)  # the block belongs to another request now
+                assert arrived or self.content(block) == NOTHING, "I1: neither the object nor what was there"
+                self.blocks[block] = PATTERN  # the block belongs to another request now
             self.free += targets
         for stored in self.rig.engine.take_store_results():
             number = number_of(stored)
@@ -191,7 +194,7 @@ class Transfers(RuleBasedStateMachine):
 
     @invariant()
     def no_block_changes_that_no_load_wants(self) -> None:
-        assert all(bool((self.rig.kv_cache[block] == PATTERN).all()) for block in self.free), "I2"
+        assert all(self.content(block) == NOTHING for block in self.free), "I2"
 
     @invariant()
     def policies_are_kept(self) -> None:
@@ -245,8 +248,7 @@ class Transfers(RuleBasedStateMachine):
             assert self.rig.counted("load_hits", self.rig.tiers[tier].name) == 1
             assert self.rig.engine.drain_stores(SECONDS)
             content = self.backend(tier).objects[key(number, PACK)]
-            payload = torch.frombuffer(bytearray(content), dtype=torch.int8)[HEADER_BYTES:]
-            assert torch.equal(payload[:PAGE_BYTES], self.rig.kv_cache[number])
+            assert content[HEADER_BYTES:][:PAGE_BYTES] == self.content(number)
         assert self.rig.staging.used_bytes == 0
 
 
@@ -255,11 +257,11 @@ def number_in(name: ObjectKey) -> int:
 
 
 TestTransfers = Transfers.TestCase
-TestTransfers.settings = settings(max_examples=15, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow])
+TestTransfers.settings = settings(max_examples=40, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_many_more_examples() -> None:
     more = settings(TestTransfers.settings, max_examples=1000, stateful_step_count=50)
-    run_state_machine_as_test(Transfers, settings=more)  # type: ignore[no-untyped-call]  # hypothesis has no types here
+    run_state_machine_as_test(Transfers, settings=more)

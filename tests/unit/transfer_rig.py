@@ -79,7 +79,7 @@ class Rig:
         self.io.submit(tier.open()).result(SECONDS)
         self.tiers.append(tier)
 
-    def add_memory_tier(self, name: str = "memory", **common: float) -> MemoryBackend:
+    def add_memory_tier(self, name: str = "memory", **common: object) -> MemoryBackend:
         config, made = memory_tier(name, None, **common)
         self.add_tier(config)
         self.backends[name] = made[0]
