@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -80,7 +79,7 @@ def test_a_store_that_found_no_room_was_a_touch_all_the_same(rig: Rig) -> None:
 
 
 def test_what_was_loaded_is_kept_in_every_faster_tier_that_allows_it(rig: Rig) -> None:
-    policies: dict[str, dict[str, Any]] = {
+    policies: dict[str, dict[str, object]] = {
         "first": {},
         "no": {"promote": False},
         "never": {"write_policy": "never"},

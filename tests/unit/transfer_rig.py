@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from offload_backend_disk import DiskBackend, DiskOptions
@@ -80,7 +79,7 @@ class Rig:
         self.io.submit(tier.open()).result(SECONDS)
         self.tiers.append(tier)
 
-    def add_memory_tier(self, name: str = "memory", **common: Any) -> MemoryBackend:
+    def add_memory_tier(self, name: str = "memory", **common: object) -> MemoryBackend:
         config, made = memory_tier(name, None, **common)
         self.add_tier(config)
         self.backends[name] = made[0]
