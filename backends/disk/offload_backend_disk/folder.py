@@ -112,9 +112,11 @@ class ObjectFolder:
         if not self._is_full:
             self._is_full = True
             logger.warning(
-                "%s: %s: stores are rejected until there is room again, loads go on; "
-                "set or lower capacity, or set keep_free, if nothing else is to give way", self.layout.root, error
-            )  # fmt: skip
+                "%s: %s: stores are rejected until there is room, and loads go on; free some, or give the tier a "
+                "smaller capacity",
+                self.layout.root,
+                error,
+            )
         return False
 
     def folders(self) -> list[Path]:
