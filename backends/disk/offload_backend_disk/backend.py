@@ -128,7 +128,8 @@ class DiskBackend(Backend[DiskOptions]):
             account = Account(home, self._owners, limits)
             self._bounded = BoundedFolder(self._folder, account)
         self._sweep = Sweep(self._folder.layout, self._owners, account)
-        self._keeper = Keeper(self.run_blocking, self._sweep, account)
+        is_usable = self._bounded.is_usable if self._bounded is not None else bool
+        self._keeper = Keeper(self.run_blocking, self._sweep, account, is_usable)
         self._reserved: dict[ObjectKey, list[int]] = {}
 
     @property
