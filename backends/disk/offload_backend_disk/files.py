@@ -23,14 +23,6 @@ def open_to_read(path: Path) -> int | None:
         return None
 
 
-def size(path: Path) -> int | None:
-    """Return the bytes of the file, or ``None`` where there is none."""
-    try:
-        return path.stat().st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
 def read(descriptor: int, buffer: memoryview) -> LoadOutcome:
     """Read the whole file into ``buffer``. One of another size is corrupt; the buffer's content is then undefined."""
     if os.fstat(descriptor).st_size != len(buffer):

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from offload_backend_disk import DiskBackend, DiskOptions
-from offload_backend_disk.account import FOLDER_NAME
+from offload_backend_disk.account import Account
+from offload_backend_disk.eviction import Limits
+from offload_backend_disk.home import Home
+from offload_backend_disk.layout import Layout
+from offload_backend_disk.owners import FOLDER_NAME, Owners
+from offload_backend_disk.sweep import Sweep
 
 from offload_core.backend import BackendContext
 from offload_core.keys import ObjectKey
 from offload_core.runtime import DaemonExecutor
 
-Disk = Callable[[Path], DiskBackend]
+Disk = Callable[..., DiskBackend]
 
 
 def key(number: int, pack: str = "full-u256") -> ObjectKey:
@@ -28,17 +35,51 @@ def files_under(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if FOLDER_NAME not in path.parts and not path.is_dir())
 
 
+def used(folder: Path) -> int:
+    """Bytes of all objects in a folder, and of those that are being written."""
+    sizes = []
+    for path in files_under(folder):
+        try:
+            sizes.append(path.stat().st_size)
+        except FileNotFoundError:
+            continue
+    return sum(sizes)
+
+
+def open_account(root: Path, capacity_bytes: int, owner: str = "owner", **options: Any) -> Account:
+    account = Account(Home(root), Owners(root, owner), Limits(capacity_bytes, **{"low_watermark": 1.0, **options}))
+    account.open()
+    return account
+
+
+def settled(folder: Path, capacity_bytes: int) -> tuple[int, list[Path]]:
+    """Open the folder as the next process does; returns its account's bytes, and what is no object."""
+    account = open_account(folder, capacity_bytes, "next")
+    account.settle_the_dead()
+    sweep = Sweep(Layout(folder), Owners(folder, "next"), account)
+    if sweep.is_needed():
+        for _ in sweep.steps():
+            pass
+    total = account.used_bytes
+    account.close()
+    assert list((folder / FOLDER_NAME / "owners").iterdir()) == [], "what the dead had locked is still there"
+    return total, [path for path in files_under(folder) if path.suffix != ".kv"]
+
+
 @pytest.fixture
 def disk() -> Iterator[Disk]:
-    """Make disk backends with two threads each."""
-    executors: list[DaemonExecutor] = []
+    """Make disk backends with two threads each; they are closed in the end."""
+    made: list[tuple[DaemonExecutor, DiskBackend]] = []
 
-    def make(path: Path) -> DiskBackend:
-        executors.append(DaemonExecutor(2, f"disk-{len(executors)}"))
-        return DiskBackend(DiskOptions(path=path), BackendContext("disk", executors[-1]))
+    def make(path: Path, **options: Any) -> DiskBackend:
+        executor = DaemonExecutor(2, f"disk-{len(made)}")
+        checked = DiskOptions.model_validate({"path": path, **options})
+        made.append((executor, DiskBackend(checked, BackendContext("disk", executor))))
+        return made[-1][1]
 
     yield make
-    for executor in executors:
+    for executor, backend in made:
+        asyncio.run(backend.close())
         executor.shutdown()
 
 
@@ -60,14 +101,16 @@ def tmpfs(size: str) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="offload-small-disk-"))
     try:
         mount("-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", folder)
-        yield folder
-        subprocess.run(["umount", str(folder)], check=True)
+        try:
+            yield folder
+        finally:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)  # a test that fails has files open there
     finally:
         folder.rmdir()
 
 
 @pytest.fixture
 def small_disk() -> Iterator[Path]:
-    """A file system of 256 KiB."""
+    """A file system of 256 KiB. Ask for it before ``disk``, so that what is on it is closed before it goes."""
     with tmpfs("256k") as folder:
         yield folder

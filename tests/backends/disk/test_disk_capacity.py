@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,16 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offload_backend_disk import DiskBackend, DiskOptions
-from offload_backend_disk.account import FOLDER_NAME, Account
 from offload_backend_disk.layout import Layout
 
 from offload_core.backend import BackendContext, LoadOutcome, StoreOutcome
 from offload_core.keys import ObjectKey
 from offload_core.runtime import DaemonExecutor
-from tests.backends.disk.conftest import files_under, tmpfs
+from tests.backends.disk.conftest import open_account, settled, tmpfs, used
 
 KIB = 1024
-WRITER = Path(__file__).with_name("capacity_writer.py")
 Make = Callable[..., DiskBackend]
 
 
@@ -56,15 +49,14 @@ async def put(backend: DiskBackend, *numbers: int, nbytes: int = 10 * KIB) -> li
     return list(reservation.evicted)
 
 
-def used(folder: Path) -> int:
-    """Bytes of all objects in a folder, and of those that are being written."""
-    sizes = []
-    for path in files_under(folder):
-        try:
-            sizes.append(path.stat().st_size)
-        except FileNotFoundError:
-            continue
-    return sum(sizes)
+async def known(backend: DiskBackend) -> None:
+    """Wait until a store is taken, which the folder's scan comes before."""
+    probe = ObjectKey("cd" * 32, "probe", b"probe")
+    while True:
+        reservation = await backend.prepare_store([probe], [0])
+        await reservation.release()
+        if reservation.outcomes == (None,):
+            return
 
 
 def test_what_was_used_longest_ago_goes_first_whoever_has_used_it(bounded: Make, tmp_path: Path) -> None:
@@ -96,18 +88,39 @@ def test_an_eviction_goes_on_to_the_low_watermark(bounded: Make) -> None:
     asyncio.run(main())
 
 
-def test_an_object_that_another_process_evicts_can_be_read_by_those_that_have_pinned_it(bounded: Make) -> None:
+def test_what_a_process_has_pinned_is_evicted_by_no_other(bounded: Make) -> None:
     async def main() -> None:
         reader, writer = bounded(), bounded()
         await reader.open()
         await writer.open()
         await put(writer, 0)
-        pinned = await reader.prepare_load([key(0)])
-        await put(writer, *range(1, 11))
-        assert await writer.contains([key(0)]) == [False]
+        pinned, again = await reader.prepare_load([key(0), key(99)]), await reader.prepare_load([key(0)])
+        assert pinned.present == (True, False)
+        await put(writer, *range(1, 10))
+        assert await put(writer, 10, 11) == [key(1), key(2)]
+        await again.release()
+        assert await put(writer, 12) == [key(3)], "one of two pins was released"
         assert await reader.load_into([key(0)], [memoryview(bytearray(10 * KIB))]) == [LoadOutcome.HIT]
         await pinned.release()
+        assert key(0) in await put(writer, *range(20, 30))
         assert await reader.load_into([key(0)], [memoryview(bytearray(10 * KIB))]) == [LoadOutcome.MISS]
+        await reader.close()
+        await writer.close()
+
+    asyncio.run(main())
+
+
+def test_what_does_not_fit_beside_what_is_pinned_is_rejected_and_nothing_goes_for_it(bounded: Make) -> None:
+    async def main() -> None:
+        reader, writer = bounded(), bounded()
+        await reader.open()
+        await writer.open()
+        await put(writer, *range(10))
+        pinned = await reader.prepare_load([key(number) for number in range(5)])
+        reservation = await writer.prepare_store([key(10)], [60 * KIB])
+        assert (reservation.outcomes, reservation.evicted) == ((StoreOutcome.REJECTED,), ())
+        await reservation.release()
+        await pinned.release()
         await reader.close()
         await writer.close()
 
@@ -122,8 +135,7 @@ def test_objects_from_before_there_was_a_capacity_are_counted_and_evicted(bounde
         await unbounded.close()
         backend = bounded()
         await backend.open()
-        assert backend._scan is not None
-        await backend._scan
+        await known(backend)
         assert await put(backend, 10, 11) == [key(0)]
         assert used(tmp_path) == 100 * KIB
         await backend.close()
@@ -132,8 +144,7 @@ def test_objects_from_before_there_was_a_capacity_are_counted_and_evicted(bounde
 
 
 def test_a_folder_that_is_not_scanned_yet_counts_as_full(tmp_path: Path) -> None:
-    account = Account(Layout(tmp_path), "owner", 100 * KIB, 1.0)
-    account.open()
+    account = open_account(tmp_path, 100 * KIB)
     assert account.reserve([(key(0), 1)]) == ([None], [])
     account.scan_ends()
     assert account.reserve([(key(0), 1)])[0] != [None]
@@ -144,8 +155,7 @@ def test_a_damaged_account_is_made_anew_from_what_is_on_the_disk(bounded: Make, 
     async def main(expected: list[ObjectKey]) -> None:
         backend = bounded()
         await backend.open()
-        if backend._scan is not None:
-            await backend._scan
+        await known(backend)
         assert await put(backend, *range(10 * len(expected), 10 * len(expected) + 10)) == expected
         await backend.close()
 
@@ -156,26 +166,33 @@ def test_a_damaged_account_is_made_anew_from_what_is_on_the_disk(bounded: Make, 
     assert used(tmp_path) == 100 * KIB
 
 
-def test_on_a_full_disk_stores_fail_and_the_account_is_right_when_there_is_room_again() -> None:
+def test_on_a_full_disk_stores_are_rejected_and_the_account_is_right_when_there_is_room_again() -> None:
     executor = DaemonExecutor(2, "disk")
 
     async def main(folder: Path) -> None:
         options = DiskOptions.model_validate({"path": folder, "capacity": "2MiB"})
         backend = DiskBackend(options, BackendContext("disk", executor))
         await backend.open()
-        stored = failed = 0
-        while not failed:
-            try:
-                await put(backend, stored, nbytes=50 * KIB)
-                stored += 1
-            except OSError:
-                failed += 1
+
+        async def store(*numbers: int) -> list[StoreOutcome]:
+            keys = [key(number) for number in numbers]
+            reservation = await backend.prepare_store(keys, [50 * KIB] * len(keys))
+            wanted = [one for one, outcome in zip(keys, reservation.outcomes, strict=True) if outcome is None]
+            outcomes = iter(await backend.store(wanted, [memoryview(bytes(50 * KIB))] * len(wanted)))
+            await reservation.release()
+            return [outcome or next(outcomes) for outcome in reservation.outcomes]
+
+        outcomes = await store(*range(40))
+        stored = outcomes.count(StoreOutcome.STORED)
         assert stored > 5
+        assert outcomes == [StoreOutcome.STORED] * stored + [StoreOutcome.REJECTED] * (40 - stored)
         assert used(folder) == stored * 50 * KIB, "half an object was left"
+        assert await store(50, 51) == [StoreOutcome.REJECTED] * 2
+        assert await backend.load_into([key(0)], [memoryview(bytearray(50 * KIB))]) == [LoadOutcome.HIT]
         await backend.delete([key(number) for number in range(5)])
-        await put(backend, stored, nbytes=50 * KIB)
+        assert await store(50) == [StoreOutcome.STORED]
         await backend.close()
-        assert settled(folder) == (used(folder), [])
+        assert settled(folder, 2048 * KIB) == (used(folder), [])
         assert used(folder) == (stored - 4) * 50 * KIB
 
     with tmpfs("1m") as folder:
@@ -193,8 +210,7 @@ def test_the_account_is_what_is_on_the_disk(
 ) -> None:
     root = tmp_path_factory.mktemp("account")
     layout = Layout(root)
-    account = Account(layout, "owner", 1000, 1.0)
-    account.open()
+    account = open_account(root, 1000)
     account.scan_ends()
     reserved: list[tuple[int, ObjectKey, int]] = []
     pinned: list[ObjectKey] = []
@@ -210,104 +226,17 @@ def test_the_account_is_what_is_on_the_disk(
                 _, one, nbytes = reserved[0]
                 layout.path(one).parent.mkdir(parents=True, exist_ok=True)
                 layout.path(one).write_bytes(bytes(nbytes))
-                account.settle(reserved[:1], [])
-                del reserved[0]
+                account.settle([one], [reserved.pop(0)[0]])
             elif step == "abandon" and reserved:
                 account.settle([], [reserved.pop()[0]])
-            elif step == "remove":
+            elif step == "remove" and one not in pinned:
                 account.remove([one])
             elif step == "pin":
-                account.pin([one])
-                pinned.append(one)
+                if account.pin([one]) == [True]:
+                    pinned.append(one)
             elif step == "touch":
                 account.touch([one])
             in_flight = sum(nbytes for _, _, nbytes in reserved)
             assert account.used_bytes == used(root) + in_flight <= 1000
     finally:
         account.close()
-
-
-@pytest.fixture
-def writers(tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[bytes]]]:
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(seed: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, str(WRITER), str(tmp_path / "objects"), str(seed)]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait(30)
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def wait_until_it_stores(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"storing\n"
-
-
-def settled(folder: Path) -> tuple[int, list[Path]]:
-    """Open the folder as the next process does; returns its account's bytes, and what is no object."""
-    account = Account(Layout(folder), "next", 1024 * KIB, 1.0)
-    account.open()
-    account.settle_the_dead()
-    if account.needs_scan():
-        for part in Layout(folder).folders():
-            account.scan_folder(part)
-        account.scan_ends()
-    total = account.used_bytes
-    account.close()
-    assert list((folder / FOLDER_NAME / "owners").iterdir()) == [], "what the dead had locked is still there"
-    return total, [path for path in files_under(folder) if path.suffix != ".kv"]
-
-
-def test_four_processes_at_full_speed_stay_under_one_limit(
-    writers: Callable[[int], subprocess.Popen[bytes]], tmp_path: Path
-) -> None:
-    processes = [writers(seed) for seed in range(4)]
-    for process in processes:
-        wait_until_it_stores(process)
-    seen: list[int] = []
-    stop = threading.Event()
-    threading.Timer(3.0, stop.set).start()
-    while not stop.is_set():
-        seen.append(used(tmp_path))
-    assert max(seen) <= 1024 * KIB
-    assert max(seen) > 700 * KIB, "the limit was never near"
-    for process in processes:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-    total, debris = settled(tmp_path / "objects")
-    assert total == used(tmp_path)
-    assert debris == []
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_writers_that_are_killed_leave_whole_objects_and_an_account_that_is_right(
-    writers: Callable[[int], subprocess.Popen[bytes]], tmp_path: Path, seed: int
-) -> None:
-    generator = random.Random(seed)
-    running = [writers(1000 * seed + number) for number in range(4)]
-    pause = threading.Event()
-    for process in running:
-        wait_until_it_stores(process)
-    for number in range(8):
-        pause.wait(generator.uniform(0.0, 0.2))
-        victim = running.pop(0)
-        victim.kill()
-        victim.wait(30)
-        running.append(writers(1000 * seed + 10 + number))
-        wait_until_it_stores(running[-1])
-        assert used(tmp_path) <= 1024 * KIB
-    for process in running:
-        process.kill()
-        process.wait(30)
-    total, debris = settled(tmp_path / "objects")
-    assert debris == []
-    assert total == used(tmp_path)
-    for path in files_under(tmp_path):
-        content = path.read_bytes()
-        assert content == content[:1] * len(content), f"{path} is torn"
