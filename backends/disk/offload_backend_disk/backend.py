@@ -19,6 +19,7 @@ from pydantic import Field, field_validator
 from offload_backend_disk import files
 from offload_backend_disk.account import Account
 from offload_backend_disk.bounded import BoundedFolder, Room
+from offload_backend_disk.direct import DirectIo, choose
 from offload_backend_disk.folder import ObjectFolder
 from offload_core.backend import (
     Backend,
@@ -55,6 +56,13 @@ class DiskOptions(BackendOptions):
         files.Fsync,
         Field(description="what is forced to the disk before an object counts as stored: none, data, data and folder"),
     ] = "none"
+    direct_io: Annotated[
+        DirectIo,
+        Field(
+            description="read and write past the page cache (O_DIRECT): off, on, or auto, which is on where the "
+            "folder's file system can do it"
+        ),
+    ] = "off"
 
     @field_validator("path")
     @classmethod
@@ -100,6 +108,7 @@ class DiskBackend(Backend[DiskOptions]):
         Cancelled, it ends when its thread does.
         """
         await self.run_blocking(files.make_private_folder, self.options.path)
+        self._folder.direct = await self.run_blocking(choose, self.options.path, self.options.direct_io)
         if self._bounded is not None:
             folders = await self.run_blocking(self._bounded.open)
             if folders:
@@ -148,10 +157,13 @@ class DiskBackend(Backend[DiskOptions]):
         return await self.run_to_the_end(_load(self._folder, keys, buffers, spares, executor=self.context.executor))
 
     async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
-        """Reserve room in the folder's account, evicting what was used longest ago."""
+        """Reserve room in the folder's account, evicting what was used longest ago.
+
+        Without a capacity there is nothing to reserve, and what is already present turns out as it is stored.
+        """
         bounded = self._bounded
         if bounded is None:
-            return await super().prepare_store(keys, nbytes)
+            return StoreReservation([None] * len(keys))
         rooms: list[Room] = []
         try:
             await self.run_blocking(lambda: rooms.append(bounded.reserve(keys, nbytes)))

