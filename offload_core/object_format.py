@@ -77,7 +77,7 @@ def seal(view: memoryview, key: ObjectKey) -> None:
         pack,
         len(payload),
         len(payload),
-        xxhash.xxh3_128_digest(payload),
+        _digest(payload),
     )
     header[_HEADER_CHECKSUM_OFFSET:] = xxhash.xxh3_128_digest(header[:_HEADER_CHECKSUM_OFFSET])
     view[:HEADER_BYTES] = header
@@ -112,5 +112,12 @@ def verify(view: memoryview, key: ObjectKey) -> None:
     payload = view[HEADER_BYTES:]
     if not len(payload) == raw == stored:
         raise ObjectFormatError(f"{key}: payload of {len(payload)} bytes, header says {stored} stored and {raw} raw")
-    if xxhash.xxh3_128_digest(payload) != checksum:
+    if _digest(payload) != checksum:
         raise ObjectFormatError(f"{key}: the payload's checksum does not match its {len(payload)} bytes")
+
+
+def _digest(payload: memoryview) -> bytes:
+    """Return the checksum of a payload. Unlike xxhash's one-shot functions this lets other threads run meanwhile."""
+    state = xxhash.xxh3_128()
+    state.update(payload)
+    return state.digest()

@@ -102,8 +102,8 @@ def choose(folder: Path, option: DirectIo) -> bool:
             ) from error
         logger.log(
             logging.WARNING if option == "on" else logging.INFO,
-            "%s: direct_io: %s uses the page cache: it %s %s",
-            folder, option, "cannot be tried whether the file system can" if untried else "does not", error.strerror,
+            "%s: direct_io: %s uses the page cache: %s %s",
+            folder, option, "it cannot" if untried else "its file system does not", error.strerror,
         )  # fmt: skip
         return False
     return True

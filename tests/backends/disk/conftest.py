@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from offload_backend_disk import DiskBackend, DiskOptions
@@ -16,7 +17,7 @@ from offload_core.backend import BackendContext
 from offload_core.keys import ObjectKey
 from offload_core.runtime import DaemonExecutor
 
-Disk = Callable[[Path], DiskBackend]
+Disk = Callable[..., DiskBackend]
 
 
 def key(number: int, pack: str = "full-u256") -> ObjectKey:
@@ -33,9 +34,10 @@ def disk() -> Iterator[Disk]:
     """Make disk backends with two threads each."""
     executors: list[DaemonExecutor] = []
 
-    def make(path: Path) -> DiskBackend:
+    def make(path: Path, **options: Any) -> DiskBackend:
         executors.append(DaemonExecutor(2, f"disk-{len(executors)}"))
-        return DiskBackend(DiskOptions(path=path), BackendContext("disk", executors[-1]))
+        validated = DiskOptions.model_validate({"path": path, **options})
+        return DiskBackend(validated, BackendContext("disk", executors[-1]))
 
     yield make
     for executor in executors:
