@@ -127,14 +127,15 @@ def test_objects_of_every_size_come_back_from_and_to_any_address(path_of: Any, d
 
 @pytest.mark.parametrize("change", [-2 * PAGE, -PAGE, -1, 1, PAGE, 2 * PAGE])
 @pytest.mark.parametrize("more", [0, 1, PAGE - 1])
-def test_c16_a_file_of_another_size_is_corrupt(disk: Disk, folder: Path, more: int, change: int) -> None:
+@pytest.mark.parametrize("option", ["on", "off"])
+def test_c16_a_file_of_another_size_is_corrupt(disk: Disk, tmp_path: Path, option: str, more: int, change: int) -> None:
     nbytes = 3 * PAGE + more
-    backend = disk(folder / "objects", direct_io="on")
+    backend = disk(tmp_path / "objects", direct_io=option)
 
     async def main() -> list[LoadOutcome]:
         await backend.open()
         await backend.store([key(1)], [filled(os.urandom(nbytes))])
-        (path,) = files_under(folder)
+        (path,) = files_under(tmp_path)
         os.truncate(path, nbytes + change)
         return list(await backend.load_into([key(1)], [page_aligned(nbytes)]))
 
@@ -158,6 +159,26 @@ def test_whole_pages_at_aligned_addresses_go_past_the_page_cache(
 
     asyncio.run(main())
     assert opens.direct == [expected, expected]
+
+
+@pytest.mark.parametrize("option", ["on", "off"])
+@pytest.mark.parametrize("nbytes", [2 * PAGE, 2 * PAGE + 1])
+def test_an_object_is_read_by_one_system_call(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, nbytes: int
+) -> None:
+    backend = disk(tmp_path / "objects", direct_io=option)
+    asyncio.run(backend.open())
+    calls: list[int] = []
+    real = os.preadv
+
+    def counting(descriptor: int, views: Any, start: int) -> int:
+        calls.append(start)
+        return real(descriptor, views, start)
+
+    monkeypatch.setattr(os, "preadv", counting)
+    data = os.urandom(nbytes)
+    assert asyncio.run(round_trip(backend, data, 0, 0)) == (HIT, data)
+    assert calls == [0]
 
 
 def test_an_object_that_was_evicted_meanwhile_is_still_read(disk: Disk, folder: Path) -> None:
