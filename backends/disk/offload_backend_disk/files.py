@@ -30,20 +30,16 @@ def read(descriptor: int, buffer: memoryview, *, direct: bool = False) -> LoadOu
     Args:
         direct: the descriptor has ``O_DIRECT``, and the buffer is aligned for it.
     """
-    done = 0
-    if direct:
-        done = direct_io.read(descriptor, buffer)
-        if done < len(buffer):  # truncated, or interrupted
-            direct_io.end_direct(descriptor)
+    done = direct_io.read(descriptor, buffer) if direct else 0
+    if direct and done < len(buffer):  # truncated, or interrupted
+        direct_io.end_direct(descriptor)
     beyond = bytearray(1)  # to see, without another system call, that the file is longer
-    while done <= len(buffer):
+    while done < len(buffer) or not (direct or done):  # once at least, for an empty object
         count = os.preadv(descriptor, [buffer[done:], beyond], done)
         done += count
-        if done == len(buffer):
-            return LoadOutcome.HIT
         if count == 0:
             break
-    return LoadOutcome.CORRUPT
+    return LoadOutcome.HIT if done == len(buffer) else LoadOutcome.CORRUPT
 
 
 def write(name: str, temporary: str, buffer: memoryview, fsync: Fsync, *, direct: bool = False) -> None:
