@@ -172,7 +172,9 @@ def speed_table(cell: Cell, rows: list[Measured]) -> Table:
             speed = speeds[row.name]
             cpu = p50([sample.cpu_seconds_per_gib for sample in getattr(row, operation)])
             ours = row.name in ("ours", "ours, pack of 8")
-            to_peer = verdict(p50(speed) / peer, AIMS.get((cell.backend, cell.page_bytes)) if ours else None) if peer else ""
+            to_peer = (
+                verdict(p50(speed) / peer, AIMS.get((cell.backend, cell.page_bytes)) if ours else None) if peer else ""
+            )
             aim = AIM_OF_MEMCPY if cell.backend == "cpu" and ours else None
             table.add_row(
                 f"{operation}: {row.name}", *(f"{percentile(speed, percent):.2f}" for percent in (50, 10, 90)),

@@ -52,7 +52,9 @@ class Growth:
 def peaks_of(tiers: Mapping[str, dict[str, Any]], folder: Path, chunks: int) -> list[Peak]:
     """Store and load everything once per tier, and by vLLM's helpers, each in a process of its own."""
     peaks = [
-        _peak(name, chunks, lambda memory, keys=keys: OurTier("", memory, chunks, CHUNK_BYTES, {**keys, "io_threads": 4}))
+        _peak(
+            name, chunks, lambda memory, keys=keys: OurTier("", memory, chunks, CHUNK_BYTES, {**keys, "io_threads": 4})
+        )
         for name, keys in tiers.items()
     ]
     made = lambda memory: VllmHelpers("", memory, chunks, 4, folder / "vllm", CHUNK_BYTES, direct=False)  # noqa: E731

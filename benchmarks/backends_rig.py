@@ -126,7 +126,14 @@ class OurTier:
     """
 
     def __init__(
-        self, name: str, memory: Memory, chunks: int, payload_bytes: int, backend: dict[str, Any], *, checked: bool = True
+        self,
+        name: str,
+        memory: Memory,
+        chunks: int,
+        payload_bytes: int,
+        backend: dict[str, Any],
+        *,
+        checked: bool = True,
     ) -> None:
         self.name = name
         self._checked = checked
@@ -232,9 +239,7 @@ class _Threads:
     def __init__(self, name: str, memory: Memory, chunks: int, threads: int) -> None:
         self.name = name
         self.nbytes = chunks * CHUNK_BYTES
-        self._views = [
-            memory.pool.memory[start : start + CHUNK_BYTES] for start in range(0, self.nbytes, CHUNK_BYTES)
-        ]
+        self._views = [memory.pool.memory[start : start + CHUNK_BYTES] for start in range(0, self.nbytes, CHUNK_BYTES)]
         self._executor = ThreadPoolExecutor(threads)
         list(self._executor.map(lambda _: time.sleep(0.01), range(threads)))  # starts them
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 from aiofiles.base import wrap
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator
 
 from offload_backend_disk import files
 from offload_backend_disk.account import Account
@@ -41,6 +41,11 @@ _store = wrap(ObjectFolder.store_all)
 _store_bounded = wrap(BoundedFolder.store)
 
 
+def _word(given: object) -> object:
+    """Return what was written: YAML takes a bare ``on`` or ``off`` for a boolean."""
+    return {True: "on", False: "off"}[given] if isinstance(given, bool) else given
+
+
 class DiskOptions(BackendOptions):
     """Options of the ``disk`` type."""
 
@@ -58,6 +63,8 @@ class DiskOptions(BackendOptions):
     ] = "none"
     direct_io: Annotated[
         DirectIo,
+        BeforeValidator(_word),
+        WithJsonSchema({"enum": ["off", "on", "auto", False, True]}),
         Field(
             description="read and write past the page cache (O_DIRECT): off, on, or auto, which is on where the "
             "folder's file system can do it"

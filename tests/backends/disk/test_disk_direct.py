@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from offload_backend_disk import DiskBackend, DiskOptions
@@ -161,6 +162,17 @@ def test_whole_pages_at_aligned_addresses_go_past_the_page_cache(
     assert opens.direct == [expected, expected]
 
 
+def test_c16_a_file_with_anything_in_it_is_no_empty_object(disk: Disk, tmp_path: Path) -> None:
+    backend = disk(tmp_path / "objects")
+
+    async def main() -> list[LoadOutcome]:
+        await backend.open()
+        await backend.store([key(1)], [memoryview(b"x")])
+        return list(await backend.load_into([key(1)], [memoryview(bytearray())]))
+
+    assert asyncio.run(main()) == [CORRUPT]
+
+
 @pytest.mark.parametrize("option", ["on", "off"])
 @pytest.mark.parametrize("nbytes", [2 * PAGE, 2 * PAGE + 1])
 def test_an_object_is_read_by_one_system_call(
@@ -288,6 +300,12 @@ def test_on_a_full_disk_the_probe_is_no_obstacle(small_disk: Path, disk: Disk) -
     with pytest.raises(OSError, match="No space left"):
         (small_disk / "full").write_bytes(bytes(1024 * 1024))
     asyncio.run(disk(small_disk, direct_io="on").open())
+
+
+@pytest.mark.parametrize(("written", "meant"), [("on", "on"), ("off", "off"), ("'on'", "on"), ("auto", "auto")])
+def test_on_and_off_mean_the_same_with_and_without_quotes(tmp_path: Path, written: str, meant: str) -> None:
+    read = yaml.safe_load(f"direct_io: {written}")  # YAML makes a boolean of some of them
+    assert DiskOptions.model_validate({"path": tmp_path, **read}).direct_io == meant
 
 
 def test_a_wrong_word_is_refused_with_the_good_ones(tmp_path: Path) -> None:
