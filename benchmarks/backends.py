@@ -21,7 +21,7 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -81,7 +81,9 @@ def p50(samples: list[float]) -> float:
 
 
 def cells_of(backend: str) -> list[Cell]:
-    media: tuple[Medium, ...] = {"disk": ("page cache", "O_DIRECT"), "cpu": ("memory",)}.get(backend, ("page cache",))
+    media: tuple[Medium, ...] = ("page cache", "O_DIRECT") if backend == "disk" else ("page cache",)
+    if backend == "cpu":
+        media = ("memory",)
     sizes = (CHUNK_BYTES, PAGE_BYTES)
     return [Cell(backend, medium, size, threads) for medium in media for size in sizes for threads in THREADS]
 
@@ -250,8 +252,8 @@ def main() -> None:
     if growths:
         console.print(growth_table(growths))
     if arguments.json:
-        made = {"speed": rows, "peaks": peaks, "growth": growths}
-        document = {name: [asdict(row) for row in part] for name, part in made.items()}  # type: ignore[attr-defined]
+        made: dict[str, Sequence[Any]] = {"speed": rows, "peaks": peaks, "growth": growths}
+        document = {name: [asdict(row) for row in part] for name, part in made.items()}
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
 

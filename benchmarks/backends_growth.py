@@ -51,14 +51,18 @@ class Growth:
 
 def peaks_of(tiers: Mapping[str, dict[str, Any]], folder: Path, chunks: int) -> list[Peak]:
     """Store and load everything once per tier, and by vLLM's helpers, each in a process of its own."""
-    peaks = [
-        _peak(
-            name, chunks, lambda memory, keys=keys: OurTier("", memory, chunks, CHUNK_BYTES, {**keys, "io_threads": 4})
-        )
-        for name, keys in tiers.items()
-    ]
-    made = lambda memory: VllmHelpers("", memory, chunks, 4, folder / "vllm", CHUNK_BYTES, direct=False)  # noqa: E731
-    return [*peaks, _peak("vLLM's helpers, page cache", chunks, made)]
+    peaks: list[Peak] = []
+    for name, keys in tiers.items():
+
+        def tier(memory: Memory, options: dict[str, Any] = {**keys, "io_threads": 4}) -> Contender:  # noqa: B006
+            return OurTier("", memory, chunks, CHUNK_BYTES, options)
+
+        peaks.append(_peak(name, chunks, tier))
+
+    def peer(memory: Memory) -> Contender:
+        return VllmHelpers("", memory, chunks, 4, folder / "vllm", CHUNK_BYTES, direct=False)
+
+    return [*peaks, _peak("vLLM's helpers, page cache", chunks, peer)]
 
 
 def _peak(name: str, chunks: int, make: Callable[[Memory], Contender]) -> Peak:

@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
+from vllm.fs_io_C import batch_load_block, batch_store_block
 
 from offload_core import object_format
 from offload_core.backend import LoadOutcome, StoreOutcome
@@ -28,7 +30,6 @@ from offload_core.staging import Lease, StagingPool
 from offload_core.staging_size import BATCH_BYTES, BATCH_OBJECTS
 from offload_core.stats import Counters
 from offload_core.tier import StagedObject, Tier
-from vllm.fs_io_C import batch_load_block, batch_store_block
 
 MIB = 1024 * 1024
 CHUNK_BYTES = 2 * MIB
@@ -254,7 +255,11 @@ class _Threads:
         return sample
 
     def _run(self, calls: Sequence[Callable[[], Any]]) -> Sample:
-        return timed(lambda: [call.result() for call in list(map(self._executor.submit, calls))] and None, self.nbytes)
+        def work() -> None:
+            for future in [self._executor.submit(call) for call in calls]:
+                future.result()
+
+        return timed(work, self.nbytes)
 
     def _store_calls(self, number: int) -> list[Callable[[], Any]]:
         raise NotImplementedError
@@ -293,17 +298,12 @@ class VllmHelpers(_Threads):
 
     def _store_calls(self, number: int) -> list[Callable[[], Any]]:
         return [
-            lambda paths=paths, views=views: batch_store_block(
-                [f"{path}.tmp" for path in paths], paths, views, self._direct
-            )
+            partial(batch_store_block, [f"{path}.tmp" for path in paths], paths, views, self._direct)
             for paths, views in self._calls(number)
         ]
 
     def _load_calls(self, number: int) -> list[Callable[[], Any]]:
-        return [
-            lambda paths=paths, views=views: batch_load_block(paths, views, self._direct)
-            for paths, views in self._calls(number)
-        ]
+        return [partial(batch_load_block, paths, views, self._direct) for paths, views in self._calls(number)]
 
     def clean(self, number: int) -> None:
         for paths, _ in self._calls(number):
@@ -322,16 +322,12 @@ class OneLargeFile(_Threads):
 
     def _store_calls(self, number: int) -> list[Callable[[], Any]]:
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | self._flags, 0o600)
-        return [
-            lambda view=view, start=index * CHUNK_BYTES: os.pwrite(self._descriptor, view, start)
-            for index, view in enumerate(self._views)
-        ]
+        starts = range(0, self.nbytes, CHUNK_BYTES)
+        return [partial(os.pwrite, self._descriptor, *call) for call in zip(self._views, starts, strict=True)]
 
     def _load_calls(self, number: int) -> list[Callable[[], Any]]:
-        return [
-            lambda view=view, start=index * CHUNK_BYTES: os.preadv(self._descriptor, [view], start)
-            for index, view in enumerate(self._views)
-        ]
+        starts = range(0, self.nbytes, CHUNK_BYTES)
+        return [partial(os.preadv, self._descriptor, [v], start) for v, start in zip(self._views, starts, strict=True)]
 
     def clean(self, number: int) -> None:
         os.close(self._descriptor)
@@ -347,13 +343,7 @@ class CopyOfMemory(_Threads):
         self._theirs = [np.ones_like(view) for view in self._ours]
 
     def _store_calls(self, number: int) -> list[Callable[[], Any]]:
-        return [
-            lambda ours=ours, theirs=theirs: np.copyto(theirs, ours)
-            for ours, theirs in zip(self._ours, self._theirs, strict=True)
-        ]
+        return [partial(np.copyto, *pair) for pair in zip(self._theirs, self._ours, strict=True)]
 
     def _load_calls(self, number: int) -> list[Callable[[], Any]]:
-        return [
-            lambda ours=ours, theirs=theirs: np.copyto(ours, theirs)
-            for ours, theirs in zip(self._ours, self._theirs, strict=True)
-        ]
+        return [partial(np.copyto, *pair) for pair in zip(self._ours, self._theirs, strict=True)]
