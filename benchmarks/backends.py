@@ -11,7 +11,8 @@ and eight files for vLLM. "ours, single" stores each of them as an object of its
 "page cache" is read and written through it, without a final sync: a store is a copy to memory, and a load finds the
 pages that were just stored. Ratios are of medians over rounds: above 1 we are faster.
 
-    python -m benchmarks.backends [--quick] [--many] [--gib 0.25] [--rounds 7] [--folder FOLDER] [--json FILE]
+    python -m benchmarks.backends [--quick] [--many] [--gib 0.25] [--rounds 7] [--only speed]
+        [--backend disk] [--folder FOLDER] [--json FILE]
 """
 
 from __future__ import annotations
@@ -118,8 +119,8 @@ def contenders_of(cell: Cell, folder: Path, memory: Memory, chunks: int) -> Iter
 
 def measure(cells: list[Cell], folder: Path, chunks: int, rounds: int, console: Console) -> list[Measured]:
     """Let the contenders of each cell take turns; the first round, which warms everything up, is dropped."""
-    memory = Memory(chunks)
     rows: list[Measured] = []
+    memory = Memory(chunks)
     for cell in cells:
         console.print(f"{cell.backend}, {cell.medium}, {cell.page_bytes // 1024} KiB, {cell.threads} threads …")
         contenders = [make() for make in contenders_of(cell, folder, memory, chunks)]
@@ -222,7 +223,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds")
     parser.add_argument("--folder", type=Path, help="where to write: a folder on the disk to be measured")
     parser.add_argument("--backend", action="append", help="only this backend; may be repeated")
-    parser.add_argument("--no-growth", action="store_true", help="leave out what grows with the number of objects")
+    parser.add_argument("--only", choices=("speed", "growth"), help="only this part")
     parser.add_argument("--json", type=Path, help="also write the samples to this file")
     arguments = parser.parse_args()
     logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -242,13 +243,14 @@ def main() -> None:
             for name in backends
             for medium in dict.fromkeys(cell.medium for cell in cells_of(name))
         }
-        peaks = peaks_of(tiers, folder, chunks)
-        cells = [cell for name in backends for cell in cells_of(name)]
+        peaks = [] if arguments.only == "growth" else peaks_of(tiers, folder, chunks)
+        cells = [] if arguments.only == "growth" else [cell for name in backends for cell in cells_of(name)]
         rows = measure(cells, folder, chunks, rounds, console)
-        growths = [] if arguments.no_growth else growth_of(backends, folder, counts, console)
+        growths = [] if arguments.only == "speed" else growth_of(backends, folder, counts, console)
     for cell in cells:
         console.print(speed_table(cell, [row for row in rows if row.cell == cell]))
-    console.print(peak_table(peaks))
+    if peaks:
+        console.print(peak_table(peaks))
     if growths:
         console.print(growth_table(growths))
     if arguments.json:
