@@ -9,13 +9,24 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from vllm.fs_io_C import batch_load_block, batch_lookup, batch_store_block
 
 from benchmarks.backends_rig import CHUNK_BYTES, NAMESPACE, Contender, Memory, OurTier, VllmHelpers
-from offload_core.backend import Backend, BackendContext
+from offload_core.backend import (
+    Backend,
+    BackendContext,
+    BackendOptions,
+    Capabilities,
+    LoadOutcome,
+    LoadReservation,
+    StoreOutcome,
+    StoreReservation,
+)
 from offload_core.config import load_config
 from offload_core.keys import ObjectKey
 from offload_core.runtime import DaemonExecutor
@@ -25,6 +36,48 @@ SAMPLES = 100
 FILL_AT_ONCE = 256
 AT_ONCE = 8
 LOOKUP_AT_ONCE = 64
+
+
+class VllmFolder(Backend[BackendOptions]):
+    """vLLM's helpers with the calls of a backend, one hop to a thread for each, as vLLM makes them."""
+
+    def __init__(self, folder: Path, context: BackendContext) -> None:
+        super().__init__(BackendOptions(), context)
+        self._folder = folder
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(medium="disk", persistent=True, shared=True)
+
+    def _paths(self, keys: Sequence[ObjectKey]) -> list[str]:
+        names = [key.chunk_hash.hex() for key in keys]
+        return [f"{self._folder}/{name[:2]}/{name}.bin" for name in names]
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
+        found: list[bool] = await self.run_blocking(batch_lookup, self._paths(keys))
+        return found
+
+    async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
+        return LoadReservation([True] * len(keys))
+
+    async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
+        await self.run_blocking(batch_load_block, self._paths(keys), list(buffers), False)
+        return [LoadOutcome.HIT] * len(keys)
+
+    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+        return StoreReservation([None] * len(keys))
+
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
+        paths = self._paths(keys)
+        await self.run_blocking(batch_store_block, [f"{path}.tmp" for path in paths], paths, list(buffers), False)
+        return [StoreOutcome.STORED] * len(keys)
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        def unlink() -> None:
+            for path in self._paths(keys):
+                Path(path).unlink()
+
+        await self.run_blocking(unlink)
 
 
 @dataclass(frozen=True)
@@ -108,18 +161,29 @@ def growth_of(backends: Sequence[str], folder: Path, counts: Sequence[int], cons
             variants["cpu"] = {"type": "cpu", "capacity": limit}
         else:
             variants[name] = {"type": name, "url": path.as_uri()}
+    makers: dict[str, Callable[[BackendContext], Backend[Any]]] = {
+        name: partial(_made, keys) for name, keys in variants.items()
+    }
+    if "disk" in backends:
+        makers["vLLM's helpers"] = partial(VllmFolder, path)
     growths: list[Growth] = []
-    for name, keys in variants.items():
+    for name, make in makers.items():
         path.mkdir()
-        growths += asyncio.run(_grow(name, keys, counts, console))
+        growths += asyncio.run(_grow(name, make, counts, console))
         shutil.rmtree(path)
     return growths
 
 
-async def _grow(name: str, keys: dict[str, Any], counts: Sequence[int], console: Console) -> list[Growth]:
+def _made(keys: dict[str, Any], context: BackendContext) -> Backend[Any]:
     config = load_config({"backends": [{"name": "bench", **keys}]}).tiers[0]
+    return config.backend_type.backend(config.options, context)
+
+
+async def _grow(
+    name: str, make: Callable[[BackendContext], Backend[Any]], counts: Sequence[int], console: Console
+) -> list[Growth]:
     executor = DaemonExecutor(4, "bench-growth")
-    backend: Backend[Any] = config.backend_type.backend(config.options, BackendContext("bench", executor))
+    backend = make(BackendContext("bench", executor))
     await backend.open()
     growths: list[Growth] = []
     data = memoryview(bytes(OBJECT_BYTES))

@@ -27,6 +27,7 @@ PAGE_BYTES = 4096
 
 DirectIo = Literal["off", "on", "auto"]
 
+_PROBE = f".direct-io.{{}}{TEMPORARY_SUFFIX}"
 _UNTRIED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
 _of_thread = threading.local()
 
@@ -115,7 +116,10 @@ def _probe(folder: Path) -> None:
     Raises:
         OSError: what could not be done, and why.
     """
-    path = folder / f".direct-io.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
+    for left in folder.glob(_PROBE.format("*")):  # by a process that was killed; one that still probes has it open
+        with suppress(OSError):
+            left.unlink()
+    path = folder / _PROBE.format(secrets.token_hex(8))
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT
     data = os.urandom(PAGE_BYTES)
     page = _page()

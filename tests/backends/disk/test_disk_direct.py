@@ -291,7 +291,9 @@ async def loaded(backend: DiskBackend, buffer: memoryview) -> list[LoadOutcome]:
     return list(await backend.load_into([key(1)], [buffer]))
 
 
-def test_nothing_is_left_of_the_probe(disk: Disk, folder: Path) -> None:
+def test_nothing_is_left_of_the_probe_nor_of_one_that_was_killed(disk: Disk, folder: Path) -> None:
+    (folder / "objects").mkdir()
+    (folder / "objects" / ".direct-io.0123456789abcdef.tmp").write_bytes(b"x")
     asyncio.run(disk(folder / "objects", direct_io="on").open())
     assert files_under(folder) == []
 
