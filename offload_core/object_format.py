@@ -86,8 +86,13 @@ def object_bytes(payload_bytes: int) -> int:
 
 
 def checksum(data: memoryview) -> bytes:
-    """Return the XXH3-128 digest of ``data``, 16 bytes, as headers have it."""
-    return xxhash.xxh3_128_digest(data)
+    """Return the XXH3-128 digest of ``data``, 16 bytes, as headers have it.
+
+    Unlike xxhash's one-shot functions this lets other threads run meanwhile.
+    """
+    state = xxhash.xxh3_128()
+    state.update(data)
+    return state.digest()
 
 
 def seal(view: memoryview, key: ObjectKey) -> None:

@@ -77,7 +77,8 @@ class Tier:
         self.load_slots = asyncio.Semaphore(2 * config.common.io_threads)
         """Held by the caller around :meth:`load`, from before it takes staging memory."""
         self._changes: deque[TierChange] | None = None if self.capabilities.shared else deque()
-        self._store_slots = asyncio.Semaphore(config.common.io_threads)
+        # One more than threads, so that they go on writing; no more, since a load would have to wait for it.
+        self._store_slots = asyncio.Semaphore(config.common.io_threads + 1)
         self._pending_lookups = 0
         self._failing: set[events.Operation] = set()
         self.observers = observers

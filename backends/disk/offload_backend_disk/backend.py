@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Annotated
 
 from aiofiles.base import wrap
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator
 
 from offload_backend_disk import files
 from offload_backend_disk.account import Account
 from offload_backend_disk.bounded import BoundedFolder, Room
+from offload_backend_disk.direct import DirectIo, choose
 from offload_backend_disk.eviction import Limits, Policy
 from offload_backend_disk.folder import ObjectFolder
 from offload_backend_disk.home import Home
@@ -42,6 +43,11 @@ from offload_core.quantities import Bytes
 _load = wrap(ObjectFolder.load)
 _store = wrap(ObjectFolder.store_all)
 _store_bounded = wrap(BoundedFolder.store)
+
+
+def _word(given: object) -> object:
+    """Return what was written: YAML takes a bare ``on`` or ``off`` for a boolean."""
+    return {True: "on", False: "off"}[given] if isinstance(given, bool) else given
 
 
 class DiskOptions(BackendOptions):
@@ -82,6 +88,15 @@ class DiskOptions(BackendOptions):
         files.Fsync,
         Field(description="what is forced to the disk before an object counts as stored: none, data, data and folder"),
     ] = "none"
+    direct_io: Annotated[
+        DirectIo,
+        BeforeValidator(_word),
+        WithJsonSchema({"enum": ["off", "on", "auto", False, True]}),
+        Field(
+            description="read and write past the page cache (O_DIRECT): off, on, or auto, which is on where the "
+            "folder's file system can do it"
+        ),
+    ] = "off"
 
     @field_validator("path")
     @classmethod
@@ -149,6 +164,7 @@ class DiskBackend(Backend[DiskOptions]):
     def _open(self) -> bool:
         """Return whether there is anything to do in the background."""
         self._home.open()
+        self._folder.direct = choose(self.options.path, self.options.direct_io)
         if self._bounded is not None:
             self._bounded.open()
         return self._sweep.begin() or self._bounded is not None
@@ -192,8 +208,13 @@ class DiskBackend(Backend[DiskOptions]):
         return await self.run_to_the_end(_load(self._folder, keys, buffers, executor=self.context.executor))
 
     async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
-        """Reserve room in the folder's account, evicting what is to go first."""
+        """Reserve room in the folder's account, evicting what is to go first.
+
+        Without a capacity there is nothing to reserve, and what is already present turns out as it is stored.
+        """
         bounded = self._bounded
+        if bounded is None and not self.options.keep_free:
+            return StoreReservation([None] * len(keys))
         if bounded is None:
             return StoreReservation(await self.run_blocking(self._folder.reserve, keys, nbytes))
         rooms: list[Room] = []

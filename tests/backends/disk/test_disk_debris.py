@@ -26,7 +26,7 @@ KIB = 1024
 def begin_to_write(root: Path, owner: str, number: int = 0) -> Path:
     """Leave what a writer has begun to write for a key."""
     layout = Layout(root)
-    path = layout.temporary(layout.path(key(number)), owner)
+    path = Path(layout.temporary(layout.name(key(number)), owner))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"half")
     return path
@@ -105,8 +105,8 @@ def test_on_a_read_only_folder_debris_stays_and_nobody_complains(
 
 
 def test_no_two_writers_use_one_temporary_name(tmp_path: Path) -> None:
-    path = Layout(tmp_path).path(key(0))
-    names = {Layout.temporary(path, owner) for owner in ("a", "b") for _ in range(1000)}
+    name = Layout(tmp_path).name(key(0))
+    names = {Layout.temporary(name, owner) for owner in ("a", "b") for _ in range(1000)}
     assert len(names) == 2000
 
 

