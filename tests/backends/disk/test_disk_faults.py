@@ -130,7 +130,7 @@ def test_a_disk_that_is_full_at_the_start_is_used_when_there_is_room(small_disk:
         await backend.open()
         assert await put() is REJECTED
         filler.unlink()
-        while await put() is not STORED:  # it is tried again after a second
+        while await put() is not STORED:  # noqa: ASYNC110 - it is tried again after a second
             await asyncio.sleep(0.05)
 
     asyncio.run(main())
