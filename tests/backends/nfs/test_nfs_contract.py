@@ -53,8 +53,10 @@ class TestMemory(BackendContract):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 class TestS3(BackendContract):
     backend_type = NFS
+    machine_examples = 30  # a second each
 
     @pytest.fixture
     def options(self, s3_options: dict[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,25 @@ def test_of_many_who_create_a_name_one_succeeds(make: Make) -> None:
             winners = [i for i, call in enumerate(calls) if call.result()]
             assert len(winners) == 1
             assert media[1].read_small(f"records/{number}") == b"%d" % winners[0]
+
+
+def test_in_memory_nobody_comes_between_the_look_and_the_creation() -> None:
+    together = threading.Barrier(2)
+
+    class Slow(MemoryFileSystem):  # type: ignore[misc] # fsspec has no types
+        def exists(self, path: str, **_: Any) -> bool:
+            found = path in self.store
+            with suppress(threading.BrokenBarrierError):  # nobody else is between here and the creation
+                together.wait(0.1)
+            return found
+
+    root = f"/{uuid.uuid4().hex}"
+    with ThreadPoolExecutor(2) as threads:
+        calls = [
+            threads.submit(ObjectStore(Slow(skip_instance_cache=True), root).create, "owner", b"%d" % number)
+            for number in range(2)
+        ]
+        assert sorted(call.result() for call in calls) == [False, True]
 
 
 def test_a_store_that_fails_before_its_rename_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
