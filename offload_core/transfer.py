@@ -134,6 +134,11 @@ class TransferEngine:
         self._arrived = threading.Event()
         self._store_results: deque[StoreResult] = deque()
         self._stores: set[Future[None]] = set()
+        # Each tier that compresses takes as much again for what is gathered; else bursts would leave it nothing.
+        compressing = sum(tier.compresses for tier in tiers)
+        self._gathered_limit_bytes = staging.store_limit_bytes // (1 + compressing)
+        self._gathered_bytes = 0
+        self._gathered_lock = threading.Lock()
         self._sealers = DaemonExecutor(2, "offload-seal")
         # One batch at a time takes leases: two that each held half of what they need would wait for each other.
         self._leasing = asyncio.Lock()
@@ -162,7 +167,7 @@ class TransferEngine:
         staged: list[StagedObject] = []
         for item in objects:
             layout = self._layouts[item.key.pack]
-            lease = self._staging.try_acquire(object_bytes(layout.payload_bytes), for_store=True)
+            lease = self._lease_to_gather(object_bytes(layout.payload_bytes))
             if lease is None:
                 for name in self._tiers:
                     self._counters.add("store_dropped", name)
@@ -282,6 +287,19 @@ class TransferEngine:
             for index, item in enumerate(batch):
                 self._store_results.append(StoreResult(item.key, any(tier[index] for tier in stored)))
                 item.lease.release()
+                self._gathered(-item.lease.nbytes)
+
+    def _lease_to_gather(self, nbytes: int) -> Lease | None:
+        if self._gathered_bytes + nbytes > self._gathered_limit_bytes:
+            return None
+        lease = self._staging.try_acquire(nbytes, for_store=True)
+        if lease is not None:
+            self._gathered(nbytes)
+        return lease
+
+    def _gathered(self, nbytes: int) -> None:
+        with self._gathered_lock:
+            self._gathered_bytes += nbytes
 
     def _batches(self, objects: Sequence[Item]) -> Iterator[list[Item]]:
         batch: list[Item] = []
