@@ -9,24 +9,6 @@ from offload_core.staging import Lease, LoadShare, StagingPool
 from offload_core.staging_size import ALIGNMENT_BYTES, StagingUse, batch_lease_bytes, lease_bytes
 
 
-class Scratch:
-    """A store's second lease, for the bytes as they are stored. Release it once; until then the tier is charged."""
-
-    def __init__(self, lease: Lease, share: TierShare) -> None:
-        self._lease = lease
-        self._share = share
-
-    @property
-    def view(self) -> memoryview:
-        """Writable bytes."""
-        return self._lease.view
-
-    def release(self) -> None:
-        """Give the memory back. Raises ``RuntimeError`` when it was given back before."""
-        self._lease.release()
-        self._share.end_store(self._lease.nbytes)
-
-
 class TierShare:
     """What one tier may hold of the staging pool. Thread-safe.
 
@@ -35,12 +17,14 @@ class TierShare:
         loads: of the loads' part; the pool keeps the account.
         store_limit_bytes: of the stores' part. Several tiers hold a store's lease at once, each while its own call
             lasts, and each is charged for it.
+        leases_per_object: what a store is charged for; a tier that compresses takes a second lease for that.
     """
 
-    def __init__(self, pool: StagingPool, loads: LoadShare, store_limit_bytes: int) -> None:
+    def __init__(self, pool: StagingPool, loads: LoadShare, store_limit_bytes: int, leases_per_object: int) -> None:
         self._pool = pool
         self.loads = loads
         self.store_limit_bytes = store_limit_bytes
+        self._leases_per_object = leases_per_object
         self._lock = threading.Lock()
         self._store_bytes = 0
 
@@ -50,27 +34,22 @@ class TierShare:
         return self._store_bytes
 
     def try_charge_store(self, nbytes: int) -> bool:
-        """Charge the tier for a store's lease of ``nbytes`` bytes; ``False``, and nothing charged, at its limit."""
+        """Charge the tier for a store's leases of ``nbytes`` bytes; ``False``, and nothing charged, at its limit."""
+        charged = self._leases_per_object * lease_bytes(nbytes)
         with self._lock:
-            if self._store_bytes + lease_bytes(nbytes) > self.store_limit_bytes:
+            if self._store_bytes + charged > self.store_limit_bytes:
                 return False
-            self._store_bytes += lease_bytes(nbytes)
+            self._store_bytes += charged
             return True
 
     def end_store(self, nbytes: int) -> None:
         """End what :meth:`try_charge_store` has charged; the tier's call has ended."""
         with self._lock:
-            self._store_bytes -= lease_bytes(nbytes)
+            self._store_bytes -= self._leases_per_object * lease_bytes(nbytes)
 
-    def try_scratch_for_store(self, nbytes: int) -> Scratch | None:
-        """Lease ``nbytes`` bytes beside a store's own lease, within the share; ``None`` where there is no room."""
-        if not self.try_charge_store(nbytes):
-            return None
-        lease = self._pool.try_acquire(nbytes, for_store=True)
-        if lease is None:
-            self.end_store(nbytes)
-            return None
-        return Scratch(lease, self)
+    def try_scratch_for_store(self, nbytes: int) -> Lease | None:
+        """Lease ``nbytes`` bytes beside a store's own lease, for which it is charged; ``None``: there is no room."""
+        return self._pool.try_acquire(nbytes, for_store=True)
 
     def try_scratch_for_load(self, nbytes: int) -> Lease | None:
         """Lease ``nbytes`` bytes beside a load's own lease, within the share; ``None`` where there is no room now."""
@@ -94,5 +73,5 @@ def share_out(pool: StagingPool, uses: Mapping[str, StagingUse], largest_payload
             own_bytes = batch_lease_bytes(largest_payload_bytes) * use.leases_per_object
             own_bytes = min(own_bytes, load_part_bytes // len(uses) // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
         loads = pool.add_load_share(int(load_part_bytes * use.share), own_bytes)
-        tiers[name] = TierShare(pool, loads, int(pool.store_limit_bytes * use.share))
+        tiers[name] = TierShare(pool, loads, int(pool.store_limit_bytes * use.share), use.leases_per_object)
     return tiers

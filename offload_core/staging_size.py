@@ -67,12 +67,21 @@ def smallest_pool_bytes(largest_payload_bytes: int, uses: Sequence[StagingUse] =
         sum(batch * use.leases_per_object for use in uses),
         max(batch * use.leases_per_object / use.share for use in uses),
     )
-    stores = max(batch, max(one * use.leases_per_object / use.share for use in uses))
+    per_gathered = 1 + sum(use.compresses for use in uses)
+    stores = max(batch * per_gathered, max(one * use.leases_per_object / use.share for use in uses))
     largest_share = max(use.share for use in uses)
     if len(uses) > 1 and largest_share < 1:
         stores = max(stores, max(one * use.leases_per_object for use in uses) / (1 - largest_share))
     whole = max(loads / (1 - STORE_SHARE), stores / STORE_SHARE)
     return lease_bytes(math.ceil(whole)) + ALIGNMENT_BYTES  # a page, since shares are rounded down
+
+
+def gathered_limit_bytes(store_limit_bytes: int, uses: Iterable[StagingUse]) -> int:
+    """Return what may be gathered for stores at once, of the stores' part.
+
+    Each tier that compresses takes as much again for what is gathered; else bursts would leave it nothing.
+    """
+    return store_limit_bytes // (1 + sum(use.compresses for use in uses))
 
 
 def staging_problem(

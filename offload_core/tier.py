@@ -25,7 +25,7 @@ from offload_core.tier_index import TierChange
 
 if TYPE_CHECKING:
     from offload_core.staging import Lease  # which imports torch; the command line does without
-    from offload_core.staging_shares import Scratch, TierShare
+    from offload_core.staging_shares import TierShare
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class Tier:
     async def store(self, objects: Sequence[StagedObject]) -> list[bool]:
         """Store a batch of sealed objects; returns, per object, whether the tier has it now."""
         keys = [staged.key for staged in objects]
-        scratch: list[Scratch] = []
+        scratch: list[Lease] = []
         try:
             async with self._store_slots:
                 started = time.monotonic()
@@ -249,7 +249,7 @@ class Tier:
             await reservation.release()
 
     async def _stored_forms(
-        self, objects: Sequence[StagedObject], keys: Sequence[ObjectKey], scratch: list[Scratch]
+        self, objects: Sequence[StagedObject], keys: Sequence[ObjectKey], scratch: list[Lease]
     ) -> list[StoredForm | None]:
         """Return how each object is to be stored; what is there already need not be compressed for that."""
         as_they_are: list[StoredForm | None] = [StoredForm(staged, staged.lease.view) for staged in objects]

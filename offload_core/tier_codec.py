@@ -20,7 +20,7 @@ from offload_core.object_format import HEADER_BYTES, Codec
 
 if TYPE_CHECKING:
     from offload_core.staging import Lease  # which imports torch; the command line does without
-    from offload_core.staging_shares import Scratch, TierShare
+    from offload_core.staging_shares import TierShare
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class TierCodec:
         return self._codec is not Codec.NONE
 
     async def compressed(
-        self, objects: Sequence[StagedObject], backend: Backend[Any], staging: TierShare | None, scratch: list[Scratch]
+        self, objects: Sequence[StagedObject], backend: Backend[Any], staging: TierShare | None, scratch: list[Lease]
     ) -> list[StoredForm | None]:
         """Compress objects where that pays.
 
@@ -100,7 +100,7 @@ class TierCodec:
             Per object: its form, which may be the object as it is, or ``None`` where there was no staging memory.
         """
         forms: list[StoredForm | None] = []
-        tries: dict[int, Scratch] = {}
+        tries: dict[int, Lease] = {}
         for index, staged in enumerate(objects):
             forms.append(StoredForm(staged, staged.lease.view))
             if self._memory.worth_trying(staged.key.pack):

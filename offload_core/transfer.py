@@ -29,7 +29,7 @@ from offload_core.packs import BlockCopier, PackLayout
 from offload_core.runtime import IoLoop, log_unexpected, run_all
 from offload_core.staging import Lease, StagingPool
 from offload_core.staging_shares import share_out
-from offload_core.staging_size import staging_uses
+from offload_core.staging_size import gathered_limit_bytes, staging_uses
 from offload_core.stats import Counters
 from offload_core.stores import StoreResult, Stores
 from offload_core.tier import StagedObject, Tier
@@ -128,7 +128,14 @@ class TransferEngine:
         # One batch of a tier at a time waits for leases, so that many small ones cannot keep a large one waiting.
         self._leasing = {tier.name: asyncio.Lock() for tier in tiers}
         self._stores = Stores(
-            io=io, tiers=tiers, staging=staging, shares=self._shares, copier=copier, layouts=layouts, counters=counters
+            io=io,
+            tiers=tiers,
+            staging=staging,
+            shares=self._shares,
+            gathered_limit_bytes=gathered_limit_bytes(staging.store_limit_bytes, uses),
+            copier=copier,
+            layouts=layouts,
+            counters=counters,
         )
 
     @property
