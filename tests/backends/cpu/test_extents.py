@@ -53,6 +53,14 @@ def test_every_page_has_one_holder_and_what_fits_in_one_piece_is_in_one(steps: l
         assert pages.free_pages == len(free)
 
 
+def test_the_shortest_hole_that_is_long_enough_is_filled() -> None:
+    pages = FreePages(PAGES)
+    holes = [(pages.take(length), pages.take(1)) for length in (5, 2, 7, 3)]
+    for hole, _ in holes:
+        pages.give_back(hole)
+    assert [pages.take(length) for length in (3, 2, 6)] == [holes[3][0], holes[1][0], ((holes[2][0][0][0], 6),)]
+
+
 def steps_of(num_objects: int) -> int:
     """Return how many lines run in the module while 1,000 objects are replaced, at random, among ``num_objects``."""
     chooser = random.Random(7)
