@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from offload_core.testing import tiny_models
 from tests.engine.lab import Lab
+from tests.engine.media import MEDIA, Place, Storage
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,3 +46,14 @@ def lab(request: pytest.FixtureRequest) -> Lab:
 @pytest.fixture(scope="session", autouse=True)
 def _no_connector_settings_from_outside() -> None:
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ, "unset it: the tests choose the mode themselves"
+
+
+@pytest.fixture
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Storage]:
+    """A function that makes a test's own copy of a row of :data:`tests.engine.media.MEDIA`."""
+
+    def make(name: str) -> Storage:
+        bucket = request.getfixturevalue("bucket") if MEDIA[name].needs_bucket else None
+        return Storage(name, Place(tmp_path, bucket))
+
+    return make
