@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from offload_core.testing import tiny_models
+from tests.engine import s3_server
 from tests.engine.lab import Lab
 from tests.engine.media import MEDIA, Place, Storage
 
@@ -46,6 +47,24 @@ def lab(request: pytest.FixtureRequest) -> Lab:
 @pytest.fixture(scope="session", autouse=True)
 def _no_connector_settings_from_outside() -> None:
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ, "unset it: the tests choose the mode themselves"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _s3_variables(_no_connector_settings_from_outside: None) -> None:
+    """From the first run on, since one whose variables differ cannot be forked from the server that has vLLM."""
+    os.environ.update(s3_server.variables())
+
+
+@pytest.fixture(scope="session")
+def _s3_server() -> Iterator[None]:
+    with s3_server.s3_server():
+        yield
+
+
+@pytest.fixture
+def bucket(_s3_server: None) -> str:
+    """The URL of an empty bucket on a real S3-compatible server."""
+    return s3_server.new_bucket()
 
 
 @pytest.fixture

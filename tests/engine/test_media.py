@@ -36,6 +36,10 @@ def _total(result: RunResult, counter: str, storage: Storage) -> int:
     return sum(count(result, counter, name) for name in storage.names)
 
 
+def _stored_bytes(storage: Storage) -> int:
+    return sum(len(found.read() or b"") for found in storage.objects())
+
+
 def _check(lab: Lab, rounds: list[Round], storage: Storage, *, env: dict[str, str] | None = None) -> RunResult:
     """Run the rounds; fail where an output is not that of an engine without offloading, or something was logged."""
     lines: list[str] = []
@@ -66,7 +70,7 @@ def _second_process(lab: Lab, storage: Storage) -> None:
     assert _total(second, "load_missing", storage) == _total(second, "load_corrupt", storage) == 0
     if storage.medium.evicts:
         assert served(second)["family70-700"] > 0
-        assert sum(len(found.read() or b"") for found in storage.objects()) <= SMALL_BYTES
+        assert _stored_bytes(storage) <= SMALL_BYTES
     else:
         assert all(served(second).values())
         assert _total(second, "stores", storage) == 0 or len(storage.tiers) > 1
@@ -90,10 +94,18 @@ def test_a_stack_is_served_from_what_is_left_of_it(gemma3: Lab, storage: Stores)
     assert count(second, "load_hits", "disk") == 0
 
 
+@pytest.mark.parametrize("medium", _names(ALL, quick=("cpu-evicting", "disk-evicting")))
+def test_random_work_under_preemption(medium: str, gemma3: Lab, storage: Stores) -> None:
+    _random_work(gemma3, storage(medium))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("medium", ALL)
-def test_random_work_under_preemption(medium: str, lab: Lab, storage: Stores) -> None:
-    chosen = storage(medium)
+def test_random_work_with_states_under_preemption(medium: str, qwen3_next: Lab, storage: Stores) -> None:
+    _random_work(qwen3_next, storage(medium))
+
+
+def _random_work(lab: Lab, chosen: Storage) -> None:
     workloads = [random_workload(seed) for seed in SEEDS]
     lines: list[str] = []
     transfer = chosen.transfer(hybrid_chunk_size=lab.block_size)
@@ -102,6 +114,7 @@ def test_random_work_under_preemption(medium: str, lab: Lab, storage: Stores) ->
     assert any(request.external_cached_tokens for item in result.workloads for request in item.requests)
     if chosen.medium.evicts:
         assert _total(result, "store_bytes", chosen) > 2 * SMALL_BYTES
+        assert _stored_bytes(chosen) <= SMALL_BYTES
     assert logged_problems(lines) == []
     check_outputs(lab, workloads, result)
 

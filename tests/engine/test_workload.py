@@ -9,7 +9,7 @@ import pytest
 
 from offload_core.testing.engine import RunResult
 from offload_core.testing.workload import Workload, WorkloadAction, random_workload
-from tests.engine.lab import Lab, count, installed, objects, ours, stock
+from tests.engine.lab import Lab, installed, ours, stock
 from tests.engine.workloads import SEEDS, check_against_stock, check_outputs, run_workloads
 
 LONG_SEEDS = tuple(range(3, 13))
@@ -43,35 +43,11 @@ def test_as_much_comes_from_cache_as_with_stock(lab: Lab, workloads: list[Worklo
 
 
 def test_from_host_memory(lab: Lab, workloads: list[Workload], tmp_path: Path) -> None:
-    transfer = ours(tmp_path / "unused", hybrid_chunk_size=lab.block_size, backends=[_host_memory("256MiB")])
+    tier = {"name": "ram", "type": "cpu", "capacity": "256MiB"}
+    transfer = ours(tmp_path / "unused", hybrid_chunk_size=lab.block_size, backends=[tier])
     result = run_workloads(lab, workloads, transfer)
     check_outputs(lab, workloads, result)
     check_against_stock(lab, workloads, result)
-
-
-def test_from_host_memory_that_holds_a_fraction_of_what_is_stored(
-    lab: Lab, workloads: list[Workload], tmp_path: Path
-) -> None:
-    transfer = ours(tmp_path / "unused", hybrid_chunk_size=lab.block_size, backends=[_host_memory("4MiB")])
-    result = run_workloads(lab, workloads, transfer)
-    assert count(result, "store_bytes", "ram") > 2 * 4 * 1024 * 1024
-    assert any(request.external_cached_tokens for item in result.workloads for request in item.requests)
-    check_outputs(lab, workloads, result)
-
-
-def test_from_a_folder_that_holds_a_fraction_of_what_is_stored(
-    lab: Lab, workloads: list[Workload], tmp_path: Path
-) -> None:
-    tier = {"name": "disk", "type": "disk", "path": str(tmp_path / "kv"), "capacity": "4MiB"}
-    result = run_workloads(lab, workloads, ours(tmp_path / "kv", hybrid_chunk_size=lab.block_size, backends=[tier]))
-    assert count(result, "store_bytes") > 2 * 4 * 1024 * 1024
-    assert sum(path.stat().st_size for path in objects(tmp_path / "kv")) <= 4 * 1024 * 1024
-    assert any(request.external_cached_tokens for item in result.workloads for request in item.requests)
-    check_outputs(lab, workloads, result)
-
-
-def _host_memory(capacity: str) -> dict[str, str]:
-    return {"name": "ram", "type": "cpu", "capacity": capacity}
 
 
 @pytest.mark.long
