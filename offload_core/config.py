@@ -22,6 +22,8 @@ from offload_core.config_secrets import SecretField, from_environment, secret_fi
 from offload_core.errors import ConfigError, PluginError
 from offload_core.plugins import PluginRegistry, load_plugins
 from offload_core.quantities import Bytes, Seconds
+from offload_core.staging_size import tier_shares
+from offload_core.write_policy import WritePolicyName
 
 _MIB = 1024 * 1024
 
@@ -50,6 +52,37 @@ class BackendConfig(BaseModel):
     load_timeout_seconds: Annotated[
         Seconds | None,
         Field(gt=0, description="base deadline of a load from this tier; by default the global one", examples=["5s"]),
+    ] = None
+    lookup_timeout_seconds: Annotated[
+        Seconds | None,
+        Field(
+            gt=0,
+            description="a lookup that this tier has not answered by then counts as a miss; by default the global one",
+            examples=["200ms"],
+        ),
+    ] = None
+    write_policy: Annotated[
+        WritePolicyName,
+        Field(
+            description="what is stored here: every object; on its second-touch, which is another offered store or a "
+            "load of it from another tier; or never",
+            examples=["second-touch"],
+        ),
+    ] = "every"
+    promote: Annotated[
+        bool,
+        Field(strict=True, description="keep what was loaded from a slower tier, as far as the write policy allows"),
+    ] = True
+    staging_share: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            le=1,
+            strict=True,
+            description="part of the loads' half and of the stores' half of the staging memory that this tier may "
+            "hold at once; by default 1 for a single tier and 0.75 for one of several",
+            examples=[0.5],
+        ),
     ] = None
     io_threads: Annotated[
         int,
@@ -88,6 +121,9 @@ class OffloadSettings(BaseModel):
     lookup_timeout_seconds: Annotated[
         Seconds, Field(gt=0, description="a tier that has not answered a lookup by then counts as a miss")
     ] = 1.0
+    lookup_grace_seconds: Annotated[
+        Seconds, Field(description="how long a request that one tier has something for waits for the other tiers")
+    ] = 0.02
     open_timeout_seconds: Annotated[Seconds, Field(gt=0, description="deadline for opening a backend at start")] = 30.0
     shutdown_timeout_seconds: Annotated[
         Seconds, Field(description="how long shutdown waits for stores on their way")
@@ -101,6 +137,11 @@ class OffloadSettings(BaseModel):
         Field(description="file to which the engine writes its KV cache geometry at start, for `offload-core plan`"),
     ] = None
     backends: Annotated[list[BackendConfig], Field(min_length=1, description="the tiers, fastest first")]
+
+    @property
+    def staging_shares(self) -> tuple[float, ...]:
+        """Each tier's share of the staging memory's two parts."""
+        return tier_shares([backend.staging_share for backend in self.backends])
 
 
 @dataclass(frozen=True)

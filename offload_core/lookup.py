@@ -1,7 +1,12 @@
-"""Asynchronous lookups with a deadline, for the scheduler half: how deep a prefix does each tier hold?"""
+"""Asynchronous lookups with deadlines, for the scheduler half: how deep a prefix does each tier hold?
+
+The tier with the highest matched tokens times ``load_weight`` is to serve the load. A request waits while no tier has
+answered with something to load; then for a short grace, as long as another tier could still do better.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -46,39 +51,111 @@ class PrefixAnswer:
     missing: tuple[ChunkRef, ...] = ()
 
 
+class TierAnswer:
+    """One tier's answer to a question, which may not be there yet. For the thread that asked."""
+
+    def __init__(self, name: str, load_weight: float, answer: Future[PrefixAnswer], deadline: float) -> None:
+        self.name = name
+        self.load_weight = load_weight
+        self.deadline = deadline
+        self.answered_at: float | None = None
+        self._answer = answer
+        answer.add_done_callback(self._note_time)
+
+    def is_open(self, now: float) -> bool:
+        """Return whether the tier may still answer in time."""
+        return not self._answer.done() and now < self.deadline
+
+    def get(self) -> PrefixAnswer | None:
+        """Return the answer, or ``None`` when there is none or something has gone wrong that nobody expected."""
+        if not self._answer.done() or self._answer.exception() is not None:
+            return None
+        return self._answer.result()
+
+    def _note_time(self, _: Future[PrefixAnswer]) -> None:
+        self.answered_at = time.monotonic()
+
+
 class Lookup:
-    """One question to all tiers. ``done`` and ``answers`` are for the thread that started it."""
+    """One question to all tiers. For the thread that started it.
+
+    Args:
+        reachable_tokens: the deepest boundary that any tier could answer.
+        grace_seconds: how long to wait for other tiers once one has something to load.
+        started: when the tiers were asked, by the monotonic clock.
+    """
 
     def __init__(
-        self, question: PrefixQuestion, answers: dict[str, Future[PrefixAnswer]], started: float, deadline: float
+        self,
+        question: PrefixQuestion,
+        answers: Sequence[TierAnswer],
+        reachable_tokens: int,
+        grace_seconds: float,
+        started: float,
     ) -> None:
         self.question = question
         self.started = started
-        """When the tiers were asked, by the monotonic clock."""
-        self._answers = answers
-        self._deadline = deadline
+        self._answers = tuple(answers)
+        self._reachable_tokens = reachable_tokens
+        self._grace_seconds = grace_seconds
 
     def done(self) -> bool:
-        """Return whether every tier has answered or the deadline has passed."""
-        return all(answer.done() for answer in self._answers.values()) or time.monotonic() >= self._deadline
+        """Return whether it is decided which tier serves a load.
 
-    def unanswered(self) -> list[str]:
-        """Return the tiers that have not answered."""
-        return [name for name, answer in self._answers.items() if not answer.done()]
+        That is when every tier has answered or is past its deadline; when some tier has something to load, and no open
+        one could do better; or when the grace after the first such answer is over.
+        """
+        now = time.monotonic()
+        still_open = [tier for tier in self._answers if tier.is_open(now)]
+        if not still_open:
+            return True
+        best, first_hit = 0.0, now
+        for tier in self._answers:
+            score = self._score(tier)
+            if score > 0:
+                best = max(best, score)
+                first_hit = min(first_hit, tier.answered_at or now)
+        if best == 0:
+            return False
+        could_be = self._reachable_tokens - self.question.computed_tokens
+        return now >= first_hit + self._grace_seconds or all(could_be * t.load_weight <= best for t in still_open)
+
+    def best(self) -> tuple[str, int]:
+        """Return the tier with the highest matched tokens times weight, the first of equals, and its boundary.
+
+        A tier that has not answered has nothing; where none has anything, the boundary is what is computed already.
+        """
+        best = max(self._answers, key=self._score)
+        answer = best.get()
+        return best.name, self.question.computed_tokens if answer is None else answer.boundary_tokens
+
+    def missing(self) -> set[ChunkRef]:
+        """Return chunks asked for that no tier has.
+
+        A tier without an answer at its deadline has no say in it. While one may still answer nothing counts as missing,
+        since that tier may have it.
+        """
+        now = time.monotonic()
+        answers = [answer for tier in self._answers if (answer := tier.get()) is not None]
+        if not answers or any(tier.is_open(now) for tier in self._answers):
+            return set()
+        return set.intersection(*(set(answer.missing) for answer in answers))
 
     def answers(self) -> dict[str, PrefixAnswer]:
-        """Return each tier's answer; one that has not answered has nothing."""
-        nothing = PrefixAnswer(self.question.computed_tokens)
-        return {
-            name: answer.result() if answer.done() and answer.exception() is None else nothing
-            for name, answer in self._answers.items()
-        }
+        """Return the answers that have come, per tier."""
+        return {tier.name: answer for tier in self._answers if (answer := tier.get()) is not None}
+
+    def _score(self, tier: TierAnswer) -> float:
+        answer = tier.get()
+        return 0.0 if answer is None else (answer.boundary_tokens - self.question.computed_tokens) * tier.load_weight
 
 
 class LookupService:
     """Starts lookups on the I/O loop and lets an idle engine wait briefly for an answer.
 
     Args:
+        timeout_seconds: deadline of a tier that has none of its own.
+        grace_seconds: see :class:`Lookup`.
         indexes: per name of a tier that is not to be asked itself, what it holds.
     """
 
@@ -90,28 +167,28 @@ class LookupService:
         timeout_seconds: float,
         counters: Counters,
         indexes: Mapping[str, TierIndex] | None = None,
+        grace_seconds: float = 0.0,
     ) -> None:
         self._io = io
         self._tiers = tuple(tiers)
         self._indexes = indexes or {}
         self._planner = planner
-        self._timeout_seconds = timeout_seconds
+        self._timeouts = {tier.name: tier.keys.lookup_timeout_seconds or timeout_seconds for tier in tiers}
+        self._grace_seconds = grace_seconds
         self._counters = counters
         self._answered = threading.Event()
 
     def start(self, question: PrefixQuestion) -> Lookup:
         """Ask every tier."""
         started = time.monotonic()
-        answers = {tier.name: self._answer(tier, question) for tier in self._tiers}
-        for answer in answers.values():
+        answers = []
+        for tier in self._tiers:
+            answer = self._answer(tier, question)
+            answers.append(TierAnswer(tier.name, tier.load_weight, answer, started + self._timeouts[tier.name]))
             answer.add_done_callback(log_unexpected)
             answer.add_done_callback(lambda _: self._answered.set())
-        return Lookup(question, answers, started, started + self._timeout_seconds)
-
-    def give_up(self, lookup: Lookup) -> None:
-        """Count the tiers that had not answered ``lookup`` at its deadline."""
-        for name in lookup.unanswered():
-            self._counters.add("lookup_failures", name)
+        reachable_tokens = self._planner.storable_prefix(question.limit_tokens)
+        return Lookup(question, answers, reachable_tokens, self._grace_seconds, started)
 
     def wait_for_answer(self, seconds: float) -> None:
         """Wait until some lookup is answered, at most ``seconds``. For a step in which the engine has no other work."""
@@ -147,7 +224,10 @@ class LookupService:
             return answer
 
     async def _ask(self, tier: Tier, question: PrefixQuestion) -> PrefixAnswer:
-        """Answer by asking the medium. Cancellation leaves nothing behind."""
+        """Answer by asking the medium; that it did not in time is counted. Cancellation leaves nothing behind."""
+        overdue = asyncio.get_running_loop().call_later(
+            self._timeouts[tier.name], self._counters.add, "lookup_failures", tier.name
+        )
         search = _prefix_search(self._planner, question)
         try:
             asked = next(search)
@@ -156,6 +236,8 @@ class LookupService:
         except StopIteration as end:
             answer: PrefixAnswer = end.value
             return answer
+        finally:
+            overdue.cancel()
 
 
 def _prefix_search(

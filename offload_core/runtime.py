@@ -10,7 +10,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar
 
@@ -122,3 +122,10 @@ def log_unexpected(future: Future[Any]) -> None:
     """Log an error that nobody awaits: it is a defect of the core, since tiers turn errors into outcomes."""
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.error("a coroutine on the I/O loop ended in an unexpected error", exc_info=error)
+
+
+async def run_all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all at once and to their ends; only then the first unexpected error is raised. Cancelled, it cancels them."""
+    for error in await asyncio.gather(*coroutines, return_exceptions=True):
+        if error is not None:
+            raise error

@@ -2,7 +2,8 @@
 
 Two threads meet here. The *engine thread* calls :class:`TransferEngine`; it alone copies between staging and the KV
 cache (invariant I2). The *I/O loop* moves bytes between staging and the tiers. They exchange staging leases: a store's
-lease goes from the engine thread to the loop, a load's lease the other way; whoever holds it releases it, once (I3).
+lease goes from the engine thread to the loop, a load's lease the other way, and back where a faster tier is to keep
+what it holds; whoever holds it releases it, once (I3).
 
 A load job is *wanted* until it is finished, failed, timed out or cancelled. Objects that arrive for a job that is no
 longer wanted are dropped, at the latest by the engine thread before it would copy them, so that they never touch a
@@ -16,35 +17,26 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal
 
-from offload_core import object_format
 from offload_core.backend import LoadOutcome
 from offload_core.keys import ObjectKey
 from offload_core.object_format import HEADER_BYTES, object_bytes
-from offload_core.packs import BlockCopier, BlockSlice, PackLayout
-from offload_core.runtime import DaemonExecutor, IoLoop, log_unexpected
+from offload_core.packs import BlockCopier, PackLayout
+from offload_core.runtime import IoLoop, log_unexpected, run_all
 from offload_core.staging import Lease, StagingPool
-from offload_core.staging_size import BATCH_BYTES, BATCH_OBJECTS
+from offload_core.staging_shares import share_out
+from offload_core.staging_size import tier_shares
 from offload_core.stats import Counters
+from offload_core.stores import StoreResult, Stores
 from offload_core.tier import StagedObject, Tier
+from offload_core.transfer_objects import TransferObject, in_batches
 
 logger = logging.getLogger(__name__)
 
-Item = TypeVar("Item", "TransferObject", StagedObject)
-
 _MIB = 1024 * 1024
-
-
-@dataclass(frozen=True)
-class TransferObject:
-    """One object to load or store: its key and, per group of its pack, the KV cache blocks it belongs to."""
-
-    key: ObjectKey
-    blocks: tuple[BlockSlice, ...]
 
 
 @dataclass(frozen=True)
@@ -63,14 +55,6 @@ class LoadResult:
     job_id: int
     status: Literal["loaded", "failed", "timed out", "cancelled"]
     failed_keys: tuple[ObjectKey, ...] = ()
-
-
-@dataclass(frozen=True)
-class StoreResult:
-    """Whether an object is on at least one tier now."""
-
-    key: ObjectKey
-    stored: bool
 
 
 @dataclass
@@ -105,6 +89,8 @@ class TransferEngine:
     """Moves objects for one worker. Every method is for the engine thread and none of them waits for storage.
 
     Args:
+        tiers: the fastest first.
+        staging: a pool that nobody holds anything of.
         layouts: per pack name, the payload's layout.
         per_mib_seconds: added to a tier's load deadline for each MiB of the job.
     """
@@ -130,11 +116,17 @@ class TransferEngine:
         self._wanted: dict[int, _WantedLoad] = {}
         self._arrivals: deque[_Arrival] = deque()
         self._arrived = threading.Event()
-        self._store_results: deque[StoreResult] = deque()
-        self._stores: set[Future[None]] = set()
-        self._sealers = DaemonExecutor(2, "offload-seal")
-        # One batch at a time takes leases: two that each held half of what they need would wait for each other.
-        self._leasing = asyncio.Lock()
+        shares = tier_shares([tier.keys.staging_share for tier in tiers])
+        self._shares = share_out(
+            staging,
+            {tier.name: share for tier, share in zip(tiers, shares, strict=True)},
+            max(layout.payload_bytes for layout in layouts.values()),
+        )
+        # One batch of a tier at a time waits for leases, so that many small ones cannot keep a large one waiting.
+        self._leasing = {tier.name: asyncio.Lock() for tier in tiers}
+        self._stores = Stores(
+            io=io, tiers=tiers, staging=staging, shares=self._shares, copier=copier, layouts=layouts, counters=counters
+        )
 
     @property
     def has_wanted_loads(self) -> bool:
@@ -157,28 +149,14 @@ class TransferEngine:
 
     def submit_stores(self, objects: Sequence[TransferObject]) -> None:
         """Copy the objects' blocks to staging now and store them later; what finds no room is dropped and counted."""
-        staged: list[StagedObject] = []
-        for item in objects:
-            layout = self._layouts[item.key.pack]
-            lease = self._staging.try_acquire(object_bytes(layout.payload_bytes), for_store=True)
-            if lease is None:
-                for name in self._tiers:
-                    self._counters.add("store_dropped", name)
-                self._store_results.append(StoreResult(item.key, stored=False))
-                continue
-            self._copier.gather(layout, item.blocks, lease.tensor[HEADER_BYTES:])
-            staged.append(StagedObject(item.key, lease))
-        if staged:
-            future = self._io.submit(self._store(staged))
-            self._stores.add(future)
-            future.add_done_callback(self._stores.discard)
-            future.add_done_callback(log_unexpected)
+        self._stores.submit(objects)
 
     def poll(self) -> list[LoadResult]:
         """Copy arrived objects into the KV cache and return the loads that ended since the last call."""
         self._arrived.clear()
         while self._arrivals:
             self._take(self._arrivals.popleft())
+        self._stores.start_kept()
         now = time.monotonic()
         ended = [result for job_id, load in self._wanted.items() if (result := load.result(job_id, now))]
         for result in ended:
@@ -193,11 +171,8 @@ class TransferEngine:
         return ended
 
     def take_store_results(self) -> list[StoreResult]:
-        """Return what became of stores since the last call."""
-        results: list[StoreResult] = []
-        while self._store_results:
-            results.append(self._store_results.popleft())
-        return results
+        """Return what became of stores since the last call: whether a tier has it, as soon as that is known."""
+        return self._stores.take_results()
 
     def wait_for_arrival(self, seconds: float) -> None:
         """Wait until an object has arrived, at most ``seconds``. For a step in which the engine has no other work."""
@@ -205,12 +180,12 @@ class TransferEngine:
 
     def drain_stores(self, seconds: float) -> bool:
         """Wait for stores on their way, at most ``seconds``. Returns whether all have ended."""
-        return not wait(tuple(self._stores), timeout=seconds).not_done
+        return self._stores.drain(seconds)
 
     def close(self) -> None:
         """Drop all wanted loads. Objects still on their way keep their leases until their calls end."""
         self._wanted.clear()
-        self._sealers.shutdown()
+        self._stores.close()
 
     def _take(self, arrival: _Arrival) -> None:
         load = self._wanted.get(arrival.job_id)
@@ -224,24 +199,24 @@ class TransferEngine:
             load.failed.append(arrival.key)
             return
         self._copier.scatter(self._layouts[item.key.pack], item.blocks, arrival.lease.tensor[HEADER_BYTES:])
-        arrival.lease.release()
+        if not self._stores.keep(arrival.key, arrival.lease, arrival.tier):
+            arrival.lease.release()
 
     async def _load(self, job: LoadJob, tier: Tier) -> None:
-        """Load a job's objects in batches, as many at once as the tier allows."""
-        async with asyncio.TaskGroup() as group:
-            for batch in self._batches(job.objects):
-                group.create_task(self._load_batch(job.job_id, tier, batch))
+        """Load a job's objects in batches, as many at once as the tier allows. Nobody cancels it."""
+        await run_all(self._load_batch(job.job_id, tier, batch) for batch in in_batches(job.objects, self._layouts))
 
     async def _load_batch(self, job_id: int, tier: Tier, batch: Sequence[TransferObject]) -> None:
+        """Load a batch, unless nobody wants it any more when its turn comes. Cancelled, it ends when its call has."""
         staged: list[StagedObject] = []
         outcomes: list[LoadOutcome | None] = []
         try:
             async with tier.load_slots:
                 if job_id in self._wanted:  # a dict look-up, safe from this thread; poll() decides in the end
-                    async with self._leasing:
-                        for item in batch:
-                            size = object_bytes(self._layouts[item.key.pack].payload_bytes)
-                            staged.append(StagedObject(item.key, await self._staging.acquire(size)))
+                    sizes = [object_bytes(self._layouts[item.key.pack].payload_bytes) for item in batch]
+                    async with self._leasing[tier.name]:
+                        leases = await self._staging.acquire_all(sizes, self._shares[tier.name].loads)
+                    staged = [StagedObject(item.key, lease) for item, lease in zip(batch, leases, strict=True)]
                     outcomes = await tier.load(staged)
         finally:
             load = self._wanted.get(job_id)
@@ -256,39 +231,3 @@ class TransferEngine:
                 else:
                     self._arrivals.append(_Arrival(job_id, tier.name, item.key, lease if hit else None))
             self._arrived.set()
-
-    async def _store(self, staged: Sequence[StagedObject]) -> None:
-        """Store in batches; one that ends in an unexpected error leaves the others alone."""
-        batches = (self._store_batch(batch) for batch in self._batches(staged))
-        for error in await asyncio.gather(*batches, return_exceptions=True):
-            if error is not None:
-                raise error
-
-    async def _store_batch(self, batch: Sequence[StagedObject]) -> None:
-        """Seal a batch and offer it to every tier; its leases live until the last tier's call has ended."""
-        loop = asyncio.get_running_loop()
-        stored: list[list[bool]] = []
-        try:
-            await loop.run_in_executor(self._sealers, _seal_all, batch)
-            stored = await asyncio.gather(*(tier.store(batch) for tier in self._tiers.values()))
-        finally:
-            for index, item in enumerate(batch):
-                self._store_results.append(StoreResult(item.key, any(tier[index] for tier in stored)))
-                item.lease.release()
-
-    def _batches(self, objects: Sequence[Item]) -> Iterator[list[Item]]:
-        batch: list[Item] = []
-        nbytes = 0
-        for item in objects:
-            batch.append(item)
-            nbytes += self._layouts[item.key.pack].payload_bytes
-            if len(batch) == BATCH_OBJECTS or nbytes >= BATCH_BYTES:
-                yield batch
-                batch, nbytes = [], 0
-        if batch:
-            yield batch
-
-
-def _seal_all(batch: Sequence[StagedObject]) -> None:
-    for item in batch:
-        object_format.seal(item.lease.view, item.key)

@@ -25,7 +25,7 @@ from offload_core.config import OffloadConfig, TierConfig, load_config
 from offload_core.errors import ConfigError, did_you_mean
 from offload_core.plugin_loading import FOREIGN_ERRORS
 from offload_core.runtime import IoLoop
-from offload_core.tier import close_tiers
+from offload_core.tier_opening import close_tiers
 
 EXIT_TROUBLE = 1
 EXIT_USAGE = 2

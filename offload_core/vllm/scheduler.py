@@ -18,8 +18,8 @@ from offload_core.lookup import Lookup, LookupService, PrefixQuestion
 from offload_core.planner import HybridOffloadPlanner
 from offload_core.runtime import IoLoop
 from offload_core.stats import Counters
-from offload_core.tier import close_tiers, open_tiers
 from offload_core.tier_index import TierIndex
+from offload_core.tier_opening import close_tiers, open_tiers
 from offload_core.vllm.adapters import AdapterIdentities
 from offload_core.vllm.block_holders import BlockHolders
 from offload_core.vllm.load_plan import plan_load
@@ -72,7 +72,13 @@ class SchedulerHalf:
         self._tiers = open_tiers(config, self._io, self.counters, only_shared=True)
         self._indexes = {tier.name: TierIndex() for tier in self._tiers if not tier.capabilities.shared}
         self._lookups = LookupService(
-            self._io, self._tiers, planner, settings.lookup_timeout_seconds, self.counters, self._indexes
+            self._io,
+            self._tiers,
+            planner,
+            settings.lookup_timeout_seconds,
+            self.counters,
+            self._indexes,
+            settings.lookup_grace_seconds,
         )
         self._adapters = AdapterIdentities(settings.lookup_timeout_seconds)
         self._ledger = ChunkLedger(num_ranks, settings.lookup_timeout_seconds)
@@ -308,22 +314,14 @@ class SchedulerHalf:
 
         It asks again while a chunk that no tier has yet is on its way to them, for a short while.
         """
-        self._lookups.give_up(lookup)
         state.lookup = None
-        answers = lookup.answers()
-        missing = set.intersection(*(set(answer.missing) for answer in answers.values()))
+        missing = lookup.missing()
         if self._ledger.on_its_way(missing, lookup.started):
             return None
         if self._ledger.missing(missing):  # what has gone since is to be stored again, and all that lay behind it
             self._ledger.forget(state.all_refs(self._planner))
-        computed_tokens = lookup.question.computed_tokens
-        best = (0.0, computed_tokens, self._tiers[0].name)
-        for tier in self._tiers:
-            boundary = answers[tier.name].boundary_tokens
-            score = (boundary - computed_tokens) * tier.load_weight
-            if score > best[0]:
-                best = (score, boundary, tier.name)
-        return Offer(computed_tokens, best[1], best[2], time.monotonic() + _ANSWER_LIFE_SECONDS)
+        tier, boundary = lookup.best()
+        return Offer(lookup.question.computed_tokens, boundary, tier, time.monotonic() + _ANSWER_LIFE_SECONDS)
 
     def _load_ended(self, state: RequestState) -> None:
         self._loading -= Counter(state.loading)

@@ -20,8 +20,9 @@ from offload_core.runtime import IoLoop
 from offload_core.staging import StagingPool
 from offload_core.staging_size import STORE_SHARE, staging_problem
 from offload_core.stats import Counters
-from offload_core.tier import close_tiers, open_tiers
-from offload_core.transfer import LoadJob, TransferEngine, TransferObject
+from offload_core.tier_opening import close_tiers, open_tiers
+from offload_core.transfer import LoadJob, TransferEngine
+from offload_core.transfer_objects import TransferObject
 from offload_core.vllm.geometry_file import engine_geometry, write_in_background
 from offload_core.vllm.identity import worker_identity
 from offload_core.vllm.metadata import ChunkTransfer, StepMetadata, StepReport
@@ -75,7 +76,8 @@ class WorkerHalf:
         }
         settings = self._config.settings
         largest = max(layout.payload_bytes for layout in layouts.values())
-        if problem := staging_problem(settings.staging_bytes, largest, self._planner.hybrid_chunk_size):
+        chunk_size, shares = self._planner.hybrid_chunk_size, settings.staging_shares
+        if problem := staging_problem(settings.staging_bytes, largest, chunk_size, shares):
             raise ConfigError([problem])
         self.layout = {"layers": worker_identity(self._vllm_config, kv_caches), "pages": caches.describe()}
         if settings.geometry_file is not None and self._rank == 0:

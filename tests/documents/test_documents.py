@@ -46,7 +46,7 @@ from offload_core.runtime import DaemonExecutor, IoLoop
 from offload_core.stats import COUNTERS, Counters
 from offload_core.testing.contract import contract_tests
 from offload_core.testing.machine import SETTINGS, check_with_machine
-from offload_core.tier import close_tiers, open_tiers
+from offload_core.tier_opening import close_tiers, open_tiers
 from tests.unit.staged_objects import StagedObjects
 from tests.unit.test_house_rules import PUBLIC_MODULES
 

@@ -38,7 +38,8 @@ from offload_core.testing.faults import (
     Slow,
     Truncate,
 )
-from offload_core.tier import StagedObject, Tier, close_tiers
+from offload_core.tier import StagedObject, Tier
+from offload_core.tier_opening import close_tiers
 from tests.unit.memory_backend import key
 
 SECONDS = 30

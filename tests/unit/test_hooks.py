@@ -21,7 +21,8 @@ from offload_core.hookspecs import TierInfo
 from offload_core.plugins import PluginRegistry, load_plugins
 from offload_core.runtime import IoLoop
 from offload_core.stats import Counters
-from offload_core.tier import Tier, close_tiers, open_tiers
+from offload_core.tier import Tier
+from offload_core.tier_opening import close_tiers, open_tiers
 from tests.unit.memory_backend import MemoryBackend, key, memory_tier
 from tests.unit.plugin_site import Site
 from tests.unit.staged_objects import OBJECT_BYTES, StagedObjects

@@ -127,9 +127,9 @@ def test_a_pool_without_a_page_is_refused() -> None:
         StagingPool(4095, 0.5)
 
 
-async def started(pool: StagingPool, nbytes: int) -> asyncio.Task[Lease]:
+async def started(pool: StagingPool, nbytes: int) -> asyncio.Task[list[Lease]]:
     """Start to wait for a lease that has no room yet."""
-    task = asyncio.create_task(pool.acquire(nbytes))
+    task = asyncio.create_task(pool.acquire_all([nbytes]))
     await asyncio.sleep(0)  # one turn is all that acquire needs to find the pool full and wait
     assert not task.done()
     return task
@@ -152,7 +152,8 @@ def test_acquire_waits_and_is_woken_by_a_release_in_another_thread() -> None:
             await asyncio.sleep(0)
         assert not task.done()
         await asyncio.to_thread(leases[2].release)
-        return await asyncio.wait_for(task, 30)
+        (lease,) = await asyncio.wait_for(task, 30)
+        return lease
 
     lease = asyncio.run(main())
     assert lease.nbytes == 2 * ALIGNMENT_BYTES
@@ -168,7 +169,7 @@ def test_one_release_wakes_every_waiter_that_finds_room() -> None:
         for lease in leases[:2]:
             threading.Thread(target=lease.release).start()
         async with asyncio.timeout(30):
-            got = await asyncio.gather(*tasks)
+            got = [lease for (lease,) in await asyncio.gather(*tasks)]
         assert got[0].tensor.data_ptr() != got[1].tensor.data_ptr()
 
     asyncio.run(main())
@@ -189,7 +190,7 @@ def test_a_cancelled_acquire_leaves_nothing_leased(released_first: bool) -> None
         for lease in leases:
             lease.release()
         assert pool.used_bytes == 0
-        (await asyncio.wait_for(pool.acquire(4 * ALIGNMENT_BYTES), 30)).release()
+        (await asyncio.wait_for(pool.acquire_all([4 * ALIGNMENT_BYTES]), 30))[0].release()
 
     asyncio.run(main())
     assert pool.used_bytes == 0
@@ -197,5 +198,5 @@ def test_a_cancelled_acquire_leaves_nothing_leased(released_first: bool) -> None
 
 def test_acquire_refuses_at_once_what_can_never_fit() -> None:
     pool = StagingPool(2 * ALIGNMENT_BYTES, 0.5)
-    with pytest.raises(ValueError, match="an object of 8193 bytes does not fit into 8192 bytes of staging"):
-        asyncio.run(pool.acquire(8193))
+    with pytest.raises(ValueError, match="objects of 12288 bytes do not fit into 8192 bytes of staging"):
+        asyncio.run(pool.acquire_all([8193]))

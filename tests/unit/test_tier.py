@@ -14,7 +14,8 @@ from offload_core.backend import LoadOutcome, StoreOutcome
 from offload_core.object_format import HEADER_BYTES
 from offload_core.runtime import IoLoop
 from offload_core.stats import Counters
-from offload_core.tier import Tier, close_tiers
+from offload_core.tier import Tier
+from offload_core.tier_opening import close_tiers
 from tests.unit.memory_backend import MemoryBackend, key, memory_tier
 from tests.unit.staged_objects import OBJECT_BYTES, PAYLOAD_BYTES, StagedObjects
 

@@ -16,8 +16,9 @@ from offload_core.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.runtime import IoLoop
 from offload_core.staging import StagingPool
 from offload_core.stats import Counters
-from offload_core.tier import StagedObject, Tier, close_tiers, open_tiers
+from offload_core.tier import StagedObject, Tier
 from offload_core.tier_index import TierChange, TierIndex
+from offload_core.tier_opening import close_tiers, open_tiers
 from tests.unit.memory_backend import MemoryBackend, key, memory_tier
 
 SECONDS = 30

@@ -12,7 +12,7 @@ from offload_core.config import OffloadConfig, OffloadSettings
 from offload_core.errors import ConfigError
 from offload_core.runtime import IoLoop
 from offload_core.stats import Counters
-from offload_core.tier import close_tiers, open_tiers
+from offload_core.tier_opening import close_tiers, open_tiers
 from tests.unit.memory_backend import MemoryBackend, memory_tier
 
 Prepare = Callable[[MemoryBackend], None]

@@ -10,7 +10,7 @@ import torch
 
 from offload_core.packs import BlockSlice
 from offload_core.runtime import IoLoop
-from offload_core.transfer import TransferObject
+from offload_core.transfer_objects import TransferObject
 from tests.unit.memory_backend import key
 from tests.unit.transfer_rig import PACK, SECONDS, Rig, disk_tier, item
 
@@ -42,7 +42,7 @@ def test_what_was_stored_is_loaded_into_other_blocks_and_nothing_else_changes(
     assert (result.job_id, result.status, result.failed_keys) == (job, "loaded", ())
     assert torch.equal(rig.kv_cache, expected)
     assert not rig.engine.has_wanted_loads
-    assert rig.staging.used_bytes == 0
+    rig.all_leases_are_back()
 
 
 def test_a_load_without_objects_ends_at_once(rig: Rig) -> None:

@@ -16,16 +16,13 @@ from offload_core.packs import BlockSlice, CpuBlockCopier, PackLayout
 from offload_core.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.runtime import IoLoop
 from offload_core.staging import StagingPool
-from offload_core.staging_size import STORE_SHARE, smallest_pool_bytes
+from offload_core.staging_size import STORE_SHARE, smallest_pool_bytes, tier_shares
 from offload_core.stats import Counters
-from offload_core.tier import Tier, close_tiers
-from offload_core.transfer import (
-    LoadJob,
-    LoadResult,
-    StoreResult,
-    TransferEngine,
-    TransferObject,
-)
+from offload_core.stores import StoreResult
+from offload_core.tier import Tier
+from offload_core.tier_opening import close_tiers
+from offload_core.transfer import LoadJob, LoadResult, TransferEngine
+from offload_core.transfer_objects import TransferObject
 from tests.unit.memory_backend import MemoryBackend, key, memory_tier
 
 SECONDS = 30
@@ -93,7 +90,9 @@ class Rig:
         return max(layout.payload_bytes for layout in self.layouts.values())
 
     def start(self, staging_bytes: int = 0) -> TransferEngine:
-        self.staging = StagingPool(staging_bytes or smallest_pool_bytes(self.largest_payload_bytes), STORE_SHARE)
+        shares = tier_shares([tier.keys.staging_share for tier in self.tiers])
+        smallest_bytes = smallest_pool_bytes(self.largest_payload_bytes, shares)
+        self.staging = StagingPool(staging_bytes or smallest_bytes, STORE_SHARE)
         self._engine = TransferEngine(
             io=self.io,
             tiers=self.tiers,
