@@ -17,7 +17,7 @@ from offload_core.backend import Backend
 from offload_core.config import load_config
 from offload_core.runtime import IoLoop
 from offload_core.stats import Counters
-from offload_core.tier import close_tiers, open_tiers
+from offload_core.tier_opening import close_tiers, open_tiers
 
 SHARE = 0.25
 PAUSE_SECONDS = 0.3

@@ -61,6 +61,6 @@ def test_full_file_system_that_grows_again(lab: Lab, capacity: str | None) -> No
 
 
 def _expected(line: str) -> bool:
-    """A store that fails is told of once, and once that stores work again. The disk's account says it as SQLite does."""
+    """Stores that fail are told of once, in SQLite's words where it was the account, and once that they work again."""
     full = "No space left on device" in line or "database or disk is full" in line
     return ("store of" in line and full) or line.endswith("store works again")
