@@ -1,4 +1,4 @@
-"""Every command on the ``nfs`` backend, through the installed script: a shared folder and a bucket on a real S3 server."""
+"""Every command on the ``nfs`` backend: on a shared folder, and on a bucket of a real S3 server."""
 
 from __future__ import annotations
 
@@ -54,13 +54,14 @@ def _stored(options: dict[str, Any], keys: Sequence[ObjectKey], damaged: Sequenc
     asyncio.run(store())
 
 
-def test_every_command(site: Site, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("script", [False, pytest.param(True, marks=pytest.mark.long)], ids=["in-process", "script"])
+def test_every_command(site: Site, options: dict[str, Any], script: bool) -> None:
     site.environment |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     config = str(site.folder / "shared.json")
     Path(config).write_text(json.dumps({"backends": [{"name": "shared", "type": "nfs", **options}]}))
 
     def run(*arguments: str, code: int = 0) -> Ended:
-        done = site.run(*arguments)
+        done = site.run(*arguments) if script else site.invoke(*arguments)
         assert (done.code, "Traceback" in done.err) == (code, False), (arguments, done)
         return done
 
