@@ -70,11 +70,11 @@ class WritePolicy:
 _Touched = Literal["once", "again", "and stored"]
 
 
-def nothing_stored_problem(policies: Iterable[WritePolicyName]) -> str | None:
-    """Return what to tell an operator whose engine may store while every tier's policy is ``never``, or ``None``."""
-    if set(policies) != {"never"}:
+def nothing_stored_problem(names: Iterable[WritePolicyName]) -> str | None:
+    """Return what to tell an operator whose engine is to store while every tier's policy is ``never``, or ``None``."""
+    if set(names) != {"never"}:
         return None
     return (
         "backends: write_policy is never for all of them, so nothing is stored; set it to every or second-touch for "
-        "one, or kv_role to kv_consumer for an engine that only loads"
+        "one of them, or kv_role to kv_consumer for an engine that only loads"
     )

@@ -19,12 +19,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from offload_core.config import load_config
+from offload_core.errors import ConfigError
 from offload_core.vllm.compat import cache_hit_source, for_this_engine, version_problem
 from offload_core.vllm.identity import build_planner, engine_identity, hash_seed_problem, misaligned_states_problem
 from offload_core.vllm.metadata import StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.metrics import HybridOffloadPromMetrics, HybridOffloadStats
 from offload_core.vllm.scheduler import SchedulerHalf
 from offload_core.vllm.worker import WorkerHalf
+from offload_core.write_policy import nothing_stored_problem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,7 +44,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     """Offloads the KV cache of hybrid models to the tiers named in ``kv_connector_extra_config``.
 
     Raises at construction:
-        ConfigError: every problem of the configuration.
+        ConfigError: every problem of the configuration; also an engine that only stores, on tiers that never do.
         PlanError: the model or chunk size cannot be offloaded.
     """
 
@@ -61,7 +63,14 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if transfer_config.kv_load_failure_policy != "recompute":
             logger.info("setting kv_load_failure_policy to 'recompute': a failed load must not fail its request")
             transfer_config.kv_load_failure_policy = "recompute"
+        loads, stores = transfer_config.is_kv_consumer, transfer_config.is_kv_producer
+        nothing_stored = nothing_stored_problem(tier.common.write_policy for tier in config.tiers) if stores else None
+        if nothing_stored is not None:
+            if not loads:
+                raise ConfigError([nothing_stored])
+            stores = False
         problems = (
+            nothing_stored,
             version_problem(),
             hash_seed_problem(vllm_config),
             misaligned_states_problem(vllm_config, kv_cache_config),
@@ -76,8 +85,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             identity,
             vllm_config.parallel_config.world_size,
             kv_cache_config.num_blocks,
-            loads=transfer_config.is_kv_consumer,
-            stores=transfer_config.is_kv_producer,
+            loads=loads,
+            stores=stores,
         )
 
     # Both halves

@@ -158,12 +158,17 @@ def test_readme_command_line_names_our_connector(tmp_path: Path, monkeypatch: py
 
 
 def test_readme_lists_every_configuration_key_with_its_default() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", README, re.MULTILINE))
-    assert set(rows) == set(OffloadSettings.model_fields)
-    for name in [name for name in OffloadSettings.model_fields if "_timeout_" in name]:
-        assert float(rows[name].strip("`")) == OffloadSettings.model_fields[name].default
+    of_all, of_backends = (
+        dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", table, re.MULTILINE))
+        for table in re.findall(r"^\| (?:key|key of every backend) \| .*?\n\n", README, re.MULTILINE | re.DOTALL)
+    )
+    assert set(of_all) == set(OffloadSettings.model_fields)
+    assert set(of_backends) == set(BackendConfig.model_fields)
+    for name in [name for name in OffloadSettings.model_fields if "_timeout_" in name or "_grace_" in name]:
+        assert float(of_all[name].strip("`")) == OffloadSettings.model_fields[name].default
+    plugins = " ".join(PLUGINS.split())
     for name in BackendConfig.model_fields:
-        assert f"`{name}`" in README
+        assert f"`{name}`" in plugins[plugins.index("The keys that every tier has") :]
 
 
 def _commands() -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from pydantic import Field
 
 from offload_core.backend import BackendOptions, BackendType
-from offload_core.config import OffloadConfig, load_config
+from offload_core.config import BackendConfig, OffloadConfig, load_config
 from offload_core.errors import ConfigError
 from offload_core.plugins import PluginRegistry, PluginReport
 from tests.unit.memory_backend import MemoryBackend
@@ -202,8 +202,8 @@ ONE_PROBLEM = [
     ({"backends": [BOX, {**BOX, "name": "b", "size": 0}]}, "backends.1.size: 0 is not valid: Input should be greater"),
     (
         {"backends": [{**BOX, "labl": "x"}]},
-        "backends.0.labl: unknown key (did you mean 'label'?); valid keys: class, io_threads, label, "
-        "load_timeout_seconds, load_weight, name, size, type",
+        "backends.0.labl: unknown key (did you mean 'label'?); valid keys: "
+        + ", ".join(sorted({*BackendConfig.model_fields, "class", "label", "size"})),
     ),
     (
         {"backends": [{**BOX, "clas": 1}]},

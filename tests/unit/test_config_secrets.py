@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, Secret, SecretBytes, SecretStr, model_val
 from typing_extensions import TypedDict
 
 from offload_core.backend import BackendOptions, BackendType
-from offload_core.config import OffloadConfig, load_config
+from offload_core.config import BackendConfig, OffloadConfig, load_config
 from offload_core.config_secrets import variable_name
 from offload_core.errors import ConfigError
 from offload_core.plugins import PluginRegistry
@@ -154,8 +154,7 @@ def test_a_misspelt_secret_is_sent_to_the_environment() -> None:
     (problem,) = problems({**VAULT, "tokn": CANARY})
     assert problem == (
         "backends.0.tokn: unknown key (did you mean the secret 'token'? set the environment variable "
-        "OFFLOAD_CORE_S3_WEST_TOKEN); valid keys: io_threads, limits, load_timeout_seconds, load_weight, name, type, "
-        "url"
+        "OFFLOAD_CORE_S3_WEST_TOKEN); valid keys: " + ", ".join(sorted({*BackendConfig.model_fields, "limits", "url"}))
     )
 
 

@@ -13,18 +13,27 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from offload_core.staging import Lease, StagingPool
 from offload_core.staging_size import ALIGNMENT_BYTES
 
-PAGES = 12
+PAGES = 16
 STORE_PAGES = 5
+OWN_PAGES = (2, 3)
+LIMIT_PAGES = (6, 11)
 
 
 class Pool(RuleBasedStateMachine):
-    """Leases against a model: who holds which bytes. Each lease's memory is filled with its own number."""
+    """Leases against a model: who holds which bytes. Each lease's memory is filled with its own number.
+
+    There are three kinds of holders: the loads of two tiers, each with a limit and a piece of its own, and stores.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         # 100 bytes too many, which rounding takes away; a share of 5 pages and a bit.
         self.pool = StagingPool(PAGES * ALIGNMENT_BYTES + 100, (STORE_PAGES + 0.5) / PAGES)
-        self.held: dict[Lease, tuple[int, bool]] = {}
+        self.shares = [
+            self.pool.add_load_share(limit * ALIGNMENT_BYTES + 7, own * ALIGNMENT_BYTES)
+            for limit, own in zip(LIMIT_PAGES, OWN_PAGES, strict=True)
+        ]
+        self.held: dict[Lease, tuple[int, int | None]] = {}
         self.number = 0
 
     def offset(self, lease: Lease) -> int:
@@ -34,28 +43,61 @@ class Pool(RuleBasedStateMachine):
         start = self.offset(lease)
         return range(start, start + -(-lease.nbytes // ALIGNMENT_BYTES))
 
-    def longest_free_run(self, first_page: int) -> int:
+    def held_pages(self, holder: int | None) -> int:
+        return sum(len(self.pages(lease)) for lease, (_, other) in self.held.items() if other == holder)
+
+    def longest_free_run(self, first_page: int, end_page: int = PAGES) -> int:
         taken = {page for lease in self.held for page in self.pages(lease)}
         longest = run = 0
-        for page in range(first_page, PAGES):
+        for page in range(first_page, end_page):
             run = 0 if page in taken else run + 1
             longest = max(longest, run)
         return longest
 
-    @rule(nbytes=st.integers(1, 7 * ALIGNMENT_BYTES), for_store=st.booleans())
-    def acquire(self, nbytes: int, for_store: bool) -> None:
-        lease = self.pool.try_acquire(nbytes, for_store=for_store)
-        pages = -(-nbytes // ALIGNMENT_BYTES)
-        if lease is None:
-            assert self.longest_free_run(PAGES - STORE_PAGES if for_store else 0) < pages
-            if not for_store and all(store for _, store in self.held.values()):
-                assert pages > PAGES - STORE_PAGES, "stores alone leave the rest of the pool in one piece to loads"
-            return
+    def take(self, lease: Lease, nbytes: int, holder: int | None) -> None:
         assert lease.nbytes == len(lease.view) == lease.tensor.numel() == nbytes
         assert lease.tensor.data_ptr() % ALIGNMENT_BYTES == 0
         self.number = self.number % 127 + 1
         lease.view[:] = bytes([self.number]) * nbytes
-        self.held[lease] = (self.number, for_store)
+        self.held[lease] = (self.number, holder)
+
+    @rule(nbytes=st.integers(1, 7 * ALIGNMENT_BYTES))
+    def store(self, nbytes: int) -> None:
+        lease = self.pool.try_acquire(nbytes, for_store=True)
+        pages = -(-nbytes // ALIGNMENT_BYTES)
+        if lease is None:
+            no_room = self.longest_free_run(PAGES - STORE_PAGES) < pages
+            assert no_room or self.held_pages(None) + pages > STORE_PAGES
+            return
+        self.take(lease, nbytes, None)
+
+    @rule(sizes=st.lists(st.integers(1, 5 * ALIGNMENT_BYTES), max_size=3), tier=st.integers(0, 1))
+    def load(self, sizes: list[int], tier: int) -> None:
+        before = self.pool.used_bytes
+        leases = self.pool.try_acquire_all(sizes, self.shares[tier])
+        pages = [-(-nbytes // ALIGNMENT_BYTES) for nbytes in sizes]
+        if leases is None:
+            assert self.pool.used_bytes == before, "all or nothing"
+            if self.held_pages(tier) == 0:
+                assert sum(pages) > min(OWN_PAGES[tier], LIMIT_PAGES[tier]), "a tier's own piece is always there for it"
+            if len(pages) == 1 and self.held_pages(tier) + pages[0] <= LIMIT_PAGES[tier]:
+                assert self.longest_free_run(sum(OWN_PAGES)) < pages[0]
+                own = sum(OWN_PAGES[:tier])
+                assert self.longest_free_run(own, own + OWN_PAGES[tier]) < pages[0]
+            return
+        for lease, nbytes in zip(leases, sizes, strict=True):
+            self.take(lease, nbytes, tier)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def keep_for_store(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(sorted(self.held, key=self.offset)))
+        number, holder = self.held[lease]
+        nobodys = self.offset(lease) >= sum(OWN_PAGES)
+        room = self.held_pages(None) + len(self.pages(lease)) <= STORE_PAGES
+        assert self.pool.keep_for_store(lease) == (holder is not None and nobodys and room)
+        if holder is not None and nobodys and room:
+            self.held[lease] = (number, None)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -66,7 +108,7 @@ class Pool(RuleBasedStateMachine):
         assert lease.tensor.tolist() == [number] * lease.nbytes
         lease.release()
         used = self.pool.used_bytes
-        for use in (lease.release, lambda: lease.view, lambda: lease.tensor):
+        for use in (lease.release, lambda: lease.view, lambda: lease.tensor, lambda: self.pool.keep_for_store(lease)):
             with pytest.raises(RuntimeError, match="used after its release"):
                 use()
         assert self.pool.used_bytes == used
@@ -75,20 +117,25 @@ class Pool(RuleBasedStateMachine):
     def budgets_are_kept(self) -> None:
         assert self.pool.used_bytes == sum(len(self.pages(lease)) for lease in self.held) * ALIGNMENT_BYTES
         assert self.pool.used_bytes <= self.pool.capacity_bytes == PAGES * ALIGNMENT_BYTES
-        stored = sum(len(self.pages(lease)) for lease, (_, store) in self.held.items() if store)
-        assert stored <= STORE_PAGES
+        assert self.pool.store_bytes == self.held_pages(None) * ALIGNMENT_BYTES <= STORE_PAGES * ALIGNMENT_BYTES
+        for tier, share in enumerate(self.shares):
+            assert share.held_bytes == self.held_pages(tier) * ALIGNMENT_BYTES <= share.limit_bytes
 
     @invariant()
-    def leases_do_not_overlap(self) -> None:
+    def leases_do_not_overlap_and_keep_out_of_others_pieces(self) -> None:
         taken = [page for lease in self.held for page in self.pages(lease)]
         assert len(taken) == len(set(taken))
         assert all(0 <= page < PAGES for page in taken)
+        for lease, (_, holder) in self.held.items():
+            for tier, own in enumerate(OWN_PAGES):
+                piece = range(sum(OWN_PAGES[:tier]), sum(OWN_PAGES[:tier]) + own)
+                assert holder == tier or not set(piece) & set(self.pages(lease))
 
     def teardown(self) -> None:
         for lease in self.held:
             lease.release()
-        assert self.pool.used_bytes == 0
-        everything = self.pool.try_acquire(PAGES * ALIGNMENT_BYTES, for_store=False)
+        assert self.pool.used_bytes == self.pool.store_bytes == 0
+        everything = self.pool.try_acquire((PAGES - sum(OWN_PAGES)) * ALIGNMENT_BYTES, for_store=False)
         assert everything is not None, "free pieces were not joined"
         everything.release()
 
