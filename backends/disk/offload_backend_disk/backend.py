@@ -7,19 +7,23 @@ Folders have mode 0700 and files 0600: a KV cache holds users' text.
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 from aiofiles.base import wrap
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from offload_backend_disk import files
 from offload_backend_disk.account import Account
 from offload_backend_disk.bounded import BoundedFolder, Room
+from offload_backend_disk.eviction import Limits, Policy
 from offload_backend_disk.folder import ObjectFolder
+from offload_backend_disk.home import Home
+from offload_backend_disk.keeper import Keeper
+from offload_backend_disk.owners import Owners
+from offload_backend_disk.sweep import Sweep
 from offload_core.backend import (
     Backend,
     BackendContext,
@@ -48,9 +52,32 @@ class DiskOptions(BackendOptions):
         Bytes | None,
         Field(gt=0, description="limit on all objects in the folder, whoever stored them; none by default"),
     ] = None
+    high_watermark: Annotated[
+        float, Field(gt=0, le=1, description="an eviction begins when a store would exceed this part of the capacity")
+    ] = 1.0
     low_watermark: Annotated[
-        float, Field(gt=0, le=1, description="an eviction goes on until no more than this part of the capacity is used")
+        float,
+        Field(
+            gt=0,
+            le=1,
+            validate_default=True,
+            description="an eviction goes on until no more than this part of the capacity is used",
+        ),
     ] = 0.95
+    keep_free: Annotated[
+        Bytes,
+        Field(
+            description="what stores leave free on the file system: with a capacity by evicting, and then by being "
+            "rejected; without one by being rejected"
+        ),
+    ] = 0
+    eviction: Annotated[
+        Policy,
+        Field(
+            description="what goes first: lru, what was used longest ago; slru, what was never used since it was "
+            "stored, and only then what was used longest ago"
+        ),
+    ] = "lru"
     fsync: Annotated[
         files.Fsync,
         Field(description="what is forced to the disk before an object counts as stored: none, data, data and folder"),
@@ -72,21 +99,37 @@ class DiskOptions(BackendOptions):
             )
         return path
 
+    @field_validator("low_watermark")
+    @classmethod
+    def _is_not_above_the_high_one(cls, low: float, info: ValidationInfo) -> float:
+        high = info.data.get("high_watermark", 1.0)
+        if low > high:
+            raise ValueError(
+                f"low_watermark ({low}) is above high_watermark ({high}); an eviction begins at the high one and ends "
+                f"at the low one, so give a low_watermark of at most {high}"
+            )
+        return low
+
 
 class DiskBackend(Backend[DiskOptions]):
     """One file per object on a local file system."""
 
     def __init__(self, options: DiskOptions, context: BackendContext) -> None:
         super().__init__(options, context)
-        owner = secrets.token_hex(8)
-        self._folder = ObjectFolder(options.path, owner, options.fsync)
+        home = Home(options.path)
+        self._home = home
+        self._owners = Owners(options.path, secrets.token_hex(8))
+        self._folder = ObjectFolder(home, self._owners, options.fsync, options.keep_free)
         self._bounded: BoundedFolder | None = None
+        account: Account | None = None
         if options.capacity is not None:
-            account = Account(self._folder.layout, owner, options.capacity, options.low_watermark)
+            watermarks = options.high_watermark, options.low_watermark
+            limits = Limits(options.capacity, *watermarks, options.keep_free, options.eviction)
+            account = Account(home, self._owners, limits)
             self._bounded = BoundedFolder(self._folder, account)
-        self._pinned: dict[ObjectKey, list[int]] = {}
+        self._sweep = Sweep(self._folder.layout, self._owners, account)
+        self._keeper = Keeper(self.run_blocking, self._sweep, account)
         self._reserved: dict[ObjectKey, list[int]] = {}
-        self._scan: asyncio.Task[None] | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -99,59 +142,53 @@ class DiskBackend(Backend[DiskOptions]):
 
         Cancelled, it ends when its thread does.
         """
-        await self.run_blocking(files.make_private_folder, self.options.path)
+        if await self.run_blocking(self._open):
+            self._keeper.start()
+
+    def _open(self) -> bool:
+        """Return whether there is anything to do in the background."""
+        self._home.open()
         if self._bounded is not None:
-            folders = await self.run_blocking(self._bounded.open)
-            if folders:
-                self._scan = asyncio.create_task(self._scan_all(self._bounded, folders))
+            self._bounded.open()
+        return self._sweep.begin() or self._bounded is not None
 
     async def close(self) -> None:
         """See :meth:`Backend.close`."""
-        if self._scan is not None:
-            self._scan.cancel()
-            await asyncio.wait([self._scan])
+        await self._keeper.stop()
         await super().close()
-        if self._bounded is not None:
-            await self.run_blocking(self._bounded.close)
+        await self.run_blocking(self._bounded.close if self._bounded is not None else self._owners.drop)
 
     async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
         """See :meth:`Backend.contains`."""
         return await self.run_blocking(self._folder.contains, keys)
 
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
-        """Open the files that are there. Without a capacity nothing is evicted: then opening them to read is enough."""
+        """Pin what is there. Without a capacity nothing is evicted: then opening the files to read is enough."""
         bounded = self._bounded
         if bounded is None:
             return LoadReservation([True] * len(keys))
-        opened: list[int | None] = []
+        present: list[bool] = []
         try:
-            await self.run_blocking(lambda: opened.extend(bounded.pin(keys)))
+            await self.run_blocking(lambda: present.extend(bounded.pin(keys)))
         except asyncio.CancelledError:  # the thread has ended nevertheless
-            await self.run_blocking(bounded.unpin, keys[: len(opened)], opened)
+            bounded.unpin([key for key, there in zip(keys, present, strict=False) if there])
             raise
-        held = [(key, one) for key, one in zip(keys, opened, strict=True) if one is not None]
-        for key, descriptor in held:
-            self._pinned.setdefault(key, []).append(descriptor)
+        held = [key for key, there in zip(keys, present, strict=True) if there]
 
         async def release() -> None:
-            for key, descriptor in held:
-                _take(self._pinned, key, descriptor)
-            if held:
-                await self.run_blocking(bounded.unpin, keys, opened)
+            bounded.unpin(held)  # some microseconds; nothing in it waits
 
-        return LoadReservation([one is not None for one in opened], release)
+        return LoadReservation(present, release)
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`."""
-        # Copies, which the thread closes: another call's reservation may be released meanwhile.
-        spares = [os.dup(self._pinned[key][-1]) if key in self._pinned else None for key in keys]
-        return await self.run_to_the_end(_load(self._folder, keys, buffers, spares, executor=self.context.executor))
+        return await self.run_to_the_end(_load(self._folder, keys, buffers, executor=self.context.executor))
 
     async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
-        """Reserve room in the folder's account, evicting what was used longest ago."""
+        """Reserve room in the folder's account, evicting what is to go first."""
         bounded = self._bounded
         if bounded is None:
-            return await super().prepare_store(keys, nbytes)
+            return StoreReservation(await self.run_blocking(self._folder.reserve, keys, nbytes))
         rooms: list[Room] = []
         try:
             await self.run_blocking(lambda: rooms.append(bounded.reserve(keys, nbytes)))
@@ -192,19 +229,12 @@ class DiskBackend(Backend[DiskOptions]):
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """See :meth:`Backend.delete`."""
-        for key in keys:
-            self._pinned.pop(key, None)  # deleted, not evicted: no spare of it is wanted; its reservation closes it
         await self.run_blocking((self._bounded or self._folder).delete, keys)
 
     async def list_objects(self) -> AsyncIterator[Sequence[StoredObject]]:
         """See :meth:`Backend.list_objects`; one batch per folder of files."""
         for folder in await self.run_blocking(self._folder.folders):
             yield await self.run_blocking(self._folder.objects_in, folder)
-
-    async def _scan_all(self, bounded: BoundedFolder, folders: Sequence[Path]) -> None:
-        """Bring the account in line, a folder at a time, so that other calls get their turn."""
-        for folder in folders:
-            await self.run_blocking(bounded.scan, folder, last=folder is folders[-1])
 
 
 def _take(held: dict[ObjectKey, list[int]], key: ObjectKey, one: int) -> bool:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-from offload_backend_disk import files
 from offload_backend_disk.account import Account
+from offload_backend_disk.database import FULL
 from offload_backend_disk.folder import ObjectFolder
 from offload_core.backend import StoreOutcome
 from offload_core.keys import ObjectKey
+
+_TRY_AGAIN_SECONDS = 1.0
 
 
 class Room(NamedTuple):
@@ -28,74 +30,39 @@ class BoundedFolder:
     def __init__(self, folder: ObjectFolder, account: Account) -> None:
         self._folder = folder
         self._account = account
-        self._read_only: OSError | None = None
+        self._closed_by: OSError | None = None
+        self._next_try_seconds = 0.0
 
-    def open(self) -> list[Path]:
+    def open(self) -> None:
         """Open the account, and settle what processes that were killed have left.
-
-        Returns:
-            Folders that the account does not know, or not for certain: :meth:`scan` them, in any time.
 
         Raises:
             OSError: the folder cannot even be read. One that cannot be written can still be loaded from.
         """
         try:
-            self._account.open()
-            self._account.settle_the_dead()
-            if not self._account.needs_scan():
-                return []
-            folders = self._folder.folders()
-            if not folders:
-                self._account.scan_ends()
-        except OSError as error:
+            self._open_account()
+        except OSError:
             if not os.access(self._folder.layout.root, os.R_OK | os.X_OK):
                 raise
-            self._read_only = error
-            return []
-        return folders
 
     def close(self) -> None:
         """Let go of the account. Idempotent."""
         self._account.close()
 
-    def scan(self, folder: Path, *, last: bool) -> None:
-        """Take a folder into the account."""
-        self._account.scan_folder(folder)
-        if last:
-            self._account.scan_ends()
+    def pin(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Keep all processes from evicting objects until :meth:`unpin`; says which are there."""
+        return self._account.pin(keys) if self._closed_by is None else self._folder.contains(keys)
 
-    def pin(self, keys: Sequence[ObjectKey]) -> list[int | None]:
-        """Keep objects until :meth:`unpin`: this process does not evict them, and what others evict stays readable.
-
-        Returns:
-            Per key an open descriptor of its file, or ``None`` where there is none.
-        """
-        descriptors: list[int | None] = []
-        try:
-            for key in keys:
-                descriptors.append(files.open_to_read(self._folder.layout.path(key)))
-        except BaseException:
-            _close_all(descriptors)
-            raise
-        if self._read_only is None:
-            present = [key for key, descriptor in zip(keys, descriptors, strict=True) if descriptor is not None]
-            self._account.touch(present)
-            self._account.pin(present)
-        return descriptors
-
-    def unpin(self, keys: Sequence[ObjectKey], descriptors: Sequence[int | None]) -> None:
-        """Undo :meth:`pin`."""
-        if self._read_only is None:
-            self._account.unpin([key for key, one in zip(keys, descriptors, strict=True) if one is not None])
-        _close_all(descriptors)
+    def unpin(self, keys: Sequence[ObjectKey]) -> None:
+        """Undo :meth:`pin`, for the keys that it said are there."""
+        self._account.unpin(keys)
 
     def reserve(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> Room:
-        """Reserve room for what is not there yet, evicting what was used longest ago."""
-        account = self._writable()
+        """Reserve room for what is not there yet, evicting what is to go first."""
         present = self._folder.contains(keys)
-        account.touch([key for key, there in zip(keys, present, strict=True) if there])
         wanted = [(key, size) for key, size, there in zip(keys, nbytes, present, strict=True) if not there]
-        granted, evicted = account.reserve(wanted) if wanted else ([], [])
+        granted, evicted = self._reserve(wanted)
+        self._account.touch([key for key, there in zip(keys, present, strict=True) if there])
         rest = iter(granted)
         reservations = [None if there else next(rest) for there in present]
         outcomes = [
@@ -117,10 +84,13 @@ class BoundedFolder:
     ) -> list[StoreOutcome]:
         """Write objects, in order; the first error ends the batch. What has no reservation gets one first.
 
+        What another process has stored meanwhile is left as it is, and what finds the disk full is rejected.
+
         Args:
             used: gets the reservations that have become objects; the others are still the caller's.
         """
-        account = self._writable()
+        if not self._folder.prepare_to_write():
+            return [StoreOutcome.REJECTED] * len(keys)
         held = list(reservations)
         outcomes: list[StoreOutcome | None] = [None] * len(held)
         missing = [index for index, reservation in enumerate(held) if reservation is None]
@@ -128,31 +98,57 @@ class BoundedFolder:
             room = self.reserve([keys[index] for index in missing], [len(buffers[index]) for index in missing])
             for index, reservation, outcome in zip(missing, room.reservations, room.outcomes, strict=True):
                 held[index], outcomes[index] = reservation, outcome
-        written: list[tuple[int, ObjectKey, int]] = []
+        written: list[tuple[int, ObjectKey]] = []
         try:
             for index, (key, buffer, reservation) in enumerate(zip(keys, buffers, held, strict=True)):
-                if reservation is not None:
-                    self._folder.store(key, buffer)
-                    written.append((reservation, key, len(buffer)))
-                    outcomes[index] = StoreOutcome.STORED
+                if reservation is None:
+                    continue
+                if self._folder.contains([key]) == [True]:
+                    outcomes[index] = StoreOutcome.ALREADY_PRESENT
+                    continue
+                outcomes[index] = outcome = self._folder.store(key, buffer)
+                if outcome is StoreOutcome.STORED:
+                    written.append((reservation, key))
         finally:
-            done = {reservation for reservation, _, _ in written}
+            done = {reservation for reservation, _ in written}
             own = (held[index] for index in missing)
-            account.settle(written, [one for one in own if one is not None and one not in done])
+            unused = [one for one in own if one is not None and one not in done]
+            self._account.settle([key for _, key in written], [*done, *unused])
             used |= done
         return [outcome for outcome in outcomes if outcome is not None]
 
     def delete(self, keys: Sequence[ObjectKey]) -> None:
         """Remove objects; absent ones are no error."""
-        self._writable().remove(keys)
+        self._reopen()
+        self._account.remove(keys)
 
-    def _writable(self) -> Account:
-        if self._read_only is not None:
-            raise self._read_only
-        return self._account
+    def _reserve(self, wanted: Sequence[tuple[ObjectKey, int]]) -> tuple[list[int | None], list[ObjectKey]]:
+        try:
+            self._reopen()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            return [None] * len(wanted), []
+        return self._account.reserve(wanted) if wanted else ([], [])
 
+    def _reopen(self) -> None:
+        """Open an account that could not be opened: the disk may have been full or read-only.
 
-def _close_all(descriptors: Sequence[int | None]) -> None:
-    for descriptor in descriptors:
-        if descriptor is not None:
-            os.close(descriptor)
+        Raises:
+            OSError: it still cannot.
+        """
+        if self._closed_by is not None:
+            if time.monotonic() < self._next_try_seconds:
+                raise self._closed_by
+            self._open_account()
+
+    def _open_account(self) -> None:
+        try:
+            self._account.open()
+            self._account.settle_the_dead()
+        except OSError as error:
+            self._account.close()
+            self._closed_by = error
+            self._next_try_seconds = time.monotonic() + _TRY_AGAIN_SECONDS
+            raise
+        self._closed_by = None

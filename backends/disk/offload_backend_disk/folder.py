@@ -2,73 +2,120 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from offload_backend_disk import files
+from offload_backend_disk.database import FULL
+from offload_backend_disk.home import Home
 from offload_backend_disk.layout import Layout
+from offload_backend_disk.owners import Owners
 from offload_core.backend import LoadOutcome, StoredObject, StoreOutcome
 from offload_core.keys import ObjectKey
 
+logger = logging.getLogger(__name__)
+
 
 class ObjectFolder:
-    """Objects under ``root``, one file each.
+    """Objects in a folder, one file each.
 
     Args:
-        owner: names this process's files while they are being written; nobody else uses the name.
+        home: the folder.
+        owners: this process's lock in it, by which its files are known to be its own while they are being written.
         fsync: what is forced to the medium before an object counts as stored.
+        keep_free_bytes: what :meth:`has_room` leaves on the file system.
     """
 
-    def __init__(self, root: Path, owner: str, fsync: files.Fsync) -> None:
-        self.layout = Layout(root)
-        self._owner = owner
+    def __init__(self, home: Home, owners: Owners, fsync: files.Fsync, keep_free_bytes: int = 0) -> None:
+        self.layout = Layout(home.root)
+        self._home = home
+        self._owners = owners
         self._fsync = fsync
+        self._keep_free_bytes = keep_free_bytes
+        self._is_full = False
 
     def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Return, per key, whether its file is there."""
         return [self.layout.path(key).is_file() for key in keys]
 
-    def load(
-        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], spares: Sequence[int | None]
-    ) -> list[LoadOutcome]:
-        """Read objects, in order; the first error ends the batch.
+    def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+        """Read objects, in order; the first error ends the batch."""
+        return [self._load(*item) for item in zip(keys, buffers, strict=True)]
 
-        Args:
-            spares: per key an open descriptor of its file, for the case that the file was evicted since, or ``None``;
-                closed in the end.
-        """
-        try:
-            return [self._load(*item) for item in zip(keys, buffers, spares, strict=True)]
-        finally:
-            for spare in spares:
-                if spare is not None:
-                    os.close(spare)
-
-    def _load(self, key: ObjectKey, buffer: memoryview, spare: int | None) -> LoadOutcome:
+    def _load(self, key: ObjectKey, buffer: memoryview) -> LoadOutcome:
         descriptor = files.open_to_read(self.layout.path(key))
         if descriptor is None:
-            return LoadOutcome.MISS if spare is None else files.read(spare, buffer)
+            return LoadOutcome.MISS
         try:
             return files.read(descriptor, buffer)
         finally:
             os.close(descriptor)
 
+    def reserve(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> list[StoreOutcome | None]:
+        """Say what is there, and what would leave less than is to be kept free; nothing is reserved."""
+        outcomes: list[StoreOutcome | None] = []
+        free_bytes = self._home.free_bytes() if self._keep_free_bytes else 0
+        for present, size in zip(self.contains(keys), nbytes, strict=True):
+            if present:
+                outcomes.append(StoreOutcome.ALREADY_PRESENT)
+            elif self._keep_free_bytes and free_bytes - size < self._keep_free_bytes:
+                outcomes.append(StoreOutcome.REJECTED)
+            else:
+                outcomes.append(None)
+                free_bytes -= size
+        return outcomes
+
     def store_all(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
-        """Write objects, in order; the first error ends the batch."""
-        for key, buffer in zip(keys, buffers, strict=True):
-            self.store(key, buffer)
-        return [StoreOutcome.STORED] * len(keys)
+        """Write objects, in order; the first error ends the batch. Those for which the disk is full are rejected."""
+        if not self.prepare_to_write():
+            return [StoreOutcome.REJECTED] * len(keys)
+        return [self.store(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
 
     def delete(self, keys: Sequence[ObjectKey]) -> None:
         """Remove objects; absent ones are no error."""
         for key in keys:
             self.layout.unlink(key)
 
-    def store(self, key: ObjectKey, buffer: memoryview) -> None:
-        """Write an object whole or not at all."""
+    def prepare_to_write(self) -> bool:
+        """Check that the folder is where it was, and that this process is known as alive; to be done once for a batch.
+
+        Returns:
+            Whether there is any room on the disk.
+
+        Raises:
+            OSError: the folder is gone with its file system, or cannot be written.
+        """
+        self._home.check()
+        try:
+            self._owners.take()
+        except OSError as error:
+            return self._has_room(error)
+        return True
+
+    def store(self, key: ObjectKey, buffer: memoryview) -> StoreOutcome:
+        """Write an object whole or not at all; it is rejected when the disk is full."""
         path = self.layout.path(key)
-        files.write(path, self.layout.temporary(path, self._owner), buffer, self._fsync)
+        try:
+            files.write(path, self.layout.temporary(path, self._owners.owner), buffer, self._fsync)
+        except OSError as error:
+            self._has_room(error)
+            return StoreOutcome.REJECTED
+        self._is_full = False
+        return StoreOutcome.STORED
+
+    def _has_room(self, error: OSError) -> bool:
+        """Return ``False`` for an error that says that the disk is full; raise any other."""
+        if error.errno not in FULL:
+            raise error
+        if not self._is_full:
+            self._is_full = True
+            logger.warning(
+                "%s: %s: stores are rejected until there is room again, loads go on; "
+                "set or lower capacity, or set keep_free, if nothing else is to give way", self.layout.root, error
+            )  # fmt: skip
+        return False
 
     def folders(self) -> list[Path]:
         """Return the folders that may hold objects."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from offload_backend_disk import DiskBackend, DiskOptions
-from offload_backend_disk.account import FOLDER_NAME
+from offload_backend_disk.owners import FOLDER_NAME
 
 from offload_core.backend import BackendContext
 from offload_core.keys import ObjectKey
