@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from offload_core.testing import tiny_models
-from tests.engine import s3_server
+from tests.backends.nfs.conftest import S3_CREDENTIALS, S3Server
 from tests.engine.lab import Lab
 from tests.engine.media import MEDIA, Place, Storage
 
@@ -50,21 +51,23 @@ def _no_connector_settings_from_outside() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _s3_variables(_no_connector_settings_from_outside: None) -> None:
+def _s3_credentials(_no_connector_settings_from_outside: None) -> None:
     """From the first run on, since one whose variables differ cannot be forked from the server that has vLLM."""
-    os.environ.update(s3_server.variables())
+    os.environ.update(S3_CREDENTIALS)
 
 
 @pytest.fixture(scope="session")
-def _s3_server() -> Iterator[None]:
-    with s3_server.s3_server():
-        yield
+def _s3_server() -> Iterator[S3Server]:
+    server = S3Server()
+    yield server
+    server.kill()
 
 
 @pytest.fixture
-def bucket(_s3_server: None) -> str:
-    """The URL of an empty bucket on a real S3-compatible server."""
-    return s3_server.new_bucket()
+def bucket(_s3_server: S3Server) -> dict[str, Any]:
+    """The keys of a tier on an empty bucket of a real S3-compatible server."""
+    url = f"s3://{_s3_server.make_bucket()}/engines/kv"
+    return {"url": url, "storage_options": {"endpoint_url": _s3_server.url}}
 
 
 @pytest.fixture

@@ -29,11 +29,11 @@ class Place:
 
     Args:
         folder: empty; of one test.
-        bucket: URL of a bucket of one test, or ``None`` where no server runs.
+        bucket: keys of a tier on a bucket of one test, or ``None`` where no server runs.
     """
 
     folder: Path
-    bucket: str | None = None
+    bucket: TierKeys | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _nfs(place: Place, **keys: Any) -> TierKeys:
 
 
 def _s3(place: Place, **keys: Any) -> TierKeys:
-    return {"name": "bucket", "type": "nfs", "url": place.bucket, **keys}
+    return {"name": "bucket", "type": "nfs", **(place.bucket or {}), **keys}
 
 
 MEDIA: dict[str, Medium] = {
@@ -124,7 +124,7 @@ class Storage:
         for tier in self.tiers:
             url = tier.get("url") or (Path(tier["path"]).as_uri() if "path" in tier else None)
             if url is not None:
-                yield from _files_under(tier["name"], url)
+                yield from _files_under(tier["name"], url, tier.get("storage_options", {}))
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ class StoredFile:
             self.files.rm_file(self.path)
 
 
-def _files_under(tier: str, url: str) -> Iterator[StoredFile]:
-    files, root = fsspec.url_to_fs(url, use_listings_cache=False)
+def _files_under(tier: str, url: str, options: TierKeys) -> Iterator[StoredFile]:
+    files, root = fsspec.url_to_fs(url, use_listings_cache=False, **options)
     with suppress(FileNotFoundError):
         for path in sorted(files.find(root)):
             if path.endswith(".kv"):

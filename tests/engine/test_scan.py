@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from offload_backend_disk.account import FOLDER_NAME
 from offload_backend_disk.layout import Layout
+from offload_backend_disk.owners import FOLDER_NAME
 
 from offload_core.keys import ObjectKey
 from offload_core.testing.engine import Round, compare, logged_problems
