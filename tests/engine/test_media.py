@@ -105,7 +105,9 @@ def test_a_stack_is_served_from_what_is_left_of_it(gemma3: Lab, storage: Stores)
     second = _check(gemma3, [*rounds, again], stack)
     assert all(served(second, 0).values())
     assert all(served(second, 1).values())
-    assert count(second, "load_hits", "shared") > 0
+    assert count(second, "load_hits", "shared") > 0, "first from what other hosts see too"
+    assert count(second, "promotions", "ram") > 0
+    assert count(second, "load_hits", "ram") > 0, "then from the fastest, which has kept it"
     assert count(second, "load_hits", "disk") == 0
 
 
