@@ -65,8 +65,7 @@ class Account:
             self._opened = False
             self._database.close()
             self._pins.close()
-        with suppress(OSError):
-            self._owners.drop()
+        self._owners.drop()
 
     def reserve(self, wanted: Sequence[tuple[ObjectKey, int]]) -> tuple[list[int | None], list[ObjectKey]]:
         """Reserve room for objects, in order, evicting what is to go first.

@@ -10,7 +10,7 @@ import fcntl
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FOLDER_NAME = ".offload-core"
@@ -47,16 +47,18 @@ class Owners:
             new = not (self.folder / _OWNERS).is_dir()
             (self.folder / _OWNERS).mkdir(mode=0o700, parents=True, exist_ok=True)
             with self.opening():
-                descriptor = os.open(self._file(self.owner), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                # Not to write: a file system with files that are open for that cannot be remounted read-only.
+                descriptor = os.open(self._file(self.owner), os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 self._descriptor = descriptor
             return new
 
     def drop(self) -> None:
-        """Let go of this writer's lock and remove its file. Idempotent."""
+        """Let go of this writer's lock and remove its file, where that can be. Idempotent."""
         with self._lock:
             if self._is_held():
-                self._file(self.owner).unlink(missing_ok=True)
+                with suppress(OSError):
+                    self._file(self.owner).unlink(missing_ok=True)
             self._let_go()
 
     @contextmanager
@@ -69,7 +71,7 @@ class Owners:
     def alive(self, owner: str) -> bool:
         """Return whether a writer lives. One without a lock file does not."""
         try:
-            descriptor = os.open(self._file(owner), os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(self._file(owner), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
         try:

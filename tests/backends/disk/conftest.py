@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from offload_backend_disk import DiskBackend, DiskOptions
@@ -16,7 +18,7 @@ from offload_core.backend import BackendContext
 from offload_core.keys import ObjectKey
 from offload_core.runtime import DaemonExecutor
 
-Disk = Callable[[Path], DiskBackend]
+Disk = Callable[..., DiskBackend]
 
 
 def key(number: int, pack: str = "full-u256") -> ObjectKey:
@@ -30,15 +32,18 @@ def files_under(folder: Path) -> list[Path]:
 
 @pytest.fixture
 def disk() -> Iterator[Disk]:
-    """Make disk backends with two threads each."""
-    executors: list[DaemonExecutor] = []
+    """Make disk backends with two threads each; they are closed in the end."""
+    made: list[tuple[DaemonExecutor, DiskBackend]] = []
 
-    def make(path: Path) -> DiskBackend:
-        executors.append(DaemonExecutor(2, f"disk-{len(executors)}"))
-        return DiskBackend(DiskOptions(path=path), BackendContext("disk", executors[-1]))
+    def make(path: Path, **options: Any) -> DiskBackend:
+        executor = DaemonExecutor(2, f"disk-{len(made)}")
+        checked = DiskOptions.model_validate({"path": path, **options})
+        made.append((executor, DiskBackend(checked, BackendContext("disk", executor))))
+        return made[-1][1]
 
     yield make
-    for executor in executors:
+    for executor, backend in made:
+        asyncio.run(backend.close())
         executor.shutdown()
 
 
@@ -70,6 +75,6 @@ def tmpfs(size: str) -> Iterator[Path]:
 
 @pytest.fixture
 def small_disk() -> Iterator[Path]:
-    """A file system of 256 KiB."""
+    """A file system of 256 KiB. Ask for it before ``disk``, so that what is on it is closed before it goes."""
     with tmpfs("256k") as folder:
         yield folder

@@ -16,8 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offload_backend_disk import DiskBackend, DiskOptions
-from offload_backend_disk.account import FOLDER_NAME, Account
+from offload_backend_disk.account import Account
+from offload_backend_disk.eviction import Limits
+from offload_backend_disk.home import Home
 from offload_backend_disk.layout import Layout
+from offload_backend_disk.owners import FOLDER_NAME, Owners
+from offload_backend_disk.sweep import Sweep
 
 from offload_core.backend import BackendContext, LoadOutcome, StoreOutcome
 from offload_core.keys import ObjectKey
@@ -54,6 +58,22 @@ async def put(backend: DiskBackend, *numbers: int, nbytes: int = 10 * KIB) -> li
     await reservation.release()
     assert outcomes == [StoreOutcome.STORED] * len(wanted)
     return list(reservation.evicted)
+
+
+def open_account(root: Path, capacity_bytes: int, owner: str = "owner", **options: Any) -> Account:
+    account = Account(Home(root), Owners(root, owner), Limits(capacity_bytes, **{"low_watermark": 1.0, **options}))
+    account.open()
+    return account
+
+
+async def known(backend: DiskBackend) -> None:
+    """Wait until a store is taken, which the folder's scan comes before."""
+    probe = ObjectKey("cd" * 32, "probe", b"probe")
+    while True:
+        reservation = await backend.prepare_store([probe], [0])
+        await reservation.release()
+        if reservation.outcomes == (None,):
+            return
 
 
 def used(folder: Path) -> int:
@@ -96,18 +116,39 @@ def test_an_eviction_goes_on_to_the_low_watermark(bounded: Make) -> None:
     asyncio.run(main())
 
 
-def test_an_object_that_another_process_evicts_can_be_read_by_those_that_have_pinned_it(bounded: Make) -> None:
+def test_what_a_process_has_pinned_is_evicted_by_no_other(bounded: Make) -> None:
     async def main() -> None:
         reader, writer = bounded(), bounded()
         await reader.open()
         await writer.open()
         await put(writer, 0)
-        pinned = await reader.prepare_load([key(0)])
-        await put(writer, *range(1, 11))
-        assert await writer.contains([key(0)]) == [False]
+        pinned, again = await reader.prepare_load([key(0), key(99)]), await reader.prepare_load([key(0)])
+        assert pinned.present == (True, False)
+        await put(writer, *range(1, 10))
+        assert await put(writer, 10, 11) == [key(1), key(2)]
+        await again.release()
+        assert await put(writer, 12) == [key(3)], "one of two pins was released"
         assert await reader.load_into([key(0)], [memoryview(bytearray(10 * KIB))]) == [LoadOutcome.HIT]
         await pinned.release()
+        assert key(0) in await put(writer, *range(20, 30))
         assert await reader.load_into([key(0)], [memoryview(bytearray(10 * KIB))]) == [LoadOutcome.MISS]
+        await reader.close()
+        await writer.close()
+
+    asyncio.run(main())
+
+
+def test_what_does_not_fit_beside_what_is_pinned_is_rejected_and_nothing_goes_for_it(bounded: Make) -> None:
+    async def main() -> None:
+        reader, writer = bounded(), bounded()
+        await reader.open()
+        await writer.open()
+        await put(writer, *range(10))
+        pinned = await reader.prepare_load([key(number) for number in range(5)])
+        reservation = await writer.prepare_store([key(10)], [60 * KIB])
+        assert (reservation.outcomes, reservation.evicted) == ((StoreOutcome.REJECTED,), ())
+        await reservation.release()
+        await pinned.release()
         await reader.close()
         await writer.close()
 
@@ -122,8 +163,7 @@ def test_objects_from_before_there_was_a_capacity_are_counted_and_evicted(bounde
         await unbounded.close()
         backend = bounded()
         await backend.open()
-        assert backend._scan is not None
-        await backend._scan
+        await known(backend)
         assert await put(backend, 10, 11) == [key(0)]
         assert used(tmp_path) == 100 * KIB
         await backend.close()
@@ -132,8 +172,7 @@ def test_objects_from_before_there_was_a_capacity_are_counted_and_evicted(bounde
 
 
 def test_a_folder_that_is_not_scanned_yet_counts_as_full(tmp_path: Path) -> None:
-    account = Account(Layout(tmp_path), "owner", 100 * KIB, 1.0)
-    account.open()
+    account = open_account(tmp_path, 100 * KIB)
     assert account.reserve([(key(0), 1)]) == ([None], [])
     account.scan_ends()
     assert account.reserve([(key(0), 1)])[0] != [None]
@@ -144,8 +183,7 @@ def test_a_damaged_account_is_made_anew_from_what_is_on_the_disk(bounded: Make, 
     async def main(expected: list[ObjectKey]) -> None:
         backend = bounded()
         await backend.open()
-        if backend._scan is not None:
-            await backend._scan
+        await known(backend)
         assert await put(backend, *range(10 * len(expected), 10 * len(expected) + 10)) == expected
         await backend.close()
 
@@ -156,24 +194,31 @@ def test_a_damaged_account_is_made_anew_from_what_is_on_the_disk(bounded: Make, 
     assert used(tmp_path) == 100 * KIB
 
 
-def test_on_a_full_disk_stores_fail_and_the_account_is_right_when_there_is_room_again() -> None:
+def test_on_a_full_disk_stores_are_rejected_and_the_account_is_right_when_there_is_room_again() -> None:
     executor = DaemonExecutor(2, "disk")
 
     async def main(folder: Path) -> None:
         options = DiskOptions.model_validate({"path": folder, "capacity": "2MiB"})
         backend = DiskBackend(options, BackendContext("disk", executor))
         await backend.open()
-        stored = failed = 0
-        while not failed:
-            try:
-                await put(backend, stored, nbytes=50 * KIB)
-                stored += 1
-            except OSError:
-                failed += 1
+
+        async def store(*numbers: int) -> list[StoreOutcome]:
+            keys = [key(number) for number in numbers]
+            reservation = await backend.prepare_store(keys, [50 * KIB] * len(keys))
+            wanted = [one for one, outcome in zip(keys, reservation.outcomes, strict=True) if outcome is None]
+            outcomes = iter(await backend.store(wanted, [memoryview(bytes(50 * KIB))] * len(wanted)))
+            await reservation.release()
+            return [outcome or next(outcomes) for outcome in reservation.outcomes]
+
+        outcomes = await store(*range(40))
+        stored = outcomes.count(StoreOutcome.STORED)
         assert stored > 5
+        assert outcomes == [StoreOutcome.STORED] * stored + [StoreOutcome.REJECTED] * (40 - stored)
         assert used(folder) == stored * 50 * KIB, "half an object was left"
+        assert await store(50, 51) == [StoreOutcome.REJECTED] * 2
+        assert await backend.load_into([key(0)], [memoryview(bytearray(50 * KIB))]) == [LoadOutcome.HIT]
         await backend.delete([key(number) for number in range(5)])
-        await put(backend, stored, nbytes=50 * KIB)
+        assert await store(50) == [StoreOutcome.STORED]
         await backend.close()
         assert settled(folder) == (used(folder), [])
         assert used(folder) == (stored - 4) * 50 * KIB
@@ -193,8 +238,7 @@ def test_the_account_is_what_is_on_the_disk(
 ) -> None:
     root = tmp_path_factory.mktemp("account")
     layout = Layout(root)
-    account = Account(layout, "owner", 1000, 1.0)
-    account.open()
+    account = open_account(root, 1000)
     account.scan_ends()
     reserved: list[tuple[int, ObjectKey, int]] = []
     pinned: list[ObjectKey] = []
@@ -210,15 +254,14 @@ def test_the_account_is_what_is_on_the_disk(
                 _, one, nbytes = reserved[0]
                 layout.path(one).parent.mkdir(parents=True, exist_ok=True)
                 layout.path(one).write_bytes(bytes(nbytes))
-                account.settle(reserved[:1], [])
-                del reserved[0]
+                account.settle([one], [reserved.pop(0)[0]])
             elif step == "abandon" and reserved:
                 account.settle([], [reserved.pop()[0]])
-            elif step == "remove":
+            elif step == "remove" and one not in pinned:
                 account.remove([one])
             elif step == "pin":
-                account.pin([one])
-                pinned.append(one)
+                if account.pin([one]) == [True]:
+                    pinned.append(one)
             elif step == "touch":
                 account.touch([one])
             in_flight = sum(nbytes for _, _, nbytes in reserved)
@@ -251,13 +294,12 @@ def wait_until_it_stores(process: subprocess.Popen[bytes]) -> None:
 
 def settled(folder: Path) -> tuple[int, list[Path]]:
     """Open the folder as the next process does; returns its account's bytes, and what is no object."""
-    account = Account(Layout(folder), "next", 1024 * KIB, 1.0)
-    account.open()
+    account = open_account(folder, 1024 * KIB, "next")
     account.settle_the_dead()
-    if account.needs_scan():
-        for part in Layout(folder).folders():
-            account.scan_folder(part)
-        account.scan_ends()
+    sweep = Sweep(Layout(folder), Owners(folder, "next"), account)
+    if sweep.is_needed():
+        for _ in sweep.steps():
+            pass
     total = account.used_bytes
     account.close()
     assert list((folder / FOLDER_NAME / "owners").iterdir()) == [], "what the dead had locked is still there"
