@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from tests.engine.lab import Lab, count, served
 from tests.engine.media import Storage
 
 pytestmark = pytest.mark.long
+
+COMMAND = Path(sys.executable).with_name("offload-core")
 
 Stores = Callable[[str], Storage]
 
@@ -49,6 +52,27 @@ def _evicting(storage: Storage) -> Iterator[list[int]]:
         process.wait(10)
 
 
+@contextmanager
+def _pruning(storage: Storage) -> Iterator[list[int]]:
+    """An operator who lets ``offload-core prune`` keep the storage small; gives how many objects have gone."""
+    command = [str(COMMAND), "prune", str(storage.config_file()), "--max-bytes", "8MiB", "--yes", "--json"]
+    ended = threading.Event()
+    deleted = [0]
+
+    def prune() -> None:
+        while not ended.is_set():
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+            deleted[0] += sum(tier["removed_objects"] for tier in json.loads(done.stdout)["tiers"])
+
+    with ThreadPoolExecutor(1) as pool:
+        pruned = pool.submit(prune)
+        try:
+            yield deleted
+        finally:
+            ended.set()
+        pruned.result()
+
+
 def _share(lab: Lab, storage: Storage, **keys: Any) -> tuple[RunResult, RunResult]:
     """Run an engine that only stores and, as soon as it has stored something, one that only loads."""
     rounds = _rounds(lab)
@@ -77,10 +101,16 @@ def _share(lab: Lab, storage: Storage, **keys: Any) -> tuple[RunResult, RunResul
     return storing, loading
 
 
-@pytest.mark.parametrize("medium", ["nfs-file", "nfs-s3"])
-def test_one_stores_one_loads_and_a_third_process_evicts(medium: str, lab: Lab, storage: Stores) -> None:
+@pytest.mark.parametrize(
+    ("medium", "third"),
+    [("nfs-file", _evicting), ("nfs-s3", _evicting), ("nfs-file", _pruning)],
+    ids=["a share, evicted from at random", "a bucket, evicted from at random", "a share, pruned"],
+)
+def test_one_stores_one_loads_and_a_third_process_evicts(
+    medium: str, third: Callable[[Storage], AbstractContextManager[list[int]]], lab: Lab, storage: Stores
+) -> None:
     shared = storage(medium)
-    with _evicting(shared) as deleted:
+    with third(shared) as deleted:
         storing, loading = _share(lab, shared)
     assert deleted[0] > 0
     (tier,) = shared.names
