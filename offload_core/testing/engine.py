@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,13 @@ from offload_core.testing.processes import Program, run_program
 from offload_core.testing.workload import Workload, WorkloadResult
 
 PROGRESS_KEY = "prompt_finished"
+RECORD_FORMAT = "%(levelname)s %(name)s: %(message)s"
+"""How a run prints the log records, from warnings on, of all loggers but vLLM's."""
 RUN_MODULE = "offload_core.vllm.testing.engine_run"
 PRELOAD_MODULE = "offload_core.vllm.testing.preload"
+
+
+_PROBLEM = re.compile(r"(WARNING|ERROR|CRITICAL) [\w.]+: |.*Traceback \(most recent call last\)")
 
 
 class RunFailedError(RuntimeError):
@@ -142,6 +148,11 @@ def _difference(name: str, a: PromptResult, b: PromptResult, max_gap: float) -> 
     return f"{name}: log probabilities differ by up to {max(gaps):.3g} (allowed {max_gap:.3g})"
 
 
+def logged_problems(lines: Iterable[str]) -> list[str]:
+    """Return those of a run's lines that are a warning or an error of anyone but vLLM, or the head of a traceback."""
+    return [line for line in lines if _PROBLEM.match(line)]
+
+
 def disk_transfer_config(folder: Path, **extra_config: Any) -> dict[str, Any]:
     """Return a ``kv_transfer_config`` of our connector with one ``disk`` tier on ``folder``; more keys are added.
 
@@ -196,6 +207,7 @@ def run_in_process(
     timeout_seconds: float,
     env: Mapping[str, str] | None = None,
     on_progress: Callable[[dict[str, Any]], None] | None = None,
+    on_line: Callable[[str], None] | None = None,
     fresh_interpreter: bool = False,
 ) -> RunResult:
     """Run ``spec`` in a process of its own (and its children's) and return what it reports.
@@ -204,7 +216,8 @@ def run_in_process(
     modules where this process does.  It is forked from a server that has vLLM imported, which saves seconds; a run
     whose variables differ from the first run's in anything but the search path, and one with ``fresh_interpreter``,
     starts from nothing.  A calling script needs an ``if __name__ == "__main__"`` guard.
-    ``on_progress`` is called from another thread with the fields of each finished prompt.
+    ``on_progress`` is called from another thread with the fields of each finished prompt, ``on_line`` with each other
+    line that is printed or logged.
     Raises RunFailedError, with the last 60 lines of the child's output, if it fails or takes longer than
     ``timeout_seconds``; in both cases no process of the run is left.
     """
@@ -212,10 +225,12 @@ def run_in_process(
     environment = {**run_environment(spec), **os.environ, "PYTHONPATH": search_path, **(env or {})}
 
     def is_progress(line: str) -> bool:
-        if on_progress is None or not line.startswith(f'{{"{PROGRESS_KEY}"'):
-            return False
-        on_progress(json.loads(line)[PROGRESS_KEY])
-        return True
+        if on_progress is not None and line.startswith(f'{{"{PROGRESS_KEY}"'):
+            on_progress(json.loads(line)[PROGRESS_KEY])
+            return True
+        if on_line is not None:
+            on_line(line.rstrip("\n"))
+        return False
 
     with tempfile.TemporaryDirectory(prefix="engine-run-") as folder:
         spec_file, result_file = Path(folder, "spec.json"), Path(folder, "result.json")

@@ -22,8 +22,9 @@ from offload_core.cli.probes import sealed
 from offload_core.keys import ObjectKey
 from offload_core.runtime import DaemonExecutor
 from tests.backends.disk.conftest import files_under, small_disk
+from tests.backends.nfs.conftest import _server, credentials, s3_options, s3_server
 
-__all__ = ["small_disk"]
+__all__ = ["_server", "credentials", "s3_options", "s3_server", "small_disk"]
 
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("offload-core")

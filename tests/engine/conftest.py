@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from offload_core.testing import tiny_models
+from tests.backends.nfs.conftest import S3_CREDENTIALS, S3Server
 from tests.engine.lab import Lab
+from tests.engine.media import MEDIA, Place, Storage
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,3 +48,34 @@ def lab(request: pytest.FixtureRequest) -> Lab:
 @pytest.fixture(scope="session", autouse=True)
 def _no_connector_settings_from_outside() -> None:
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ, "unset it: the tests choose the mode themselves"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _s3_credentials(_no_connector_settings_from_outside: None) -> None:
+    """From the first run on, since one whose variables differ cannot be forked from the server that has vLLM."""
+    os.environ.update(S3_CREDENTIALS)
+
+
+@pytest.fixture(scope="session")
+def _s3_server() -> Iterator[S3Server]:
+    server = S3Server()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def bucket(_s3_server: S3Server) -> dict[str, Any]:
+    """The keys of a tier on an empty bucket of a real S3-compatible server."""
+    url = f"s3://{_s3_server.make_bucket()}/engines/kv"
+    return {"url": url, "storage_options": {"endpoint_url": _s3_server.url}}
+
+
+@pytest.fixture
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Storage]:
+    """A function that makes a test's own copy of a row of :data:`tests.engine.media.MEDIA`."""
+
+    def make(name: str) -> Storage:
+        bucket = request.getfixturevalue("bucket") if MEDIA[name].needs_bucket else None
+        return Storage(name, Place(tmp_path, bucket))
+
+    return make

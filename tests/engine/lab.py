@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Lab:
         self.model = model
         self.dtype = dtype
         self.block_size = block_size
-        self._references: dict[str, RunResult] = {}
+        self._once_run: dict[str, RunResult] = {}
 
     def prompts(self, *lengths: int, family: int = 0, shared_prefix: int = 0, max_tokens: int = 8) -> list[PromptSpec]:
         """Random prompts of the given lengths; those of one family share their first ``shared_prefix`` tokens."""
@@ -56,20 +56,31 @@ class Lab:
         rounds: Sequence[Round],
         transfer: dict[str, Any] | None,
         env: dict[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+        on_progress: Callable[[dict[str, Any]], None] | None = None,
         **engine: Any,
     ) -> RunResult:
         """Run the rounds on a new engine in a new process."""
         spec = RunSpec(
             model=str(self.model), dtype=self.dtype, kv_transfer_config=transfer, rounds=list(rounds), **engine
         )
-        return run_in_process(spec, timeout_seconds=RUN_TIMEOUT_SECONDS, env=env)
+        return run_in_process(
+            spec, timeout_seconds=RUN_TIMEOUT_SECONDS, env=env, on_line=on_line, on_progress=on_progress
+        )
 
     def reference(self, rounds: Sequence[Round], **engine: Any) -> RunResult:
         """Run the rounds without any connector, once per session."""
-        key = repr([*rounds, engine])
-        if key not in self._references:
-            self._references[key] = self.run(rounds, None, **engine)
-        return self._references[key]
+        return self._once(rounds, None, **engine)
+
+    def peer(self, rounds: Sequence[Round], **engine: Any) -> RunResult:
+        """Run the rounds with vLLM's own connector, once per session."""
+        return self._once(rounds, stock_transfer_config(), **engine)
+
+    def _once(self, rounds: Sequence[Round], transfer: dict[str, Any] | None, **engine: Any) -> RunResult:
+        key = repr([*rounds, transfer, engine])
+        if key not in self._once_run:
+            self._once_run[key] = self.run(rounds, transfer, **engine)
+        return self._once_run[key]
 
 
 stock = stock_transfer_config

@@ -10,7 +10,10 @@ from offload_core.testing.engine import Round, RunFailedError
 from tests.engine.lab import Lab, ours
 
 
-@pytest.mark.parametrize("multiprocessing", ["0", "1"], ids=["in-process", "own process"])
+@pytest.mark.parametrize(
+    "multiprocessing",
+    [pytest.param("0", id="in-process"), pytest.param("1", id="own process", marks=pytest.mark.long)],
+)
 def test_every_problem_in_one_message(gemma3: Lab, tmp_path: Path, multiprocessing: str) -> None:
     config = tmp_path / "offload.yaml"
     config.write_text(

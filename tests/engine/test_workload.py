@@ -1,9 +1,4 @@
-"""Random workloads under pressure: outputs as without offloading, and no less served from cache than by stock vLLM.
-
-Gemma 3 runs in float32 and is compared exactly, whatever is preempted. Qwen3-Next's delta nets run in bfloat16 only,
-where a request that is preempted, or batched with others, rounds differently with and without any connector. Its
-outputs are therefore scored by an engine without offloading, one request at a time and whole.
-"""
+"""Random workloads under pressure: outputs as without offloading, and no less served from cache than by stock vLLM."""
 
 from __future__ import annotations
 
@@ -13,80 +8,11 @@ from typing import Any
 import pytest
 
 from offload_core.testing.engine import RunResult
-from offload_core.testing.workload import (
-    Workload,
-    WorkloadAction,
-    WorkloadResult,
-    compare_workloads,
-    random_workload,
-    rescoring,
-    score_gaps,
-    treated_alike,
-)
-from tests.engine.lab import Lab, count, installed, objects, ours, stock
+from offload_core.testing.workload import Workload, WorkloadAction, random_workload
+from tests.engine.lab import Lab, installed, ours, stock
+from tests.engine.workloads import SEEDS, check_against_stock, check_outputs, run_workloads
 
-SEEDS = (1, 2)
 LONG_SEEDS = tuple(range(3, 13))
-SMALL_CACHE_BLOCKS = {"gemma3": 84, "qwen3_next": 28}
-MAX_MODEL_LEN = 1536
-
-# Mean gap per sample in nats, six seeds: at most 0.29 with and without any connector; at least 1.4 where the first
-# chunk of a load was left out and stale bytes took its place; infinite where the blocks had been filled before.
-MAX_SCORE_GAP = 0.6
-
-
-def _run(
-    lab: Lab,
-    workloads: list[Workload],
-    transfer: dict[str, Any] | None,
-    *,
-    small: bool = True,
-    env: dict[str, str] | None = None,
-    **engine: Any,
-) -> RunResult:
-    blocks = SMALL_CACHE_BLOCKS[lab.name] if small else None
-    return lab.run(
-        [], transfer, env, workloads=workloads, num_gpu_blocks_override=blocks, max_model_len=MAX_MODEL_LEN, **engine
-    )
-
-
-def _check_outputs(lab: Lab, workloads: list[Workload], result: RunResult, **engine: Any) -> None:
-    """Fail where an output is not that of an engine without offloading."""
-    reference = _run(lab, workloads, None, **engine)
-    pairs = _pairs(reference, result)
-    if lab.name == "gemma3":
-        assert [line for one, two in pairs for line in compare_workloads(one, two)] == []
-        return
-    alike = [treated_alike(one, two) for one, two in pairs]
-    assert [line for one, two in alike for line in compare_workloads(one, two)] == []
-    asked = [rescoring(one, got) for one, got in zip(workloads, result.workloads, strict=True)]
-    scores = _run(lab, asked, None, small=False)
-    assert _bad_scores(result.workloads, scores.workloads) == {}
-
-
-def _bad_scores(results: list[WorkloadResult], scores: list[WorkloadResult]) -> dict[str, float]:
-    gaps = [score_gaps(result, score) for result, score in zip(results, scores, strict=True)]
-    return {name: gap for item in gaps for name, gap in item.items() if not gap <= MAX_SCORE_GAP}
-
-
-def _check_against_stock(lab: Lab, workloads: list[Workload], result: RunResult) -> None:
-    """Fail where the stock connector, with unlimited RAM, has served more prompt tokens from cache.
-
-    Which recurrent states exist at all depends on where the engine's steps happen to end, and a lookup that takes a
-    step changes what is batched with what. So Qwen3-Next is compared over all workloads, with a margin for such luck:
-    of ten workloads eight were equal, and one or two prompts of the others found a state with stock only.
-    """
-    peer = _run(lab, workloads, stock())
-    served = {mine.name: (mine.cached_tokens, theirs.cached_tokens) for mine, theirs in _pairs(result, peer)}
-    if lab.name == "gemma3":
-        assert {name: both for name, both in served.items() if both[0] < both[1]} == {}, served
-        return
-    ours_in_all, theirs_in_all = (sum(tokens) for tokens in zip(*served.values(), strict=True))
-    assert ours_in_all >= 0.9 * theirs_in_all, served
-
-
-def _pairs(one: RunResult, two: RunResult) -> list[tuple[WorkloadResult, WorkloadResult]]:
-    return list(zip(one.workloads, two.workloads, strict=True))
 
 
 def _changed(workload: Workload, **values: Any) -> Workload:
@@ -102,79 +28,55 @@ def workloads() -> list[Workload]:
 def under_pressure(lab: Lab, workloads: list[Workload], tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     """Ours, its chunks of one block."""
     folder = tmp_path_factory.mktemp(f"workload-{lab.name}") / "kv"
-    return _run(lab, workloads, ours(folder, hybrid_chunk_size=lab.block_size))
+    return run_workloads(lab, workloads, ours(folder, hybrid_chunk_size=lab.block_size))
 
 
 def test_outputs_are_those_without_offloading(lab: Lab, workloads: list[Workload], under_pressure: RunResult) -> None:
     for result in under_pressure.workloads:
         assert result.preemptions > 0
         assert any(request.external_cached_tokens for request in result.requests)
-    _check_outputs(lab, workloads, under_pressure)
+    check_outputs(lab, workloads, under_pressure)
 
 
 def test_as_much_comes_from_cache_as_with_stock(lab: Lab, workloads: list[Workload], under_pressure: RunResult) -> None:
-    _check_against_stock(lab, workloads, under_pressure)
+    check_against_stock(lab, workloads, under_pressure)
 
 
 def test_from_host_memory(lab: Lab, workloads: list[Workload], tmp_path: Path) -> None:
-    transfer = ours(tmp_path / "unused", hybrid_chunk_size=lab.block_size, backends=[_host_memory("256MiB")])
-    result = _run(lab, workloads, transfer)
-    _check_outputs(lab, workloads, result)
-    _check_against_stock(lab, workloads, result)
-
-
-def test_from_host_memory_that_holds_a_fraction_of_what_is_stored(
-    lab: Lab, workloads: list[Workload], tmp_path: Path
-) -> None:
-    transfer = ours(tmp_path / "unused", hybrid_chunk_size=lab.block_size, backends=[_host_memory("4MiB")])
-    result = _run(lab, workloads, transfer)
-    assert count(result, "store_bytes", "ram") > 2 * 4 * 1024 * 1024
-    assert any(request.external_cached_tokens for item in result.workloads for request in item.requests)
-    _check_outputs(lab, workloads, result)
-
-
-def test_from_a_folder_that_holds_a_fraction_of_what_is_stored(
-    lab: Lab, workloads: list[Workload], tmp_path: Path
-) -> None:
-    tier = {"name": "disk", "type": "disk", "path": str(tmp_path / "kv"), "capacity": "4MiB"}
-    result = _run(lab, workloads, ours(tmp_path / "kv", hybrid_chunk_size=lab.block_size, backends=[tier]))
-    assert count(result, "store_bytes") > 2 * 4 * 1024 * 1024
-    assert sum(path.stat().st_size for path in objects(tmp_path / "kv")) <= 4 * 1024 * 1024
-    assert any(request.external_cached_tokens for item in result.workloads for request in item.requests)
-    _check_outputs(lab, workloads, result)
-
-
-def _host_memory(capacity: str) -> dict[str, str]:
-    return {"name": "ram", "type": "cpu", "capacity": capacity}
+    tier = {"name": "ram", "type": "cpu", "capacity": "256MiB"}
+    transfer = ours(tmp_path / "unused", hybrid_chunk_size=lab.block_size, backends=[tier])
+    result = run_workloads(lab, workloads, transfer)
+    check_outputs(lab, workloads, result)
+    check_against_stock(lab, workloads, result)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_ten_more_seeds(lab: Lab, tmp_path: Path) -> None:
     many = [random_workload(seed) for seed in LONG_SEEDS]
-    result = _run(lab, many, ours(tmp_path / "kv", hybrid_chunk_size=lab.block_size))
+    result = run_workloads(lab, many, ours(tmp_path / "kv", hybrid_chunk_size=lab.block_size))
     assert sum(item.preemptions for item in result.workloads) > 0
-    _check_outputs(lab, many, result)
-    _check_against_stock(lab, many, result)
+    check_outputs(lab, many, result)
+    check_against_stock(lab, many, result)
 
 
 @pytest.mark.long
 def test_whatever_runs_is_preempted_every_few_steps(lab: Lab, tmp_path: Path) -> None:
     actions = [WorkloadAction(step=step, kind="preempt") for step in range(3, 120, 3)]
     many = [random_workload(seed).model_copy(update={"actions": actions}) for seed in SEEDS]
-    result = _run(lab, many, ours(tmp_path / "kv", hybrid_chunk_size=lab.block_size))
+    result = run_workloads(lab, many, ours(tmp_path / "kv", hybrid_chunk_size=lab.block_size))
     for item in result.workloads:
         assert item.preemptions >= len(item.requests) // 2, "those of a few tokens end before"
-    _check_outputs(lab, many, result)
+    check_outputs(lab, many, result)
 
 
 @pytest.mark.long
 def test_two_tensor_parallel_ranks(lab: Lab, tmp_path: Path) -> None:
     many = [random_workload(seed) for seed in SEEDS]
     transfer = ours(tmp_path / "kv", hybrid_chunk_size=lab.block_size)
-    result = _run(lab, many, transfer, tensor_parallel_size=2)
+    result = run_workloads(lab, many, transfer, tensor_parallel_size=2)
     assert any(request.external_cached_tokens for item in result.workloads for request in item.requests)
-    _check_outputs(lab, many, result, tensor_parallel_size=2)
+    check_outputs(lab, many, result, tensor_parallel_size=2)
 
 
 @pytest.mark.long
@@ -182,9 +84,9 @@ def test_tier_that_keeps_nothing(lab: Lab, tmp_path: Path) -> None:
     many = [random_workload(seed) for seed in SEEDS]
     transfer = ours(tmp_path / "unused")
     transfer["kv_connector_extra_config"]["backends"] = [{"name": "nothing", "type": "keeps-nothing"}]
-    result = _run(lab, many, transfer, env=installed(tmp_path, "keeps_nothing"))
+    result = run_workloads(lab, many, transfer, env=installed(tmp_path, "keeps_nothing"))
     assert not any(request.external_cached_tokens for item in result.workloads for request in item.requests)
-    _check_outputs(lab, many, result)
+    check_outputs(lab, many, result)
 
 
 @pytest.mark.long
@@ -192,8 +94,8 @@ def test_several_samples_of_each_prompt(gemma3: Lab, tmp_path: Path) -> None:
     # vLLM 0.32 cannot sample with a seed on CPUs where a prompt is computed in several steps or again after a
     # preemption ("CPU Generator does not use offset"): so no pressure, and not Qwen3-Next.
     many = [_changed(random_workload(seed, requests=8), samples=3) for seed in SEEDS]
-    result = _run(gemma3, many, ours(tmp_path / "kv", hybrid_chunk_size=gemma3.block_size), small=False)
-    _check_outputs(gemma3, many, result, small=False)
+    result = run_workloads(gemma3, many, ours(tmp_path / "kv", hybrid_chunk_size=gemma3.block_size), small=False)
+    check_outputs(gemma3, many, result, small=False)
 
 
 @pytest.mark.long
@@ -206,11 +108,11 @@ def test_cache_salt_separates_and_unites(lab: Lab, tmp_path: Path) -> None:
         _changed(Workload(name=name, requests=requests), cache_salt=salt)
         for name, salt in (("first", "one"), ("other salt", "two"), ("same salt", "one"))
     ]
-    result = _run(lab, many, ours(tmp_path / "kv", hybrid_chunk_size=lab.block_size), small=False)
+    result = run_workloads(lab, many, ours(tmp_path / "kv", hybrid_chunk_size=lab.block_size), small=False)
     first, other, same = (item.cached_tokens for item in result.workloads)
     assert other == first, "a prefix shared within one salt only"
     assert same > first
-    _check_outputs(lab, many, result, small=False)
+    check_outputs(lab, many, result, small=False)
 
 
 @pytest.mark.long
@@ -219,11 +121,11 @@ def test_ngram_speculation(gemma3: Lab, tmp_path: Path) -> None:
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     engine: dict[str, Any] = {"extra_engine_args": {"speculative_config": speculation}}
     transfer = ours(tmp_path / "kv", hybrid_chunk_size=gemma3.block_size)
-    first = _run(gemma3, many, transfer, **engine)
-    second = _run(gemma3, many, transfer)
+    first = run_workloads(gemma3, many, transfer, **engine)
+    second = run_workloads(gemma3, many, transfer)
     assert sum(item.cached_tokens for item in second.workloads) > sum(item.cached_tokens for item in first.workloads)
     for result in (first, second):
-        _check_outputs(gemma3, many, result)
+        check_outputs(gemma3, many, result)
 
 
 @pytest.mark.long
@@ -238,6 +140,6 @@ def test_beside_the_stock_connector(lab: Lab, tmp_path: Path, order: str) -> Non
         "kv_connector_extra_config": {"connectors": connectors},
     }
     many = [random_workload(seed) for seed in SEEDS]
-    result = _run(lab, many, transfer)
+    result = run_workloads(lab, many, transfer)
     assert any(request.external_cached_tokens for item in result.workloads for request in item.requests)
-    _check_outputs(lab, many, result)
+    check_outputs(lab, many, result)

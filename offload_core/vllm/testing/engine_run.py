@@ -11,6 +11,7 @@ core to a process of its own.
 from __future__ import annotations
 
 import json
+import logging
 import resource
 import sys
 import threading
@@ -19,7 +20,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from offload_core.testing.engine import PROGRESS_KEY, PromptResult, PromptSpec, Round, RoundResult, RunResult, RunSpec
+from offload_core.testing.engine import (
+    PROGRESS_KEY,
+    RECORD_FORMAT,
+    PromptResult,
+    PromptSpec,
+    Round,
+    RoundResult,
+    RunResult,
+    RunSpec,
+)
 from offload_core.testing.workload import Workload, WorkloadResult
 from offload_core.vllm.testing.workload_run import WorkloadDriver
 
@@ -262,6 +272,8 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 2:
         print("usage: engine_run SPEC.json RESULT.json", file=sys.stderr)
         return 2
+    # vLLM prints its own records; everyone else's are shown with their logger, so that callers can tell whose they are.
+    logging.basicConfig(format=RECORD_FORMAT, level=logging.WARNING)
     spec = RunSpec.model_validate_json(Path(arguments[0]).read_text())
     Path(arguments[1]).write_text(run(spec).model_dump_json(indent=1) + "\n")
     return 0

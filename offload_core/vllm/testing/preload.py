@@ -24,7 +24,9 @@ MODULES = (
     "offload_core.vllm.testing.engine_run",
     "offload_core.vllm.testing.poisoning",
     "offload_core.vllm.testing.stock_ram_spec",
+    "offload_backend_cpu.plugin",
     "offload_backend_disk.plugin",
+    "offload_backend_nfs.plugin",
 )
 
 for _name in MODULES:

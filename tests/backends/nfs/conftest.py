@@ -25,6 +25,13 @@ from offload_core.runtime import DaemonExecutor
 Nfs = Callable[..., NfsBackend]
 
 START_LIMIT_SECONDS = 60
+S3_CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_CONFIG_FILE": os.devnull,
+    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+}
 
 
 def key(number: int, pack: str = "full-u256") -> ObjectKey:
@@ -80,10 +87,7 @@ class S3Server:
 @pytest.fixture
 def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as an operator would set, in the environment."""
-    for name, value in [
-        *[("AWS_ACCESS_KEY_ID", "testing"), ("AWS_SECRET_ACCESS_KEY", "testing"), ("AWS_DEFAULT_REGION", "us-east-1")],
-        *[("AWS_CONFIG_FILE", os.devnull), ("AWS_SHARED_CREDENTIALS_FILE", os.devnull)],
-    ]:
+    for name, value in S3_CREDENTIALS.items():
         monkeypatch.setenv(name, value)
 
 

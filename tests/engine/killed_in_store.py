@@ -1,0 +1,39 @@
+"""A plugin that kills its process, as ``kill -9`` does, while a store is on its way to a tier."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from offload_core.backend import Backend, StoreOutcome
+from offload_core.hookspecs import TierInfo, hookimpl
+from offload_core.keys import ObjectKey
+from offload_core.wrapper import BackendWrapper
+
+OFFLOAD_API_VERSION = 1
+
+FATAL_CALL = 5
+"""Of a tier. The first prompt's stores have ended by then, those of the second have not."""
+
+
+class KilledInStore(BackendWrapper):
+    def __init__(self, inner: Backend[Any]) -> None:
+        super().__init__(inner)
+        self._calls = itertools.count(1)
+
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
+        if next(self._calls) != FATAL_CALL:
+            return await self.inner.store(keys, buffers)
+        storing = asyncio.ensure_future(self.inner.store(keys, buffers))
+        await asyncio.wait([storing], timeout=0.0005)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return await storing
+
+
+@hookimpl
+def offload_wrap_backend(backend: Backend[Any], tier: TierInfo) -> Backend[Any] | None:
+    return KilledInStore(backend)
