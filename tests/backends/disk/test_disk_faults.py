@@ -87,3 +87,12 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_open(disk: Disk, tmp_path: 
     (tmp_path / "objects").write_text("in the way")
     with pytest.raises(OSError, match="objects"):
         asyncio.run(backend.open())
+
+
+def test_a_disk_that_cannot_tell_what_is_there_fails(backend: DiskBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: object, **keywords: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "stat", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        asyncio.run(backend.contains([key(0)]))
