@@ -260,6 +260,7 @@ def test_a_hanging_call_goes_on_when_released_or_closed(
 @pytest.mark.parametrize("deaf", [False, True])
 def test_a_hanging_call_is_cancelled_at_once_unless_it_is_deaf(make_rig: MakeRig, deaf: bool) -> None:
     rig = make_rig(Inject(Hang(deaf), "load_into"))
+    rig.store(1)
 
     async def main() -> tuple[bool, bool]:
         task = asyncio.ensure_future(rig.tier.load([rig.staged(1)]))
