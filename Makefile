@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 ENGINE_TESTS := $(addprefix test-engine-,$(ENGINE_VERSIONS))
 
-.PHONY: help install demo test test-long test-engines $(ENGINE_TESTS) lint format bench bench-scheduler wheel-check clean
+.PHONY: help install demo test test-long test-engines $(ENGINE_TESTS) lint format bench bench-scheduler bench-backends wheel-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -61,6 +61,9 @@ bench: $(STAMP)  ## measure time to first token against recompute, local hits an
 
 bench-scheduler: $(STAMP)  ## measure the scheduler half's lookups and steps against the stock connector's
 	$(BIN)/python -m benchmarks.scheduler
+
+bench-backends: $(STAMP)  ## measure the backends against vLLM's file helpers and the limits of the machine
+	$(BIN)/python -m benchmarks.backends
 
 wheel-check: $(STAMP)  ## build the wheel, install it in a clean environment and use it from another folder
 	.ci/wheel-check $(BIN)/python

@@ -45,6 +45,7 @@ class Capabilities:
         shared: other processes may read, add and remove objects at any time.
         bounded: keeps a limit on its bytes: ``prepare_load`` pins, ``prepare_store`` reserves room (C9 to C11).
         lists: :meth:`Backend.list_objects` works (C18).
+        sizes: ``prepare_load`` says how many bytes each object has (C19); compressed objects need it.
     """
 
     medium: Literal["host", "disk", "remote"]
@@ -52,6 +53,7 @@ class Capabilities:
     shared: bool
     bounded: bool = False
     lists: bool = False
+    sizes: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,18 @@ class LoadReservation:
         present: one flag per key of the request, in its order; ``False`` where nothing is there, so that it is not
             tried.
         on_release: unpins.
+        nbytes: per key the bytes of its object, as :attr:`StoredObject.nbytes`, or ``None`` where nothing is there or
+            that is not known (C19). None are known by default.
     """
 
-    def __init__(self, present: Sequence[bool], on_release: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(
+        self,
+        present: Sequence[bool],
+        on_release: Callable[[], Awaitable[None]] | None = None,
+        nbytes: Sequence[int | None] | None = None,
+    ) -> None:
         self.present = tuple(present)
+        self.nbytes = (None,) * len(self.present) if nbytes is None else tuple(nbytes)
         self._on_release = on_release
 
     async def release(self) -> None:

@@ -11,6 +11,7 @@ why only its owner releases it, exactly once.
 from __future__ import annotations
 
 import asyncio
+import logging
 import mmap
 import threading
 from bisect import insort
@@ -19,7 +20,10 @@ from dataclasses import dataclass
 
 import torch
 
+from offload_core.pinning import HostPinning
 from offload_core.staging_size import ALIGNMENT_BYTES, lease_bytes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -83,9 +87,10 @@ class StagingPool:
     Args:
         capacity_bytes: rounded down to a multiple of 4096.
         store_share: the part of the capacity, at the arena's end, that stores may hold, between 0 and 1.
+        pinning: how to pin the memory, where a GPU copies to and from it; what cannot be pinned is used as it is.
     """
 
-    def __init__(self, capacity_bytes: int, store_share: float) -> None:
+    def __init__(self, capacity_bytes: int, store_share: float, pinning: HostPinning | None = None) -> None:
         self.capacity_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         if self.capacity_bytes <= 0:
             raise ValueError(f"staging capacity is {capacity_bytes} bytes; it must be at least {ALIGNMENT_BYTES}")
@@ -100,6 +105,22 @@ class StagingPool:
         self._store_bytes = 0
         self._shared_start = 0  # where the pieces end that belong to one tier's loads each
         self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._pinning = pinning
+        if pinning is not None:
+            try:
+                pinning.register(self.tensor.data_ptr(), self.capacity_bytes)
+            except OSError as error:
+                self._pinning = None
+                logger.warning("staging memory is not pinned, which makes a GPU's copies slower: %s", error)
+
+    def close(self) -> None:
+        """Unpin the memory, which stays usable. Harmless when repeated; nothing may be copying to or from a GPU."""
+        pinning, self._pinning = self._pinning, None
+        if pinning is not None:
+            try:
+                pinning.unregister(self.tensor.data_ptr())
+            except OSError as error:
+                logger.warning("staging memory stays pinned until the process ends: %s", error)
 
     @property
     def used_bytes(self) -> int:

@@ -8,6 +8,7 @@ staging memory and nothing else: the others' calls are not cancelled, and what o
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -20,6 +21,7 @@ from offload_core.packs import BlockCopier, PackLayout
 from offload_core.runtime import DaemonExecutor, IoLoop, log_unexpected, run_all
 from offload_core.staging import Lease, StagingPool
 from offload_core.staging_shares import TierShare
+from offload_core.staging_size import lease_bytes
 from offload_core.stats import Counters
 from offload_core.tier import StagedObject, Tier
 from offload_core.transfer_objects import TransferObject, in_batches
@@ -47,15 +49,46 @@ class _Taker:
         return self.tier.name
 
 
+class _Gathered:
+    """Bytes that the leases of all stores hold. Thread-safe.
+
+    Args:
+        limit_bytes: what they may hold at most.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._nbytes = 0
+
+    def try_add(self, nbytes: int) -> bool:
+        """Count a lease; ``False``, and nothing counted, at the limit."""
+        with self._lock:
+            if self._nbytes + lease_bytes(nbytes) > self._limit_bytes:
+                return False
+            self._nbytes += lease_bytes(nbytes)
+            return True
+
+    def remove(self, nbytes: int) -> None:
+        """Undo :meth:`try_add`."""
+        with self._lock:
+            self._nbytes -= lease_bytes(nbytes)
+
+
 class _OpenStore:
     """One object on its way to ``takers``, each of which is charged for it. For the I/O loop only."""
 
     def __init__(
-        self, staged: StagedObject, takers: Sequence[_Taker], report: Callable[[StoreResult], None] | None
+        self,
+        staged: StagedObject,
+        takers: Sequence[_Taker],
+        gathered: _Gathered,
+        report: Callable[[StoreResult], None] | None,
     ) -> None:
         self.staged = staged
         self.key = staged.key
         self.takers = takers
+        self._gathered = gathered
         self._report = report
         self._running = len(takers)
 
@@ -69,6 +102,7 @@ class _OpenStore:
             self._report(StoreResult(self.key, stored))
             self._report = None
         if not self._running:
+            self._gathered.remove(self.staged.lease.nbytes)
             self.staged.lease.release()
 
 
@@ -78,6 +112,7 @@ class Stores:
     Args:
         tiers: the fastest first.
         shares: per tier's name.
+        gathered_limit_bytes: what the leases of all stores may hold together, beside those of tiers that compress.
         layouts: per pack name, the payload's layout.
     """
 
@@ -88,6 +123,7 @@ class Stores:
         tiers: Sequence[Tier],
         staging: StagingPool,
         shares: Mapping[str, TierShare],
+        gathered_limit_bytes: int,
         copier: BlockCopier,
         layouts: Mapping[str, PackLayout],
         counters: Counters,
@@ -99,6 +135,7 @@ class Stores:
         self._copier = copier
         self._layouts = layouts
         self._counters = counters
+        self._gathered = _Gathered(gathered_limit_bytes)
         self._kept: list[_OpenStore] = []
         self._results: deque[StoreResult] = deque()
         self._running: set[Future[None]] = set()
@@ -114,13 +151,13 @@ class Stores:
             layout = self._layouts[item.key.pack]
             nbytes = object_bytes(layout.payload_bytes)
             takers = self._charged(self._asked(item.key), nbytes, "store_dropped")
-            lease = self._staging.try_acquire(nbytes, for_store=True) if takers else None
+            lease = self._lease_to_gather(nbytes) if takers else None
             if lease is None:
                 self._drop(takers, nbytes, "store_dropped")
                 self._results.append(StoreResult(item.key, stored=False))
                 continue
             self._copier.gather(layout, item.blocks, lease.tensor[HEADER_BYTES:])
-            begun.append(_OpenStore(StagedObject(item.key, lease), takers, self._results.append))
+            begun.append(_OpenStore(StagedObject(item.key, lease), takers, self._gathered, self._results.append))
         self._start(begun, sealed=False)
 
     def keep(self, key: ObjectKey, lease: Lease, source: str) -> bool:
@@ -135,10 +172,14 @@ class Stores:
         takers = self._charged(self._asked_to_keep(key, source), lease.nbytes, "promotions_dropped")
         if not takers:
             return False
-        if not self._staging.keep_for_store(lease):
+        if not self._gathered.try_add(lease.nbytes):
             self._drop(takers, lease.nbytes, "promotions_dropped")
             return False
-        self._kept.append(_OpenStore(StagedObject(key, lease), takers, report=None))
+        if not self._staging.keep_for_store(lease):
+            self._gathered.remove(lease.nbytes)
+            self._drop(takers, lease.nbytes, "promotions_dropped")
+            return False
+        self._kept.append(_OpenStore(StagedObject(key, lease), takers, self._gathered, report=None))
         return True
 
     def start_kept(self) -> None:
@@ -163,6 +204,14 @@ class Stores:
     def close(self) -> None:
         """End the threads once they are idle. What is on its way keeps its leases until its calls end."""
         self._sealers.shutdown()
+
+    def _lease_to_gather(self, nbytes: int) -> Lease | None:
+        if not self._gathered.try_add(nbytes):
+            return None
+        lease = self._staging.try_acquire(nbytes, for_store=True)
+        if lease is None:
+            self._gathered.remove(nbytes)
+        return lease
 
     def _asked(self, key: ObjectKey) -> list[_Taker]:
         """Return the tiers that take an offered store."""

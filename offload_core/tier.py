@@ -7,39 +7,31 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from offload_core import events, object_format
+from offload_core import events
 from offload_core.backend import Backend, BackendContext, LoadOutcome, StoreOutcome
 from offload_core.config import TierConfig
-from offload_core.errors import BackendError, ObjectFormatError
+from offload_core.errors import BackendError, ConfigError
 from offload_core.event_delivery import EventDelivery
 from offload_core.hookspecs import TierInfo
 from offload_core.keys import ObjectKey
 from offload_core.plugins import PluginRegistry
 from offload_core.runtime import DaemonExecutor
 from offload_core.stats import Counters
+from offload_core.tier_codec import StagedObject as StagedObject  # its users have it from here
+from offload_core.tier_codec import StoredForm, TierCodec
 from offload_core.tier_index import TierChange
 
 if TYPE_CHECKING:
     from offload_core.staging import Lease  # which imports torch; the command line does without
+    from offload_core.staging_shares import TierShare
 
 logger = logging.getLogger(__name__)
 
 _MAX_PENDING_LOOKUPS = 16
-# XXH3 checks this much in some 0.2 ms; handing it to a thread was seen to cost 0.1 ms, and 2 ms on busy cores.
-_INLINE_CHECK_BYTES = 4 * 1024 * 1024
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class StagedObject:
-    """An object and the lease that holds, or is to hold, its bytes (header and payload)."""
-
-    key: ObjectKey
-    lease: Lease
 
 
 class Tier:
@@ -76,11 +68,17 @@ class Tier:
         info = TierInfo(self.name, config.backend_type.name, self.load_weight)
         self._backend = backend if plugins is None else plugins.wrap(backend, info)
         self.capabilities = self._backend.capabilities
+        self.codec = TierCodec(config.common)
+        self.compresses = self.codec.compresses
+        """Whether :meth:`load` needs a second lease per object."""
+        self.staging: TierShare | None = None
+        """Where stores that compress find memory; set by whoever moves objects."""
         # Twice the threads, so that they go on reading while other batches are checked and handed over.
         self.load_slots = asyncio.Semaphore(2 * config.common.io_threads)
         """Held by the caller around :meth:`load`, from before it takes staging memory."""
         self._changes: deque[TierChange] | None = None if self.capabilities.shared else deque()
-        self._store_slots = asyncio.Semaphore(config.common.io_threads)
+        # One more than threads, so that they go on writing; no more, since a load would have to wait for it.
+        self._store_slots = asyncio.Semaphore(config.common.io_threads + 1)
         self._pending_lookups = 0
         self._failing: set[events.Operation] = set()
         self.observers = observers
@@ -95,8 +93,17 @@ class Tier:
         """Open the backend.
 
         Raises:
+            ConfigError: the tier is to compress, and its backend cannot have that.
             OSError: the medium cannot be used.
         """
+        if self.compresses and not self.capabilities.sizes:
+            raise ConfigError(
+                [
+                    f"compression: tier {self.name!r} cannot compress, since its backend does not say how large stored "
+                    "objects are (capability sizes, clause C19); set compression to none, or use another backend type"
+                ],
+                "backends",
+            )
         started = time.monotonic()
         await self._backend.open()
         self._opened = True
@@ -154,7 +161,7 @@ class Tier:
         keys = [staged.key for staged in objects]
         started = time.monotonic()
         try:
-            outcomes = await _answer(self._load_verified(objects, keys))
+            outcomes, nbytes = await _answer(self._load_verified(objects, keys))
         except Exception as error:
             self._failed("load", keys, error)
             self._counters.add("load_failures", self.name, len(keys))
@@ -164,7 +171,9 @@ class Tier:
         self._note((key for key, outcome in zip(keys, outcomes, strict=True) if outcome is not LoadOutcome.HIT), False)
         corrupt = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is LoadOutcome.CORRUPT]
         missing, hits = outcomes.count(LoadOutcome.MISS), outcomes.count(LoadOutcome.HIT)
-        nbytes = sum(o.lease.nbytes for o, got in zip(objects, outcomes, strict=True) if got is LoadOutcome.HIT)
+        if self.compresses:
+            raw = (o.lease.nbytes for o, got in zip(objects, outcomes, strict=True) if got is LoadOutcome.HIT)
+            self._counters.add("load_raw_bytes", self.name, sum(raw))
         self._counters.add("load_missing", self.name, missing)
         self._counters.add("load_hits", self.name, hits)
         self._counters.add("load_bytes", self.name, nbytes)
@@ -179,59 +188,97 @@ class Tier:
     async def store(self, objects: Sequence[StagedObject]) -> list[bool]:
         """Store a batch of sealed objects; returns, per object, whether the tier has it now."""
         keys = [staged.key for staged in objects]
+        scratch: list[Lease] = []
         try:
             async with self._store_slots:
                 started = time.monotonic()
-                outcomes = await _answer(self._store_wanted(objects, keys))
+                forms = await _answer(self._stored_forms(objects, keys, scratch))
+                outcomes = await _answer(self._store_wanted(forms))
         except Exception as error:
             self._failed("store", keys, error)
             self._counters.add("store_failures", self.name, len(keys))
             self._tell_of_stores(started, failed=len(keys))
             return [False] * len(keys)
+        finally:
+            for lease in scratch:
+                lease.release()
         self._succeeded("store")
-        self._note((key for key, got in zip(keys, outcomes, strict=True) if got is not StoreOutcome.REJECTED), True)
-        stored = [o for o, outcome in zip(objects, outcomes, strict=True) if outcome is StoreOutcome.STORED]
+        there = [outcome in (StoreOutcome.STORED, StoreOutcome.ALREADY_PRESENT) for outcome in outcomes]
+        self._note((key for key, stays in zip(keys, there, strict=True) if stays), True)
+        stored = [form for form, got in zip(forms, outcomes, strict=True) if form and got is StoreOutcome.STORED]
         present, rejected = outcomes.count(StoreOutcome.ALREADY_PRESENT), outcomes.count(StoreOutcome.REJECTED)
-        nbytes = sum(o.lease.nbytes for o in stored)
+        nbytes = sum(len(form.view) for form in stored)
+        if self.compresses:
+            self._counters.add("store_raw_bytes", self.name, sum(form.staged.lease.nbytes for form in stored))
+            self._counters.add("store_uncompressed", self.name, sum(not form.compressed for form in stored))
+            self._counters.add("store_dropped", self.name, forms.count(None))
         self._counters.add("stores", self.name, len(stored))
         self._counters.add("store_bytes", self.name, nbytes)
         self._counters.add("store_already_present", self.name, present)
         self._counters.add("store_rejected", self.name, rejected)
         self._tell_of_stores(started, len(stored), present, rejected, nbytes=nbytes)
-        return [outcome is not StoreOutcome.REJECTED for outcome in outcomes]
+        return there
 
-    async def _load_verified(self, objects: Sequence[StagedObject], keys: Sequence[ObjectKey]) -> list[LoadOutcome]:
+    async def _load_verified(
+        self, objects: Sequence[StagedObject], keys: Sequence[ObjectKey]
+    ) -> tuple[list[LoadOutcome], int]:
+        """Return the outcomes, and how many bytes came from the medium."""
         reservation = await self._backend.prepare_load(keys)
+        scratch: list[Lease] = []
         try:
             present = self._parallel(keys, reservation.present, "prepare_load")
-            wanted = [staged for staged, there in zip(objects, present, strict=True) if there]
-            if not wanted:
-                return [LoadOutcome.MISS] * len(keys)
-            wanted_keys = [staged.key for staged in wanted]
-            buffers = [staged.lease.view for staged in wanted]
-            loaded = self._parallel(wanted_keys, await self._backend.load_into(wanted_keys, buffers), "load_into")
-            checked = iter(await self._verify(wanted, loaded))
-            return [next(checked) if there else LoadOutcome.MISS for there in present]
+            known = reservation.nbytes if self.capabilities.sizes else (None,) * len(keys)
+            sizes = self._parallel(keys, known, "prepare_load (nbytes)")
+            places = [
+                self.codec.incoming(staged, size, self.staging, scratch) if there else LoadOutcome.MISS
+                for staged, there, size in zip(objects, present, sizes, strict=True)
+            ]
+            wanted = [place for place in places if isinstance(place, StoredForm)]
+            checked: list[LoadOutcome] = []
+            if wanted:
+                wanted_keys = [form.staged.key for form in wanted]
+                answer = await self._backend.load_into(wanted_keys, [form.view for form in wanted])
+                loaded = self._parallel(wanted_keys, answer, "load_into")
+                checked = await self.codec.verified(wanted, loaded, self._backend)
+            nbytes = sum(len(f.view) for f, got in zip(wanted, checked, strict=True) if got is LoadOutcome.HIT)
+            outcomes = iter(checked)
+            return [next(outcomes) if isinstance(place, StoredForm) else place for place in places], nbytes
         finally:
+            for lease in scratch:
+                lease.release()
             await reservation.release()
 
-    async def _verify(self, objects: Sequence[StagedObject], outcomes: Sequence[LoadOutcome]) -> list[LoadOutcome]:
-        if sum(staged.lease.nbytes for staged in objects) <= _INLINE_CHECK_BYTES:
-            return _verify_all(self.name, objects, outcomes)
-        return await self._backend.run_blocking(_verify_all, self.name, objects, outcomes)
+    async def _stored_forms(
+        self, objects: Sequence[StagedObject], keys: Sequence[ObjectKey], scratch: list[Lease]
+    ) -> list[StoredForm | None]:
+        """Return how each object is to be stored; what is there already need not be compressed for that."""
+        as_they_are: list[StoredForm | None] = [StoredForm(staged, staged.lease.view) for staged in objects]
+        if not self.compresses:
+            return as_they_are
+        there = self._parallel(keys, await self._backend.contains(keys), "contains")
+        absent = [staged for staged, present in zip(objects, there, strict=True) if not present]
+        forms = iter(await self.codec.compressed(absent, self._backend, self.staging, scratch))
+        return [form if present else next(forms) for form, present in zip(as_they_are, there, strict=True)]
 
-    async def _store_wanted(self, objects: Sequence[StagedObject], keys: Sequence[ObjectKey]) -> list[StoreOutcome]:
-        reservation = await self._backend.prepare_store(keys, [staged.lease.nbytes for staged in objects])
+    async def _store_wanted(self, forms: Sequence[StoredForm | None]) -> list[StoreOutcome | None]:
+        """Store what there is a form of; the others' outcome is ``None``."""
+        objects = [form for form in forms if form is not None]
+        outcomes = iter(await self._store_all(objects))
+        return [None if form is None else next(outcomes) for form in forms]
+
+    async def _store_all(self, objects: Sequence[StoredForm]) -> list[StoreOutcome]:
+        keys = [form.staged.key for form in objects]
+        reservation = await self._backend.prepare_store(keys, [len(form.view) for form in objects])
         try:
             self._note(reservation.evicted, False)
             if self.observers and reservation.evicted:
                 self.observers.emit(events.ObjectsEvicted(self.name, tuple(reservation.evicted)))
             prepared = self._parallel(keys, reservation.outcomes, "prepare_store")
-            wanted = [staged for staged, outcome in zip(objects, prepared, strict=True) if outcome is None]
+            wanted = [form for form, outcome in zip(objects, prepared, strict=True) if outcome is None]
             if not wanted:
                 return [outcome for outcome in prepared if outcome is not None]
-            wanted_keys = [staged.key for staged in wanted]
-            buffers = [staged.lease.view.toreadonly() for staged in wanted]
+            wanted_keys = [form.staged.key for form in wanted]
+            buffers = [form.view.toreadonly() for form in wanted]
             stored = iter(self._parallel(wanted_keys, await self._backend.store(wanted_keys, buffers), "store"))
             return [next(stored) if outcome is None else outcome for outcome in prepared]
         finally:
@@ -302,17 +349,3 @@ async def _answer(call: Awaitable[T]) -> T:
         if task is not None and task.cancelling():
             raise
         raise BackendError("the backend cancelled its own call") from None
-
-
-def _verify_all(tier: str, objects: Sequence[StagedObject], outcomes: Sequence[LoadOutcome]) -> list[LoadOutcome]:
-    """Check every hit's header and checksums."""
-    checked: list[LoadOutcome] = []
-    for staged, outcome in zip(objects, outcomes, strict=True):
-        if outcome is LoadOutcome.HIT:
-            try:
-                object_format.verify(staged.lease.view, staged.key)
-            except ObjectFormatError as error:
-                logger.warning("tier %r: damaged object, deleting it: %s", tier, error)
-                outcome = LoadOutcome.CORRUPT
-        checked.append(outcome)
-    return checked

@@ -64,6 +64,8 @@ def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters, *, only_sh
 
 
 def _cannot_be_opened(name: str, error: BaseException) -> str:
+    if isinstance(error, ConfigError):
+        return f"backend {name!r} cannot be opened: {'; '.join(error.problems)}"
     reason = error if isinstance(error, OSError | PluginError) else f"{type(error).__name__}: {error}"
     return f"backend {name!r} cannot be opened: {reason}"
 

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Literal
 
 from offload_core.backend import LoadOutcome
@@ -28,7 +29,7 @@ from offload_core.packs import BlockCopier, PackLayout
 from offload_core.runtime import IoLoop, log_unexpected, run_all
 from offload_core.staging import Lease, StagingPool
 from offload_core.staging_shares import share_out
-from offload_core.staging_size import tier_shares
+from offload_core.staging_size import gathered_limit_bytes, staging_uses
 from offload_core.stats import Counters
 from offload_core.stores import StoreResult, Stores
 from offload_core.tier import StagedObject, Tier
@@ -116,16 +117,25 @@ class TransferEngine:
         self._wanted: dict[int, _WantedLoad] = {}
         self._arrivals: deque[_Arrival] = deque()
         self._arrived = threading.Event()
-        shares = tier_shares([tier.keys.staging_share for tier in tiers])
+        uses = staging_uses((tier.keys.staging_share, tier.compresses) for tier in tiers)
         self._shares = share_out(
             staging,
-            {tier.name: share for tier, share in zip(tiers, shares, strict=True)},
+            {tier.name: use for tier, use in zip(tiers, uses, strict=True)},
             max(layout.payload_bytes for layout in layouts.values()),
         )
+        for tier in tiers:
+            tier.staging = self._shares[tier.name]
         # One batch of a tier at a time waits for leases, so that many small ones cannot keep a large one waiting.
         self._leasing = {tier.name: asyncio.Lock() for tier in tiers}
         self._stores = Stores(
-            io=io, tiers=tiers, staging=staging, shares=self._shares, copier=copier, layouts=layouts, counters=counters
+            io=io,
+            tiers=tiers,
+            staging=staging,
+            shares=self._shares,
+            gathered_limit_bytes=gathered_limit_bytes(staging.store_limit_bytes, uses),
+            copier=copier,
+            layouts=layouts,
+            counters=counters,
         )
 
     @property
@@ -214,11 +224,19 @@ class TransferEngine:
             async with tier.load_slots:
                 if job_id in self._wanted:  # a dict look-up, safe from this thread; poll() decides in the end
                     sizes = [object_bytes(self._layouts[item.key.pack].payload_bytes) for item in batch]
+                    if tier.compresses:
+                        sizes += sizes  # a second buffer each, for the bytes as they are stored
                     async with self._leasing[tier.name]:
                         leases = await self._staging.acquire_all(sizes, self._shares[tier.name].loads)
-                    staged = [StagedObject(item.key, lease) for item, lease in zip(batch, leases, strict=True)]
+                    staged = [
+                        StagedObject(item.key, lease, scratch)
+                        for item, lease, scratch in zip_longest(batch, leases[: len(batch)], leases[len(batch) :])
+                    ]
                     outcomes = await tier.load(staged)
         finally:
+            for one in staged:
+                if one.scratch is not None:
+                    one.scratch.release()
             load = self._wanted.get(job_id)
             late = load is None or load.cancelled  # an engine that has nothing else to do might never poll again
             for index, item in enumerate(batch):

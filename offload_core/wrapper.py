@@ -22,7 +22,7 @@ class BackendWrapper(Backend[BackendOptions]):
     """Hands every call on to ``inner``. Override what should be different; the contract stays the same.
 
     A wrapper that changes objects' bytes must change them back on load; one that changes their size must say the
-    reserved size in ``prepare_store`` and the original one in ``list_objects``.
+    reserved size in ``prepare_store`` and the original one in ``list_objects`` and in ``prepare_load``.
     """
 
     def __init__(self, inner: Backend[Any]) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
+import numpy as np
 import typer
 
 from offload_core import object_format
@@ -82,11 +82,11 @@ def bench(
 ) -> None:
     """Measure storing, looking up and loading on every tier, one tier after the other: throughput and latencies.
 
-    One call moves one object; one lookup asks for up to 64 keys. The objects hold random bytes, stand under a
-    fingerprint of zeros, which no engine has, and are deleted afterwards, also on an error or Ctrl-C. What was just
-    stored may be loaded from the operating system's cache: store more than the memory holds to measure the medium
-    itself. A tier with a limit on its bytes may evict other objects to make room. At most `staging_bytes` of memory are
-    used.
+    One call moves one object; one lookup asks for up to 64 keys. The objects hold random bytes (random bf16 numbers
+    where the tier compresses, which is measured too; bytes are counted before it), stand under a fingerprint of zeros,
+    which no engine has, and are deleted afterwards, also on an error or Ctrl-C. What was just stored may be loaded from
+    the operating system's cache: store more than the memory holds to measure the medium itself. A tier with a limit on
+    its bytes may evict other objects to make room. At most `staging_bytes` of memory are used.
 
     Exits with 1 when a tier failed or returned wrong bytes, with 2 when the calls do not fit in `staging_bytes`.
 
@@ -106,7 +106,8 @@ def bench(
                 await _measure(watched, result, keys, object_size)
 
         most = max(min(concurrency or configured.common.io_threads, objects) for configured in session.configs)
-        needed = (most + 1) * (object_format.object_bytes(object_size) + _SLACK_BYTES)
+        twice = any(configured.common.compression != "none" for configured in session.configs)
+        needed = (most + 1) * (1 + twice) * (object_format.object_bytes(object_size) + _SLACK_BYTES)
         if needed > session.settings.staging_bytes:
             note(
                 f"{most} calls at a time with objects of {human_bytes(object_size)} need {human_bytes(needed)} of "
@@ -124,12 +125,16 @@ def bench(
 
 
 async def _measure(tier: WatchedTier, result: _Benched, keys: Sequence[ObjectKey], payload_bytes: int) -> None:
-    block = memoryview(os.urandom(payload_bytes + _SLACK_BYTES))
+    random = np.random.default_rng()
+    block = memoryview(random.bytes(payload_bytes + _SLACK_BYTES))
+    if tier.tier.compresses:  # noise would be stored as it is: numbers as bf16 instead, as a KV cache has them
+        values = random.standard_normal(len(block) // 2 + 1, dtype=np.float32)
+        block = memoryview((values.view(np.uint32) >> 16).astype("<u2").tobytes())
     numbers = {key: index for index, key in enumerate(keys)}
 
     def made(key: ObjectKey) -> memoryview:
-        # An odd step, so that no two objects have a block of the file system in common.
-        start = numbers[key] * 4099 % _SLACK_BYTES
+        # A step of whole numbers and no whole blocks, so that no two objects have a block of the file system in common.
+        start = numbers[key] * 4098 % _SLACK_BYTES
         return sealed(key, block[start : start + payload_bytes])
 
     async def store(key: ObjectKey, measured: _Measured) -> None:

@@ -91,9 +91,7 @@ def _plan(model: KVCacheGeometry, hybrid_chunk_size: int | None, settings: Offlo
         return _Refusal(hybrid_chunk_size, str(error))
     if settings is not None:
         largest = max(pack.payload_bytes for pack in report.packs)
-        if problem := staging_problem(
-            settings.staging_bytes, largest, report.hybrid_chunk_size, settings.staging_shares
-        ):
+        if problem := staging_problem(settings.staging_bytes, largest, report.hybrid_chunk_size, settings.staging_uses):
             return _Refusal(report.hybrid_chunk_size, problem)
     return report
 

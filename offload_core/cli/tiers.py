@@ -7,10 +7,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
+from offload_core import compressed_object
 from offload_core.backend import Backend, LoadOutcome, StoredObject, StoreOutcome
 from offload_core.config import OffloadConfig, TierConfig
-from offload_core.errors import BackendError
+from offload_core.errors import BackendError, ObjectFormatError
 from offload_core.keys import ObjectKey
+from offload_core.object_format import HEADER_BYTES
 from offload_core.stats import Counters
 from offload_core.tier import Tier
 
@@ -70,11 +72,14 @@ class WatchedTier:
         return await self._call("lookup", self._contains(keys), seconds, "lookup_timeout_seconds")
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Stored:
-        """Store sealed objects, within the tier's deadline for loading as many bytes."""
+        """Store sealed objects, compressed as the tier is configured, within its deadline for loading as many bytes."""
         return await self._transfer("store", self._store(keys, buffers), sum(map(len, buffers)))
 
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
-        """Load objects into ``buffers``, unverified, within the tier's deadline for loading them."""
+        """Load objects into ``buffers``, unverified, within the tier's deadline for loading them.
+
+        A buffer is as large as the object on the medium, and gets that, or as the sealed object, and gets that.
+        """
         return await self._transfer("load", self._load(keys, buffers), sum(map(len, buffers)))
 
     async def delete(self, keys: Sequence[ObjectKey], seconds: float | None = None) -> None:
@@ -135,6 +140,8 @@ class WatchedTier:
         return _one_per_key(keys, await self.tier.backend.contains(keys), "contains")
 
     async def _store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Stored:
+        if self.tier.compresses:
+            buffers = await self.tier.backend.run_blocking(self.tier.codec.compressed_copies, keys, buffers)
         reservation = await self.tier.backend.prepare_store(keys, [len(buffer) for buffer in buffers])
         try:
             prepared = _one_per_key(keys, reservation.outcomes, "prepare_store")
@@ -154,10 +161,16 @@ class WatchedTier:
             present = _one_per_key(keys, reservation.present, "prepare_load")
             wanted = [index for index, there in enumerate(present) if there]
             wanted_keys = [keys[index] for index in wanted]
+            sizes = _one_per_key(keys, reservation.nbytes, "prepare_load (nbytes)")
+            views = [_place(buffers[index], sizes[index] if self.capabilities.sizes else None) for index in wanted]
             loaded: Sequence[LoadOutcome] = []
             if wanted:
-                loaded = await self.tier.backend.load_into(wanted_keys, [buffers[index] for index in wanted])
-            outcomes = iter(_one_per_key(wanted_keys, loaded, "load_into"))
+                loaded = await self.tier.backend.load_into(wanted_keys, views)
+            answers = _one_per_key(wanted_keys, loaded, "load_into")
+            if any(view is not buffers[index] for index, view in zip(wanted, views, strict=True)):
+                targets = [buffers[index] for index in wanted]
+                answers = await self.tier.backend.run_blocking(_restore_all, wanted_keys, views, targets, answers)
+            outcomes = iter(answers)
             return [next(outcomes) if there else LoadOutcome.MISS for there in present]
         finally:
             await reservation.release()
@@ -173,6 +186,31 @@ async def _batches(backend: Backend[Any]) -> AsyncIterator[Sequence[StoredObject
 
 async def _next(batches: AsyncIterator[T]) -> T | None:
     return await anext(batches, None)
+
+
+def _place(buffer: memoryview, nbytes: int | None) -> memoryview:
+    """Return where an object of ``nbytes`` on the medium is to be loaded: ``buffer``, or new memory beside it."""
+    if nbytes is None or not HEADER_BYTES < nbytes < len(buffer):
+        return buffer
+    return memoryview(bytearray(nbytes))
+
+
+def _restore_all(
+    keys: Sequence[ObjectKey],
+    views: Sequence[memoryview],
+    buffers: Sequence[memoryview],
+    outcomes: Sequence[LoadOutcome],
+) -> list[LoadOutcome]:
+    """Decompress what was loaded beside its buffer."""
+    restored: list[LoadOutcome] = []
+    for key, view, buffer, outcome in zip(keys, views, buffers, outcomes, strict=True):
+        if outcome is LoadOutcome.HIT and view is not buffer:
+            try:
+                compressed_object.restore(view, buffer, key)
+            except ObjectFormatError:
+                outcome = LoadOutcome.CORRUPT
+        restored.append(outcome)
+    return restored
 
 
 def _one_per_key(keys: Sequence[ObjectKey], results: Sequence[T], call: str) -> list[T]:

@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple
 import typer
 from rich.progress import Progress
 
-from offload_core import object_format
+from offload_core import compressed_object
 from offload_core.backend import LoadOutcome, StoredObject
 from offload_core.cli.application import app
 from offload_core.cli.arguments import AsJson, ConfigFile, TierNames
@@ -51,7 +51,7 @@ def verify(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bar")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Load every object and check its size, its name and both of its checksums; print those that are damaged.
+    """Load every object, check its size, name and checksums, decompress it, and print those that are damaged.
 
     Engines do the same with every object they load, so damage never reaches a model; this finds it earlier, and shows
     what a disk is worth. At most `staging_bytes` of memory are used. Objects that vanish meanwhile are no error.
@@ -171,7 +171,7 @@ def _reasons(
             reason = f"the backend calls it corrupt, or it is not {len(buffer)} bytes long any more"
         elif outcome is LoadOutcome.HIT:
             try:
-                object_format.verify(buffer, key)
+                compressed_object.verify_any(buffer, key)
             except ObjectFormatError as error:
                 reason = str(error).removeprefix(f"{key}: ")
         reasons.append(reason)

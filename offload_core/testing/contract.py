@@ -1,4 +1,4 @@
-"""The contract of a backend as a pytest class: subclass it, and clauses C1 to C18 of plugins.md are tested.
+"""The contract of a backend as a pytest class: subclass it, and clauses C1 to C19 of plugins.md are tested.
 
 A whole test file::
 
@@ -97,6 +97,11 @@ class BackendContract(
     def listing_rig(self, rig: Rig) -> Rig:
         """A rig whose clients list their objects."""
         return _needs(rig, "lists")
+
+    @pytest.fixture
+    def sizing_rig(self, rig: Rig) -> Rig:
+        """A rig whose clients know how large objects are before they are loaded."""
+        return _needs(rig, "sizes")
 
     @pytest.fixture
     def not_listing_rig(self, rig: Rig) -> Rig:

@@ -1,4 +1,4 @@
-"""Clauses about bytes and outcomes: C1 to C4, C12, C16 and C17."""
+"""Clauses about bytes and outcomes: C1 to C4, C12, C16, C17 and C19."""
 
 from __future__ import annotations
 
@@ -252,3 +252,31 @@ class BytesContract:
         expect_results("C17", "store from a read-only buffer", outcomes, [StoreOutcome.STORED])
         _, got = await client.get(key, 5000)
         expect_bytes("C17", "an object stored from a read-only buffer", got, wanted)
+
+    @contract_test
+    async def test_c19_prepare_load_tells_the_size_of_what_is_there(self, sizing_rig: Rig) -> None:
+        client = await sizing_rig.client()
+        objects = {key: content(size) for key, size in zip(sizing_rig.keys(len(SIZES)), SIZES, strict=True)}
+        await client.put(objects)
+        (absent,), keys = sizing_rig.keys(1), list(objects)
+        asked = [keys[-1], absent, *keys, keys[0]]
+        async with client.loading(asked) as load:
+            expect(
+                len(load.nbytes) == len(asked), f"C19: prepare_load told {len(load.nbytes)} sizes for {len(asked)} keys"
+            )
+            for key, there, told in zip(asked, load.present, load.nbytes, strict=True):
+                size = len(objects[key]) if there else None
+                expect(told == size, f"C19: prepare_load says that {key} has {told} bytes; it should say {size}")
+
+    @contract_test
+    async def test_c19_an_object_that_was_replaced_has_its_new_size(self, sizing_rig: Rig) -> None:
+        client = await sizing_rig.client()
+        key = sizing_rig.key()
+        for size in (1000, 700, 1200):
+            await client.put({key: content(size)})
+            async with client.loading([key]) as load:
+                expect(
+                    load.nbytes == (size,),
+                    f"C19: prepare_load says {load.nbytes} bytes of an object that was deleted and stored with {size}",
+                )
+            await client.delete([key])

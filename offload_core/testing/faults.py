@@ -368,7 +368,7 @@ def _around(fault: Fault, mine: Call, inner: GoOn) -> GoOn:
 
 class _ChangedLoad(LoadReservation):
     def __init__(self, present: Sequence[bool], held: Sequence[LoadReservation]) -> None:
-        super().__init__(present)
+        super().__init__(present, nbytes=held[-1].nbytes if held else None)
         self._held = held
 
     async def release(self) -> None:

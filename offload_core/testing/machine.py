@@ -162,8 +162,9 @@ class BackendMachine(RuleBasedStateMachine):
         self._holds.append(hold)
         with self._explained():
             check_parallel("prepare_load", keys, reservation.present)
-            for key, present in zip(keys, reservation.present, strict=True):
-                self._oracle.prepared(key, present, pins=self._capabilities.bounded)
+            sizes = check_parallel("prepare_load (nbytes)", keys, reservation.nbytes)
+            for key, present, nbytes in zip(keys, reservation.present, sizes, strict=True):
+                self._oracle.prepared(key, present, pins=self._capabilities.bounded, nbytes=nbytes)
                 if present and self._capabilities.bounded:
                     hold.pinned.append(key)
 

@@ -104,13 +104,22 @@ class Oracle:
                 if not self.pins[key]:
                     self._contents[key] |= {None}
 
-    def prepared(self, key: ObjectKey, present: bool, *, pins: bool) -> None:
+    def prepared(self, key: ObjectKey, present: bool, *, pins: bool, nbytes: int | None = None) -> None:
         """Take up what ``prepare_load`` says of ``key``; on a bounded medium it pins what is there (C9).
 
+        Args:
+            nbytes: the size that it has told, if it has (C19).
+
         Raises:
-            ContractError: it says that nothing is there where something must be.
+            ContractError: it says that nothing is there where something must be, or tells a size that is none.
         """
         allowed = self.allowed(key)
+        sizes = sorted({content.size_bytes for content in allowed if content is not None})
+        _demand(
+            not present or nbytes is None or nbytes in sizes,
+            "C19",
+            f"prepare_load says that {key} has {nbytes} bytes; it should have {_words(sizes, 'not be there')}",
+        )
         _demand(present or None in allowed, "C5", f"prepare_load({key}) finds nothing; it holds {_words(allowed)}")
         if present and pins:
             self._contents[key] = allowed - {None} or allowed

@@ -15,6 +15,7 @@ from offload_core.errors import ConfigError
 from offload_core.fingerprint import Json
 from offload_core.keys import ChunkRef, ObjectKey
 from offload_core.packs import PackLayout, block_copier
+from offload_core.pinning import pinning_in_use
 from offload_core.planner import HybridOffloadPlanner
 from offload_core.runtime import IoLoop
 from offload_core.staging import StagingPool
@@ -76,8 +77,8 @@ class WorkerHalf:
         }
         settings = self._config.settings
         largest = max(layout.payload_bytes for layout in layouts.values())
-        chunk_size, shares = self._planner.hybrid_chunk_size, settings.staging_shares
-        if problem := staging_problem(settings.staging_bytes, largest, chunk_size, shares):
+        chunk_size, uses = self._planner.hybrid_chunk_size, settings.staging_uses
+        if problem := staging_problem(settings.staging_bytes, largest, chunk_size, uses):
             raise ConfigError([problem])
         self.layout = {"layers": worker_identity(self._vllm_config, kv_caches), "pages": caches.describe()}
         if settings.geometry_file is not None and self._rank == 0:
@@ -86,10 +87,11 @@ class WorkerHalf:
         atexit.register(self.shutdown)  # a script may end without shutting its engine down
         self._io = IoLoop.acquire()
         self._tiers = open_tiers(self._config, self._io, self.counters)
+        self._staging = StagingPool(settings.staging_bytes, STORE_SHARE, pinning_in_use())
         self._engine = TransferEngine(
             io=self._io,
             tiers=self._tiers,
-            staging=StagingPool(settings.staging_bytes, STORE_SHARE),
+            staging=self._staging,
             copier=block_copier(caches),
             layouts=layouts,
             per_mib_seconds=settings.load_timeout_seconds_per_mib,
@@ -160,6 +162,7 @@ class WorkerHalf:
         self._engine.drain_stores(self._config.settings.shutdown_timeout_seconds)
         self._engine.close()
         close_tiers(self._tiers, self._io)
+        self._staging.close()
         self._io.release()
         self._engine = self._io = None
         atexit.unregister(self.shutdown)

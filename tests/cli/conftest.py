@@ -21,7 +21,7 @@ from offload_core.cli import app
 from offload_core.cli.probes import sealed
 from offload_core.keys import ObjectKey
 from offload_core.runtime import DaemonExecutor
-from tests.backends.disk.conftest import small_disk
+from tests.backends.disk.conftest import files_under, small_disk
 from tests.backends.nfs.conftest import _server, credentials, s3_options, s3_server
 
 __all__ = ["_server", "credentials", "s3_options", "s3_server", "small_disk"]
@@ -74,14 +74,19 @@ class Site:
     def put(self, tier: str, key: ObjectKey, payload: bytes, *, age_seconds: float = 0) -> Path:
         """Store an object as an engine does; returns its file."""
         backend = DiskBackend(DiskOptions(path=self.path(tier)), BackendContext(tier, DaemonExecutor(1, tier)))
-        asyncio.run(backend.store([key], [sealed(key, payload)]))
+
+        async def store() -> None:
+            await backend.store([key], [sealed(key, payload)])
+            await backend.close()
+
+        asyncio.run(store())
         (file,) = self.path(tier).rglob(f"{key.pack}/*/{key.chunk_hash.hex()}.kv")
         now = file.stat().st_mtime
         os.utime(file, (now - age_seconds, now - age_seconds))
         return file
 
     def files(self, tier: str) -> list[Path]:
-        return sorted(path for path in self.path(tier).rglob("*") if not path.is_dir())
+        return files_under(self.path(tier))
 
     def gate(self) -> Path:
         fifo = self.folder / "gate"

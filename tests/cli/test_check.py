@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.backends.disk.conftest import files_under
 from tests.cli.conftest import Site, ended, key, words
 
 STEPS = ("open_seconds", "store_seconds", "load_seconds", "delete_seconds")
@@ -75,9 +76,10 @@ def test_a_full_disk_is_shown_and_nothing_is_left_on_it(site: Site, small_disk: 
     (small_disk / "filler").write_bytes(bytes(240 * 1024))
     done = site.run("check", site.configure({"name": "full", "path": str(small_disk)}, {"name": "good"}))
     assert done.code == 1
-    assert "tier 'full': store: [Errno 28] No space left on device" in done.err
+    assert "[Errno 28] No space left on device: stores are rejected until there is room" in done.err
+    assert "tier 'full': store: rejected; is there room for" in done.err
     assert [line.split()[2] for line in done.out.splitlines()[2:]] == ["failed", "ok"]
-    assert [path.name for path in small_disk.rglob("*") if path.is_file()] == ["filler"]
+    assert [path.name for path in files_under(small_disk)] == ["filler"]
 
 
 def test_a_probe_that_cannot_be_deleted_is_named(site: Site) -> None:

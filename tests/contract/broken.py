@@ -322,4 +322,14 @@ BROKEN = [
         r"C18: capability lists is not declared, but list_objects yielded \[\]",
         "c18_a_backend_that_cannot_list_says_so",
     ),
+    _backend(
+        b.TellsTheSizeOnDisk,
+        r"C19: prepare_load says that abababababab…/full-u256/\w+ has \d+ bytes; it should say \d+",
+        "c19_prepare_load_tells_the_size_of_what_is_there",
+    ),
+    _backend(
+        b.RemembersSizes,
+        r"C19: prepare_load says \(1000,\) bytes of an object that was deleted and stored with 700",
+        "c19_an_object_that_was_replaced_has_its_new_size",
+    ),
 ]

@@ -264,12 +264,27 @@ class GoesOnWhereAListingWasLeft(ReferenceBackend):
 
 
 class ListsNothingInPlaceOfAnError(ReferenceBackend):
-    capabilities = Capabilities(medium="host", persistent=True, shared=True, bounded=True, lists=False)
+    capabilities = Capabilities(medium="host", persistent=True, shared=True, bounded=True, lists=False, sizes=True)
 
     async def list_objects(self) -> AsyncIterator[Sequence[StoredObject]]:
         nothing: list[list[StoredObject]] = []
         for batch in nothing:
             yield batch
+
+
+class TellsTheSizeOnDisk(ReferenceBackend):
+    def size(self, key: ObjectKey) -> int:
+        nbytes = super().size(key)
+        return nbytes if nbytes in (700, 1000, 1200) else -(-nbytes // 512) * 512
+
+
+class RemembersSizes(ReferenceBackend):
+    async def open(self) -> None:
+        await super().open()
+        self.sizes: dict[ObjectKey, int] = {}
+
+    def size(self, key: ObjectKey) -> int:
+        return self.sizes.setdefault(key, super().size(key))
 
 
 def _address(buffer: memoryview) -> int:

@@ -84,8 +84,8 @@ MEDIA: defaultdict[str, Medium] = defaultdict(Medium)
 
 
 class PinnedLoad(LoadReservation):
-    def __init__(self, present: Sequence[bool], release: Callable[[], None]) -> None:
-        super().__init__(present)
+    def __init__(self, present: Sequence[bool], release: Callable[[], None], nbytes: Sequence[int | None]) -> None:
+        super().__init__(present, nbytes=nbytes)
         self._release = release
 
     async def release(self) -> None:
@@ -104,7 +104,7 @@ class ReservedStore(StoreReservation):
 
 
 class ReferenceBackend(Backend[ReferenceOptions]):
-    capabilities = Capabilities(medium="host", persistent=True, shared=True, bounded=True, lists=True)
+    capabilities = Capabilities(medium="host", persistent=True, shared=True, bounded=True, lists=True, sizes=True)
 
     async def open(self) -> None:
         self.medium = MEDIA[self.options.medium]
@@ -117,7 +117,11 @@ class ReferenceBackend(Backend[ReferenceOptions]):
             present = [key in self.medium.objects for key in keys]
             pinned = [key for key, there in zip(keys, present, strict=True) if there]
             self.medium.pins.update(pinned)
-        return PinnedLoad(present, lambda: self.unpin(pinned))
+            sizes = [self.size(key) if there else None for key, there in zip(keys, present, strict=True)]
+        return PinnedLoad(present, lambda: self.unpin(pinned), sizes)
+
+    def size(self, key: ObjectKey) -> int:
+        return len(self.medium.objects[key].content)
 
     def unpin(self, keys: Sequence[ObjectKey]) -> None:
         with self.medium.lock:

@@ -267,7 +267,8 @@ def test_plugin_example_is_proved_as_shown(
     monkeypatch.delitem(sys.modules, "offload_memory", raising=False)
     pytester.syspathinsert()
     result = pytester.runpytest_inprocess().parseoutcomes()
-    skipped = {"test_c05": 2, "test_c06": 1, "test_c09": 2, "test_c10": 5, "test_c11": 3, "test_c16": 1, "test_c18": 3}
+    skipped = {"test_c05": 2, "test_c06": 1, "test_c09": 2, "test_c10": 5, "test_c11": 3, "test_c16": 1}
+    skipped |= {"test_c18": 3, "test_c19": 2}
     expected = {"skipped": sum(skipped.values()), **outcomes}
     passed = len(contract_tests()) + 1 - sum(expected.values())  # and the state machine
     assert result == {"passed": passed, "deselected": 1, **expected}

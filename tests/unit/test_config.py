@@ -207,7 +207,7 @@ ONE_PROBLEM = [
     ),
     (
         {"backends": [{**BOX, "clas": 1}]},
-        "backends.0.clas: unknown key (did you mean 'class'?); valid keys: class, io_threads,",
+        "backends.0.clas: unknown key (did you mean 'class'?); valid keys: class, compression,",
     ),
     (
         {"backends": [{**BOX, "io_thread": 2}]},

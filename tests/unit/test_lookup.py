@@ -20,7 +20,7 @@ SECONDS = 30
 NAMESPACE = "ab" * 32
 OTHER_RANK = "cd" * 32
 HASHES = [number.to_bytes(32, "big") for number in range(4)]
-Start = Callable[[float], LookupService]
+Start = Callable[..., LookupService]
 
 
 @pytest.fixture
@@ -30,6 +30,7 @@ def backends() -> dict[str, MemoryBackend]:
 
 @pytest.fixture
 def start(io: IoLoop, counters: Counters, backends: dict[str, MemoryBackend]) -> Iterator[Start]:
+    """Returns a function that starts a service over the tiers ``fast`` and ``slow``, with these keys of theirs."""
     planner = HybridOffloadPlanner.build(
         [GroupGeometry(0, 16, HitPolicy("full"))], hash_block_size=16, max_model_len=1024, hybrid_chunk_size=16
     )
@@ -38,7 +39,14 @@ def start(io: IoLoop, counters: Counters, backends: dict[str, MemoryBackend]) ->
         config, made = memory_tier(name)
         tiers.append(Tier(config, SECONDS, counters))
         backends[name] = made[0]
-    yield lambda timeout_seconds: LookupService(io, tiers, planner, timeout_seconds, counters)
+
+    def start(timeout_seconds: float, grace_seconds: float = SECONDS, **keys: dict[str, float]) -> LookupService:
+        for tier in tiers:
+            tier.keys = tier.keys.model_copy(update=keys.get(tier.name, {}))
+            tier.load_weight = tier.keys.load_weight
+        return LookupService(io, tiers, planner, timeout_seconds, counters, grace_seconds=grace_seconds)
+
+    yield start
     for backend in backends.values():
         backend.gates["contains"].open()
     close_tiers(tiers, io, SECONDS)
@@ -59,7 +67,7 @@ def ref(unit: int) -> ChunkRef:
 
 def wait_until_done(service: LookupService, lookup: Lookup) -> Lookup:
     while not lookup.done():
-        service.wait_for_answer(SECONDS)
+        service.wait_for_answer(0.01)
     return lookup
 
 
@@ -92,16 +100,19 @@ def test_a_mistrusted_chunk_counts_as_missing(start: Start, backends: dict[str, 
 def test_a_tier_without_an_answer_at_the_deadline_has_nothing_and_is_counted(
     start: Start, backends: dict[str, MemoryBackend], counters: Counters
 ) -> None:
-    for backend in backends.values():
-        put(backend, 3)
+    put(backends["fast"], 2)
+    put(backends["slow"], 3)
     backends["slow"].gates["contains"].shut()
     service = start(0.2)
     lookup = service.start(question())
     assert not lookup.done()
     while not lookup.done():
         service.wait_for_answer(0.01)
-    assert lookup.answers() == {"fast": PrefixAnswer(48)}
-    assert lookup.best() == ("fast", 48)
+    assert lookup.answers() == {"fast": PrefixAnswer(32, (ref(2),))}
+    assert lookup.best() == ("fast", 32)
+    while not (counted := counters.take()).get(("lookup_failures", "slow")):  # on the loop, at the deadline
+        service.wait_for_answer(0.01)
+    assert counted[("lookup_failures", "slow")] == 1
 
 
 @pytest.mark.parametrize("fault", [OSError("gone"), asyncio.CancelledError()], ids=["raises", "cancels itself"])
@@ -113,3 +124,74 @@ def test_a_tier_that_fails_has_nothing_and_the_engine_thread_sees_no_error(
     service = start(SECONDS)
     lookup = wait_until_done(service, service.start(question()))
     assert {name: answer.boundary_tokens for name, answer in lookup.answers().items()} == {"fast": 48, "slow": 0}
+
+
+def hit_on_fast_while_slow_hangs(backends: dict[str, MemoryBackend], units: int) -> None:
+    put(backends["fast"], units)
+    put(backends["slow"], 4)
+    backends["slow"].gates["contains"].shut()
+
+
+def test_no_other_tier_is_waited_for_that_could_not_do_better(start: Start, backends: dict[str, MemoryBackend]) -> None:
+    hit_on_fast_while_slow_hangs(backends, 3)
+    service = start(SECONDS, fast={"load_weight": 2.0}, slow={"load_weight": 2.0})
+    lookup = wait_until_done(service, service.start(question()))
+    assert lookup.best() == ("fast", 48), "of equals the first"
+    assert lookup.missing() == set(), "the other may have what this one lacks"
+
+
+@pytest.mark.parametrize(("slow_weight", "best"), [(1.0, ("fast", 32)), (0.5, ("fast", 32)), (3.0, ("slow", 48))])
+def test_a_tier_that_could_do_better_is_waited_for(
+    start: Start, backends: dict[str, MemoryBackend], slow_weight: float, best: tuple[str, int]
+) -> None:
+    hit_on_fast_while_slow_hangs(backends, 2)
+    service = start(SECONDS, fast={"load_weight": 1.5}, slow={"load_weight": slow_weight})
+    lookup = service.start(question())
+    while not lookup.answers():
+        service.wait_for_answer(0.01)
+    assert lookup.done() == (slow_weight < 3.0), "32 tokens x 1.5 are worth as much as 48 x 1 at most"
+    backends["slow"].gates["contains"].open()
+    assert wait_until_done(service, lookup).best() == best
+
+
+def test_the_wait_for_a_better_answer_ends_with_the_grace(
+    start: Start, backends: dict[str, MemoryBackend], counters: Counters
+) -> None:
+    hit_on_fast_while_slow_hangs(backends, 1)
+    service = start(SECONDS, grace_seconds=0.05)
+    lookup = service.start(question())
+    while not lookup.answers():
+        service.wait_for_answer(0.01)
+    while not lookup.done():
+        service.wait_for_answer(0.01)
+    assert lookup.best() == ("fast", 16)
+    assert ("lookup_failures", "slow") not in counters.take(), "it has time until its deadline"
+
+
+def test_the_grace_does_not_begin_with_an_answer_that_has_nothing(
+    start: Start, backends: dict[str, MemoryBackend]
+) -> None:
+    hit_on_fast_while_slow_hangs(backends, 0)
+    service = start(SECONDS, grace_seconds=0.0)
+    lookup = service.start(question())
+    while not lookup.answers():
+        service.wait_for_answer(0.01)
+    assert not lookup.done()
+    backends["slow"].gates["contains"].open()
+    assert wait_until_done(service, lookup).best() == ("slow", 48)
+    assert lookup.missing() == set()
+
+
+def test_each_tier_has_its_own_deadline_and_those_without_an_answer_then_have_no_say_in_what_is_missing(
+    start: Start, backends: dict[str, MemoryBackend]
+) -> None:
+    hit_on_fast_while_slow_hangs(backends, 0)
+    service = start(SECONDS, slow={"lookup_timeout_seconds": 0.2})
+    lookup = service.start(question())
+    while not lookup.answers():
+        service.wait_for_answer(0.01)
+    if not lookup.done():
+        assert lookup.missing() == set(), "the other tier may still have it"
+    wait_until_done(service, lookup)
+    assert lookup.best() == ("fast", 0)
+    assert lookup.missing() == {ref(0), ref(1), ref(2)}

@@ -97,15 +97,20 @@ def test_an_object_of_another_key_is_refused_with_both_names(other: ObjectKey) -
     ("offset", "value", "message"),
     [
         (0, b"OFFLCORF", "magic b'OFFLCORF'"),
-        (8, struct.pack("<H", 2), "version 2, codec 0; this reader knows .* version 1"),
-        (10, b"\x01", "codec 1; this reader knows"),
+        (8, struct.pack("<H", 1), "version 1, codec 0; this reader knows .* version 2, codec 0 to 2"),
+        (10, b"\x03", "codec 3; this reader knows"),
+        (10, b"\x01", r"header says 40 stored and 40 raw \(codec 1\)"),
         (11, b"\x1f", "names another object"),
         (12, b"\x08", "names another object"),
         (176, struct.pack("<Q", 41), "header says 40 stored and 41 raw"),
         (184, struct.pack("<Q", 39), "header says 39 stored and 40 raw"),
         (192, bytes(16), "the payload's checksum does not match its 40 bytes"),
+        (208, bytes(16), "another raw checksum, where raw bytes are expected"),
     ],
-    ids=["magic", "version", "codec", "hash length", "pack length", "raw length", "stored length", "payload checksum"],
+    ids=[
+        *("magic", "version", "no codec", "codec", "hash length", "pack length", "raw length", "stored length"),
+        *("stored checksum", "raw checksum"),
+    ],
 )
 def test_a_header_with_a_right_checksum_and_a_wrong_field_is_refused(offset: int, value: bytes, message: str) -> None:
     with pytest.raises(ObjectFormatError, match=message):
@@ -124,7 +129,7 @@ def test_the_bytes_are_where_the_documentation_says() -> None:
     whole = sealed()
     expected = {
         "magic": b"OFFLCORE",
-        "format version": struct.pack("<H", 1),
+        "format version": struct.pack("<H", 2),
         "codec": b"\x00",
         "length of the chunk hash": b"\x20",
         "length of the pack name": b"\x09",
@@ -134,6 +139,7 @@ def test_the_bytes_are_where_the_documentation_says() -> None:
         "raw length": struct.pack("<Q", 40),
         "stored length": struct.pack("<Q", 40),
         "XXH3-128 of the stored payload": xxhash.xxh3_128(PAYLOAD).digest(),
+        "XXH3-128 of the raw bytes": xxhash.xxh3_128(PAYLOAD).digest(),
         "XXH3-128 of bytes 0 to 4079": xxhash.xxh3_128(whole[:4080]).digest(),
     }
     fields = documented_fields()

@@ -79,7 +79,12 @@ def test_a_store_that_found_no_room_was_a_touch_all_the_same(rig: Rig) -> None:
 
 
 def test_what_was_loaded_is_kept_in_every_faster_tier_that_allows_it(rig: Rig) -> None:
-    policies = {"first": {}, "no": {"promote": False}, "never": {"write_policy": "never"}, "second": {}}
+    policies: dict[str, dict[str, object]] = {
+        "first": {},
+        "no": {"promote": False},
+        "never": {"write_policy": "never"},
+        "second": {},
+    }
     tiers = {name: rig.add_memory_tier(name, **keys) for name, keys in policies.items()}
     source, slower = rig.add_memory_tier("source"), rig.add_memory_tier("slower")
     rig.start()

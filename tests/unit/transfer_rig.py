@@ -16,7 +16,7 @@ from offload_core.packs import BlockSlice, CpuBlockCopier, PackLayout
 from offload_core.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.runtime import IoLoop
 from offload_core.staging import StagingPool
-from offload_core.staging_size import STORE_SHARE, smallest_pool_bytes, tier_shares
+from offload_core.staging_size import STORE_SHARE, smallest_pool_bytes, staging_uses
 from offload_core.stats import Counters
 from offload_core.stores import StoreResult
 from offload_core.tier import Tier
@@ -79,7 +79,7 @@ class Rig:
         self.io.submit(tier.open()).result(SECONDS)
         self.tiers.append(tier)
 
-    def add_memory_tier(self, name: str = "memory", **common: float) -> MemoryBackend:
+    def add_memory_tier(self, name: str = "memory", **common: object) -> MemoryBackend:
         config, made = memory_tier(name, None, **common)
         self.add_tier(config)
         self.backends[name] = made[0]
@@ -89,10 +89,9 @@ class Rig:
     def largest_payload_bytes(self) -> int:
         return max(layout.payload_bytes for layout in self.layouts.values())
 
-    def start(self, staging_bytes: int = 0) -> TransferEngine:
-        shares = tier_shares([tier.keys.staging_share for tier in self.tiers])
-        smallest_bytes = smallest_pool_bytes(self.largest_payload_bytes, shares)
-        self.staging = StagingPool(staging_bytes or smallest_bytes, STORE_SHARE)
+    def start(self, staging_bytes: int = 0, pool: type[StagingPool] = StagingPool) -> TransferEngine:
+        uses = staging_uses((tier.keys.staging_share, tier.compresses) for tier in self.tiers)
+        self.staging = pool(staging_bytes or smallest_pool_bytes(self.largest_payload_bytes, uses), STORE_SHARE)
         self._engine = TransferEngine(
             io=self.io,
             tiers=self.tiers,

@@ -2,23 +2,23 @@
 
 Everything but the copies happens on the event loop, so nothing here needs a lock. An object's pages are *reserved* from
 :meth:`CpuBackend.prepare_store` on, become visible when they are filled, and are given back when the object was evicted
-or deleted and no load uses them any more.
+or deleted and no load uses them any more. While loads use an object it is not in the order of eviction; with the last
+one's end it comes back there as just used.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
 
-from pydantic import Field
-
-from offload_backend_cpu.arena import PAGE_BYTES, Arena, Pages
+from offload_backend_cpu.arena import Arena
+from offload_backend_cpu.extents import Run
+from offload_backend_cpu.options import CpuOptions
+from offload_backend_cpu.recency import Recency
+from offload_backend_cpu.setting_up import Preparation
 from offload_core.backend import (
     Backend,
     BackendContext,
-    BackendOptions,
     Capabilities,
     LoadOutcome,
     LoadReservation,
@@ -28,52 +28,70 @@ from offload_core.backend import (
 )
 from offload_core.errors import BackendError
 from offload_core.keys import ObjectKey
-from offload_core.quantities import Bytes
+from offload_core.pinning import HostPinning
 
 _LIST_BATCH = 1000
+# One batch of the transfer engine: 2 MiB and headers, copied in some 0.15 ms. Handing it to a thread was seen to cost
+# 0.1 ms, and 2 ms on busy cores, and with that nearly twice the processor time (benchmarks/cpu_memory.py).
+_INLINE_COPY_BYTES = 2112 * 1024
 
 
-class CpuOptions(BackendOptions):
-    """Options of the ``cpu`` type."""
-
-    capacity: Bytes = Field(ge=PAGE_BYTES, description="host memory for objects, of each worker process")
-
-
-@dataclass(eq=False)
 class _Object:
-    """An object's memory. ``pins`` counts the loads that use or await it."""
+    """An object's memory. There may be a million of them, so it has nothing that it could do without."""
 
-    pages: Pages
-    nbytes: int
-    pins: int = 0
-    gone: bool = False
-    """Evicted or deleted: its pages are given back with the last pin."""
-    stored_at_seconds: float = field(default_factory=time.time)
+    __slots__ = ("gone", "nbytes", "num_pages", "pins", "runs", "stored_at_seconds")
+
+    def __init__(self, runs: tuple[Run, ...], nbytes: int, num_pages: int) -> None:
+        self.runs = runs
+        self.nbytes = nbytes
+        self.num_pages = num_pages
+        self.pins = 0
+        """Loads that use or await it."""
+        self.gone = False
+        """Evicted or deleted: its pages are given back with the last pin."""
+        self.stored_at_seconds = time.time()
 
 
 class CpuBackend(Backend[CpuOptions]):
-    """Objects in host memory, the least recently used evicted first."""
+    """Objects in host memory; the option ``eviction`` says which make room for others.
 
-    def __init__(self, options: CpuOptions, context: BackendContext) -> None:
+    Args:
+        pinning: how to pin the memory; by default by CUDA, as the option ``pin`` says.
+    """
+
+    def __init__(self, options: CpuOptions, context: BackendContext, pinning: HostPinning | None = None) -> None:
         super().__init__(options, context)
+        self._preparation = Preparation(options, context.name, self.run_blocking, pinning)
         self._arena: Arena | None = None
-        self._objects: OrderedDict[ObjectKey, _Object] = OrderedDict()  # least recently used first
+        self._objects: dict[ObjectKey, _Object] = {}
+        self._evictable = Recency("lru", 0)
         self._reserved: dict[ObjectKey, list[_Object]] = {}
-        self._evictable_pages = 0
 
     @property
     def capabilities(self) -> Capabilities:
         """Memory of this process."""
-        return Capabilities(medium="host", persistent=False, shared=False, bounded=True, lists=True)
+        return Capabilities(medium="host", persistent=False, shared=False, bounded=True, lists=True, sizes=True)
 
     async def open(self) -> None:
-        """Set the memory aside; the system gives it as it is filled."""
-        self._arena = Arena(self.options.capacity)
+        """Set the memory aside; the system gives it as it is filled, unless the options have it prepared.
+
+        Cancelled while it pins, it ends when that has.
+
+        Raises:
+            OSError: there is not so much memory, or it cannot be pinned and ``pin`` is ``on``.
+        """
+        arena = Arena(self.options.capacity)
+        await self._preparation.start(arena)
+        self._evictable = Recency(self.options.eviction, arena.pages.num_pages)
+        self._arena = arena
 
     async def close(self) -> None:
         """Wait for running copies and let go of the memory."""
+        self._preparation.stop()
         await super().close()
+        await self._preparation.undo()
         self._objects.clear()
+        self._evictable = Recency("lru", 0)
         self._arena = None
 
     async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
@@ -83,22 +101,21 @@ class CpuBackend(Backend[CpuOptions]):
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
         """Pin what is there."""
         found = [self._objects.get(key) for key in keys]
-        pinned = [held for held in found if held is not None]
-        for key, held in zip(keys, found, strict=True):
-            if held is not None:
-                self._objects.move_to_end(key)
-                self._pin(held)
+        pinned = [(key, held) for key, held in zip(keys, found, strict=True) if held is not None]
+        for key, held in pinned:
+            self._pin(key, held)
 
         async def release() -> None:
             self._unpin_all(pinned)
 
-        return LoadReservation([held is not None for held in found], release)
+        sizes = [None if held is None else held.nbytes for held in found]
+        return LoadReservation([held is not None for held in found], release, sizes)
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`. When it is cancelled it ends with its copies."""
         outcomes: list[LoadOutcome] = []
-        copies: list[tuple[Pages, memoryview]] = []
-        pinned: list[_Object] = []
+        copies: list[tuple[tuple[Run, ...], memoryview]] = []
+        pinned: list[tuple[ObjectKey, _Object]] = []
         for key, buffer in zip(keys, buffers, strict=True):
             held = self._objects.get(key)
             if held is None:
@@ -107,23 +124,25 @@ class CpuBackend(Backend[CpuOptions]):
                 outcomes.append(LoadOutcome.CORRUPT)
             else:
                 outcomes.append(LoadOutcome.HIT)
-                copies.append((held.pages, buffer))
-                pinned.append(held)
-                self._pin(held)
+                copies.append((held.runs, buffer))
+                pinned.append((key, held))
+                self._pin(key, held)
         try:
-            await self._copy(self._memory.read, copies)
+            await self._copy(self._memory.read, copies, are_there=True)
         finally:
             self._unpin_all(pinned)
         return outcomes
 
     async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
-        """Reserve pages, evicting what was not used for longest; what is larger than all that could go is rejected."""
+        """Reserve pages, evicting others as ``eviction`` says; what is larger than all that could go is rejected."""
         outcomes: list[StoreOutcome | None] = []
         evicted: list[ObjectKey] = []
         taken: list[tuple[ObjectKey, _Object]] = []
         for key, size in zip(keys, nbytes, strict=True):
-            if key in self._objects:
-                self._objects.move_to_end(key)
+            present = self._objects.get(key)
+            if present is not None:
+                if not present.pins:
+                    self._evictable.use(key)
                 outcomes.append(StoreOutcome.ALREADY_PRESENT)
                 continue
             reserved = self._reserve(size, evicted)
@@ -136,7 +155,7 @@ class CpuBackend(Backend[CpuOptions]):
             for key, reserved in taken:
                 if reserved in self._reserved.get(key, ()):
                     self._take_reserved(key, reserved)
-                    self._free(reserved.pages)
+                    self._free(reserved)
 
         return StoreReservation(outcomes, evicted, release)
 
@@ -144,7 +163,7 @@ class CpuBackend(Backend[CpuOptions]):
         """See :meth:`Backend.store`. When it is cancelled it ends with its copies, and nothing is stored."""
         outcomes: list[StoreOutcome] = []
         filling: list[tuple[ObjectKey, _Object]] = []
-        copies: list[tuple[Pages, memoryview]] = []
+        copies: list[tuple[tuple[Run, ...], memoryview]] = []
         for key, buffer in zip(keys, buffers, strict=True):
             if key in self._objects:
                 outcomes.append(StoreOutcome.ALREADY_PRESENT)
@@ -152,26 +171,27 @@ class CpuBackend(Backend[CpuOptions]):
             held = next((r for r in self._reserved.get(key, ()) if r.nbytes == len(buffer)), None)
             if held is not None:
                 self._take_reserved(key, held)
-            elif self._memory.pages_for(len(buffer)) <= self._memory.free_pages:  # eviction is for prepare_store
+            elif self._memory.pages_for(len(buffer)) <= self._memory.pages.free_pages:  # prepare_store evicts
                 held = self._reserve(len(buffer), [])
             if held is None:
                 outcomes.append(StoreOutcome.REJECTED)
                 continue
             outcomes.append(StoreOutcome.STORED)
             filling.append((key, held))
-            copies.append((held.pages, buffer))
+            copies.append((held.runs, buffer))
         try:
-            await self._copy(self._memory.write, copies)
+            there = self._memory.is_there
+            await self._copy(self._memory.write, copies, are_there=all(there(runs) for runs, _ in copies))
         except BaseException:
             for _, held in filling:
-                self._free(held.pages)
+                self._free(held)
             raise
         for key, held in filling:
             if key in self._objects:  # the same key twice, or another call was faster
-                self._free(held.pages)
+                self._free(held)
             else:
                 self._objects[key] = held
-                self._evictable_pages += len(held.pages)
+                self._evictable.add(key, held.num_pages)
         return outcomes
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
@@ -192,21 +212,33 @@ class CpuBackend(Backend[CpuOptions]):
             raise BackendError(f"tier {self.context.name!r} is not open")
         return self._arena
 
-    async def _copy(self, copy: Callable[[Pages, memoryview], None], batch: Sequence[tuple[Pages, memoryview]]) -> None:
-        """Run a batch's copies on one of the tier's threads."""
-        if batch:
+    async def _copy(
+        self,
+        copy: Callable[[tuple[Run, ...], memoryview], None],
+        batch: Sequence[tuple[tuple[Run, ...], memoryview]],
+        *,
+        are_there: bool,
+    ) -> None:
+        """Run a batch's copies: on one of the tier's threads, or here where they are done before that had them.
+
+        ``are_there``: whether the system has given the memory.
+        """
+        if are_there and sum([len(buffer) for _, buffer in batch]) <= _INLINE_COPY_BYTES:
+            _copy_all(copy, batch)
+        else:
             await self.run_blocking(_copy_all, copy, batch)
 
     def _reserve(self, nbytes: int, evicted: list[ObjectKey]) -> _Object | None:
         """Take pages for an object, evicting others (added to ``evicted``) where enough of them could go."""
+        pages = self._memory.pages
         needed = self._memory.pages_for(nbytes)
-        if needed > self._memory.free_pages + self._evictable_pages:
+        if needed > pages.free_pages + self._evictable.size:
             return None
-        while self._memory.free_pages < needed:
-            victim = next(key for key, held in self._objects.items() if not held.pins)  # pinned ones are few and recent
+        while pages.free_pages < needed:
+            victim = self._evictable.next_victim()
             self._forget(victim)
             evicted.append(victim)
-        return _Object(self._memory.take(needed), nbytes)
+        return _Object(pages.take(needed), nbytes, needed)
 
     def _take_reserved(self, key: ObjectKey, reserved: _Object) -> None:
         """End a reservation; its pages are the caller's now."""
@@ -219,27 +251,31 @@ class CpuBackend(Backend[CpuOptions]):
         held = self._objects.pop(key)
         held.gone = True
         if not held.pins:
-            self._evictable_pages -= len(held.pages)
-            self._free(held.pages)
+            self._evictable.remove(key)
+            self._free(held)
 
-    def _free(self, pages: Pages) -> None:
+    def _free(self, held: _Object) -> None:
         if self._arena is not None:  # else all of it has gone with close()
-            self._arena.give_back(pages)
+            self._arena.pages.give_back(held.runs)
 
-    def _pin(self, held: _Object) -> None:
+    def _pin(self, key: ObjectKey, held: _Object) -> None:
         if not held.pins:
-            self._evictable_pages -= len(held.pages)
+            self._evictable.remove(key)
         held.pins += 1
 
-    def _unpin_all(self, pinned: Sequence[_Object]) -> None:
-        for held in pinned:
+    def _unpin_all(self, pinned: Sequence[tuple[ObjectKey, _Object]]) -> None:
+        for key, held in pinned:
             held.pins -= 1
-            if not held.pins and held.gone:
-                self._free(held.pages)
-            elif not held.pins:
-                self._evictable_pages += len(held.pages)
+            if held.pins or self._arena is None:
+                continue
+            if held.gone:
+                self._free(held)
+            else:
+                self._evictable.add(key, held.num_pages, used_again=True)
 
 
-def _copy_all(copy: Callable[[Pages, memoryview], None], batch: Sequence[tuple[Pages, memoryview]]) -> None:
-    for pages, buffer in batch:
-        copy(pages, buffer)
+def _copy_all(
+    copy: Callable[[tuple[Run, ...], memoryview], None], batch: Sequence[tuple[tuple[Run, ...], memoryview]]
+) -> None:
+    for runs, buffer in batch:
+        copy(runs, buffer)

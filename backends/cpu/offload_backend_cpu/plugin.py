@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from offload_backend_cpu.backend import CpuBackend, CpuOptions
+from offload_backend_cpu.backend import CpuBackend
+from offload_backend_cpu.options import CpuOptions
 from offload_core.backend import BackendType
 from offload_core.hookspecs import hookimpl
 

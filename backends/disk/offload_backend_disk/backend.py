@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Annotated
 
 from aiofiles.base import wrap
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator
 
 from offload_backend_disk import files
 from offload_backend_disk.account import Account
 from offload_backend_disk.bounded import BoundedFolder, Room
+from offload_backend_disk.direct import DirectIo, choose
 from offload_backend_disk.eviction import Limits, Policy
 from offload_backend_disk.folder import ObjectFolder
 from offload_backend_disk.home import Home
@@ -42,6 +43,11 @@ from offload_core.quantities import Bytes
 _load = wrap(ObjectFolder.load)
 _store = wrap(ObjectFolder.store_all)
 _store_bounded = wrap(BoundedFolder.store)
+
+
+def _word(given: object) -> object:
+    """Return what was written: YAML takes a bare ``on`` or ``off`` for a boolean."""
+    return {True: "on", False: "off"}[given] if isinstance(given, bool) else given
 
 
 class DiskOptions(BackendOptions):
@@ -82,6 +88,15 @@ class DiskOptions(BackendOptions):
         files.Fsync,
         Field(description="what is forced to the disk before an object counts as stored: none, data, data and folder"),
     ] = "none"
+    direct_io: Annotated[
+        DirectIo,
+        BeforeValidator(_word),
+        WithJsonSchema({"enum": ["off", "on", "auto", False, True]}),
+        Field(
+            description="read and write past the page cache (O_DIRECT): off, on, or auto, which is on where the "
+            "folder's file system can do it"
+        ),
+    ] = "off"
 
     @field_validator("path")
     @classmethod
@@ -128,14 +143,15 @@ class DiskBackend(Backend[DiskOptions]):
             account = Account(home, self._owners, limits)
             self._bounded = BoundedFolder(self._folder, account)
         self._sweep = Sweep(self._folder.layout, self._owners, account)
-        self._keeper = Keeper(self.run_blocking, self._sweep, account)
+        is_usable = self._bounded.is_usable if self._bounded is not None else bool
+        self._keeper = Keeper(self.run_blocking, self._sweep, account, is_usable)
         self._reserved: dict[ObjectKey, list[int]] = {}
 
     @property
     def capabilities(self) -> Capabilities:
         """A local disk that other processes may use too."""
         bounded = self._bounded is not None
-        return Capabilities(medium="disk", persistent=True, shared=True, bounded=bounded, lists=True)
+        return Capabilities(medium="disk", persistent=True, shared=True, bounded=bounded, lists=True, sizes=True)
 
     async def open(self) -> None:
         """Create the folder if it is missing. A read-only one is no error: it can still be loaded from.
@@ -148,6 +164,7 @@ class DiskBackend(Backend[DiskOptions]):
     def _open(self) -> bool:
         """Return whether there is anything to do in the background."""
         self._home.open()
+        self._folder.direct = choose(self.options.path, self.options.direct_io)
         if self._bounded is not None:
             self._bounded.open()
         return self._sweep.begin() or self._bounded is not None
@@ -163,14 +180,20 @@ class DiskBackend(Backend[DiskOptions]):
         return await self.run_blocking(self._folder.contains, keys)
 
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
-        """Pin what is there. Without a capacity nothing is evicted: then opening the files to read is enough."""
-        bounded = self._bounded
+        """Pin what is there. Without a capacity nothing is evicted: then sizes are enough."""
+        bounded, folder = self._bounded, self._folder
         if bounded is None:
-            return LoadReservation([True] * len(keys))
+            sizes = await self.run_blocking(folder.sizes, keys)
+            return LoadReservation([size is not None for size in sizes], nbytes=sizes)
         present: list[bool] = []
+
+        def pin() -> list[int | None]:
+            present.extend(bounded.pin(keys))
+            return folder.sizes(keys)
+
         try:
-            await self.run_blocking(lambda: present.extend(bounded.pin(keys)))
-        except asyncio.CancelledError:  # the thread has ended nevertheless
+            sizes = await self.run_blocking(pin)
+        except BaseException:  # cancelled, the thread has ended nevertheless
             bounded.unpin([key for key, there in zip(keys, present, strict=False) if there])
             raise
         held = [key for key, there in zip(keys, present, strict=True) if there]
@@ -178,15 +201,20 @@ class DiskBackend(Backend[DiskOptions]):
         async def release() -> None:
             bounded.unpin(held)  # some microseconds; nothing in it waits
 
-        return LoadReservation(present, release)
+        return LoadReservation(present, release, sizes)
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`."""
         return await self.run_to_the_end(_load(self._folder, keys, buffers, executor=self.context.executor))
 
     async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
-        """Reserve room in the folder's account, evicting what is to go first."""
+        """Reserve room in the folder's account, evicting what is to go first.
+
+        Without a capacity there is nothing to reserve, and what is already present turns out as it is stored.
+        """
         bounded = self._bounded
+        if bounded is None and not self.options.keep_free:
+            return StoreReservation([None] * len(keys))
         if bounded is None:
             return StoreReservation(await self.run_blocking(self._folder.reserve, keys, nbytes))
         rooms: list[Room] = []

@@ -45,6 +45,14 @@ class BoundedFolder:
             if not os.access(self._folder.layout.root, os.R_OK | os.X_OK):
                 raise
 
+    def is_usable(self) -> bool:
+        """Return whether the account can be used; one that could not be opened is tried again."""
+        try:
+            self._reopen()
+        except OSError:
+            return False
+        return True
+
     def close(self) -> None:
         """Let go of the account. Idempotent."""
         self._account.close()

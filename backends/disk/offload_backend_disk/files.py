@@ -1,4 +1,4 @@
-"""Blocking operations on single files."""
+"""Blocking operations on single files. Names are strings in hot paths: pathlib costs more than some system calls."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from offload_backend_disk import direct as direct_io
 from offload_core.backend import LoadOutcome
 
 FOLDER_MODE = 0o700
@@ -15,49 +16,61 @@ FILE_MODE = 0o600
 Fsync = Literal["none", "data", "data and folder"]
 
 
-def open_to_read(path: Path) -> int | None:
+def open_to_read(name: str | Path, *, direct: bool = False) -> int | None:
     """Return a descriptor of the file, or ``None`` where there is none. What is open is not lost when it is removed."""
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(name, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def read(descriptor: int, buffer: memoryview) -> LoadOutcome:
-    """Read the whole file into ``buffer``. One of another size is corrupt; the buffer's content is then undefined."""
-    if os.fstat(descriptor).st_size != len(buffer):
-        return LoadOutcome.CORRUPT
-    done = 0
-    while done < len(buffer):
-        count = os.preadv(descriptor, [buffer[done:]], done)
-        if count == 0:  # truncated since the fstat
-            return LoadOutcome.CORRUPT
+def read(descriptor: int, buffer: memoryview, *, direct: bool = False) -> LoadOutcome:
+    """Read the whole file into ``buffer``. One of another size is corrupt; the buffer's content is then undefined.
+
+    Args:
+        direct: the descriptor has ``O_DIRECT``, and the buffer is aligned for it.
+    """
+    done = direct_io.read(descriptor, buffer) if direct else 0
+    if direct and done < len(buffer):  # truncated, or interrupted
+        direct_io.end_direct(descriptor)
+    beyond = bytearray(1)  # to see, without another system call, that the file is longer
+    while done < len(buffer) or not (direct or done):  # once at least, for an empty object
+        count = os.preadv(descriptor, [buffer[done:], beyond], done)
         done += count
-    return LoadOutcome.HIT
+        if count == 0:
+            break
+    return LoadOutcome.HIT if done == len(buffer) else LoadOutcome.CORRUPT
 
 
-def write(path: Path, temporary: Path, buffer: memoryview, fsync: Fsync) -> None:
-    """Write the file whole or not at all: under a temporary name in the same folder, then renamed."""
-    descriptor = _create(temporary)
+def write(name: str, temporary: str, buffer: memoryview, fsync: Fsync, *, direct: bool = False) -> None:
+    """Write the file whole or not at all: under a temporary name in the same folder, then renamed.
+
+    Args:
+        direct: past the page cache; the buffer is aligned for it.
+    """
+    descriptor = _create(temporary, os.O_DIRECT if direct else 0)
     try:
         try:
-            done = 0
-            while done < len(buffer):
-                done += os.write(descriptor, buffer[done:])
+            if direct:
+                direct_io.write(descriptor, buffer)
+            else:
+                done = 0
+                while done < len(buffer):
+                    done += os.write(descriptor, buffer[done:])
             if fsync != "none":
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        temporary.replace(path)
+        os.replace(temporary, name)  # noqa: PTH105 - pathlib is slow
     except BaseException:
         with suppress(OSError):
-            temporary.unlink()
+            os.unlink(temporary)  # noqa: PTH108
         raise
     if fsync == "data and folder":
-        _sync_folder(path.parent)
+        _sync_folder(os.path.dirname(name))  # noqa: PTH120
 
 
-def _sync_folder(folder: Path) -> None:
+def _sync_folder(folder: str) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -65,13 +78,13 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _create(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+def _create(name: str, more_flags: int) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | more_flags
     try:
-        return os.open(path, flags, FILE_MODE)
+        return os.open(name, flags, FILE_MODE)
     except FileNotFoundError:
-        make_private_folder(path.parent)
-        return os.open(path, flags, FILE_MODE)
+        make_private_folder(Path(name).parent)
+        return os.open(name, flags, FILE_MODE)
 
 
 def make_private_folder(folder: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from offload_backend_disk import files
 from offload_backend_disk.database import FULL
+from offload_backend_disk.direct import is_aligned
 from offload_backend_disk.home import Home
 from offload_backend_disk.layout import Layout
 from offload_backend_disk.owners import Owners
@@ -25,7 +26,10 @@ class ObjectFolder:
         home: the folder.
         owners: this process's lock in it, by which its files are known to be its own while they are being written.
         fsync: what is forced to the medium before an object counts as stored.
-        keep_free_bytes: what :meth:`has_room` leaves on the file system.
+        keep_free_bytes: what :meth:`reserve` leaves on the file system.
+
+    Attributes:
+        direct: whether whole pages are read and written past the page cache; to be set before the first call.
     """
 
     def __init__(self, home: Home, owners: Owners, fsync: files.Fsync, keep_free_bytes: int = 0) -> None:
@@ -35,21 +39,27 @@ class ObjectFolder:
         self._fsync = fsync
         self._keep_free_bytes = keep_free_bytes
         self._is_full = False
+        self.direct = False
 
     def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Return, per key, whether its file is there."""
-        return [self.layout.path(key).is_file() for key in keys]
+        return [os.path.isfile(self.layout.name(key)) for key in keys]  # noqa: PTH113 - pathlib is slow
+
+    def sizes(self, keys: Sequence[ObjectKey]) -> list[int | None]:
+        """Return, per key, the bytes of its file, or ``None`` where there is none."""
+        return [self.layout.nbytes(key) for key in keys]
 
     def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
         """Read objects, in order; the first error ends the batch."""
         return [self._load(*item) for item in zip(keys, buffers, strict=True)]
 
     def _load(self, key: ObjectKey, buffer: memoryview) -> LoadOutcome:
-        descriptor = files.open_to_read(self.layout.path(key))
+        direct = self.direct and is_aligned(buffer)
+        descriptor = files.open_to_read(self.layout.name(key), direct=direct)
         if descriptor is None:
             return LoadOutcome.MISS
         try:
-            return files.read(descriptor, buffer)
+            return files.read(descriptor, buffer, direct=direct)
         finally:
             os.close(descriptor)
 
@@ -68,10 +78,16 @@ class ObjectFolder:
         return outcomes
 
     def store_all(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
-        """Write objects, in order; the first error ends the batch. Those for which the disk is full are rejected."""
+        """Write objects that are not there yet, in order; the first error ends the batch.
+
+        Those for which the disk is full are rejected.
+        """
         if not self.prepare_to_write():
             return [StoreOutcome.REJECTED] * len(keys)
-        return [self.store(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
+        return [
+            StoreOutcome.ALREADY_PRESENT if self.contains([key])[0] else self.store(key, buffer)
+            for key, buffer in zip(keys, buffers, strict=True)
+        ]
 
     def delete(self, keys: Sequence[ObjectKey]) -> None:
         """Remove objects; absent ones are no error."""
@@ -96,9 +112,10 @@ class ObjectFolder:
 
     def store(self, key: ObjectKey, buffer: memoryview) -> StoreOutcome:
         """Write an object whole or not at all; it is rejected when the disk is full."""
-        path = self.layout.path(key)
+        name = self.layout.name(key)
+        direct = self.direct and is_aligned(buffer)
         try:
-            files.write(path, self.layout.temporary(path, self._owners.owner), buffer, self._fsync)
+            files.write(name, self.layout.temporary(name, self._owners.owner), buffer, self._fsync, direct=direct)
         except OSError as error:
             self._has_room(error)
             return StoreOutcome.REJECTED
@@ -112,9 +129,11 @@ class ObjectFolder:
         if not self._is_full:
             self._is_full = True
             logger.warning(
-                "%s: %s: stores are rejected until there is room again, loads go on; "
-                "set or lower capacity, or set keep_free, if nothing else is to give way", self.layout.root, error
-            )  # fmt: skip
+                "%s: %s: stores are rejected until there is room, and loads go on; free some, or give the tier a "
+                "smaller capacity",
+                self.layout.root,
+                error,
+            )
         return False
 
     def folders(self) -> list[Path]:

@@ -25,12 +25,20 @@ class Keeper:
         call: runs a blocking function on these threads, and waits for its end even when it is cancelled.
         sweep: what is to be gone through.
         account: the folder's account, if it has a capacity.
+        is_usable: says whether the account can be used; opens it, where it could not be opened before. Blocks.
     """
 
-    def __init__(self, call: Callable[..., Awaitable[Any]], sweep: Sweep, account: Account | None) -> None:
+    def __init__(
+        self,
+        call: Callable[..., Awaitable[Any]],
+        sweep: Sweep,
+        account: Account | None,
+        is_usable: Callable[[], bool],
+    ) -> None:
         self._call = call
         self._sweep = sweep
         self._account = account
+        self._is_usable = is_usable
         self._task: asyncio.Task[None] | None = None
         self._complained = False
 
@@ -63,6 +71,8 @@ class Keeper:
         """Settle what the dead have left, and sweep where that is needed; returns whether nothing is left to do."""
         try:
             if self._account is not None:
+                if not await self._call(self._is_usable):
+                    return True  # stores say why
                 await self._call(self._account.settle_the_dead)
             if await self._call(self._sweep.is_needed):
                 steps = self._sweep.steps()

@@ -32,22 +32,22 @@ class Layout:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._root = str(root)
+        self._root = os.fspath(root)
 
     def name(self, key: ObjectKey) -> str:
-        """Return where ``key``'s object lies, as :meth:`path` does but at a fifth of its cost."""
+        """Return where ``key``'s object lies, as a string: making a ``Path`` costs more than a system call."""
         digest = key.chunk_hash.hex()
         return f"{self._root}/{key.namespace}/{key.pack}/{digest[:2]}/{digest}{OBJECT_SUFFIX}"
 
     def path(self, key: ObjectKey) -> Path:
         """Return where ``key``'s object lies."""
-        digest = key.chunk_hash.hex()
-        return self.root / key.namespace / key.pack / digest[:2] / f"{digest}{OBJECT_SUFFIX}"
+        return Path(self.name(key))
 
     @staticmethod
-    def temporary(path: Path, owner: str) -> Path:
-        """Return a name that no other writer uses, for an object on its way to ``path``."""
-        return path.with_name(f".{path.name}.{owner}-{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
+    def temporary(name: str, owner: str) -> str:
+        """Return a name that no other writer uses, for an object on its way to ``name``."""
+        folder, slash, file = name.rpartition("/")
+        return f"{folder}{slash}.{file}.{owner}-{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
 
     def status(self, key: ObjectKey) -> os.stat_result | None:
         """Return the status of ``key``'s file, or ``None`` where there is none."""

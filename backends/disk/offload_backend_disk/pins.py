@@ -64,8 +64,7 @@ class Pins:
         Returns:
             Per key whether its object is there, and so pinned.
         """
-        with self._lock:
-            return [self._pin(key, present) for key in keys]
+        return [self._pin(key, present) for key in keys]
 
     def unpin(self, keys: Iterable[ObjectKey]) -> None:
         """Undo :meth:`pin`, for keys of which it said that they are there."""
@@ -91,15 +90,16 @@ class Pins:
             return free
 
     def _pin(self, key: ObjectKey, present: Callable[[ObjectKey], bool]) -> bool:
-        if key not in self._counts and not _set(self._pinning, fcntl.F_RDLCK, key):
-            return False  # somebody evicts it right now
-        self._counts[key] = self._counts.get(key, 0) + 1
+        with self._lock:
+            if key not in self._counts and not _set(self._pinning, fcntl.F_RDLCK, key):
+                return False  # somebody evicts it right now
+            self._counts[key] = self._counts.get(key, 0) + 1
         there = False
         try:
-            there = present(key)
+            there = present(key)  # not under the lock, for which the event loop waits: a hung disk may take for ever
         finally:
             if not there:
-                self._release(key)
+                self.unpin([key])
         return there
 
     def _release(self, key: ObjectKey) -> None:

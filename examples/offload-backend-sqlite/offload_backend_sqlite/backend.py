@@ -58,7 +58,7 @@ class SqliteOptions(BackendOptions):
 class SqliteBackend(Backend[SqliteOptions]):
     """All objects in one SQLite file, which several processes of one host may use at once."""
 
-    capabilities = Capabilities(medium="disk", persistent=True, shared=True, bounded=True, lists=True)
+    capabilities = Capabilities(medium="disk", persistent=True, shared=True, bounded=True, lists=True, sizes=True)
 
     def __init__(self, options: SqliteOptions, context: BackendContext) -> None:
         super().__init__(options, context)
@@ -83,8 +83,8 @@ class SqliteBackend(Backend[SqliteOptions]):
 
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
         """Pin what is there, for the other processes too (C9)."""
-        present, release = await self._reserve(self._database.pin, keys)
-        return LoadReservation(present, release)
+        sizes, release = await self._reserve(self._database.pin, keys)
+        return LoadReservation([size is not None for size in sizes], release, sizes)
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`."""

@@ -103,8 +103,8 @@ class Database:
         with self._transaction(WRITE) as db:
             db.executemany("DELETE FROM objects WHERE key = ?", [(key.path,) for key in keys])
 
-    def pin(self, reservation: str, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Hold what is there until ``reservation`` is released, and count a use of it."""
+    def pin(self, reservation: str, keys: Sequence[ObjectKey]) -> list[int | None]:
+        """Hold what is there until ``reservation`` is released, and count a use of it; returns its size."""
         with self._transaction(WRITE) as db:
             return [self._hold_present(db, reservation, key) for key in keys]
 
@@ -119,7 +119,7 @@ class Database:
         evicted: list[ObjectKey] = []
         with self._transaction(WRITE) as db:
             for key, size in zip(keys, nbytes, strict=True):
-                if self._hold_present(db, reservation, key):
+                if self._hold_present(db, reservation, key) is not None:
                     outcomes.append(StoreOutcome.ALREADY_PRESENT)
                 elif (victims := self._evict_for(db, size)) is None:
                     outcomes.append(StoreOutcome.REJECTED)
@@ -194,11 +194,13 @@ class Database:
     def _hold(self, db: sqlite3.Connection, reservation: str, key: ObjectKey, nbytes: int) -> None:
         db.execute("INSERT INTO holds VALUES (?, ?, ?, ?)", (self._owner.name, reservation, key.path, nbytes))
 
-    def _hold_present(self, db: sqlite3.Connection, reservation: str, key: ObjectKey) -> bool:
-        present = db.execute(f"UPDATE objects SET uses = {NEXT_USE} WHERE key = ?", (key.path,)).rowcount == 1
-        if present:
-            self._hold(db, reservation, key, 0)
-        return present
+    def _hold_present(self, db: sqlite3.Connection, reservation: str, key: ObjectKey) -> int | None:
+        used = f"UPDATE objects SET uses = {NEXT_USE} WHERE key = ? RETURNING nbytes"
+        present = db.execute(used, (key.path,)).fetchall()
+        if not present:
+            return None
+        self._hold(db, reservation, key, 0)
+        return int(present[0][0])
 
     def _evict_for(self, db: sqlite3.Connection, nbytes: int) -> list[ObjectKey] | None:
         """Evict until ``nbytes`` fit and return what was evicted; ``None``, and nothing evicted, where they cannot."""

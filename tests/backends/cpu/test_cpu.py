@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from offload_backend_cpu import CpuBackend, CpuOptions
-from offload_backend_cpu.arena import PAGE_BYTES, Arena, Pages
+from offload_backend_cpu.arena import PAGE_BYTES, Arena
+from offload_backend_cpu.extents import Run
 
 from offload_core.backend import BackendContext, StoreOutcome
 from offload_core.config import load_config
@@ -122,16 +123,39 @@ def test_a_capacity_that_cannot_be_is_refused(capacity: str | None, message: str
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3 * PAGE_BYTES + 1)), max_size=30))
 def test_the_arena_gives_every_object_pages_of_its_own(steps: list[tuple[bool, int]]) -> None:
     arena = Arena(16 * PAGE_BYTES)
-    held: list[tuple[Pages, bytes]] = []
+    held: list[tuple[tuple[Run, ...], bytes]] = []
     for take, size in steps:
-        if take and arena.pages_for(size) <= arena.free_pages:
-            pages, content = arena.take(arena.pages_for(size)), os.urandom(size)
-            arena.write(pages, memoryview(content))
-            held.append((pages, content))
+        if take and arena.pages_for(size) <= arena.pages.free_pages:
+            runs, content = arena.pages.take(arena.pages_for(size)), os.urandom(size)
+            arena.write(runs, memoryview(content))
+            held.append((runs, content))
         elif held:
-            arena.give_back(held.pop(size % len(held))[0])
-        assert arena.free_pages == 16 - sum(arena.pages_for(len(content)) for _, content in held)
-        for pages, content in held:
+            arena.pages.give_back(held.pop(size % len(held))[0])
+        assert arena.pages.free_pages == 16 - sum(arena.pages_for(len(content)) for _, content in held)
+        for runs, content in held:
             target = bytearray(len(content))
-            arena.read(pages, memoryview(target))
+            arena.read(runs, memoryview(target))
             assert target == content
+
+
+@pytest.mark.parametrize("run_pages", [1, 2, 20], ids="runs of {}".format)
+@pytest.mark.parametrize("short_bytes", [0, 1, PAGE_BYTES - 1, PAGE_BYTES])
+def test_an_object_in_several_runs_is_whole_and_its_neighbours_are_untouched(run_pages: int, short_bytes: int) -> None:
+    arena = Arena(4 * (run_pages + 1) * PAGE_BYTES)
+    holes, walls = [], []
+    for _ in range(4):
+        holes.append(arena.pages.take(run_pages))
+        walls.append(arena.pages.take(1))
+        arena.write(walls[-1], memoryview(b"wall" * (PAGE_BYTES // 4)))
+    for hole in holes:
+        arena.pages.give_back(hole)
+    runs = arena.pages.take(4 * run_pages)
+    assert len(runs) == 4
+    content, buffer = os.urandom(4 * run_pages * PAGE_BYTES - short_bytes), bytearray(4 * run_pages * PAGE_BYTES)
+    arena.write(runs, memoryview(content).toreadonly())
+    arena.read(runs, memoryview(buffer)[: len(content)])
+    assert buffer == content + bytes(short_bytes)
+    for wall in walls:
+        beside = bytearray(PAGE_BYTES)
+        arena.read(wall, memoryview(beside))
+        assert beside == b"wall" * (PAGE_BYTES // 4)

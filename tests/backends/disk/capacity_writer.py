@@ -1,44 +1,84 @@
-"""Stores objects of random sizes into a folder with a limit, as fast as it can, until it is told to stop.
+"""Writers that fill a folder as fast as they can. One process imports all of it and forks them, since they die often.
 
-python capacity_writer.py FOLDER SEED
+python capacity_writer.py FOLDER OPTIONS_AS_JSON, then a line per request on stdin:
+
+``start SEED``: fork a writer. It says ``storing PID`` when it has stored something.
+``kill PID``: kill it with SIGKILL at once, and say ``ended PID STATUS``.
+``stop PID``: end it in good order, and say the same.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import random
 import signal
 import sys
+import traceback
 
 from offload_backend_disk import DiskBackend, DiskOptions
 
 from offload_core.backend import BackendContext
+from offload_core.cli.probes import sealed
 from offload_core.keys import ObjectKey
 from offload_core.runtime import DaemonExecutor
 
+NAMESPACE = "ab" * 32
+PACK = "full-u256"
+SIZES = range(2_000, 40_000)
 
-async def main(folder: str, seed: int) -> None:
+
+async def write(options: DiskOptions, seed: int) -> None:
+    """Store sealed objects of random sizes, in three batches at once, until SIGTERM comes."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    options = DiskOptions.model_validate({"path": folder, "capacity": "1MiB"})
     backend = DiskBackend(options, BackendContext("disk", DaemonExecutor(4, "disk")))
     await backend.open()
     generator = random.Random(seed)
+    said = False
 
     async def store() -> None:
+        nonlocal said
         while not stop.is_set():
-            keys = [ObjectKey("ab" * 32, "full-u256", generator.randbytes(32)) for _ in range(3)]
-            sizes = [generator.randrange(4096, 65536) for _ in keys]
-            reservation = await backend.prepare_store(keys, sizes)
+            keys = [ObjectKey(NAMESPACE, PACK, generator.randbytes(32)) for _ in range(3)]
+            objects = [sealed(key, generator.randbytes(1) * generator.choice(SIZES)) for key in keys]
+            reservation = await backend.prepare_store(keys, [len(one) for one in objects])
             wanted = [index for index, outcome in enumerate(reservation.outcomes) if outcome is None]
-            letters = [memoryview(generator.randbytes(1) * sizes[index]) for index in wanted]
-            await backend.store([keys[index] for index in wanted], letters)
+            await backend.store([keys[index] for index in wanted], [objects[index] for index in wanted])
             await reservation.release()
+            if wanted and not said:
+                said = True
+                say(f"storing {os.getpid()}")
 
-    tasks = [asyncio.ensure_future(store()) for _ in range(3)]
-    print("storing", flush=True)
-    await asyncio.gather(*tasks)
+    await asyncio.gather(*(store() for _ in range(3)))
     await backend.close()
 
 
-asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+def say(words: str) -> None:
+    os.write(1, f"{words}\n".encode())
+
+
+def main(folder: str, options: str) -> None:
+    checked = DiskOptions.model_validate({"path": folder, **json.loads(options)})
+    signals = {"kill": signal.SIGKILL, "stop": signal.SIGTERM}
+    for line in sys.stdin:
+        request, number = line.split()
+        if request == "start":
+            if not os.fork():
+                status = 1
+                try:
+                    asyncio.run(write(checked, int(number)))
+                    status = 0
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(status)
+        else:
+            os.kill(int(number), signals[request])
+            _, status = os.waitpid(int(number), 0)
+            say(f"ended {number} {os.waitstatus_to_exitcode(status)}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

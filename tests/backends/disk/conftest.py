@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 from offload_backend_disk import DiskBackend, DiskOptions
-from offload_backend_disk.owners import FOLDER_NAME
+from offload_backend_disk.account import Account
+from offload_backend_disk.eviction import Limits
+from offload_backend_disk.home import Home
+from offload_backend_disk.layout import Layout
+from offload_backend_disk.owners import FOLDER_NAME, Owners
+from offload_backend_disk.sweep import Sweep
 
 from offload_core.backend import BackendContext
 from offload_core.keys import ObjectKey
@@ -28,6 +33,37 @@ def key(number: int, pack: str = "full-u256") -> ObjectKey:
 def files_under(folder: Path) -> list[Path]:
     """All files but those of the account."""
     return sorted(path for path in folder.rglob("*") if FOLDER_NAME not in path.parts and not path.is_dir())
+
+
+def used(folder: Path) -> int:
+    """Bytes of all objects in a folder, and of those that are being written."""
+    sizes = []
+    for path in files_under(folder):
+        try:
+            sizes.append(path.stat().st_size)
+        except FileNotFoundError:
+            continue
+    return sum(sizes)
+
+
+def open_account(root: Path, capacity_bytes: int, owner: str = "owner", **options: Any) -> Account:
+    account = Account(Home(root), Owners(root, owner), Limits(capacity_bytes, **{"low_watermark": 1.0, **options}))
+    account.open()
+    return account
+
+
+def settled(folder: Path, capacity_bytes: int) -> tuple[int, list[Path]]:
+    """Open the folder as the next process does; returns its account's bytes, and what is no object."""
+    account = open_account(folder, capacity_bytes, "next")
+    account.settle_the_dead()
+    sweep = Sweep(Layout(folder), Owners(folder, "next"), account)
+    if sweep.is_needed():
+        for _ in sweep.steps():
+            pass
+    total = account.used_bytes
+    account.close()
+    assert list((folder / FOLDER_NAME / "owners").iterdir()) == [], "what the dead had locked is still there"
+    return total, [path for path in files_under(folder) if path.suffix != ".kv"]
 
 
 @pytest.fixture
@@ -68,7 +104,7 @@ def tmpfs(size: str) -> Iterator[Path]:
         try:
             yield folder
         finally:
-            subprocess.run(["umount", str(folder)], check=True)
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)  # a test that fails has files open there
     finally:
         folder.rmdir()
 

@@ -30,3 +30,17 @@ class TestDiskWithALimit(TestDisk):
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:
         return {"path": str(tmp_path / "objects"), "capacity": "1GiB"}
+
+
+@pytest.mark.long
+class TestDiskPastThePageCache(TestDisk):
+    @pytest.fixture
+    def options(self, tmp_path: Path) -> dict[str, Any]:
+        return {"path": str(tmp_path / "objects"), "direct_io": "on"}
+
+
+@pytest.mark.long
+class TestDiskPastThePageCacheWithALimit(TestDisk):
+    @pytest.fixture
+    def options(self, tmp_path: Path) -> dict[str, Any]:
+        return {"path": str(tmp_path / "objects"), "direct_io": "on", "capacity": "1GiB"}

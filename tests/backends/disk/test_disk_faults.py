@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from offload_backend_disk import DiskBackend
+from offload_backend_disk import DiskBackend, files
 
 from offload_core.backend import LoadOutcome, StoreOutcome
 from tests.backends.disk.conftest import Disk, files_under, key, mount
@@ -45,12 +45,12 @@ def test_c6_on_a_full_disk_a_store_is_rejected_and_leaves_nothing_behind(small_d
     assert load(backend, 0, len(data)) == (HIT, data)
 
 
-def test_c6_on_a_full_disk_the_old_object_and_the_rest_of_the_batch_stay_whole(small_disk: Path, disk: Disk) -> None:
+def test_c6_on_a_full_disk_what_is_there_and_the_rest_of_the_batch_stay_whole(disk: Disk, small_disk: Path) -> None:
     backend = disk(small_disk)
     asyncio.run(backend.open())
     old, small = os.urandom(20 * KIB), os.urandom(10 * KIB)
     store(backend, (0, old))
-    assert store(backend, (0, bytes(1024 * KIB)), (1, small)) == [REJECTED, STORED]
+    assert store(backend, (2, bytes(1024 * KIB)), (1, small)) == [REJECTED, STORED]
     assert load(backend, 0, len(old)) == (HIT, old)
     assert load(backend, 1, len(small)) == (HIT, small)
     assert all(path.suffix == ".kv" for path in files_under(small_disk))
@@ -84,3 +84,53 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_open(disk: Disk, tmp_path: 
     (tmp_path / "objects").write_text("in the way")
     with pytest.raises(OSError, match="objects"):
         asyncio.run(backend.open())
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity": "10MiB"}], ids=["without a limit", "with a limit"])
+def test_a_full_quota_rejects_stores_until_there_is_room(
+    disk: Disk,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, str],
+) -> None:
+    backend = disk(tmp_path, **options)
+    write = files.write
+
+    def over_quota(path: Path, temporary: Path, buffer: memoryview, fsync: files.Fsync) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(temporary))
+
+    async def main() -> None:
+        await backend.open()
+        await backend.store([key(0)], [memoryview(b"before")])
+        monkeypatch.setattr(files, "write", over_quota)
+        for _ in range(2):
+            outcomes = await backend.store([key(1), key(0), key(2)], [memoryview(b"object")] * 3)
+            assert outcomes[::2] == [REJECTED, REJECTED]
+        assert len(caplog.records) == 1, "it is said once"
+        assert await backend.load_into([key(0)], [memoryview(bytearray(6))]) == [HIT]
+        monkeypatch.setattr(files, "write", write)
+        assert await backend.store([key(1)], [memoryview(b"object")]) == [STORED]
+
+    asyncio.run(main())
+
+
+def test_a_disk_that_is_full_at_the_start_is_used_when_there_is_room(small_disk: Path, disk: Disk) -> None:
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096))
+    backend = disk(small_disk, capacity="200KiB")
+
+    async def put() -> StoreOutcome:
+        reservation = await backend.prepare_store([key(0)], [100])
+        outcome = reservation.outcomes[0] or (await backend.store([key(0)], [memoryview(bytes(100))]))[0]
+        await reservation.release()
+        return outcome
+
+    async def main() -> None:
+        await backend.open()
+        assert await put() is REJECTED
+        filler.unlink()
+        while await put() is not STORED:  # noqa: ASYNC110 - it is tried again after a second
+            await asyncio.sleep(0.05)
+
+    asyncio.run(main())

@@ -65,3 +65,20 @@ def test_a_path_that_cannot_be_looked_at_is_a_problem_like_any_other(path: str, 
     found = problem(path)
     assert found.startswith(f"backends.0.path: {path!r} is not valid: ")
     assert reason in found
+
+
+def test_watermarks_in_the_wrong_order_are_refused_with_the_cure(tmp_path: Path) -> None:
+    for given, low in (({"low_watermark": 0.9, "high_watermark": 0.8}, 0.9), ({"high_watermark": 0.8}, 0.95)):
+        tier = {"name": "nvme", "type": "disk", "path": str(tmp_path), "capacity": "1GiB", **given}
+        with pytest.raises(ConfigError) as caught:
+            load_config({"backends": [tier]})
+        (only,) = caught.value.problems
+        assert only.startswith("backends.0.low_watermark: ")
+        assert f"low_watermark ({low}) is above high_watermark (0.8)" in only
+        assert only.endswith("give a low_watermark of at most 0.8")
+
+
+@pytest.mark.parametrize("given", [{"eviction": "fifo"}, {"keep_free": "1,5GiB"}, {"high_watermark": 0}], ids=str)
+def test_an_option_that_means_nothing_is_refused(tmp_path: Path, given: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=rf"backends\.0\.{next(iter(given))}: "):
+        load_config({"backends": [{"name": "nvme", "type": "disk", "path": str(tmp_path), **given}]})

@@ -15,10 +15,12 @@ from offload_backend_nfs.plugin import NFS
 
 from offload_core.keys import ObjectKey
 from offload_core.testing.contract import BackendContract
+from offload_core.testing.machine import EXAMPLES
 
 
 class TestShare(BackendContract):
     backend_type = NFS
+    machine_examples = 60  # the long tests run them all
 
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:
@@ -31,7 +33,12 @@ class TestShare(BackendContract):
 
 
 @pytest.mark.long
-class TestShareThatIsAlwaysAsked(TestShare):
+class TestShareAtLength(TestShare):
+    machine_examples = EXAMPLES
+
+
+@pytest.mark.long
+class TestShareThatIsAlwaysAsked(TestShareAtLength):
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:
         return {"url": f"file://{tmp_path}/objects", "lookup_cache_seconds": 0}
@@ -53,8 +60,10 @@ class TestMemory(BackendContract):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 class TestS3(BackendContract):
     backend_type = NFS
+    machine_examples = 30  # a second each
 
     @pytest.fixture
     def options(self, s3_options: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,349 @@
+"""What takes part in ``benchmarks/backends.py``: our tiers, vLLM's file helpers and the limits of the machine.
+
+All of them move the same bytes between the same memory, which is touched beforehand, and the same folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import resource
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from vllm.fs_io_C import batch_load_block, batch_store_block
+
+from offload_core import object_format
+from offload_core.backend import LoadOutcome, StoreOutcome
+from offload_core.config import load_config
+from offload_core.keys import ObjectKey
+from offload_core.object_format import HEADER_BYTES
+from offload_core.runtime import DaemonExecutor, IoLoop
+from offload_core.staging import Lease, StagingPool
+from offload_core.staging_size import BATCH_BYTES, BATCH_OBJECTS
+from offload_core.stats import Counters
+from offload_core.tier import StagedObject, Tier
+
+MIB = 1024 * 1024
+CHUNK_BYTES = 2 * MIB
+"""What a pack holds of one chunk: one page of 2 MiB, or eight of 256 KiB."""
+PEER_CALL_BYTES = 16 * MIB
+"""What one call of vLLM's helpers is given; more at once spares them hops."""
+NAMESPACE = "0" * 64
+MARK_BYTES = 16
+Medium = Literal["page cache", "O_DIRECT", "memory"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured pass over all bytes."""
+
+    seconds: float
+    cpu_seconds: float
+    nbytes: int
+
+    @property
+    def gb_per_second(self) -> float:
+        return self.nbytes / self.seconds / 1e9
+
+    @property
+    def cpu_seconds_per_gib(self) -> float:
+        return self.cpu_seconds / self.nbytes * 1024**3
+
+
+def timed(work: Callable[[], None], nbytes: int) -> Sample:
+    """Run ``work`` and return what it took, the processor time of all threads included."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    start = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return Sample(seconds, after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime, nbytes)
+
+
+class Memory:
+    """Touched staging memory for ``chunks`` chunks, and marks by which a load is seen to have happened."""
+
+    def __init__(self, chunks: int) -> None:
+        pages = CHUNK_BYTES // (256 * 1024)
+        self.pool = StagingPool(chunks * (CHUNK_BYTES + pages * HEADER_BYTES), 1.0)
+        block = np.frombuffer(os.urandom(MIB), dtype=np.uint8)
+        whole = np.frombuffer(self.pool.memory, dtype=np.uint8)
+        whole[:] = np.resize(block, len(whole))
+
+    def leases(self, payload_bytes: int, count: int) -> list[Lease]:
+        leases = [self.pool.try_acquire(HEADER_BYTES + payload_bytes, for_store=False) for _ in range(count)]
+        assert None not in leases, "the pool was made for all of them"
+        return [lease for lease in leases if lease is not None]
+
+
+class Contender(Protocol):
+    """One way to store and load all bytes. ``clean`` makes room for the next round; ``close`` is the end."""
+
+    name: str
+    nbytes: int
+
+    def store(self, number: int) -> Sample: ...
+
+    def load(self, number: int) -> Sample: ...
+
+    def clean(self, number: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def mark(payloads: Sequence[memoryview], number: int) -> None:
+    for index, payload in enumerate(payloads):
+        payload[:MARK_BYTES] = _mark(number, index)
+
+
+def unmark(payloads: Sequence[memoryview]) -> None:
+    for payload in payloads:
+        payload[:MARK_BYTES] = bytes(MARK_BYTES)
+
+
+def check(name: str, payloads: Sequence[memoryview], number: int) -> None:
+    """Stop when bytes have not come back: a fast wrong answer is no result."""
+    if any(payload[:MARK_BYTES] != _mark(number, index) for index, payload in enumerate(payloads)):
+        raise SystemExit(f"{name}: other bytes came back than were stored")
+
+
+def _mark(number: int, index: int) -> bytes:
+    return b"%7d/%8d" % (number, index)
+
+
+class OurTier:
+    """One of our backends, as the engine uses it: objects sealed and checked, in batches, as many at once as it does.
+
+    Args:
+        checked: with headers and checksums; without, the backend alone is called.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        memory: Memory,
+        chunks: int,
+        payload_bytes: int,
+        backend: dict[str, Any],
+        *,
+        checked: bool = True,
+    ) -> None:
+        self.name = name
+        self._checked = checked
+        config = load_config({"backends": [{"name": "bench", **backend}]})
+        self._io = IoLoop.acquire()
+        self._threads = config.tiers[0].common.io_threads
+        self._tier = Tier(config.tiers[0], 60.0, Counters())
+        self._io.submit(self._tier.open()).result()
+        self._sealers = DaemonExecutor(2, "bench-seal")  # as many as the transfer engine has
+        self._pool = memory
+        self._count = chunks * CHUNK_BYTES // payload_bytes
+        self._payload_bytes = payload_bytes
+        self._at_once = max(1, min(BATCH_OBJECTS, BATCH_BYTES // payload_bytes))
+        self.nbytes = chunks * CHUNK_BYTES
+        self._leases: list[Lease] = []
+
+    def _take(self, number: int) -> list[StagedObject]:
+        self._leases = self._pool.leases(self._payload_bytes, self._count)
+        keys = (
+            ObjectKey(NAMESPACE, "bench", hashlib.sha256(b"%d/%d" % (number, index)).digest())
+            for index in range(self._count)
+        )
+        return [StagedObject(key, lease) for key, lease in zip(keys, self._leases, strict=True)]
+
+    def _give_back(self) -> None:
+        for lease in self._leases:
+            lease.release()
+
+    def store(self, number: int) -> Sample:
+        objects = self._take(number)
+        mark([staged.lease.view[HEADER_BYTES:] for staged in objects], number)
+        batches = self._batches(objects)
+        sample = timed(lambda: self._run(self._store_batch, batches, self._threads), self.nbytes)
+        self._give_back()
+        return sample
+
+    def load(self, number: int) -> Sample:
+        objects = self._take(number)
+        payloads = [staged.lease.view[HEADER_BYTES:] for staged in objects]
+        unmark(payloads)
+        batches = self._batches(objects)
+        sample = timed(lambda: self._run(self._load_batch, batches, 2 * self._threads), self.nbytes)
+        check(self.name, payloads, number)
+        self._give_back()
+        return sample
+
+    def _batches(self, objects: list[StagedObject]) -> list[list[StagedObject]]:
+        return [objects[start : start + self._at_once] for start in range(0, len(objects), self._at_once)]
+
+    def _run(self, work: Callable[[list[StagedObject]], Any], batches: list[list[StagedObject]], slots: int) -> None:
+        async def main() -> None:
+            self._slots = asyncio.Semaphore(slots)
+            await asyncio.gather(*map(work, batches))
+
+        self._io.submit(main()).result()
+
+    async def _store_batch(self, batch: list[StagedObject]) -> None:
+        if self._checked:
+            await asyncio.get_running_loop().run_in_executor(self._sealers, _seal_all, batch)
+            stored = all(await self._tier.store(batch))
+        else:
+            keys, views = [staged.key for staged in batch], [staged.lease.view.toreadonly() for staged in batch]
+            async with self._slots:
+                reservation = await self._tier.backend.prepare_store(keys, list(map(len, views)))
+                outcomes = await self._tier.backend.store(keys, views)
+                await reservation.release()
+            stored = set(outcomes) == {StoreOutcome.STORED}
+        if not stored:
+            raise SystemExit(f"{self.name}: objects were not stored")
+
+    async def _load_batch(self, batch: list[StagedObject]) -> None:
+        if self._checked:
+            async with self._tier.load_slots:
+                outcomes = set(await self._tier.load(batch))
+        else:
+            keys, views = [staged.key for staged in batch], [staged.lease.view for staged in batch]
+            async with self._slots:
+                reservation = await self._tier.backend.prepare_load(keys)
+                outcomes = set(await self._tier.backend.load_into(keys, views))
+                await reservation.release()
+        if outcomes != {LoadOutcome.HIT}:
+            raise SystemExit(f"{self.name}: objects were not loaded: {outcomes}")
+
+    def clean(self, number: int) -> None:
+        objects = self._take(number)
+        self._give_back()
+        self._io.submit(self._tier.backend.delete([staged.key for staged in objects])).result()
+
+    def close(self) -> None:
+        self._io.submit(self._tier.close()).result()
+        self._sealers.shutdown()
+        self._io.release()
+
+
+def _seal_all(batch: list[StagedObject]) -> None:
+    for staged in batch:
+        object_format.seal(staged.lease.view, staged.key)
+
+
+class _Threads:
+    """Contenders that call functions on plain threads."""
+
+    def __init__(self, name: str, memory: Memory, chunks: int, threads: int) -> None:
+        self.name = name
+        self.nbytes = chunks * CHUNK_BYTES
+        self._views = [memory.pool.memory[start : start + CHUNK_BYTES] for start in range(0, self.nbytes, CHUNK_BYTES)]
+        self._executor = ThreadPoolExecutor(threads)
+        list(self._executor.map(lambda _: time.sleep(0.01), range(threads)))  # starts them
+
+    def store(self, number: int) -> Sample:
+        mark(self._views, number)
+        return self._run(self._store_calls(number))
+
+    def load(self, number: int) -> Sample:
+        unmark(self._views)
+        sample = self._run(self._load_calls(number))
+        check(self.name, self._views, number)
+        return sample
+
+    def _run(self, calls: Sequence[Callable[[], Any]]) -> Sample:
+        def work() -> None:
+            for future in [self._executor.submit(call) for call in calls]:
+                future.result()
+
+        return timed(work, self.nbytes)
+
+    def _store_calls(self, number: int) -> list[Callable[[], Any]]:
+        raise NotImplementedError
+
+    def _load_calls(self, number: int) -> list[Callable[[], Any]]:
+        raise NotImplementedError
+
+    def clean(self, number: int) -> None:
+        """Nothing is left by default."""
+
+    def close(self) -> None:
+        self._executor.shutdown()
+
+
+class VllmHelpers(_Threads):
+    """vLLM's own file helpers: one file per block, no checksum."""
+
+    def __init__(
+        self, name: str, memory: Memory, chunks: int, threads: int, folder: Path, block_bytes: int, direct: bool
+    ) -> None:
+        super().__init__(name, memory, chunks, threads)
+        self._direct = direct
+        self._blocks = [
+            view[start : start + block_bytes] for view in self._views for start in range(0, CHUNK_BYTES, block_bytes)
+        ]
+        self._folder = folder
+        self._at_once = PEER_CALL_BYTES // block_bytes
+
+    def _calls(self, number: int) -> list[tuple[list[str], list[memoryview]]]:
+        names = [hashlib.sha256(b"%d/%d" % (number, index)).hexdigest() for index in range(len(self._blocks))]
+        paths = [f"{self._folder}/{name[:2]}/{name}.bin" for name in names]  # sub-folders, as its file mapper makes
+        return [
+            (paths[start : start + self._at_once], self._blocks[start : start + self._at_once])
+            for start in range(0, len(paths), self._at_once)
+        ]
+
+    def _store_calls(self, number: int) -> list[Callable[[], Any]]:
+        return [
+            partial(batch_store_block, [f"{path}.tmp" for path in paths], paths, views, self._direct)
+            for paths, views in self._calls(number)
+        ]
+
+    def _load_calls(self, number: int) -> list[Callable[[], Any]]:
+        return [partial(batch_load_block, paths, views, self._direct) for paths, views in self._calls(number)]
+
+    def clean(self, number: int) -> None:
+        for paths, _ in self._calls(number):
+            for path in paths:
+                Path(path).unlink()
+
+
+class OneLargeFile(_Threads):
+    """The limit of the disk: plain ``pwrite`` and ``pread`` of one large file, 2 MiB at a time."""
+
+    def __init__(self, name: str, memory: Memory, chunks: int, threads: int, folder: Path, direct: bool) -> None:
+        super().__init__(name, memory, chunks, threads)
+        folder.mkdir(exist_ok=True)
+        self._path = folder / "large"
+        self._flags = os.O_DIRECT if direct else 0
+
+    def _store_calls(self, number: int) -> list[Callable[[], Any]]:
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | self._flags, 0o600)
+        starts = range(0, self.nbytes, CHUNK_BYTES)
+        return [partial(os.pwrite, self._descriptor, *call) for call in zip(self._views, starts, strict=True)]
+
+    def _load_calls(self, number: int) -> list[Callable[[], Any]]:
+        starts = range(0, self.nbytes, CHUNK_BYTES)
+        return [partial(os.preadv, self._descriptor, [v], start) for v, start in zip(self._views, starts, strict=True)]
+
+    def clean(self, number: int) -> None:
+        os.close(self._descriptor)
+        self._path.unlink()
+
+
+class CopyOfMemory(_Threads):
+    """The limit of host memory: copies to and from other memory, 2 MiB at a time."""
+
+    def __init__(self, name: str, memory: Memory, chunks: int, threads: int) -> None:
+        super().__init__(name, memory, chunks, threads)
+        self._ours = [np.frombuffer(view, dtype=np.uint8) for view in self._views]
+        self._theirs = [np.ones_like(view) for view in self._ours]
+
+    def _store_calls(self, number: int) -> list[Callable[[], Any]]:
+        return [partial(np.copyto, *pair) for pair in zip(self._theirs, self._ours, strict=True)]
+
+    def _load_calls(self, number: int) -> list[Callable[[], Any]]:
+        return [partial(np.copyto, *pair) for pair in zip(self._ours, self._theirs, strict=True)]

@@ -1,0 +1,132 @@
+"""How small the codecs make a KV cache, and how fast.
+
+    python -m benchmarks.codecs [--payload-mib 2] [--levels 1,3,9] [--seconds 0.5] [FILE_OR_FOLDER …]
+
+Each row compresses and restores one whole object, header and checksums included, on one thread. The data are synthetic:
+numbers of a normal distribution, one scale per channel, as bf16, fp16 and fp32 values. Raw bytes of a real cache are
+measured beside them where files with them are named: objects of a disk tier (``*.kv``, without compression) are taken
+without their headers, other files as they are. ``split, both`` is what ``zstd-planes`` does not do: both planes
+compressed, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from offload_core import object_format
+from offload_core.compressed_object import compress, restore
+from offload_core.keys import ObjectKey
+from offload_core.object_format import HEADER_BYTES, Codec
+
+_KEY = ObjectKey("ab" * 32, "bench", bytes(32))
+_CHANNELS = 128
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--payload-mib", type=float, default=2, help="bytes of an object's payload")
+    parser.add_argument("--levels", default="1,3,9", help="levels of zstd")
+    parser.add_argument(
+        "--seconds", type=float, default=0.5, help="how long each operation is repeated; the best counts"
+    )
+    parser.add_argument("files", nargs="*", type=Path, help="files with bytes of a real KV cache, or folders of *.kv")
+    arguments = parser.parse_args()
+    nbytes = int(arguments.payload_mib * 1024 * 1024) // 4 * 4
+    levels = [int(level) for level in arguments.levels.split(",")]
+    print(f"objects of {nbytes} payload bytes, one thread, zstd {'.'.join(map(str, zstandard.ZSTD_VERSION))}")
+    print(f"{'data':22} {'codec':12} {'level':>5} {'ratio':>6} {'encode MB/s':>12} {'decode MB/s':>12}")
+    for name, payload in [*synthetic(nbytes).items(), *real(arguments.files, nbytes)]:
+        for codec in (Codec.ZSTD, Codec.ZSTD_PLANES):
+            for level in levels:
+                measure(name, payload, codec, level, arguments.seconds)
+        split_both(name, payload, arguments.seconds)
+
+
+def synthetic(nbytes: int) -> dict[str, bytes]:
+    """Return numbers like those of a KV cache, in three formats."""
+    random = np.random.default_rng(7)
+
+    def numbers(itemsize: int) -> npt.NDArray[np.float32]:
+        scales = np.exp(random.standard_normal(_CHANNELS)).astype(np.float32)
+        rows = -(-nbytes // (itemsize * _CHANNELS))
+        scaled: npt.NDArray[np.float32] = random.standard_normal((rows, _CHANNELS)).astype(np.float32) * scales
+        return scaled
+
+    return {
+        "bf16": (numbers(2).view(np.uint32) >> 16).astype("<u2").tobytes()[:nbytes],
+        "fp16": numbers(2).astype("<f2").tobytes()[:nbytes],
+        "fp32": numbers(4).astype("<f4").tobytes()[:nbytes],
+    }
+
+
+def real(paths: Iterable[Path], nbytes: int) -> list[tuple[str, bytes]]:
+    """Return bytes of the files that are named, up to ``nbytes`` of each folder or file."""
+    found: list[tuple[str, bytes]] = []
+    for path in paths:
+        payload = b""
+        for file in sorted(path.rglob("*.kv")) if path.is_dir() else [path]:
+            payload += file.read_bytes()[HEADER_BYTES if file.suffix == ".kv" else 0 :]
+            if len(payload) >= nbytes:
+                break
+        found.append((path.name[-22:], payload[:nbytes]))
+    return found
+
+
+def measure(name: str, payload: bytes, codec: Codec, level: int, seconds: float) -> None:
+    """Print one row."""
+    source = memoryview(bytearray(HEADER_BYTES + len(payload)))
+    source[HEADER_BYTES:] = payload
+    object_format.seal(source, _KEY)
+    header = object_format.verify(source, _KEY)
+    target = memoryview(bytearray(2 * len(source)))
+    back = memoryview(bytearray(len(source)))
+    used = compress(header, source, target, codec, level)
+    if used is None:
+        print(f"{name:22} {label(codec):12} {level:5} {'1.00':>6} {'(does not get smaller)':>25}")
+        return
+    encode = best(lambda: compress(header, source, target, codec, level), seconds)
+    decode = best(lambda: restore(target[:used], back, _KEY), seconds)
+    assert back == source
+    rates = (len(payload) / encode / 1e6, len(payload) / decode / 1e6)
+    print(f"{name:22} {label(codec):12} {level:5} {len(source) / used:6.3f} {rates[0]:12.0f} {rates[1]:12.0f}")
+
+
+def split_both(name: str, payload: bytes, seconds: float) -> None:
+    """Print what compressing both planes would give at level 1, without header and checksums."""
+    compressor = zstandard.ZstdCompressor(level=1)
+    whole = np.frombuffer(payload, np.uint8)
+
+    def encode() -> bytes:
+        return compressor.compress(np.concatenate([whole[0::2], whole[1::2]]).data)
+
+    stored = encode()
+    encoding = best(encode, seconds)
+    decoding = best(lambda: zstandard.ZstdDecompressor().decompress(stored), seconds)
+    rates = (len(payload) / encoding / 1e6, len(payload) / decoding / 1e6)
+    print(f"{name:22} {'split, both':12} {1:5} {len(payload) / len(stored):6.3f} {rates[0]:12.0f} {rates[1]:12.0f}")
+
+
+def best(operation: Callable[[], object], seconds: float) -> float:
+    """Return the seconds of the fastest run."""
+    fastest = float("inf")
+    end = time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end:
+        operation()
+        fastest = min(fastest, time.perf_counter() - start)
+    return fastest
+
+
+def label(codec: Codec) -> str:
+    """Return the codec's name as configurations have it."""
+    return codec.name.lower().replace("_", "-")
+
+
+if __name__ == "__main__":
+    main()

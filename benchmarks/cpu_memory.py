@@ -1,0 +1,221 @@
+"""How fast the cpu tier's memory is, beside plain copies of the same sizes in memory as large, in interleaved rounds.
+
+Each round copies the same number of bytes by every way, one after the other, so that what else the
+machine does hits all of them. Copies go between random places of the tier and random places of a touched buffer.
+
+* memcpy: ``numpy.copyto`` between two touched regions, on one or four threads; the limit;
+* store, load: the backend's reservation, data step and release, from one or four callers at once on its event loop, in
+  calls of so many objects as the transfer engine batches (2 MiB or 8 objects);
+* fragmented: the same after the tier was filled with objects of mixed sizes that random ones of all sizes replaced.
+
+The ratio is memcpy's time over ours in the same round: 1 is memcpy's speed. CPU seconds are of all threads.
+
+    python -m benchmarks.cpu_memory [--capacity-mib 1024] [--rounds 30] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from offload_backend_cpu import CpuBackend, CpuOptions
+from rich.console import Console
+from rich.table import Table
+
+from offload_core.backend import BackendContext, LoadOutcome, StoreOutcome
+from offload_core.keys import ObjectKey
+from offload_core.runtime import DaemonExecutor
+
+KIB, MIB = 1024, 1024 * 1024
+SIZES_BYTES = (256 * KIB, 2 * MIB, 8 * MIB)
+MIXED_BYTES = (8 * KIB, 40 * KIB, *SIZES_BYTES)
+THREADS = (1, 4)
+ROUND_BYTES = 128 * MIB
+BATCH_BYTES, BATCH_OBJECTS = 2 * MIB, 8
+STAGING_BYTES = 256 * MIB
+GIB = 1024 * MIB
+
+
+class Seconds(NamedTuple):
+    """How long something took, and the processor time of all threads, which a busy machine changes less."""
+
+    elapsed: float
+    processor: float
+
+
+def now() -> Seconds:
+    """Return both clocks."""
+    return Seconds(time.perf_counter(), time.process_time())
+
+
+def since(started: Seconds) -> Seconds:
+    """Return what has gone by."""
+    return Seconds(*(end - start for end, start in zip(now(), started, strict=True)))
+
+
+class Tier:
+    """A cpu backend with a staging buffer; its objects are numbered."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.backend = CpuBackend(
+            CpuOptions.model_validate({"capacity": capacity_bytes, "pin": "off"}),
+            BackendContext("ram", DaemonExecutor(max(THREADS), "ram")),
+        )
+        self.staging = np.ones(STAGING_BYTES, dtype=np.uint8)
+        self.chooser = random.Random(3)
+        self._next = 0
+
+    def names(self, count: int) -> list[ObjectKey]:
+        """Return names that were not there yet."""
+        self._next += count
+        return [ObjectKey("0" * 64, "bench", n.to_bytes(32, "big")) for n in range(self._next - count, self._next)]
+
+    def views(self, size: int, count: int) -> list[memoryview]:
+        """Return random places of the staging buffer that do not overlap."""
+        places = self.chooser.sample(range(STAGING_BYTES // size), count)
+        return [memoryview(self.staging)[place * size : (place + 1) * size] for place in places]  # type: ignore[arg-type]
+
+    async def store(self, keys: Sequence[ObjectKey], views: Sequence[memoryview]) -> None:
+        """Store as a tier does."""
+        reservation = await self.backend.prepare_store(keys, [len(view) for view in views])
+        assert set(await self.backend.store(keys, views)) == {StoreOutcome.STORED}
+        await reservation.release()
+
+    async def load(self, keys: Sequence[ObjectKey], views: Sequence[memoryview]) -> None:
+        """Load as a tier does."""
+        reservation = await self.backend.prepare_load(keys)
+        assert set(await self.backend.load_into(keys, views)) == {LoadOutcome.HIT}
+        await reservation.release()
+
+    async def fill(self, sizes_bytes: Sequence[int], total_bytes: int) -> None:
+        """Store ``total_bytes`` in objects of random sizes, and forget some at random so that holes are everywhere."""
+        known: list[ObjectKey] = []
+        while total_bytes > 0:
+            size = self.chooser.choice(sizes_bytes)
+            known += (names := self.names(1))
+            await self.store(names, self.views(size, 1))
+            total_bytes -= size
+            if len(sizes_bytes) > 1 and self.chooser.random() < 0.3:
+                await self.backend.delete([known.pop(self.chooser.randrange(len(known)))])
+
+
+async def at_once(callers: int, call: Callable[[int], Awaitable[None]], calls: int) -> Seconds:
+    """Make calls number 0 to ``calls`` - 1, ``callers`` at once; return what they took."""
+    numbers = iter(range(calls))
+
+    async def caller() -> None:
+        for number in numbers:
+            await call(number)
+
+    started = now()
+    await asyncio.gather(*(caller() for _ in range(callers)))
+    return since(started)
+
+
+def plain_copies(
+    pool: ThreadPoolExecutor, threads: int, region: np.ndarray[Any, Any], tier: Tier, size: int, count: int
+) -> Seconds:
+    """Copy by numpy between random places; return what it took."""
+    places = [tier.chooser.randrange(len(region) // size) * size for _ in range(count)]
+    targets = [np.frombuffer(view, dtype=np.uint8) for view in tier.views(size, count)]
+
+    def some(first: int) -> None:
+        for place, target in zip(places[first::threads], targets[first::threads], strict=True):
+            np.copyto(target, region[place : place + size])
+
+    started = now()
+    if threads == 1:
+        some(0)
+    else:
+        list(pool.map(some, range(threads)))
+    return since(started)
+
+
+async def measure(capacity_bytes: int, rounds: int, fragmented: bool) -> list[dict[str, Any]]:
+    """Return a row per size, number of threads and direction."""
+    tier = Tier(capacity_bytes)
+    await tier.backend.open()
+    await tier.fill(MIXED_BYTES if fragmented else [2 * MIB], (3 if fragmented else 1) * capacity_bytes)
+    region = np.ones(capacity_bytes, dtype=np.uint8)
+    rows: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(max(THREADS)) as pool:
+        for size in SIZES_BYTES:
+            count, batch = ROUND_BYTES // size, min(BATCH_OBJECTS, max(1, BATCH_BYTES // size))
+            for threads in THREADS:
+                seconds: dict[str, list[Seconds]] = {"memcpy": [], "store": [], "load": []}
+                for _ in range(rounds):
+                    names, views = tier.names(count), tier.views(size, count)
+                    batches = [slice(first, first + batch) for first in range(0, count, batch)]
+
+                    async def store(number: int) -> None:
+                        await tier.store(names[batches[number]], views[batches[number]])  # noqa: B023  # awaited here
+
+                    async def load(number: int) -> None:
+                        await tier.load(names[batches[number]], views[batches[number]])  # noqa: B023  # awaited here
+
+                    seconds["store"].append(await at_once(threads, store, len(batches)))
+                    seconds["memcpy"].append(plain_copies(pool, threads, region, tier, size, count))
+                    views = tier.views(size, count)
+                    seconds["load"].append(await at_once(threads, load, len(batches)))
+                for way in ("store", "load"):
+                    ratios = np.array(seconds["memcpy"]) / np.array(seconds[way])
+                    low, middle, high = np.percentile(ratios[:, 0], [10, 50, 90])
+                    ours, plain = (np.median(seconds[name], axis=0) for name in (way, "memcpy"))
+                    rows.append(
+                        {
+                            "fragmented": fragmented,
+                            "object_bytes": size,
+                            "threads": threads,
+                            "way": way,
+                            "gib_per_second": ROUND_BYTES / GIB / float(ours[0]),
+                            "memcpy_gib_per_second": ROUND_BYTES / GIB / float(plain[0]),
+                            "ratio_p10": float(low),
+                            "ratio_p50": float(middle),
+                            "ratio_p90": float(high),
+                            "processor_seconds_per_gib": float(ours[1]) * GIB / ROUND_BYTES,
+                            "memcpy_processor_seconds_per_gib": float(plain[1]) * GIB / ROUND_BYTES,
+                        }
+                    )
+    await tier.backend.close()
+    return rows
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--capacity-mib", type=int, default=1024, help="of the tier")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    arguments = parser.parse_args()
+    rows = [
+        row
+        for fragmented in (False, True)
+        for row in asyncio.run(measure(arguments.capacity_mib * MIB, arguments.rounds, fragmented))
+    ]
+    table = Table(
+        "tier", "KiB", "threads", "way", "GiB/s", "memcpy GiB/s", "ratio p10", "p50", "p90", "CPU s/GiB", "memcpy"
+    )
+    for row in rows:
+        figures = list(row)[4:]
+        table.add_row(
+            "fragmented" if row["fragmented"] else "even",
+            f"{row['object_bytes'] // KIB}",
+            str(row["threads"]),
+            row["way"],
+            *(f"{row[figure]:.2f}" for figure in figures),
+        )
+    Console(width=120).print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    main()

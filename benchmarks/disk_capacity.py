@@ -1,0 +1,118 @@
+"""What a capacity costs the disk backend, and what forcing objects to the disk costs.
+
+python -m benchmarks.disk_capacity FOLDER [--mib 512] [--rounds 3]
+
+Four processes store at full speed into one folder, without a limit and with one that a quarter of the bytes exceeds, so
+that three quarters are evicted; then one process with each fsync policy. Rounds alternate, for disks are not the same
+from minute to minute; the medians and their ratio are printed. Works below FOLDER and leaves nothing there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+from offload_backend_disk import DiskBackend, DiskOptions
+
+from offload_core.backend import BackendContext
+from offload_core.keys import ObjectKey
+from offload_core.runtime import DaemonExecutor
+
+PROCESSES = 4
+THREADS = 4
+SIZES = (2 * 2**20, 256 * 2**10)
+"""Bytes of an object; batches are of eight."""
+BATCH = 8
+FSYNCS = ("none", "data", "data and folder")
+
+
+async def store(options: DiskOptions, seed: int, count: int, nbytes: int, barrier: Barrier) -> tuple[float, int]:
+    """Store ``count`` objects; returns when it began, and how many were taken."""
+    backend = DiskBackend(options, BackendContext("disk", DaemonExecutor(THREADS, "disk")))
+    await backend.open()
+    buffer = memoryview(os.urandom(nbytes))
+    numbers = iter(range(0, count, BATCH))
+    stored = 0
+
+    async def work() -> None:
+        nonlocal stored
+        for start in numbers:
+            keys = [ObjectKey("ab" * 32, "full-u256", os.urandom(32)) for _ in range(min(BATCH, count - start))]
+            reservation = await backend.prepare_store(keys, [nbytes] * len(keys))
+            wanted = [key for key, outcome in zip(keys, reservation.outcomes, strict=True) if outcome is None]
+            await backend.store(wanted, [buffer] * len(wanted))
+            await reservation.release()
+            stored += len(wanted)
+
+    await asyncio.to_thread(barrier.wait)
+    began = time.time()
+    await asyncio.gather(*(work() for _ in range(THREADS)))
+    ended = time.time()
+    await backend.close()
+    return ended - began, stored
+
+
+def process(options: dict[str, Any], seed: int, count: int, nbytes: int, barrier: Barrier, results: Any) -> None:
+    results.put(asyncio.run(store(DiskOptions.model_validate(options), seed, count, nbytes, barrier)))
+
+
+def run(folder: Path, processes: int, count: int, nbytes: int, **options: object) -> tuple[float, float]:
+    """Return MiB per second of all processes together, and the part of the objects that was taken."""
+    root = Path(tempfile.mkdtemp(prefix="disk-capacity-", dir=folder))
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(processes), context.Queue()
+    try:
+        given = {"path": str(root), **options}
+        children = [
+            context.Process(target=process, args=(given, seed, count, nbytes, barrier, results))
+            for seed in range(processes)
+        ]
+        for child in children:
+            child.start()
+        ended = [results.get(timeout=600) for _ in children]
+        for child in children:
+            child.join()
+    finally:
+        shutil.rmtree(root)
+    stored = sum(taken for _, taken in ended)
+    return stored * nbytes / 2**20 / max(seconds for seconds, _ in ended), stored / (processes * count)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where to work, on the disk to be measured; nothing is left there")
+    parser.add_argument("--mib", type=int, default=512, help="what each process stores in a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    for nbytes in SIZES:
+        count = arguments.mib * 2**20 // nbytes
+        free: list[float] = []
+        limited: list[float] = []
+        taken = 1.0
+        for _ in range(arguments.rounds):
+            free.append(run(arguments.folder, PROCESSES, count, nbytes)[0])
+            speed, taken = run(arguments.folder, PROCESSES, count, nbytes, capacity=PROCESSES * count * nbytes // 4)
+            limited.append(speed)
+        one, other = statistics.median(free), statistics.median(limited)
+        print(
+            f"{PROCESSES} processes, objects of {nbytes // 1024} KiB: without a limit {one:.0f} MiB/s, with one "
+            f"{other:.0f} MiB/s ({taken:.0%} taken), ratio {other / one:.2f}",
+            flush=True,
+        )
+    count = arguments.mib * 2**20 // SIZES[0] // 2
+    for fsync in FSYNCS:
+        speeds = [run(arguments.folder, 1, count, SIZES[0], fsync=fsync)[0] for _ in range(arguments.rounds)]
+        print(f"1 process, objects of 2048 KiB, fsync {fsync}: {statistics.median(speeds):.0f} MiB/s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

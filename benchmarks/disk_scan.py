@@ -1,0 +1,107 @@
+"""How long the disk backend takes to go through a folder that it does not know, and what a first request notices.
+
+python -m benchmarks.disk_scan FOLDER [--objects 1000000]
+
+Makes that many empty objects below FOLDER, which need an inode each and no room, opens a tier with a capacity on them
+as the first engine does, and asks it the whole time; then deletes them. Sizes are of this process, whose tier it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import offload_backend_disk.files as disk_files
+from offload_backend_disk import DiskBackend, DiskOptions
+
+from offload_core.backend import BackendContext, StoreOutcome
+from offload_core.keys import ObjectKey
+from offload_core.runtime import DaemonExecutor
+
+NAMESPACE = "ab" * 32
+PACK = "full-u256"
+BATCH = 64
+PAUSE_SECONDS = 0.02
+
+
+def make_objects(root: Path, count: int) -> None:
+    """Make empty objects, at the places where their keys belong."""
+    folders = [root / NAMESPACE / PACK / f"{prefix:02x}" for prefix in range(256)]
+    for folder in folders:
+        disk_files.make_private_folder(folder)
+    for number in range(count):
+        digest = hashlib.sha256(number.to_bytes(8, "big")).hexdigest()
+        os.close(os.open(f"{folders[int(digest[:2], 16)]}/{digest}.kv", os.O_CREAT | os.O_WRONLY, 0o600))
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+async def measure(root: Path) -> tuple[float, float, list[float], list[float], int]:
+    """Return seconds of open, of the scan, of each contains and prepare_store meanwhile, and bytes of memory."""
+    executor = DaemonExecutor(4, "disk")
+    options = DiskOptions.model_validate({"path": root, "capacity": "1TiB"})
+    backend = DiskBackend(options, BackendContext("disk", executor))
+    keys = [ObjectKey(NAMESPACE, PACK, hashlib.sha256(b"new %d" % number).digest()) for number in range(BATCH)]
+    before_bytes, most_bytes = resident_bytes(), 0
+    started = time.perf_counter()
+    await backend.open()
+    open_seconds = time.perf_counter() - started
+    lookups: list[float] = []
+    reservations: list[float] = []
+    known = False
+    while not known:
+        begun = time.perf_counter()
+        await backend.contains(keys)
+        looked = time.perf_counter()
+        reservation = await backend.prepare_store(keys, [1] * BATCH)
+        reservations.append(time.perf_counter() - looked)
+        lookups.append(looked - begun)
+        known = StoreOutcome.REJECTED not in reservation.outcomes
+        await reservation.release()
+        most_bytes = max(most_bytes, resident_bytes())
+        if not known:
+            await asyncio.sleep(PAUSE_SECONDS)
+    scan_seconds = time.perf_counter() - started
+    await backend.close()
+    executor.shutdown()
+    return open_seconds, scan_seconds, lookups, reservations, most_bytes - before_bytes
+
+
+def percentiles(seconds: list[float]) -> str:
+    cuts = statistics.quantiles([1000 * one for one in [*seconds, seconds[-1]]], n=100)
+    first, most = 1000 * seconds[0], 1000 * max(seconds)
+    return f"first {first:.1f}, p50 {cuts[49]:.1f}, p90 {cuts[89]:.1f}, p99 {cuts[98]:.1f}, max {most:.1f} ms"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where to work, on the disk to be measured; nothing is left there")
+    parser.add_argument("--objects", type=int, default=1_000_000)
+    arguments = parser.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="disk-scan-", dir=arguments.folder))
+    try:
+        started = time.perf_counter()
+        make_objects(root, arguments.objects)
+        print(f"made {arguments.objects:,} objects in {time.perf_counter() - started:.1f} s", flush=True)
+        opened, scanned, lookups, reservations, memory_bytes = asyncio.run(measure(root))
+        account = sum(path.stat().st_size for path in (root / ".offload-core").glob("account.sqlite*"))
+        print(f"open: {1000 * opened:.1f} ms; everything is known after {scanned:.1f} s")
+        print(f"contains of {BATCH} keys meanwhile, {len(lookups)} times: {percentiles(lookups)}")
+        print(f"prepare_store of {BATCH} keys meanwhile: {percentiles(reservations)}")
+        print(f"memory: {memory_bytes / 2**20:.1f} MiB more; the account: {account / 2**20:.1f} MiB on disk")
+    finally:
+        shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""What dead writers leave, folders that cannot be scanned, accounts of other versions."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from offload_backend_disk import DiskBackend
+from offload_backend_disk.account import Account
+from offload_backend_disk.home import Home
+from offload_backend_disk.layout import Layout
+from offload_backend_disk.owners import FOLDER_NAME, Owners
+from offload_backend_disk.sweep import Sweep
+
+from offload_core.backend import LoadOutcome, StoreOutcome
+from offload_core.keys import ObjectKey
+from tests.backends.disk.conftest import Disk, files_under, key, mount, open_account, used
+
+KIB = 1024
+
+
+def begin_to_write(root: Path, owner: str, number: int = 0) -> Path:
+    """Leave what a writer has begun to write for a key."""
+    layout = Layout(root)
+    path = Path(layout.temporary(layout.name(key(number)), owner))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"half")
+    return path
+
+
+def die(root: Path, owner: str) -> None:
+    """Leave the lock file of a writer that was killed."""
+    folder = root / FOLDER_NAME / "owners"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / owner).touch()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what happens in the background; the test's time limit ends it otherwise."""
+    while not condition():  # noqa: ASYNC110 - of what nobody tells us
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity": 100 * KIB}], ids=["without a limit", "with a limit"])
+def test_what_dead_writers_left_is_removed_at_the_next_start_and_what_live_ones_write_is_not(
+    disk: Disk, tmp_path: Path, options: dict[str, int]
+) -> None:
+    root = tmp_path / "objects"
+    alive = Owners(root, "5a5a")
+    alive.take()
+    die(root, "dead")
+    left, lost = begin_to_write(root, "dead"), begin_to_write(root, "unknown", 1)
+    writing, foreign = begin_to_write(root, "5a5a", 2), root / "notes.tmp"
+    foreign.write_text("keep")
+
+    async def main() -> None:
+        backend = disk(root, **options)
+        await backend.open()
+        await until(lambda: not left.exists() and not (root / FOLDER_NAME / "owners" / "dead").exists())
+        assert not lost.exists()
+        assert writing.exists()
+        assert foreign.exists()
+        await backend.close()
+
+    asyncio.run(main())
+    assert [path.name for path in (root / FOLDER_NAME / "owners").iterdir()] == ["5a5a"]
+    alive.drop()
+
+
+def test_debris_from_before_there_were_locks_is_removed(disk: Disk, tmp_path: Path) -> None:
+    root = tmp_path / "objects"
+    left = begin_to_write(root, "1234")
+
+    async def main() -> None:
+        backend = disk(root)
+        await backend.open()
+        await until(lambda: not left.exists())
+
+    asyncio.run(main())
+
+
+def test_on_a_read_only_folder_debris_stays_and_nobody_complains(
+    small_disk: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    die(small_disk, "dead")
+    left = begin_to_write(small_disk, "dead")
+    mount("-o", "remount,ro", small_disk)
+
+    async def main() -> None:
+        for options in ({}, {"capacity": 100 * KIB}):
+            backend = disk(small_disk, **options)
+            await backend.open()
+            assert await backend.contains([key(0)]) == [False]
+            held = await backend.prepare_load([key(0)])
+            await held.release()
+            await backend.close()
+
+    asyncio.run(main())
+    assert left.exists()
+    assert caplog.records == []
+
+
+def test_no_two_writers_use_one_temporary_name(tmp_path: Path) -> None:
+    name = Layout(tmp_path).name(key(0))
+    names = {Layout.temporary(name, owner) for owner in ("a", "b") for _ in range(1000)}
+    assert len(names) == 2000
+
+
+def test_a_writer_whose_lock_file_was_removed_takes_another_before_it_writes(disk: Disk, tmp_path: Path) -> None:
+    backend = disk(tmp_path)
+
+    async def main() -> None:
+        await backend.open()
+        (own,) = (tmp_path / FOLDER_NAME / "owners").iterdir()
+        own.unlink()
+        assert await backend.store([key(0)], [memoryview(b"data")]) == [StoreOutcome.STORED]
+        assert Owners(tmp_path, "other").alive(own.name)
+
+    asyncio.run(main())
+
+
+def fill_folder(root: Path, *numbers: int, nbytes: int = 10 * KIB) -> None:
+    for number in numbers:
+        path = Layout(root).path(key(number))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(nbytes))
+
+
+def open_sweep(root: Path) -> tuple[Sweep, Account]:
+    account = open_account(root, 100 * KIB)
+    return Sweep(Layout(root), Owners(root, "owner"), account), account
+
+
+def test_a_folder_that_cannot_be_scanned_is_named_once_and_the_others_are_scanned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_folder(tmp_path, 1, 2, 3)
+    bad = Layout(tmp_path).path(key(2)).parent
+    names_in = Layout.names_in
+
+    def failing(folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
+        if folder == bad:
+            raise OSError(5, "Input/output error", str(folder))
+        return names_in(folder)
+
+    sweep, account = open_sweep(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Layout, "names_in", staticmethod(failing))
+        for _ in range(2):
+            for _ in sweep.steps():
+                pass
+            assert account.used_bytes == 20 * KIB
+            assert account.reserve([(key(9), 1)]) == ([None], []), "what is there is not known yet"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{bad} cannot be scanned, and is tried again later: [Errno 5] Input/output error: '{bad}'"
+    ]
+    for _ in sweep.steps():
+        pass
+    assert account.used_bytes == 30 * KIB
+    assert account.reserve([(key(9), 1)])[0] != [None]
+    account.close()
+
+
+def test_objects_that_come_and_go_during_the_scan_are_counted_right(tmp_path: Path) -> None:
+    fill_folder(tmp_path, 1, 2, 3, 4)
+    sweep, account = open_sweep(tmp_path)
+    for number, _ in enumerate(sweep.steps()):
+        if number == 1:
+            account.remove([key(1), key(4)])
+            fill_folder(tmp_path, 5, nbytes=7)
+            account.settle([key(5)], [])
+    assert account.used_bytes == used(tmp_path) == 20 * KIB + 7
+    account.close()
+
+
+def test_only_one_process_scans_at_a_time(tmp_path: Path) -> None:
+    fill_folder(tmp_path, 1)
+    account = open_account(tmp_path, 100 * KIB)
+    one, other = (Sweep(Layout(tmp_path), Owners(tmp_path, "owner"), account) for _ in range(2))
+    steps = one.steps()
+    next(steps)
+    assert list(other.steps()) == []
+    steps.close()
+    assert list(other.steps()) != []
+    account.close()
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_an_account_of_another_version_is_made_anew_by_a_scan(disk: Disk, tmp_path: Path, version: int) -> None:
+    folder = tmp_path / FOLDER_NAME
+    folder.mkdir()
+    with sqlite3.connect(folder / "account.sqlite") as old:
+        old.execute("CREATE TABLE objects (something TEXT)")
+        old.execute("CREATE TABLE totals (nbytes INTEGER)")
+        old.execute(f"PRAGMA user_version = {version}")
+    old.close()
+    fill_folder(tmp_path, *range(9))
+
+    async def main() -> None:
+        backend = disk(tmp_path, capacity=100 * KIB, low_watermark=1)
+        await backend.open()
+        evicted: list[ObjectKey] = []
+        while not evicted:
+            reservation = await backend.prepare_store([key(10)], [20 * KIB])
+            evicted += reservation.evicted
+            await reservation.release()
+        assert evicted == [key(0)]
+
+    asyncio.run(main())
+
+
+def test_an_account_that_turns_out_damaged_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fill_folder(tmp_path, *range(9))
+    sweep, account = open_sweep(tmp_path)
+    for _ in sweep.steps():
+        pass
+    account.close()
+    database = tmp_path / FOLDER_NAME / "account.sqlite"
+    content = bytearray(database.read_bytes())
+    content[4096:] = os.urandom(len(content) - 4096)
+    database.write_bytes(content)
+    sweep, account = open_sweep(tmp_path)
+    with pytest.raises(OSError, match="malformed"):
+        account.used_bytes  # noqa: B018 - asking is the test
+    assert "is made anew by a scan" in caplog.text
+    assert account.needs_scan()
+    for _ in sweep.steps():
+        pass
+    assert account.used_bytes == used(tmp_path)
+    account.close()
+
+
+def test_a_folder_that_was_removed_at_run_time_gets_a_new_account(disk: Disk, tmp_path: Path) -> None:
+    async def main() -> None:
+        backend = disk(tmp_path / "objects", capacity=100 * KIB)
+        await backend.open()
+        await store(backend, 0)
+        (tmp_path / "objects").rename(tmp_path / "away")
+        assert await backend.load_into([key(0)], [memoryview(bytearray(4))]) == [LoadOutcome.MISS]
+        outcome = None
+        while outcome is not StoreOutcome.STORED:  # the first ones are rejected, until the new folder is known
+            outcome = await store(backend, 0)
+            await asyncio.sleep(0.01)
+        await backend.close()
+        await backend.close()
+
+    asyncio.run(main())
+    assert used(tmp_path / "objects") == 10
+
+
+async def store(backend: DiskBackend, number: int) -> StoreOutcome:
+    reservation = await backend.prepare_store([key(number)], [10])
+    outcome = reservation.outcomes[0] or (await backend.store([key(number)], [memoryview(bytes(10))]))[0]
+    await reservation.release()
+    return outcome
+
+
+def test_a_backend_whose_folder_is_gone_can_be_closed(disk: Disk, tmp_path: Path) -> None:
+    async def main() -> None:
+        backend = disk(tmp_path / "objects", capacity=100 * KIB)
+        await backend.open()
+        held = await backend.prepare_load([key(0)])
+        (tmp_path / "objects").rename(tmp_path / "away")
+        await held.release()
+        await backend.close()
+
+    asyncio.run(main())
+    assert not (tmp_path / "objects").exists(), "closing makes nothing"
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity": 100 * KIB}], ids=["without a limit", "with a limit"])
+def test_after_an_unmount_nothing_is_written_below_the_mount_point_until_it_is_back(
+    small_disk: Path, disk: Disk, options: dict[str, int]
+) -> None:
+    root = small_disk / "objects"
+
+    async def main() -> None:
+        backend = disk(root, **options)
+        await backend.open()
+        assert await store(backend, 0) is StoreOutcome.STORED
+        away = small_disk.with_name(small_disk.name + "-away")
+        away.mkdir()
+        mount("--move", small_disk, away)
+        try:
+            for _ in range(2):
+                with pytest.raises(OSError, match="mount it again"):
+                    await store(backend, 1)
+            assert await backend.contains([key(0)]) == [False]
+            assert files_under(small_disk) == []
+        finally:
+            mount("--move", away, small_disk)
+            away.rmdir()
+        assert await store(backend, 1) is StoreOutcome.STORED
+        assert await backend.contains([key(0), key(1)]) == [True, True]
+        await backend.close()
+
+    asyncio.run(main())
+    assert len(files_under(root)) == 2
+
+
+def test_a_deleted_folder_is_made_again_on_its_own_file_system(tmp_path: Path) -> None:
+    home = Home(tmp_path / "a" / "b")
+    (tmp_path / "a").mkdir()
+    home.open()
+    home.root.rmdir()
+    (tmp_path / "a").rmdir()
+    home.open()
+    assert home.root.is_dir()

@@ -1,0 +1,51 @@
+"""The fsync option forces to the disk what it says, before an object counts as stored."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from offload_core.backend import StoreOutcome
+from tests.backends.disk.conftest import Disk, key
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity": "1MiB"}], ids=["without a limit", "with a limit"])
+@pytest.mark.parametrize(
+    ("fsync", "forced"),
+    [
+        ("none", []),
+        ("data", [("file", 0), ("file", 1)]),
+        ("data and folder", [("file", 0), ("folder", 1), ("file", 1), ("folder", 2)]),
+    ],
+)
+def test_what_is_forced_to_the_disk(
+    tmp_path: Path,
+    disk: Disk,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, str],
+    fsync: str,
+    forced: list[tuple[str, int]],
+) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def watched(descriptor: int) -> None:
+        kind = "folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file"
+        seen.append((kind, len(list(tmp_path.rglob("*.kv")))))
+
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, watched)
+    backend = disk(tmp_path, fsync=fsync, **options)
+
+    async def main() -> None:
+        await backend.open()
+        for number in range(2):
+            reservation = await backend.prepare_store([key(number)], [1000])
+            assert await backend.store([key(number)], [memoryview(bytes(1000))]) == [StoreOutcome.STORED]
+            await reservation.release()
+
+    asyncio.run(main())
+    assert seen == forced, "what was forced, and how many objects could be seen then"
