@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from offload_backend_nfs.backend import NfsBackend
+from offload_backend_nfs.options import NfsOptions
 from offload_core.backend import BackendType
 from offload_core.hookspecs import hookimpl
 
 OFFLOAD_API_VERSION = 1
 
+NFS = BackendType("nfs", NfsBackend, NfsOptions)
+
 
 @hookimpl
 def offload_register_backends() -> list[BackendType]:
     """Register the ``nfs`` type."""
-    return []
+    return [NFS]

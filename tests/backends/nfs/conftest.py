@@ -1,0 +1,133 @@
+"""An S3-compatible server as a process of its own, and backends on all kinds of media."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import boto3
+import botocore.exceptions
+import pytest
+from botocore.config import Config
+from offload_backend_nfs import NfsBackend, NfsOptions
+
+from offload_core.backend import BackendContext
+from offload_core.keys import ObjectKey
+from offload_core.runtime import DaemonExecutor
+
+Nfs = Callable[..., NfsBackend]
+
+START_LIMIT_SECONDS = 60
+
+
+def key(number: int, pack: str = "full-u256") -> ObjectKey:
+    return ObjectKey("ab" * 32, pack, bytes([number % 256, number // 256]) * 16)
+
+
+class S3Server:
+    """A server of moto's in a process of its own, which can be killed and started again."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(self.port)]
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        deadline = time.monotonic() + START_LIMIT_SECONDS
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+            except OSError:
+                assert self._process.poll() is None, "the server ended at once"
+                assert time.monotonic() < deadline, "the server does not answer"
+                time.sleep(0.05)
+            else:
+                return
+
+    def kill(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def pause(self) -> None:
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.killpg(self._process.pid, signal.SIGCONT)
+
+    def client(self) -> Any:
+        return boto3.client("s3", endpoint_url=self.url, config=Config(retries={"total_max_attempts": 3}))
+
+    def make_bucket(self, name: str | None = None) -> str:
+        name = name or f"kv-{uuid.uuid4().hex[:12]}"
+        try:
+            self.client().create_bucket(Bucket=name)
+        except botocore.exceptions.ClientError as error:
+            raise AssertionError(f"no bucket: {error}") from error
+        return name
+
+
+@pytest.fixture
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as an operator would set, in the environment."""
+    for name, value in [
+        *[("AWS_ACCESS_KEY_ID", "testing"), ("AWS_SECRET_ACCESS_KEY", "testing"), ("AWS_DEFAULT_REGION", "us-east-1")],
+        *[("AWS_CONFIG_FILE", os.devnull), ("AWS_SHARED_CREDENTIALS_FILE", os.devnull)],
+    ]:
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="session")
+def _server() -> Iterator[S3Server]:
+    server = S3Server()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def s3_server(_server: S3Server, credentials: None) -> S3Server:
+    """The server that tests share; leave it running."""
+    return _server
+
+
+@pytest.fixture
+def own_server(credentials: None) -> Iterator[S3Server]:
+    """A server that the test may kill."""
+    server = S3Server()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def s3_options(s3_server: S3Server) -> dict[str, Any]:
+    """The options of a fresh bucket."""
+    return {
+        "url": f"s3://{s3_server.make_bucket()}/engines/kv",
+        "storage_options": {"endpoint_url": s3_server.url},
+    }
+
+
+@pytest.fixture
+def nfs() -> Iterator[Nfs]:
+    """Make backends with four threads each, by their options."""
+    executors: list[DaemonExecutor] = []
+
+    def make(**options: Any) -> NfsBackend:
+        executors.append(DaemonExecutor(4, f"nfs-{len(executors)}"))
+        return NfsBackend(NfsOptions(**options), BackendContext("shared", executors[-1]))
+
+    yield make
+    for executor in executors:
+        executor.shutdown()

@@ -1,0 +1,68 @@
+"""The nfs backend keeps the contract, on a share, on a store in memory, and on a server that speaks S3."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import boto3
+import fsspec
+import pytest
+from offload_backend_nfs import layout
+from offload_backend_nfs.plugin import NFS
+
+from offload_core.keys import ObjectKey
+from offload_core.testing.contract import BackendContract
+
+
+class TestShare(BackendContract):
+    backend_type = NFS
+
+    @pytest.fixture
+    def options(self, tmp_path: Path) -> dict[str, Any]:
+        return {"url": f"file://{tmp_path}/objects"}
+
+    def damage(self, options: Mapping[str, Any], key: ObjectKey) -> None:
+        (path,) = Path(options["url"].removeprefix("file://")).rglob(f"{key.chunk_hash.hex()}.kv")
+        with path.open("r+b") as file:
+            file.truncate(500)
+
+
+@pytest.mark.long
+class TestShareThatIsAlwaysAsked(TestShare):
+    @pytest.fixture
+    def options(self, tmp_path: Path) -> dict[str, Any]:
+        return {"url": f"file://{tmp_path}/objects", "lookup_cache_seconds": 0}
+
+
+@pytest.mark.long
+class TestMemory(BackendContract):
+    backend_type = NFS
+    largest_object_bytes = 4 * 1024 * 1024  # fsspec copies them while it holds the interpreter
+
+    @pytest.fixture
+    def options(self) -> dict[str, Any]:
+        return {"url": f"memory://{uuid.uuid4().hex}"}
+
+    def damage(self, options: Mapping[str, Any], key: ObjectKey) -> None:
+        path = f"{options['url']}/{layout.name_of(key)}"
+        fs = fsspec.filesystem("memory")
+        fs.pipe_file(path, fs.cat_file(path)[:500])
+
+
+@pytest.mark.long
+class TestS3(BackendContract):
+    backend_type = NFS
+
+    @pytest.fixture
+    def options(self, s3_options: dict[str, Any]) -> dict[str, Any]:
+        return s3_options
+
+    def damage(self, options: Mapping[str, Any], key: ObjectKey) -> None:
+        bucket, _, prefix = options["url"].removeprefix("s3://").partition("/")
+        client = boto3.client("s3", endpoint_url=options["storage_options"]["endpoint_url"])
+        name = f"{prefix}/{layout.name_of(key)}"
+        body = client.get_object(Bucket=bucket, Key=name)["Body"].read()
+        client.put_object(Bucket=bucket, Key=name, Body=body[:500])
