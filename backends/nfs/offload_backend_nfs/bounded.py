@@ -170,6 +170,10 @@ class BoundedPlace:
                 self._claim.end(room, written=False)
         self._claim.settle()
 
+    def give_back_later(self, room: Room) -> None:
+        """End a room that was not used; the claim is settled another time. Does not block."""
+        self._claim.end(room, written=False)
+
     def delete(self, keys: Collection[ObjectKey]) -> None:
         """Delete objects, and take them out of the account.
 

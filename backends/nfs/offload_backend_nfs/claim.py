@@ -11,6 +11,7 @@ renew its lease for half its life begins to write nothing more, so that it has s
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
 import threading
@@ -66,6 +67,8 @@ class Room:
         self.nbytes = nbytes
         self.owner = owner
         self.ended = False
+        self.released = False
+        """Whether the reservation that it was taken for is over; whoever uses it then ends it."""
 
 
 class Claim:
@@ -108,7 +111,13 @@ class Claim:
                 self._claim_bytes = self._reserved_bytes = self._written_bytes = 0
                 self.owner = ""
             owner, started, self._renewals = secrets.token_hex(8), self._clock(), 0
-            self._small.write(f"{OWNERS}/{owner}", b"0")
+            self._small.create(f"{OWNERS}/{owner}", b"0")
+            if self._small.create(f"{OWNERS}/{owner}", b"0"):
+                raise OSError(
+                    errno.EOPNOTSUPP,
+                    "this storage creates a file although it is there, so processes cannot keep a capacity together; "
+                    "use a server that knows conditional writes (S3's If-None-Match), or leave the capacity out",
+                )
 
             def edit(state: AccountState) -> AccountState:
                 keeper = state.keeper if state.keeper in state.owners else owner

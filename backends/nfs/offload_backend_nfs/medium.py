@@ -66,6 +66,10 @@ class Medium(ABC):
         Of several callers on all hosts at most one is told ``True``. After an error it may be there or not.
         """
 
+    def store_new(self, name: str, buffer: memoryview) -> bool:
+        """Write the object whole if nothing has that name; return whether this call did. See :meth:`create`."""
+        return self.create(name, bytes(buffer))
+
     @abstractmethod
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects; absent ones are no error."""

@@ -78,7 +78,7 @@ class Host:
             except KilledError:
                 pass
             except OSError as error:
-                if "injected" not in str(error):
+                if "injected" not in str(error) and "others" not in str(error):
                     self._error = error
             except BaseException as error:
                 self._error = error

@@ -37,6 +37,12 @@ class TestShareThatIsAlwaysAsked(TestShare):
         return {"url": f"file://{tmp_path}/objects", "lookup_cache_seconds": 0}
 
 
+class TestShareWithALimit(TestShare):
+    @pytest.fixture
+    def options(self, tmp_path: Path) -> dict[str, Any]:
+        return {"url": f"file://{tmp_path}/objects", "capacity": "1GiB"}
+
+
 @pytest.mark.long
 class TestMemory(BackendContract):
     backend_type = NFS
@@ -66,3 +72,10 @@ class TestS3(BackendContract):
         name = f"{prefix}/{layout.name_of(key)}"
         body = client.get_object(Bucket=bucket, Key=name)["Body"].read()
         client.put_object(Bucket=bucket, Key=name, Body=body[:500])
+
+
+@pytest.mark.long
+class TestS3WithALimit(TestS3):
+    @pytest.fixture
+    def options(self, s3_options: dict[str, Any]) -> dict[str, Any]:
+        return {**s3_options, "capacity": "1GiB"}
