@@ -101,9 +101,7 @@ class BoundedTier:
         Args:
             each: calls a blocking function for every object, given parallel sequences.
         """
-        rooms = [
-            self._rooms[key][0] if key in self._rooms and self._take(key, self._rooms[key][0]) else None for key in keys
-        ]
+        rooms = [self._take_any(key) for key in keys]
         try:
             return await each(self.place.store, keys, buffers, rooms)
         finally:
@@ -113,6 +111,13 @@ class BoundedTier:
                         self.place.give_back_later(room)
                     else:
                         self._rooms.setdefault(key, []).append(room)
+
+    def _take_any(self, key: ObjectKey) -> Room | None:
+        waiting = self._rooms.get(key)
+        room = waiting[0] if waiting else None
+        if room is not None:
+            self._take(key, room)
+        return room
 
     def _take(self, key: ObjectKey, room: Room) -> bool:
         """Take a room out of those that wait for their object; returns whether it was there."""

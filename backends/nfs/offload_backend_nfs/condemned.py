@@ -282,7 +282,7 @@ def _without_batch(state: AccountState, name: str, removed: int) -> AccountState
     if name not in state.condemned:
         return None
     condemned = {other: batch for other, batch in state.condemned.items() if other != name}
-    used, total = max(0, state.used_bytes - removed), state.removed_bytes + removed
+    used, total = state.used_bytes - removed, state.removed_bytes + removed
     return state.model_copy(update={"condemned": condemned, "used_bytes": used, "removed_bytes": total})
 
 

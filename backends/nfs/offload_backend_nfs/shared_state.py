@@ -48,7 +48,8 @@ class Batch(_Frozen):
 class AccountState(_Frozen):
     """One generation of the account.
 
-    At every moment the bytes of all objects, whole or being written, are at most ``used_bytes`` plus all claims.
+    At every moment the bytes of all objects, whole or being written, are at most ``used_bytes`` plus all claims. By
+    itself ``used_bytes`` may be below zero: what was removed may still be in the claim of who has written it.
     """
 
     counted: bool = False
