@@ -48,7 +48,7 @@ class AccountMedium:
 
     def names(self, folder: str) -> list[str]:
         """See :meth:`SmallObjects.names`."""
-        return [entry.name for entry in self._entries(f"{FOLDER}/{folder}".rstrip("/")) if not entry.is_folder]
+        return self._call(self._medium.names, f"{FOLDER}/{folder}".rstrip("/"))
 
     def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """See :meth:`ObjectStore.contains`."""

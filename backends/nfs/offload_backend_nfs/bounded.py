@@ -148,7 +148,7 @@ class BoundedPlace:
             (room,), (outcome,), _ = self.reserve([key], [len(buffer)])
             if room is None:
                 return outcome or StoreOutcome.REJECTED
-        if len(buffer) > room.nbytes or not self._claim.may_write(room):
+        if len(buffer) != room.nbytes or not self._claim.may_write(room):
             self._claim.end(room, written=False)
             return StoreOutcome.REJECTED
         try:

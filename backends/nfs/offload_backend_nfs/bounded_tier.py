@@ -101,7 +101,7 @@ class BoundedTier:
         Args:
             each: calls a blocking function for every object, given parallel sequences.
         """
-        rooms = [self._take_any(key) for key in keys]
+        rooms = [self._take_fitting(key, len(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
         try:
             return await each(self.place.store, keys, buffers, rooms)
         finally:
@@ -112,12 +112,13 @@ class BoundedTier:
                     else:
                         self._rooms.setdefault(key, []).append(room)
 
-    def _take_any(self, key: ObjectKey) -> Room | None:
-        waiting = self._rooms.get(key)
-        room = waiting[0] if waiting else None
-        if room is not None:
-            self._take(key, room)
-        return room
+    def _take_fitting(self, key: ObjectKey, nbytes: int) -> Room | None:
+        """Take the room of an object of ``nbytes``: another reservation may wait to store another content."""
+        for room in self._rooms.get(key, []):
+            if room.nbytes == nbytes:
+                self._take(key, room)
+                return room
+        return None
 
     def _take(self, key: ObjectKey, room: Room) -> bool:
         """Take a room out of those that wait for their object; returns whether it was there."""

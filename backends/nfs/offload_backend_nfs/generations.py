@@ -24,10 +24,10 @@ from offload_backend_nfs.small_objects import SmallObjects
 logger = logging.getLogger(__name__)
 
 _PREFIX = "account-"
-_KEPT = 64
-_CHANGES_KEPT = 32
+_KEPT = 24
+_CHANGES_KEPT = 16
 """Fewer than generations, so that who is so far behind that its change is not named has lost."""
-_DELETED_AT_ONCE = 16
+_DELETED_AT_ONCE = 8
 _DAMAGED_TRIES = 5
 _FIRST_PAUSE_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.5

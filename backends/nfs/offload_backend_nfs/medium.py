@@ -78,6 +78,10 @@ class Medium(ABC):
     def entries(self, folder: str) -> list[Entry]:
         """Return what is in a folder, ``""`` for the root; nothing where there is none. Temporaries are passed over."""
 
+    def names(self, folder: str) -> list[str]:
+        """Return the names in a folder, as :meth:`entries` does, but perhaps faster."""
+        return [entry.name for entry in self.entries(folder)]
+
     @abstractmethod
     def read_small(self, name: str) -> bytes | None:
         """Return an object whose size is not known, or ``None``."""

@@ -29,7 +29,7 @@ class SmallObjects(Protocol):
         ...
 
     def names(self, folder: str) -> list[str]:
-        """Return the names of the files in ``folder``, without it. What is there throughout the call is in it."""
+        """Return the names of files in ``folder``, perhaps of folders too. What is there throughout is among them."""
         ...
 
 

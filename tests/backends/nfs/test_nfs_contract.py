@@ -39,8 +39,8 @@ class TestShareThatIsAlwaysAsked(TestShare):
 
 class TestShareWithALimit(TestShare):
     @pytest.fixture
-    def options(self, tmp_path: Path) -> dict[str, Any]:
-        return {"url": f"file://{tmp_path}/objects", "capacity": "1GiB"}
+    def options(self, memory_folder: Path) -> dict[str, Any]:
+        return {"url": f"file://{memory_folder}/objects", "capacity": "1GiB"}
 
 
 @pytest.mark.long
