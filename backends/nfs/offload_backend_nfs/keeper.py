@@ -155,7 +155,7 @@ class Keeper:
         spared = self._condemned.keys(before) | self._condemned.pinned if excess else set()
         uses = self._touches.merge() if excess else {}
         used_still: set[ObjectKey] = set()
-        total = self._store.unfinished_bytes() if dead or not before.counted else 0
+        total = self._store.unfinished_bytes()
         for number, page in enumerate(self._store.pages()):
             if self._stopped() or number == most_pages:
                 return

@@ -9,12 +9,14 @@ from typing import Any
 
 import boto3
 import fsspec
+import hypothesis
 import pytest
 from offload_backend_nfs import layout
 from offload_backend_nfs.plugin import NFS
 
 from offload_core.keys import ObjectKey
 from offload_core.testing.contract import BackendContract
+from offload_core.testing.machine import CAPACITY_BYTES, SETTINGS, check_with_machine
 
 
 class TestShare(BackendContract):
@@ -37,10 +39,17 @@ class TestShareThatIsAlwaysAsked(TestShare):
         return {"url": f"file://{tmp_path}/objects", "lookup_cache_seconds": 0}
 
 
+@pytest.mark.long
 class TestShareWithALimit(TestShare):
     @pytest.fixture
     def options(self, memory_folder: Path) -> dict[str, Any]:
         return {"url": f"file://{memory_folder}/objects", "capacity": "1GiB"}
+
+
+def test_a_limit_stands_some_of_the_state_machine(memory_folder: Path) -> None:
+    options = {"url": f"file://{memory_folder}/objects", "capacity": CAPACITY_BYTES}
+    settings = hypothesis.settings(SETTINGS, max_examples=15)
+    check_with_machine(NFS, options, capacity_bytes=CAPACITY_BYTES, settings=settings)
 
 
 @pytest.mark.long
