@@ -73,6 +73,11 @@ class BoundedPlace:
         return self._record.state
 
     @property
+    def owner(self) -> str:
+        """This process's name in the account."""
+        return self._claim.owner
+
+    @property
     def is_keeper(self) -> bool:
         """Whether this process keeps house for all."""
         return self._keeper.is_keeper
@@ -98,6 +103,14 @@ class BoundedPlace:
         """Keep house: renew the lease, follow the account, and, as the keeper, count and evict for all."""
         with self._tolerant():
             self._keeper.step()
+
+    def refresh(self) -> None:
+        """See what others have changed.
+
+        Raises:
+            OSError: the medium failed.
+        """
+        self._record.refresh()
 
     def hidden(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Return, per key, whether its object is about to go, so that nobody should load it. Does not block."""

@@ -193,7 +193,8 @@ class Host:
         for letter in range(4):
             self._end(self._gate())
             found = [(key, *value) for key, value in self.world.objects.items() if key.chunk_hash[0] % 4 == letter]
-            yield [StoredObject(*one) for one in found]
+            if found:
+                yield [StoredObject(*one) for one in found]
 
     def remove(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         self._gate()
