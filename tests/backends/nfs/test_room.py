@@ -165,7 +165,7 @@ def test_a_process_that_was_stopped_for_long_writes_nothing_before_it_has_joined
     assert there(world) == [1]
     with caplog.at_level(logging.WARNING):
         sleeper.do(sleeper.place.step)
-    assert "taken for dead" in caplog.text
+    assert "for dead" in caplog.text
     assert put(sleeper, [2], size=300) == [STORED]
 
 
