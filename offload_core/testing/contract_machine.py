@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import hypothesis
 import pytest
 
 from offload_core.backend import BackendType
-from offload_core.testing.machine import CAPACITY_BYTES, check_with_machine
+from offload_core.testing.machine import CAPACITY_BYTES, EXAMPLES, SETTINGS, check_with_machine
 from offload_core.testing.rig import Rig
 from offload_core.testing.throughput import OBJECTS, Throughput, measure
 
@@ -19,6 +20,9 @@ class MachineContract:
     machine_capacity_bytes = CAPACITY_BYTES
     """The limit that a bounded medium is given for the state machine: small, so that it evicts often."""
 
+    machine_examples = EXAMPLES
+    """How many random examples the state machine runs: lower it where a medium takes minutes for them."""
+
     if TYPE_CHECKING:  # given by the class that puts the contract together
         backend_type: ClassVar[BackendType]
 
@@ -28,7 +32,8 @@ class MachineContract:
         capacity = self.machine_capacity_bytes if rig.capabilities().bounded else None
         if capacity is not None:
             options = self.bounded_options(options, capacity)
-        check_with_machine(self.backend_type, options, capacity_bytes=capacity)
+        settings = hypothesis.settings(SETTINGS, max_examples=self.machine_examples)
+        check_with_machine(self.backend_type, options, capacity_bytes=capacity, settings=settings)
 
     @pytest.mark.offload_throughput
     def test_throughput(self, rig: Rig, offload_throughput: list[tuple[str, Throughput]]) -> None:

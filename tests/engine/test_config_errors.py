@@ -39,7 +39,8 @@ backends:
         "staging_bytes: '5 bananas' is not a size; write a number of bytes or a size such as 20GiB",
         "load_timeout_seconds: -1",
         f"the parent folder {tmp_path}/missing does not exist",
-        "backends.1.type: no plugin provides the backend type 'dsk' (did you mean 'disk'?); known types: cpu, disk",
+        "backends.1.type: no plugin provides the backend type 'dsk' (did you mean 'disk'?); "
+        "known types: cpu, disk, nfs",
         "backends.1.name: 'one' is used by 2 backends",
         "backends.2.lod_weight: unknown key (did you mean 'load_weight'?)",
     ):

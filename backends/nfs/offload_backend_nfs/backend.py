@@ -27,6 +27,7 @@ from offload_backend_nfs.object_store import ObjectStore, RenamingStore
 from offload_backend_nfs.options import NfsOptions
 from offload_backend_nfs.posix_share import PosixShare
 from offload_backend_nfs.retrying import Retrier
+from offload_backend_nfs.s3 import S3Store, s3_options
 from offload_core.backend import (
     Backend,
     BackendContext,
@@ -254,8 +255,6 @@ def make_medium(options: NfsOptions) -> Medium:
         return PosixShare(options.folder)
     given = dict(options.storage_options)
     if options.kind == "s3":
-        from offload_backend_nfs.s3 import S3Store, s3_options
-
         fs, root = _file_system(options.url, s3_options(given, options.retry_seconds))
         return S3Store(fs, root, options.part_size)
     fs, root = _file_system(options.url, given)

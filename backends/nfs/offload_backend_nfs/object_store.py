@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ AT_ONCE = 64
 """Small requests that one call has on their way together."""
 _TIMES = ("LastModified", "mtime", "last_modified", "updated", "timeModified", "created")
 """What file systems call the time of an object, the first that is there."""
+
+_creating = threading.Lock()
 
 
 class ObjectStore(Medium):
@@ -73,8 +76,11 @@ class ObjectStore(Medium):
 
     def create(self, name: str, data: bytes) -> bool:
         """See :meth:`Medium.create`."""
+        # Only file systems with a server behind them decide by themselves who comes first.
+        deciding = nullcontext() if isinstance(self._fs, AsyncFileSystem) else _creating
         try:
-            self._fs.pipe_file(self._path(name), data, mode="create")
+            with deciding:
+                self._fs.pipe_file(self._path(name), data, mode="create")
         except FileExistsError:
             return False
         return True

@@ -274,6 +274,7 @@ class PosixShare(Medium):
         except OSError as error:
             if error.errno not in _GONE:
                 raise
+            self._root_seen_seconds = float("-inf")  # until it is back, every miss is looked into
             raise OSError(
                 errno.ENODEV,
                 f"the share is gone: there is no {sign}; mount it again (nothing is made anew)",

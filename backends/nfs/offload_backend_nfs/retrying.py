@@ -23,8 +23,9 @@ _PASSING_ERRNOS = frozenset(
     ]
 )
 """s3fs says EBUSY for SlowDown and 503, EREMOTEIO for 500."""
-# Client libraries raise what is no OSError for a connection that fails: botocore.exceptions.EndpointConnectionError,
-# aiohttp.ClientPayloadError and the like. Their packages need not be installed, so they are known by name.
+# For a connection that fails, client libraries raise what is no OSError, or one without a number:
+# botocore.exceptions.EndpointConnectionError, aiohttp.ClientPayloadError and the like. Their packages need not be
+# installed, so they are known by name.
 _PASSING_NAMES = re.compile(r"Connect|Timeout|TimedOut|Disconnect|Incomplete|Streaming|Payload|HTTPClientError")
 
 
@@ -32,7 +33,7 @@ def is_passing(error: BaseException) -> bool:
     """Return whether ``error`` may be gone when the operation is tried again."""
     if isinstance(error, ConnectionError | TimeoutError):
         return True
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _PASSING_ERRNOS
     return any(_PASSING_NAMES.search(kind.__name__) for kind in type(error).__mro__)
 

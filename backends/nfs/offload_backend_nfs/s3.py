@@ -5,14 +5,12 @@ s3fs looks for a folder when an object is missing (a listing), and asks for an o
 
 from __future__ import annotations
 
-import datetime
 import errno
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsspec.asyn import sync
 
-from offload_backend_nfs.medium import TEMPORARY_LIFE_SECONDS
 from offload_backend_nfs.object_store import AT_ONCE, ObjectStore, copy_into
 from offload_core.backend import LoadOutcome
 
@@ -87,7 +85,10 @@ class S3Store(ObjectStore):
         return LoadOutcome.HIT
 
     def store(self, name: str, buffer: memoryview) -> None:
-        """See :meth:`Medium.store`; a large object in parts, several at once."""
+        """See :meth:`Medium.store`; a large object in parts, several at once.
+
+        What a killed writer sent of one stays on the server, unseen, until a rule of the bucket ends such uploads.
+        """
         self._fs.pipe_file(self._path(name), bytes(buffer), chunksize=self._part_bytes)
 
     def create(self, name: str, data: bytes) -> bool:
@@ -117,18 +118,6 @@ class S3Store(ObjectStore):
         """See :meth:`Medium.read_small`."""
         data: bytes | None = sync(self._fs.loop, self._get, name, None)
         return data
-
-    def sweep(self, stopped: Callable[[], bool]) -> int:
-        """See :meth:`Medium.sweep`: uploads in parts that were begun a day ago, which nobody sees and somebody pays."""
-        count = 0
-        oldest = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=TEMPORARY_LIFE_SECONDS)
-        for upload in self._call("list_multipart_uploads", Prefix=self._prefix).get("Uploads", []):
-            if stopped():
-                break
-            if upload["Initiated"] < oldest:
-                self._call("abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
-                count += 1
-        return count
 
     async def _size_soon(self, name: str) -> int | None:
         """Return the size by one HEAD. Cancellation has no effect on the medium."""

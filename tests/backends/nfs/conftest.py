@@ -45,9 +45,7 @@ class S3Server:
 
     def start(self) -> None:
         command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(self.port)]
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + START_LIMIT_SECONDS
         while True:
             try:
@@ -60,14 +58,14 @@ class S3Server:
                 return
 
     def kill(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
         self._process.wait()
 
     def pause(self) -> None:
-        os.killpg(self._process.pid, signal.SIGSTOP)
+        self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        os.killpg(self._process.pid, signal.SIGCONT)
+        self._process.send_signal(signal.SIGCONT)
 
     def client(self) -> Any:
         return boto3.client("s3", endpoint_url=self.url, config=Config(retries={"total_max_attempts": 3}))

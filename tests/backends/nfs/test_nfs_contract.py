@@ -9,18 +9,18 @@ from typing import Any
 
 import boto3
 import fsspec
-import hypothesis
 import pytest
 from offload_backend_nfs import layout
 from offload_backend_nfs.plugin import NFS
 
 from offload_core.keys import ObjectKey
 from offload_core.testing.contract import BackendContract
-from offload_core.testing.machine import CAPACITY_BYTES, SETTINGS, check_with_machine
+from offload_core.testing.machine import EXAMPLES
 
 
 class TestShare(BackendContract):
     backend_type = NFS
+    machine_examples = 60  # the long tests run them all
 
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:
@@ -33,23 +33,29 @@ class TestShare(BackendContract):
 
 
 @pytest.mark.long
-class TestShareThatIsAlwaysAsked(TestShare):
+class TestShareAtLength(TestShare):
+    machine_examples = EXAMPLES
+
+
+@pytest.mark.long
+class TestShareThatIsAlwaysAsked(TestShareAtLength):
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:
         return {"url": f"file://{tmp_path}/objects", "lookup_cache_seconds": 0}
 
 
-@pytest.mark.long
 class TestShareWithALimit(TestShare):
+    machine_examples = 10
+
     @pytest.fixture
     def options(self, memory_folder: Path) -> dict[str, Any]:
         return {"url": f"file://{memory_folder}/objects", "capacity": "1GiB"}
 
 
-def test_a_limit_stands_some_of_the_state_machine(memory_folder: Path) -> None:
-    options = {"url": f"file://{memory_folder}/objects", "capacity": CAPACITY_BYTES}
-    settings = hypothesis.settings(SETTINGS, max_examples=15)
-    check_with_machine(NFS, options, capacity_bytes=CAPACITY_BYTES, settings=settings)
+@pytest.mark.long
+@pytest.mark.timeout(600)
+class TestShareWithALimitAtLength(TestShareWithALimit):
+    machine_examples = EXAMPLES
 
 
 @pytest.mark.long
@@ -68,8 +74,10 @@ class TestMemory(BackendContract):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 class TestS3(BackendContract):
     backend_type = NFS
+    machine_examples = 30  # a second each
 
     @pytest.fixture
     def options(self, s3_options: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +92,10 @@ class TestS3(BackendContract):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 class TestS3WithALimit(TestS3):
+    machine_examples = 10
+
     @pytest.fixture
     def options(self, s3_options: dict[str, Any]) -> dict[str, Any]:
         return {**s3_options, "capacity": "1GiB"}

@@ -1,0 +1,192 @@
+"""Lookups that are remembered: how many questions that saves, and when what others do is seen."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from offload_backend_nfs import NfsBackend
+from offload_backend_nfs.known import KnownKeys
+
+from offload_core.backend import LoadOutcome
+from tests.backends.nfs.calls import contains, load, run, store
+from tests.backends.nfs.conftest import Nfs, key
+
+
+def counted(backend: NfsBackend, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets the names that the medium is asked for from now on."""
+    asked: list[str] = []
+    real = backend.medium.sizes
+
+    def sizes(names: Sequence[str]) -> list[int | None]:
+        asked.extend(names)
+        return real(names)
+
+    monkeypatch.setattr(backend.medium, "sizes", sizes)
+    return asked
+
+
+def remove_objects(root: Path) -> None:
+    for path in root.rglob("*.kv"):
+        path.unlink()
+
+
+def test_lookups_are_answered_from_what_is_known(nfs: Nfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(backend: NfsBackend) -> None:
+        asked = counted(backend, monkeypatch)
+        assert await contains(backend, 0, 1, 0, 2) == [False] * 4
+        assert len(asked) == 3, "each of them once"
+        assert await contains(backend, 2, 1, 0) == [False] * 3
+        assert len(asked) == 3, "that nothing is there is remembered too"
+        await store(backend, (1, b"one"))
+        assert await contains(backend, 0, 1, 2) == [False, True, False]
+        assert len(asked) == 3, "a store of this process is known at once"
+        await backend.delete([key(1)])
+        assert await contains(backend, 1) == [False]
+        await store(backend, (1, b"one"))
+        remove_objects(tmp_path)  # as another host would
+        assert await contains(backend, 1) == [True]
+        assert await load(backend, 1, 3) == (LoadOutcome.MISS, bytes(3))
+        assert await contains(backend, 1) == [False], "a load that missed is known at once"
+        assert len(asked) == 3
+        assert await contains(backend, *range(300)) == [False] * 300
+        assert len(asked) == 300
+
+    run(nfs(url=f"file://{tmp_path}/kv", lookup_cache_seconds=60), work)
+
+
+def test_an_answer_grows_old(nfs: Nfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(backend: NfsBackend) -> None:
+        asked = counted(backend, monkeypatch)
+        await contains(backend, 0)
+        await asyncio.sleep(0.06)
+        await contains(backend, 0)
+        assert len(asked) == 2
+
+    run(nfs(url=f"file://{tmp_path}/kv", lookup_cache_seconds=0.05), work)
+
+
+def test_with_a_life_of_0_the_medium_is_asked_every_time(
+    nfs: Nfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(backend: NfsBackend) -> None:
+        asked = counted(backend, monkeypatch)
+        await store(backend, (0, b"zero"))
+        for _ in range(3):
+            assert await contains(backend, 0) == [True]
+        assert len(asked) == 3
+
+    run(nfs(url=f"file://{tmp_path}/kv", lookup_cache_seconds=0), work)
+
+
+def test_c5_backends_of_one_process_see_each_others_stores_at_once(nfs: Nfs, tmp_path: Path) -> None:
+    async def work(backend: NfsBackend) -> None:
+        other = nfs(url=f"file://{tmp_path}/kv", lookup_cache_seconds=60)
+        await other.open()
+        for writer, reader, number in [(backend, other, 0), (other, backend, 1)]:
+            assert await contains(reader, number) == [False]
+            await store(writer, (number, b"here"))
+            assert await contains(reader, number) == [True]
+            await reader.delete([key(number)])
+            assert await contains(writer, number) == [False]
+        await other.close()
+
+    run(nfs(url=f"file://{tmp_path}/kv", lookup_cache_seconds=60), work)
+
+
+_OTHER = """
+    import asyncio, sys
+    from offload_backend_nfs import NfsBackend, NfsOptions
+    from offload_core.backend import BackendContext
+    from offload_core.keys import ObjectKey
+    from offload_core.runtime import DaemonExecutor
+
+    async def main():
+        backend = NfsBackend(NfsOptions(url=sys.argv[1]), BackendContext("other", DaemonExecutor(1, "other")))
+        await backend.open()
+        key = ObjectKey("ab" * 32, "full-u256", bytes(32))
+        for line in sys.stdin:
+            if line.strip() == "store":
+                await backend.store([key], [memoryview(b"theirs")])
+            else:
+                await backend.delete([key])
+            print("done", flush=True)
+        await backend.close()
+
+    asyncio.run(main())
+"""
+
+
+def test_what_another_process_does_is_seen_within_the_life_of_an_answer(nfs: Nfs, tmp_path: Path) -> None:
+    life_seconds = 0.5
+    command = [sys.executable, "-c", textwrap.dedent(_OTHER), f"file://{tmp_path}/kv"]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdin is not None
+    assert other.stdout is not None
+
+    async def work(backend: NfsBackend) -> None:
+        for what, present in [("store", True), ("delete", False)]:
+            assert await contains(backend, 0) == [not present]
+            print(what, file=other.stdin, flush=True)
+            assert (await asyncio.to_thread(other.stdout.readline)) == "done\n"  # type: ignore[union-attr] # a pipe
+            done = time.monotonic()
+            answers = []
+            while time.monotonic() < done + life_seconds + 0.05:
+                answers = await contains(backend, 0)
+                await asyncio.sleep(0.01)
+            assert answers == [present]
+            if present:
+                assert await load(backend, 0, 6) == (LoadOutcome.HIT, b"theirs")
+
+    try:
+        run(nfs(url=f"file://{tmp_path}/kv", lookup_cache_seconds=life_seconds), work)
+    finally:
+        other.kill()
+        other.communicate()
+
+
+def test_an_answer_from_before_a_change_is_not_taken_up() -> None:
+    known = KnownKeys()
+    asked = time.monotonic()
+    known.changed(key(0), True, time.monotonic())
+    known.saw(key(0), False, asked)
+    assert known.recall([key(0)], 60) == [True]
+    known.saw(key(0), False, time.monotonic())
+    assert known.recall([key(0)], 60) == [False]
+
+
+def test_of_changes_that_overlap_nobody_knows_the_last() -> None:
+    known = KnownKeys()
+    began = time.monotonic()
+    known.changed(key(0), True, time.monotonic())
+    known.changed(key(0), False, began)
+    assert known.recall([key(0)], 60) == [None]
+
+
+def test_a_change_that_failed_may_have_happened() -> None:
+    known = KnownKeys()
+    known.saw(key(0), False, time.monotonic())
+    known.changed(key(0), None, time.monotonic())
+    assert known.recall([key(0)], 60) == [None]
+
+
+def test_what_was_forgotten_for_room_is_not_taken_from_old_answers() -> None:
+    known = KnownKeys(max_keys=2)
+    asked = time.monotonic()
+    for number in range(3):
+        known.changed(key(number), True, time.monotonic())
+    assert known.recall([key(0), key(1), key(2)], 60) == [None, True, True]
+    known.saw(key(0), False, asked)
+    assert known.recall([key(0)], 60) == [None]
+
+
+def test_places_with_other_options_are_other_places() -> None:
+    one, same, other = (KnownKeys.of_place(place) for place in ("a", "a", "b"))
+    assert one is same
+    assert one is not other

@@ -1,0 +1,134 @@
+"""Stores that fsspec speaks to: one in memory, and a server that renames, for which a local folder stands."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from offload_backend_nfs import NfsBackend
+from offload_backend_nfs.medium import TEMPORARY_FOLDER, Medium
+from offload_backend_nfs.object_store import ObjectStore, RenamingStore
+
+from offload_core.backend import LoadOutcome
+from tests.backends.nfs.calls import contains, listed, load, run, store
+from tests.backends.nfs.conftest import Nfs, key
+
+HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
+
+Make = Callable[[], Medium]
+
+
+@pytest.fixture(params=["memory", "renaming"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    if request.param == "memory":
+        root = f"/{uuid.uuid4().hex}"
+        return lambda: ObjectStore(MemoryFileSystem(skip_instance_cache=True), root)
+    return lambda: RenamingStore(LocalFileSystem(skip_instance_cache=True), f"{tmp_path}/kv")
+
+
+def test_objects_come_and_go(make: Make) -> None:
+    one, other = make(), make()
+    one.open()
+    other.open()
+    one.store("a/b/x.kv", memoryview(b"x"))
+    one.store("a/b/x.kv", memoryview(b"other"))
+    one.store("a/b/empty.kv", memoryview(b""))
+    assert other.sizes(["a/b/x.kv", "a/b", "none", "a/b/empty.kv"]) == [5, None, None, 0]
+    buffer = bytearray(5)
+    assert other.load("a/b/x.kv", memoryview(buffer)) is HIT
+    assert buffer == b"other"
+    assert other.load("a/b/x.kv", memoryview(bytearray(4))) is CORRUPT
+    assert other.load("none", memoryview(buffer)) is MISS
+    assert [(entry.name, entry.is_folder) for entry in other.entries("")] == [("a", True)]
+    entries = other.entries("a/b")
+    assert {(entry.name, entry.is_folder, entry.nbytes) for entry in entries} == {
+        ("x.kv", False, 5),
+        ("empty.kv", False, 0),
+    }
+    assert all(abs(entry.modified_seconds - time.time()) < 3600 for entry in entries)
+    assert other.entries("none") == []
+    other.delete(["a/b/x.kv", "none"])
+    assert one.sizes(["a/b/x.kv"]) == [None]
+    one.write_small("mark", b"1")
+    assert (other.read_small("mark"), other.read_small("none")) == (b"1", None)
+    one.close()
+
+
+def test_of_many_who_create_a_name_one_succeeds(make: Make) -> None:
+    media = [make() for _ in range(2)]
+    media[0].open()
+    with ThreadPoolExecutor(8) as threads:
+        for number in range(20):
+            calls = [threads.submit(media[i % 2].create, f"records/{number}", b"%d" % i) for i in range(8)]
+            winners = [i for i, call in enumerate(calls) if call.result()]
+            assert len(winners) == 1
+            assert media[1].read_small(f"records/{number}") == b"%d" % winners[0]
+
+
+def test_in_memory_nobody_comes_between_the_look_and_the_creation() -> None:
+    together = threading.Barrier(2)
+
+    class Slow(MemoryFileSystem):  # type: ignore[misc] # fsspec has no types
+        def exists(self, path: str, **_: Any) -> bool:
+            found = path in self.store
+            with suppress(threading.BrokenBarrierError):  # nobody else is between here and the creation
+                together.wait(0.1)
+            return found
+
+    root = f"/{uuid.uuid4().hex}"
+    with ThreadPoolExecutor(2) as threads:
+        calls = [
+            threads.submit(ObjectStore(Slow(skip_instance_cache=True), root).create, "owner", b"%d" % number)
+            for number in range(2)
+        ]
+        assert sorted(call.result() for call in calls) == [False, True]
+
+
+def test_a_store_that_fails_before_its_rename_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fs = LocalFileSystem(skip_instance_cache=True)
+    medium = RenamingStore(fs, f"{tmp_path}/kv")
+    medium.open()
+
+    def mv(*_: Any, **__: Any) -> None:
+        raise PermissionError("no")
+
+    monkeypatch.setattr(fs, "mv", mv)
+    with pytest.raises(PermissionError):
+        medium.store("a/x.kv", memoryview(b"x"))
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_what_is_a_day_old_and_temporary_is_removed(tmp_path: Path) -> None:
+    medium = RenamingStore(LocalFileSystem(skip_instance_cache=True), f"{tmp_path}/kv")
+    medium.open()
+    folder = tmp_path / "kv" / TEMPORARY_FOLDER
+    names = [f"0123456789abcdef-{number}-0123456789abcdef.tmp" for number in range(2)]
+    for name in [*names, "notes.txt"]:
+        (folder / name).write_text("x")
+    for name in [names[0], "notes.txt"]:
+        os.utime(folder / name, (time.time() - 2 * 86_400,) * 2)
+    assert medium.sweep(lambda: True) == 0
+    assert medium.sweep(lambda: False) == 1
+    assert {path.name for path in folder.iterdir()} == {names[1], "notes.txt"}
+
+
+def test_a_backend_on_a_store_in_memory(nfs: Nfs) -> None:
+    async def work(backend: NfsBackend) -> None:
+        await store(backend, (0, b"zero"), (1, b"one"))
+        assert await contains(backend, 0, 1, 2) == [True, True, False]
+        assert await load(backend, 1, 3) == (HIT, b"one")
+        assert {found.key for found in await listed(backend)} == {key(0), key(1)}
+        await backend.delete([key(0), key(2)])
+        assert await contains(backend, 0, 1) == [False, True]
+
+    run(nfs(url=f"memory://{uuid.uuid4().hex}"), work)
