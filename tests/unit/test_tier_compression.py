@@ -267,4 +267,4 @@ def test_a_size_that_no_object_can_have_is_damage_before_it_is_loaded(disk: Rig)
     tier = disk.tier("zstd")
     staged = StagedObject(key(1), disk.lease(), disk.lease())
     for nbytes in (0, HEADER_BYTES, OBJECT_BYTES + 1):
-        assert tier.codec.incoming(staged, nbytes, disk.pool, []) is CORRUPT
+        assert tier.codec.incoming(staged, nbytes, tier.staging, []) is CORRUPT

@@ -57,7 +57,7 @@ class AccountMedium:
         if unknown:
             asked = time.monotonic()
             for key, size in zip(unknown, self._sizes(unknown), strict=True):
-                self._known.saw(key, size is not None, asked)
+                self._known.saw(key, size is not None, asked, size)
                 known[key] = size is not None
         return [bool(known[key]) for key in keys]
 
@@ -65,12 +65,13 @@ class AccountMedium:
         """See :meth:`ObjectStore.write_new`."""
         began = time.monotonic()
         present: bool | None = None
+        new = False
         try:
             # Not tried again: after an error it may be there, and nobody could say whose it is.
             new = self._medium.store_new(layout.name_of(key), buffer)
             present = True
         finally:
-            self._known.changed(key, present, began)
+            self._known.changed(key, present, began, len(buffer) if present and new else None)
         return new
 
     def pages(self) -> Iterator[Sequence[StoredObject]]:

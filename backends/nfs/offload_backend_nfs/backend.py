@@ -67,7 +67,7 @@ class NfsBackend(Backend[NfsOptions]):
     def capabilities(self) -> Capabilities:
         """Remote storage that other processes use too."""
         bounded = self.options.capacity is not None
-        return Capabilities(medium="remote", persistent=True, shared=True, bounded=bounded, lists=True)
+        return Capabilities(medium="remote", persistent=True, shared=True, bounded=bounded, lists=True, sizes=True)
 
     @property
     def medium(self) -> Medium:
@@ -112,23 +112,28 @@ class NfsBackend(Backend[NfsOptions]):
         """See :meth:`Backend.contains`; asks only for what this process does not know."""
         life = self.options.lookup_cache_seconds
         known = dict(zip(keys, self._known.recall(keys, life), strict=True))
-        unknown = [key for key, present in known.items() if present is None]
-        if unknown:
-            size = self.medium.lookup_batch
-            batches = [unknown[start : start + size] for start in range(0, len(unknown), size)]
-            answers = await self._all(self.run_blocking(self._look, batch) for batch in batches)
-            for batch, present in zip(batches, answers, strict=True):
-                known.update(zip(batch, present, strict=True))
+        sizes = await self._look_for([key for key, present in known.items() if present is None])
+        known.update((key, size is not None) for key, size in sizes.items())
         if self._bounded is not None:
             leaving = self._bounded.place.hidden(keys)
             return [bool(known[key]) and not hidden for key, hidden in zip(keys, leaving, strict=True)]
         return [bool(known[key]) for key in keys]
 
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
-        """Without a capacity let every key be tried, since reading it is the check; else pin what is there."""
-        if self._bounded is not None:
-            return await self._bounded.prepare_load(keys, self.contains)
-        return LoadReservation([True] * len(keys))
+        """Say what is there and how large it is, and pin it where there is a capacity.
+
+        Sizes that this process does not know are asked for. Cancelled, nothing stays pinned.
+        """
+        if self._bounded is None:
+            sizes = await self._sizes(keys)
+            return LoadReservation([sizes[key] is not None for key in keys], nbytes=[sizes[key] for key in keys])
+        reservation = await self._bounded.prepare_load(keys, self.contains)
+        try:
+            sizes = await self._sizes([key for key, there in zip(keys, reservation.present, strict=True) if there])
+        except BaseException:
+            await reservation.release()
+            raise
+        return LoadReservation(reservation.present, reservation.release, [sizes.get(key) for key in keys])
 
     async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
         """Take room, where there is a capacity. Cancelled, it is given back."""
@@ -182,6 +187,23 @@ class NfsBackend(Backend[NfsOptions]):
             if count:
                 logger.info("tier %r: removed %d leftovers of killed writers", self.context.name, count)
 
+    async def _sizes(self, keys: Sequence[ObjectKey]) -> dict[ObjectKey, int | None]:
+        """Return the sizes of objects, ``None`` where there is none. Cancelled, it waits for what it has begun."""
+        sizes = dict(zip(keys, self._known.recall_sizes(keys, self.options.lookup_cache_seconds), strict=True))
+        sizes.update(await self._look_for([key for key, size in sizes.items() if size is None]))
+        return sizes
+
+    async def _look_for(self, keys: Sequence[ObjectKey]) -> dict[ObjectKey, int | None]:
+        """Ask the medium for the sizes of objects, in batches. Cancelled, it waits for the requests that have begun."""
+        size = self.medium.lookup_batch
+        batches = [keys[start : start + size] for start in range(0, len(keys), size)]
+        answers = await self._all(self.run_blocking(self._look, batch) for batch in batches)
+        return {
+            key: answer
+            for batch, found in zip(batches, answers, strict=True)
+            for key, answer in zip(batch, found, strict=True)
+        }
+
     async def _each(self, work: Callable[..., T], *objects: Sequence[Any]) -> list[T]:
         """Run ``work`` on every object, each in one thread call, as many at once as there are threads."""
         call = wrap(work)  # of aiofiles: a coroutine function that makes one call on the given executor
@@ -215,17 +237,19 @@ class NfsBackend(Backend[NfsOptions]):
         )
         return BoundedPlace(medium, medium, account, stopped=lambda: self._retrier.stopped)
 
-    def _look(self, keys: Sequence[ObjectKey]) -> list[bool]:
+    def _look(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         asked = time.monotonic()
-        present = [size is not None for size in self._retrier.call(self.medium.sizes, list(map(layout.name_of, keys)))]
-        for key, there in zip(keys, present, strict=True):
-            self._known.saw(key, there, asked)
-        return present
+        sizes = self._retrier.call(self.medium.sizes, list(map(layout.name_of, keys)))
+        for key, size in zip(keys, sizes, strict=True):
+            self._known.saw(key, size is not None, asked, size)
+        return sizes
 
     def _load(self, key: ObjectKey, buffer: memoryview) -> LoadOutcome:
         asked = time.monotonic()
         outcome = self._retrier.call(self.medium.load, layout.name_of(key), buffer)
-        self._known.saw(key, outcome is not LoadOutcome.MISS, asked)
+        self._known.saw(
+            key, outcome is not LoadOutcome.MISS, asked, len(buffer) if outcome is LoadOutcome.HIT else None
+        )
         return outcome
 
     def _store(self, key: ObjectKey, buffer: memoryview) -> StoreOutcome:
@@ -235,7 +259,7 @@ class NfsBackend(Backend[NfsOptions]):
             self._retrier.call(self.medium.store, layout.name_of(key), buffer)
             present = True
         finally:
-            self._known.changed(key, present, began)
+            self._known.changed(key, present, began, len(buffer) if present else None)
         return StoreOutcome.STORED
 
     def _delete(self, keys: Sequence[ObjectKey]) -> None:
