@@ -56,6 +56,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = ROOT / "examples" / "offload-backend-sqlite"
 README = (ROOT / "README.md").read_text()
 PLUGINS = (ROOT / "plugins.md").read_text()
+TIERS = (ROOT / "docs" / "tiers.md").read_text()
 
 
 RUN_BY = {
@@ -66,6 +67,7 @@ RUN_BY = {
         "$ offload-core plugins": "test_readme_commands_run_as_shown",
         "$ offload-core plan": "test_the_readme_shows_what_the_command_prints",
     },
+    "docs/tiers.md": {"# offload.yaml": "test_the_example_of_three_tiers_is_valid"},
     "plugins.md": {
         "from collections.abc import Sequence\n\nfrom pydantic": "test_plugin_example_works_as_shown",
         "[project.entry-points": "test_plugin_example_works_as_shown",
@@ -129,6 +131,29 @@ def test_the_example_of_all_keys_has_them_all() -> None:
         options = types[name].options
         expected = {*BackendConfig.model_fields, *options.model_fields} - {s.name for s in secret_fields(options)}
         assert expected in [set(entry) for entry in content["backends"] if entry["type"] == name]
+
+
+def test_the_example_of_three_tiers_is_valid() -> None:
+    (block,) = _blocks(TIERS, "yaml")
+    assert [tier.backend_type.name for tier in load_config(yaml.safe_load(block)).tiers] == ["cpu", "disk", "nfs"]
+
+
+@pytest.mark.parametrize("name", ["cpu", "disk", "nfs"])
+def test_every_key_of_the_bundled_backends_is_listed_with_its_default(name: str) -> None:
+    options = load_plugins().backend_types[name].options
+    (table,) = re.findall(rf"^\| key of `{name}` \| .*?\n\n", TIERS, re.MULTILINE | re.DOTALL)
+    listed: dict[str, str] = {}
+    for keys, defaults in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([^|]+?) \|", table, re.MULTILINE):
+        listed.update(zip(re.findall(r"\w+", keys), defaults.split(", "), strict=True))
+    assert listed.keys() == options.model_fields.keys()
+    for key, field in options.model_fields.items():
+        shown = listed[key].strip("`")
+        if field.is_required():
+            assert shown == "required"
+        elif not (default := field.get_default(call_default_factory=True, validated_data={})):
+            assert shown in ("none", str(default).lower())
+        else:
+            assert TypeAdapter(Bytes if key == "part_size" else type(default)).validate_python(shown) == default
 
 
 def test_durations_and_sizes_in_the_readme_are_understood() -> None:
