@@ -46,6 +46,7 @@ class Account:
         self._notes = Notes()
         self._opened = False
         self._reopened = False
+        self._known = False
 
     def open(self) -> None:
         """Open or create the account, and take this process's lock.
@@ -78,6 +79,8 @@ class Account:
         """
         evicted: list[ObjectKey] = []
         granted: list[int | None] = []
+        if not self._known and self._lock.locked():  # nothing waits for a scan
+            return [None] * len(wanted), evicted
         try:
             with self._transaction() as records:
                 for key, nbytes in wanted:
@@ -87,6 +90,7 @@ class Account:
                     granted.append(records.reserve(self._owners.owner, key, nbytes) if room else None)
                     evicted += records.removed
                     records.removed.clear()
+                self._known = self._known or records.totals().scanned
         except OSError as error:
             self._notes.lose(evicted)
             if error.errno not in FULL:
@@ -168,6 +172,7 @@ class Account:
         """
         with self._transaction() as records:
             totals = records.totals()
+        self._known = totals.scanned
         return not totals.scanned or totals.boot != _boot_id()
 
     def scan(self, folder: Path, names: Sequence[str], after: bytes, up_to: bytes) -> None:
@@ -195,6 +200,7 @@ class Account:
                     gone = records.hashes(namespace, pack, *hash_range(prefix))
                     records.drop(ObjectKey(namespace, pack, one) for one in gone)
             records.set_scanned(_boot_id())
+        self._known = True
 
     def _size(self, key: ObjectKey) -> tuple[int, int] | None:
         """Return an object's size in bytes and when it was stored, in nanoseconds."""

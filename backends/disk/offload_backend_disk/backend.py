@@ -145,7 +145,7 @@ class DiskBackend(Backend[DiskOptions]):
         self._sweep = Sweep(self._folder.layout, self._owners, account)
         is_usable = self._bounded.is_usable if self._bounded is not None else bool
         self._keeper = Keeper(self.run_blocking, self._sweep, account, is_usable)
-        self._reserved: dict[ObjectKey, list[int]] = {}
+        self._reserved: dict[ObjectKey, dict[int, int]] = {}  # by reservation, the bytes that it is for
 
     @property
     def capabilities(self) -> Capabilities:
@@ -226,11 +226,12 @@ class DiskBackend(Backend[DiskOptions]):
             raise
         (room,) = rooms
         held = [(key, one) for key, one in zip(keys, room.reservations, strict=True) if one is not None]
-        for key, reservation in held:
-            self._reserved.setdefault(key, []).append(reservation)
+        for key, reservation, size in zip(keys, room.reservations, nbytes, strict=True):
+            if reservation is not None:
+                self._reserved.setdefault(key, {})[reservation] = size
 
         async def release() -> None:
-            unused = [one for key, one in held if _take(self._reserved, key, one)]
+            unused = [one for key, one in held if _take(self._reserved, key, one) is not None]
             if unused:
                 await self.run_blocking(bounded.give_back, unused)
 
@@ -242,10 +243,15 @@ class DiskBackend(Backend[DiskOptions]):
         if self._bounded is None:
             return await self.run_to_the_end(_store(self._folder, keys, buffers, executor=executor))
         reservations: list[int | None] = []
-        for key in keys:
-            reservations.append(self._reserved[key][0] if key in self._reserved else None)
-            if reservations[-1] is not None:
-                _take(self._reserved, key, reservations[-1])
+        sizes: dict[int, int] = {}
+        for key, buffer in zip(keys, buffers, strict=True):
+            # Several calls may have reserved room for one key: the smallest that is enough, or one takes another's.
+            fitting = [(size, one) for one, size in self._reserved.get(key, {}).items() if size >= len(buffer)]
+            size, reservation = min(fitting, default=(0, None))
+            reservations.append(reservation)
+            if reservation is not None:
+                _take(self._reserved, key, reservation)
+                sizes[reservation] = size
         used: set[int] = set()
         try:
             storing = _store_bounded(self._bounded, keys, buffers, reservations, used, executor=executor)
@@ -253,7 +259,7 @@ class DiskBackend(Backend[DiskOptions]):
         finally:
             for key, reservation in zip(keys, reservations, strict=True):
                 if reservation is not None and reservation not in used:
-                    self._reserved.setdefault(key, []).append(reservation)  # for its release to give back
+                    self._reserved.setdefault(key, {})[reservation] = sizes[reservation]  # for its release to give back
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """See :meth:`Backend.delete`."""
@@ -265,11 +271,9 @@ class DiskBackend(Backend[DiskOptions]):
             yield await self.run_blocking(self._folder.objects_in, folder)
 
 
-def _take(held: dict[ObjectKey, list[int]], key: ObjectKey, one: int) -> bool:
-    """Take ``one`` out of what is held under ``key``; returns whether it was there."""
-    if one not in held.get(key, ()):
-        return False
-    held[key].remove(one)
-    if not held[key]:
+def _take(held: dict[ObjectKey, dict[int, int]], key: ObjectKey, one: int) -> int | None:
+    """Take ``one`` out of what is held under ``key``; returns what it is for, or ``None`` where it is not there."""
+    size = held.get(key, {}).pop(one, None)
+    if key in held and not held[key]:
         del held[key]
-    return True
+    return size

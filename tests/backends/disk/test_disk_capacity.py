@@ -77,6 +77,22 @@ def test_what_was_used_longest_ago_goes_first_whoever_has_used_it(bounded: Make,
     asyncio.run(main())
 
 
+def test_a_store_uses_its_own_reservation_and_not_a_larger_one_for_the_same_key(bounded: Make) -> None:
+    async def main() -> None:
+        backend = bounded()
+        await backend.open()
+        large = await backend.prepare_store([key(0)], [90 * KIB])
+        await put(backend, 0, nbytes=1)
+        rest = await backend.prepare_store([key(1)], [20 * KIB])
+        assert (large.outcomes, rest.outcomes) == ((None,), (StoreOutcome.REJECTED,))
+        await large.release()
+        await rest.release()
+        await put(backend, 1, nbytes=90 * KIB)
+        await backend.close()
+
+    asyncio.run(main())
+
+
 def test_an_eviction_goes_on_to_the_low_watermark(bounded: Make) -> None:
     async def main() -> None:
         backend = bounded(low_watermark=0.5)
