@@ -38,7 +38,8 @@ class BoundedTier:
     def __init__(self, place: BoundedPlace, run_blocking: RunBlocking) -> None:
         self.place = place
         self._run_blocking = run_blocking
-        self._rooms: dict[ObjectKey, list[Room]] = {}
+        self._rooms: dict[ObjectKey, list[Room]] = {}  # those that no store has taken yet
+        self._held: list[list[tuple[ObjectKey, Room]]] = []  # by reservation, until its release
         self._wake = asyncio.Event()
         self._housekeeping = asyncio.get_running_loop().create_task(self._keep_house())
 
@@ -76,15 +77,20 @@ class BoundedTier:
             raise
         (answer,) = taken
         held = [(key, room) for key, room in zip(keys, answer.rooms, strict=True) if room is not None]
+        self._held.append(held)
         for key, room in held:
             self._rooms.setdefault(key, []).append(room)
         if self.place.pressed or StoreOutcome.REJECTED in answer.outcomes:
             self._wake.set()
 
         async def release() -> None:
-            unused = [room for key, room in held if self._take(key, room)]
-            for _, room in held:
-                room.released = True
+            self._held = [other for other in self._held if other is not held]
+            unused: list[Room] = []
+            for key, room in held:
+                if not self._take(key, room):
+                    room.released = True  # used, or about to be by another store of the key, which then ends it
+                elif not self._pass_on(key, room):
+                    unused.append(room)
             if held:
                 await self._run_blocking(self.place.give_back, unused)
 
@@ -119,6 +125,16 @@ class BoundedTier:
                 self._take(key, room)
                 return room
         return None
+
+    def _pass_on(self, key: ObjectKey, room: Room) -> bool:
+        """Give a room to a reservation that still waits to store its object, and whose room another store has used."""
+        for held in self._held:
+            for index, (other_key, other) in enumerate(held):
+                if other_key == key and other.nbytes == room.nbytes and other.ended:
+                    held[index] = (key, room)
+                    self._rooms.setdefault(key, []).append(room)
+                    return True
+        return False
 
     def _take(self, key: ObjectKey, room: Room) -> bool:
         """Take a room out of those that wait for their object; returns whether it was there."""

@@ -116,6 +116,17 @@ def test_a_pin_on_another_host_holds_as_long_as_it_is_held(world: World) -> None
     assert 0 not in there(world)
 
 
+@pytest.mark.parametrize("grace", [0.0, GRACE])
+def test_what_a_process_has_pinned_itself_is_passed_over(world: World, grace: float) -> None:
+    host = joined(world, AccountOptions(1000, grace_seconds=grace, lease_seconds=LEASE))
+    for number in range(10):
+        put(host, [number])
+        world.seconds += 1
+    host.do(lambda: host.pin([key(0), key(1)]))
+    pass_time(world, [host], grace + 30)
+    assert there(world) == [0, 1, 4, 5, 6, 7, 8, 9]
+
+
 def test_a_use_in_the_first_third_of_the_grace_spares(world: World) -> None:
     keeper, other = joined(world), joined(world)
     put(keeper, range(10))
@@ -227,11 +238,16 @@ def test_a_change_whose_answer_was_lost_happens_once(world: World) -> None:
     host = Host(world, OPTIONS)
     record = Generations(host, lambda: 0.0, lambda _: None)
     host.do(record.refresh)
-    host.start(lambda: record.change(lambda state: state.model_copy(update={"used_bytes": state.used_bytes + 1})))
+    made: list[AccountState] = []
+
+    def change() -> None:
+        made.append(record.change(lambda state: state.model_copy(update={"used_bytes": state.used_bytes + 1})))
+
+    host.start(change)
     host.advance()  # the listing
     host.fail_next = "after"
     host.finish()
-    assert record.state.used_bytes == 1
+    assert [state.used_bytes for state in made] == [1]
 
 
 def test_storage_that_creates_over_what_is_there_cannot_keep_a_capacity(

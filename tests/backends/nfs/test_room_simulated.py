@@ -40,6 +40,7 @@ class Hosts(RuleBasedStateMachine):
         self.hosts: list[Host] = []
         self.dead = False
         self.failed = False
+        self.waited = 0.0
 
     @initialize(grain=st.sampled_from([0, 0, 100]), grace=st.sampled_from([0.0, 12.0]), there=st.integers(0, 5))
     def start(self, grain: int, grace: float, there: int) -> None:
@@ -101,6 +102,7 @@ class Hosts(RuleBasedStateMachine):
             while host.in_a_write:
                 host.advance()
         self.world.seconds += seconds
+        self.waited += seconds
 
     @rule(which=_HOST, when=st.sampled_from(["before", "after"]))
     def fail(self, which: int, when: str) -> None:
@@ -142,7 +144,7 @@ class Hosts(RuleBasedStateMachine):
         for host in self.hosts:
             host.finish()
             host.unpin()
-        if not self.dead and not self.failed:
+        if not self.dead and not self.failed and self.waited < LEASE_SECONDS:  # else some were taken for dead
             self._all_leave()
             self._check_that_the_account_is_exact()
         self._all_leave()
