@@ -170,7 +170,8 @@ def read_header(view: memoryview, key: ObjectKey) -> Header:
     payload_bytes = len(view) - HEADER_BYTES
     if payload_bytes != stored or (stored != raw if codec == Codec.NONE else stored >= raw):
         raise ObjectFormatError(
-            f"{key}: payload of {payload_bytes} bytes, header says {stored} stored and {raw} raw (codec {codec})"
+            f"{key}: payload of {payload_bytes} bytes, header says {stored} stored and {raw} raw"
+            + (f" (codec {codec})" if codec else "")
         )
     return Header(key, Codec(codec), raw, stored, *checksums)
 

@@ -228,11 +228,11 @@ class Stores:
         from_position = self._positions[source]
         takers = []
         for position, taker in enumerate(self._takers):
-            faster, promote = position < from_position, taker.tier.keys.promote
             if position == from_position:
                 continue
-            wanted = taker.policy.takes_loaded(key, promoted=faster and promote)
-            if wanted and (promote or not faster):
+            faster = position < from_position
+            wanted = taker.policy.takes_loaded(key, promoted=faster)  # a touch, whatever becomes of it
+            if wanted and (taker.tier.keys.promote or not faster):
                 takers.append(taker)
         return takers
 

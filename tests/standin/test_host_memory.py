@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from offload_core.errors import ConfigError
 from offload_core.vllm.testing.standin_geometries import MODELS
 from offload_core.vllm.testing.standin_workload import make_workload, reference
 from tests.standin.rig import Rig
@@ -52,3 +53,28 @@ def test_memory_and_disk_together_under_random_work(rig: Rig) -> None:
         served += engine.counters
         rig.end(engine)
     assert served
+
+
+def test_an_engine_whose_tiers_never_store_says_so_and_stores_nothing(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = MODELS["gemma3"]()
+    never = [{**RAM, "write_policy": "never"}, {**rig.scripted_disk(), "write_policy": "never"}]
+    engine = rig.engine(model, backends=never)
+    assert "write_policy is never for all of them, so nothing is stored" in caplog.text
+    rig.run(engine, list(range(3, 3 + 2 * model.chunk_tokens + 5)))
+    assert not any(name.startswith(("store", "promotion")) for name in engine.counters)
+    with pytest.raises(ConfigError, match="write_policy is never for all of them"):
+        rig.engine(model, backends=never, kv_role="kv_producer")
+
+
+def test_what_a_tier_declines_is_offered_again_until_it_is_stored(rig: Rig) -> None:
+    model = MODELS["gemma3"]()
+    engine = rig.engine(model, backends=[{**rig.scripted_disk(), "write_policy": "second-touch"}])
+    boundary = 2 * model.chunk_tokens
+    prompt = list(range(3, 3 + boundary + 5))
+    for offered in range(3):
+        (request,) = rig.run(engine, prompt)
+        assert engine.served[request].external_tokens == (boundary if offered == 2 else 0)
+        assert any(name.startswith("stores|") for name in engine.counters) == (offered > 0), engine.counters
+        assert engine.scheduler.reset_prefix_cache()

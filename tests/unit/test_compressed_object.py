@@ -173,3 +173,10 @@ def test_a_gain_below_five_percent_is_not_taken() -> None:
     assert all(found is not None for found in gains)
     assert compressed(Codec.ZSTD, noise) is not None
     assert largest_compressed_bytes(HEADER_BYTES + 1000) == HEADER_BYTES + 950
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_decodes_to_other_bytes_than_were_compressed_is_not_restored(codec: Codec) -> None:
+    whole = relabelled(stored(codec), 208, bytes(16))
+    with pytest.raises(ObjectFormatError, match="the raw checksum does not match the decoded bytes"):
+        restore(memoryview(whole), memoryview(bytearray(HEADER_BYTES + len(PAYLOAD))), KEY)

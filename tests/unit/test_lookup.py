@@ -65,6 +65,13 @@ def ref(unit: int) -> ChunkRef:
     return ChunkRef("full-u16", HASHES[unit])
 
 
+def wait_for_all(service: LookupService, lookup: Lookup) -> Lookup:
+    """Wait for both tiers' answers, whether they still matter or not."""
+    while len(lookup.answers()) < 2:
+        service.wait_for_answer(0.01)
+    return lookup
+
+
 def wait_until_done(service: LookupService, lookup: Lookup) -> Lookup:
     while not lookup.done():
         service.wait_for_answer(0.01)
@@ -77,7 +84,7 @@ def test_every_tier_says_how_deep_a_prefix_it_holds_and_what_it_lacks(
     put(backends["fast"], 1)
     put(backends["slow"], 4)
     service = start(SECONDS)
-    lookup = wait_until_done(service, service.start(question()))
+    lookup = wait_for_all(service, service.start(question()))
     assert lookup.answers() == {"fast": PrefixAnswer(16, (ref(1), ref(2))), "slow": PrefixAnswer(48)}
 
 
@@ -86,14 +93,14 @@ def test_a_chunk_is_there_when_every_rank_has_its_part(start: Start, backends: d
     put(backends["fast"], 2, OTHER_RANK)
     put(backends["slow"], 3, OTHER_RANK)
     service = start(SECONDS)
-    lookup = wait_until_done(service, service.start(question(NAMESPACE, OTHER_RANK)))
+    lookup = wait_for_all(service, service.start(question(NAMESPACE, OTHER_RANK)))
     assert {name: answer.boundary_tokens for name, answer in lookup.answers().items()} == {"fast": 32, "slow": 0}
 
 
 def test_a_mistrusted_chunk_counts_as_missing(start: Start, backends: dict[str, MemoryBackend]) -> None:
     put(backends["fast"], 3)
     service = start(SECONDS)
-    lookup = wait_until_done(service, service.start(question(mistrusted=frozenset({ref(1)}))))
+    lookup = wait_for_all(service, service.start(question(mistrusted=frozenset({ref(1)}))))
     assert lookup.answers()["fast"] == PrefixAnswer(16, (ref(1),))
 
 
@@ -122,7 +129,7 @@ def test_a_tier_that_fails_has_nothing_and_the_engine_thread_sees_no_error(
     put(backends["fast"], 3)
     backends["slow"].faults = {"contains": fault}
     service = start(SECONDS)
-    lookup = wait_until_done(service, service.start(question()))
+    lookup = wait_for_all(service, service.start(question()))
     assert {name: answer.boundary_tokens for name, answer in lookup.answers().items()} == {"fast": 48, "slow": 0}
 
 
@@ -160,11 +167,7 @@ def test_the_wait_for_a_better_answer_ends_with_the_grace(
     hit_on_fast_while_slow_hangs(backends, 1)
     service = start(SECONDS, grace_seconds=0.05)
     lookup = service.start(question())
-    while not lookup.answers():
-        service.wait_for_answer(0.01)
-    while not lookup.done():
-        service.wait_for_answer(0.01)
-    assert lookup.best() == ("fast", 16)
+    assert wait_until_done(service, lookup).best() == ("fast", 16)
     assert ("lookup_failures", "slow") not in counters.take(), "it has time until its deadline"
 
 

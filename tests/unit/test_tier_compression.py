@@ -261,3 +261,10 @@ def test_a_backend_that_cannot_tell_sizes_is_refused_with_the_cure(io: IoLoop, c
         "backend 'odd' cannot be opened: compression: tier 'odd' cannot compress, since its backend"
     )
     assert problem.endswith("set compression to none, or use another backend type")
+
+
+def test_a_size_that_no_object_can_have_is_damage_before_it_is_loaded(disk: Rig) -> None:
+    tier = disk.tier("zstd")
+    staged = StagedObject(key(1), disk.lease(), disk.lease())
+    for nbytes in (0, HEADER_BYTES, OBJECT_BYTES + 1):
+        assert tier.codec.incoming(staged, nbytes, tier.staging, []) is CORRUPT

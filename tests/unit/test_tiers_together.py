@@ -160,6 +160,21 @@ def test_what_nobody_wants_any_more_is_not_promoted(rig: Rig, when: str) -> None
     assert kept(fast) == set()
 
 
+def test_what_had_arrived_before_its_load_was_cancelled_is_not_promoted(rig: Rig) -> None:
+    fast = rig.add_memory_tier("fast")
+    rig.add_memory_tier("slow")
+    engine = rig.start()
+    rig.store_all(item(1, block=1))
+    fast.objects.clear()
+    job = rig.load(item(1, block=15), tier="slow")
+    engine.wait_for_arrival(SECONDS)
+    engine.cancel_load(job)
+    assert rig.result().status == "cancelled"
+    assert engine.drain_stores(SECONDS)
+    assert kept(fast) == set()
+    assert rig.staging.used_bytes == 0
+
+
 def test_a_promotion_without_room_in_the_stores_part_is_dropped_and_counted(rig: Rig) -> None:
     fast = rig.add_memory_tier("fast")
     rig.add_memory_tier("slow")

@@ -162,13 +162,13 @@ class Account:
             self._settle_the_dead(records)
 
     def needs_scan(self) -> bool:
-        """Return whether the account may be behind the disk: new, or a process was killed or the machine started since.
+        """Return whether the account may be behind the disk: it is new, or the machine was started since.
 
         A new account counts as full until it has been brought in line, since nobody knows what is there.
         """
         with self._transaction() as records:
             totals = records.totals()
-        return not totals.scanned or totals.boot != _boot_id() or bool(self._owners.dead())
+        return not totals.scanned or totals.boot != _boot_id()
 
     def scan(self, folder: Path, names: Sequence[str], after: bytes, up_to: bytes) -> None:
         """Bring the account in line with files of one of the layout's folders.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,14 @@ FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 
 Fsync = Literal["none", "data", "data and folder"]
+
+
+def exists(name: str) -> bool:
+    """Return whether the file is there. What keeps us from telling is an ``OSError``."""
+    try:
+        return stat.S_ISREG(os.stat(name).st_mode)  # noqa: PTH116 - pathlib is slow
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def open_to_read(name: str | Path, *, direct: bool = False) -> int | None:

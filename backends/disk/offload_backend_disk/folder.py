@@ -43,7 +43,7 @@ class ObjectFolder:
 
     def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Return, per key, whether its file is there."""
-        return [os.path.isfile(self.layout.name(key)) for key in keys]  # noqa: PTH113 - pathlib is slow
+        return [files.exists(self.layout.name(key)) for key in keys]
 
     def sizes(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         """Return, per key, the bytes of its file, or ``None`` where there is none."""

@@ -17,6 +17,10 @@ import fsspec
 from aiofiles.base import wrap
 
 from offload_backend_nfs import layout
+from offload_backend_nfs.account_medium import AccountMedium
+from offload_backend_nfs.bounded import BoundedPlace
+from offload_backend_nfs.bounded_tier import BoundedTier
+from offload_backend_nfs.claim import AccountOptions
 from offload_backend_nfs.known import KnownKeys
 from offload_backend_nfs.medium import Medium
 from offload_backend_nfs.object_store import ObjectStore, RenamingStore
@@ -32,6 +36,7 @@ from offload_core.backend import (
     LoadReservation,
     StoredObject,
     StoreOutcome,
+    StoreReservation,
 )
 from offload_core.keys import ObjectKey
 
@@ -55,11 +60,14 @@ class NfsBackend(Backend[NfsOptions]):
         place = json.dumps([options.url, options.storage_options], sort_keys=True, default=str)
         self._known = KnownKeys.of_place(place)
         self._sweeping: asyncio.Task[None] | None = None
+        self._place: BoundedPlace | None = None
+        self._bounded: BoundedTier | None = None
 
     @property
     def capabilities(self) -> Capabilities:
         """Remote storage that other processes use too."""
-        return Capabilities(medium="remote", persistent=True, shared=True, lists=True)
+        bounded = self.options.capacity is not None
+        return Capabilities(medium="remote", persistent=True, shared=True, bounded=bounded, lists=True, sizes=True)
 
     @property
     def medium(self) -> Medium:
@@ -78,11 +86,21 @@ class NfsBackend(Backend[NfsOptions]):
         Cancelled, what was begun is ended first; ``close`` lets go of it.
         """
         await self.run_blocking(self._open)
+        if self.options.capacity is not None:
+            self._place = self._make_place(self.options.capacity)
+            await self.run_blocking(self._place.open)
+            self._bounded = BoundedTier(self._place, self.run_blocking)
         self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
 
     async def close(self) -> None:
         """See :meth:`Backend.close`. Waits between tries end at once. Cancelled, it stops waiting."""
         self._retrier.stop()
+        if self._bounded is not None:
+            bounded, self._bounded = self._bounded, None
+            await bounded.close()
+        if self._place is not None:
+            place, self._place = self._place, None
+            await self.run_blocking(place.close)
         await super().close()
         if self._sweeping is not None:
             await asyncio.wait([self._sweeping])
@@ -94,18 +112,34 @@ class NfsBackend(Backend[NfsOptions]):
         """See :meth:`Backend.contains`; asks only for what this process does not know."""
         life = self.options.lookup_cache_seconds
         known = dict(zip(keys, self._known.recall(keys, life), strict=True))
-        unknown = [key for key, present in known.items() if present is None]
-        if unknown:
-            size = self.medium.lookup_batch
-            batches = [unknown[start : start + size] for start in range(0, len(unknown), size)]
-            answers = await self._all(self.run_blocking(self._look, batch) for batch in batches)
-            for batch, present in zip(batches, answers, strict=True):
-                known.update(zip(batch, present, strict=True))
+        sizes = await self._look_for([key for key, present in known.items() if present is None])
+        known.update((key, size is not None) for key, size in sizes.items())
+        if self._bounded is not None:
+            leaving = self._bounded.place.hidden(keys)
+            return [bool(known[key]) and not hidden for key, hidden in zip(keys, leaving, strict=True)]
         return [bool(known[key]) for key in keys]
 
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
-        """Let every key be tried: reading it is the check, and nothing is pinned."""
-        return LoadReservation([True] * len(keys))
+        """Say what is there and how large it is, and pin it where there is a capacity.
+
+        Sizes that this process does not know are asked for. Cancelled, nothing stays pinned.
+        """
+        if self._bounded is None:
+            sizes = await self._sizes(keys)
+            return LoadReservation([sizes[key] is not None for key in keys], nbytes=[sizes[key] for key in keys])
+        reservation = await self._bounded.prepare_load(keys, self.contains)
+        try:
+            sizes = await self._sizes([key for key, there in zip(keys, reservation.present, strict=True) if there])
+        except BaseException:
+            await reservation.release()
+            raise
+        return LoadReservation(reservation.present, reservation.release, [sizes.get(key) for key in keys])
+
+    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+        """Take room, where there is a capacity. Cancelled, it is given back."""
+        if self._bounded is not None:
+            return await self._bounded.prepare_store(keys, nbytes)
+        return await super().prepare_store(keys, nbytes)
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`. Cancelled, it waits for the reads that have begun."""
@@ -113,12 +147,15 @@ class NfsBackend(Backend[NfsOptions]):
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         """See :meth:`Backend.store`. Cancelled, it waits for the writes that have begun."""
+        if self._bounded is not None:
+            return await self._bounded.store(keys, buffers, self._each)
         return await self._each(self._store, keys, buffers)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """See :meth:`Backend.delete`. Cancelled, it waits for the requests that have begun."""
         for start in range(0, len(keys), _DELETE_BATCH):
-            await self.run_blocking(self._delete, keys[start : start + _DELETE_BATCH])
+            delete = self._delete if self._bounded is None else self._bounded.place.delete
+            await self.run_blocking(delete, keys[start : start + _DELETE_BATCH])
 
     async def list_objects(self) -> AsyncIterator[Sequence[StoredObject]]:
         """See :meth:`Backend.list_objects`; one batch per folder of objects. Cancellation has no effect."""
@@ -150,13 +187,27 @@ class NfsBackend(Backend[NfsOptions]):
             if count:
                 logger.info("tier %r: removed %d leftovers of killed writers", self.context.name, count)
 
-    async def _each(
-        self, work: Callable[[ObjectKey, memoryview], T], keys: Sequence[ObjectKey], buffers: Sequence[memoryview]
-    ) -> list[T]:
+    async def _sizes(self, keys: Sequence[ObjectKey]) -> dict[ObjectKey, int | None]:
+        """Return the sizes of objects, ``None`` where there is none. Cancelled, it waits for what it has begun."""
+        sizes = dict(zip(keys, self._known.recall_sizes(keys, self.options.lookup_cache_seconds), strict=True))
+        sizes.update(await self._look_for([key for key, size in sizes.items() if size is None]))
+        return sizes
+
+    async def _look_for(self, keys: Sequence[ObjectKey]) -> dict[ObjectKey, int | None]:
+        """Ask the medium for the sizes of objects, in batches. Cancelled, it waits for the requests that have begun."""
+        size = self.medium.lookup_batch
+        batches = [keys[start : start + size] for start in range(0, len(keys), size)]
+        answers = await self._all(self.run_blocking(self._look, batch) for batch in batches)
+        return {
+            key: answer
+            for batch, found in zip(batches, answers, strict=True)
+            for key, answer in zip(batch, found, strict=True)
+        }
+
+    async def _each(self, work: Callable[..., T], *objects: Sequence[Any]) -> list[T]:
         """Run ``work`` on every object, each in one thread call, as many at once as there are threads."""
         call = wrap(work)  # of aiofiles: a coroutine function that makes one call on the given executor
-        pairs = zip(keys, buffers, strict=True)
-        return await self._all(call(key, buffer, executor=self.context.executor) for key, buffer in pairs)
+        return await self._all(call(*one, executor=self.context.executor) for one in zip(*objects, strict=True))
 
     async def _all(self, calls: Iterable[Awaitable[T]]) -> list[T]:
         """Await all calls to their real end, cancelled or not (C7), and raise the first error."""
@@ -174,17 +225,31 @@ class NfsBackend(Backend[NfsOptions]):
         self._medium = make_medium(self.options)
         self._retrier.call(self._medium.open)
 
-    def _look(self, keys: Sequence[ObjectKey]) -> list[bool]:
+    def _make_place(self, capacity_bytes: int) -> BoundedPlace:
+        options = self.options
+        medium = AccountMedium(self.medium, self._retrier, self._known, options.lookup_cache_seconds)
+        account = AccountOptions(
+            capacity_bytes=capacity_bytes,
+            low_watermark=options.low_watermark,
+            high_watermark=options.high_watermark,
+            grace_seconds=options.eviction_grace,
+            lease_seconds=options.lease_seconds,
+        )
+        return BoundedPlace(medium, medium, account, stopped=lambda: self._retrier.stopped)
+
+    def _look(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         asked = time.monotonic()
-        present = [size is not None for size in self._retrier.call(self.medium.sizes, list(map(layout.name_of, keys)))]
-        for key, there in zip(keys, present, strict=True):
-            self._known.saw(key, there, asked)
-        return present
+        sizes = self._retrier.call(self.medium.sizes, list(map(layout.name_of, keys)))
+        for key, size in zip(keys, sizes, strict=True):
+            self._known.saw(key, size is not None, asked, size)
+        return sizes
 
     def _load(self, key: ObjectKey, buffer: memoryview) -> LoadOutcome:
         asked = time.monotonic()
         outcome = self._retrier.call(self.medium.load, layout.name_of(key), buffer)
-        self._known.saw(key, outcome is not LoadOutcome.MISS, asked)
+        self._known.saw(
+            key, outcome is not LoadOutcome.MISS, asked, len(buffer) if outcome is LoadOutcome.HIT else None
+        )
         return outcome
 
     def _store(self, key: ObjectKey, buffer: memoryview) -> StoreOutcome:
@@ -194,7 +259,7 @@ class NfsBackend(Backend[NfsOptions]):
             self._retrier.call(self.medium.store, layout.name_of(key), buffer)
             present = True
         finally:
-            self._known.changed(key, present, began)
+            self._known.changed(key, present, began, len(buffer) if present else None)
         return StoreOutcome.STORED
 
     def _delete(self, keys: Sequence[ObjectKey]) -> None:

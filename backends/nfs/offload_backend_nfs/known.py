@@ -24,6 +24,8 @@ class _Fact(NamedTuple):
     """No later than when it was true, on the monotonic clock."""
     changed_seconds: float
     """When this process last ended a change of the key; an answer to a question from before says nothing."""
+    nbytes: int | None = None
+    """Of what is there, where that is known."""
 
 
 class KnownKeys:
@@ -54,23 +56,33 @@ class KnownKeys:
             facts = [self._facts.get(key) for key in keys]
         return [fact.present if fact is not None and fact.at_seconds > oldest else None for fact in facts]
 
-    def saw(self, key: ObjectKey, present: bool, asked_seconds: float) -> None:
+    def recall_sizes(self, keys: Sequence[ObjectKey], life_seconds: float) -> list[int | None]:
+        """Return, per key, the bytes of what is there as far as that is known and no older than ``life_seconds``."""
+        oldest = time.monotonic() - life_seconds
+        with self._lock:
+            facts = [self._facts.get(key) for key in keys]
+        return [
+            fact.nbytes if fact is not None and fact.present and fact.at_seconds > oldest else None for fact in facts
+        ]
+
+    def saw(self, key: ObjectKey, present: bool, asked_seconds: float, nbytes: int | None = None) -> None:
         """Note the answer to a question that was asked of the medium at ``asked_seconds``."""
         with self._lock:
             changed = self._changed(key)
             if asked_seconds >= changed:
-                self._note(key, _Fact(present, asked_seconds, changed))
+                self._note(key, _Fact(present, asked_seconds, changed, nbytes))
 
-    def changed(self, key: ObjectKey, present: bool | None, began_seconds: float) -> None:
+    def changed(self, key: ObjectKey, present: bool | None, began_seconds: float, nbytes: int | None = None) -> None:
         """Note that this process has stored or deleted, in an operation that began at ``began_seconds``.
 
         Args:
             present: ``None`` when it failed, so that either may be.
+            nbytes: of what was stored.
         """
         now = time.monotonic()
         with self._lock:
             overlapped = self._changed(key) > began_seconds
-            self._note(key, _Fact(None if overlapped else present, now, now))
+            self._note(key, _Fact(None if overlapped else present, now, now, None if overlapped else nbytes))
 
     def _changed(self, key: ObjectKey) -> float:
         fact = self._facts.get(key)

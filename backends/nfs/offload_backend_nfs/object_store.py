@@ -187,6 +187,13 @@ class RenamingStore(ObjectStore):
             return False
         return True
 
+    def store_new(self, name: str, buffer: memoryview) -> bool:
+        """See :meth:`Medium.store_new`; of several at the same moment, each may be told ``True``."""
+        if self.sizes([name]) != [None]:
+            return False
+        self.store(name, buffer)
+        return True
+
     def sweep(self, stopped: Callable[[], bool]) -> int:
         """See :meth:`Medium.sweep`."""
         count = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import fsspec
@@ -25,6 +25,9 @@ KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(["sftp", "ssh", "smb"], "renaming"),
 }
 """Per protocol, how an object gets there whole: a ``store`` has an atomic put, the others rename."""
+
+_CREATES_EXCLUSIVELY = ("file", "s3", "s3a", "gs", "gcs", "abfs", "az", "memory")
+"""Protocols whose fsspec file systems pass an exclusive create on to the storage, and do not look first."""
 
 _CREDENTIAL = re.compile(
     r"(^|_)(key|secret|token|pass|password|passwd|passphrase|credentials?|auth|signature|connection_string|sas)$"
@@ -64,6 +67,33 @@ class NfsOptions(BackendOptions):
         description="s3: objects of at least twice this size are sent in parts of it, several at once",
     )
 
+    capacity: Annotated[
+        Bytes | None,
+        Field(
+            gt=0,
+            description="limit on all objects under the URL, whichever engine on whichever host stored them; none by "
+            "default. Give it the same value everywhere",
+        ),
+    ] = None
+    high_watermark: float = Field(
+        0.9, gt=0, le=1, description="part of the capacity above which the objects used longest ago are evicted"
+    )
+    low_watermark: float = Field(
+        0.8, gt=0, le=1, description="part of the capacity that an eviction leaves; no more than high_watermark"
+    )
+    eviction_grace: Seconds = Field(
+        60.0,
+        le=3600,
+        description="how long an object stays after it was chosen for eviction, so that other hosts' loads can end; "
+        "longer than a load may take",
+    )
+    lease_seconds: Seconds = Field(
+        60.0,
+        gt=0,
+        le=3600,
+        description="a process that has not renewed its lease on the capacity for so long is taken for dead",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _no_credentials(cls, given: Any) -> Any:
@@ -95,6 +125,20 @@ class NfsOptions(BackendOptions):
             cure = "pip install 'offload-core[s3]'" if KINDS[protocol] == "s3" else str(error)
             raise ValueError(f"the package for {protocol}:// is not installed or does not load: {cure}") from error
         return url.rstrip("/")
+
+    @model_validator(mode="after")
+    def _can_be_bounded(self) -> NfsOptions:
+        if self.low_watermark > self.high_watermark:
+            raise ValueError(
+                f"low_watermark {self.low_watermark:g} is above high_watermark {self.high_watermark:g}; lower it"
+            )
+        protocol = self.url.partition("://")[0]
+        if self.capacity is not None and protocol not in _CREATES_EXCLUSIVELY:
+            raise ValueError(
+                f"no capacity can be kept on {protocol}://, where a file cannot be created only if there is none; "
+                f"leave it out, or use one of {', '.join(_CREATES_EXCLUSIVELY)}"
+            )
+        return self
 
     @property
     def kind(self) -> Kind:

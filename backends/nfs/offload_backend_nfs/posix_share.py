@@ -107,11 +107,38 @@ class PosixShare(Medium):
 
     def create(self, name: str, data: bytes) -> bool:
         """See :meth:`Medium.create`; by a hard link, which exists whole or not at all."""
-        temporary = self._write_temporary(memoryview(data))
+        temporary = self._write_temporary(memoryview(data), sync=False)
         try:
-            return self._link(temporary, self._path(name), data)
+            linked = self._link(temporary, self._path(name))
         finally:
             _unlink_quietly(temporary)
+        return self._create_without_links(self._path(name), data) if linked is None else linked
+
+    def store_new(self, name: str, buffer: memoryview) -> bool:
+        """See :meth:`Medium.store_new`; on a share without hard links, of several at once each may be told ``True``."""
+        path = self._path(name)
+        if _size(path) is not None:
+            return False
+        temporary = self._write_temporary(buffer)
+        try:
+            linked = self._link(temporary, path)
+            if linked is None:
+                self._give_name(temporary, path, len(buffer))
+                return True
+        except BaseException:
+            _unlink_quietly(temporary)
+            raise
+        _unlink_quietly(temporary)
+        return linked
+
+    def write_small(self, name: str, data: bytes) -> None:
+        """See :meth:`Medium.write_small`."""
+        temporary = self._write_temporary(memoryview(data), sync=False)
+        try:
+            self._give_name(temporary, self._path(name), len(data))
+        except BaseException:
+            _unlink_quietly(temporary)
+            raise
 
     def delete(self, names: Sequence[str]) -> None:
         """See :meth:`Medium.delete`."""
@@ -123,6 +150,15 @@ class PosixShare(Medium):
         that was deleted while somebody had it open.
         """
         return [entry for entry in _scan(self._path(folder)) if not entry.name.startswith(".")]
+
+    def names(self, folder: str) -> list[str]:
+        """See :meth:`Medium.names`; nothing is asked about the files."""
+        try:
+            return [name for name in os.listdir(self._path(folder)) if not name.startswith(".")]  # noqa: PTH208
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            return []
 
     def read_small(self, name: str) -> bytes | None:
         """See :meth:`Medium.read_small`."""
@@ -149,7 +185,8 @@ class PosixShare(Medium):
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
-    def _write_temporary(self, buffer: memoryview) -> str:
+    def _write_temporary(self, buffer: memoryview, *, sync: bool = True) -> str:
+        """Write a file that nobody sees. Small ones need no ``sync``: they are checked when they are read."""
         temporary = self._path(f"{TEMPORARY_FOLDER}/{owners.temporary_name()}")
         descriptor = self._create_in_folder(temporary)
         try:
@@ -157,7 +194,8 @@ class PosixShare(Medium):
                 done = 0
                 while done < len(buffer):
                     done += os.write(descriptor, buffer[done:])
-                os.fsync(descriptor)
+                if sync:
+                    os.fsync(descriptor)
             finally:
                 os.close(descriptor)  # on NFS it may tell that a write has failed
         except BaseException:
@@ -187,7 +225,8 @@ class PosixShare(Medium):
         self._make_folders_above(path)
         os.replace(temporary, path)  # noqa: PTH105
 
-    def _link(self, temporary: str, path: str, data: bytes) -> bool:
+    def _link(self, temporary: str, path: str) -> bool | None:
+        """Give a file a second name, if that is free; return whether it was, ``None`` where there are no hard links."""
         for made_folders in (False, True):
             try:
                 os.link(temporary, path)
@@ -196,7 +235,7 @@ class PosixShare(Medium):
                 return os.stat(temporary).st_nlink == 2  # noqa: PTH116 - a lost answer, asked for again
             except OSError as error:
                 if error.errno in _NO_LINKS:
-                    return self._create_without_links(path, data)
+                    return None
                 if error.errno not in _GONE or made_folders:
                     raise
             self._make_folders_above(path)

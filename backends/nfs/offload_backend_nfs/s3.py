@@ -94,11 +94,14 @@ class S3Store(ObjectStore):
     def create(self, name: str, data: bytes) -> bool:
         """See :meth:`Medium.create`; by ``If-None-Match``, which servers of other makes must know."""
         try:
-            return super().create(name, data)
+            self._fs.pipe_file(self._path(name), data, mode="create", chunksize=self._part_bytes)
+        except FileExistsError:
+            return False
         except OSError as error:
             if _code(error) in ("PreconditionFailed", "412"):
                 return False
             raise
+        return True
 
     def delete(self, names: Sequence[str]) -> None:
         """See :meth:`Medium.delete`; a thousand in one request."""

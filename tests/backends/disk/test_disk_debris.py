@@ -177,6 +177,27 @@ def test_objects_that_come_and_go_during_the_scan_are_counted_right(tmp_path: Pa
     account.close()
 
 
+def test_what_is_evicted_while_it_is_scanned_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_folder(tmp_path, 1)
+    sweep, account = open_sweep(tmp_path)
+    other = open_account(tmp_path, 100 * KIB, "other")
+    status, asked = Layout.status, []
+
+    def too_late(layout: Layout, one: ObjectKey) -> os.stat_result | None:
+        found = status(layout, one)
+        asked.append(one)
+        if len(asked) == 1:
+            other.remove([one])
+        return found
+
+    monkeypatch.setattr(Layout, "status", too_late)
+    for _ in sweep.steps():
+        pass
+    assert account.used_bytes == used(tmp_path) == 0
+    account.close()
+    other.close()
+
+
 def test_only_one_process_scans_at_a_time(tmp_path: Path) -> None:
     fill_folder(tmp_path, 1)
     account = open_account(tmp_path, 100 * KIB)
@@ -263,7 +284,9 @@ def test_a_backend_whose_folder_is_gone_can_be_closed(disk: Disk, tmp_path: Path
     async def main() -> None:
         backend = disk(tmp_path / "objects", capacity=100 * KIB)
         await backend.open()
+        await store(backend, 0)
         held = await backend.prepare_load([key(0)])
+        assert held.present == (True,), "so that there is something to write down"
         (tmp_path / "objects").rename(tmp_path / "away")
         await held.release()
         await backend.close()

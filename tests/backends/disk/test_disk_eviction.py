@@ -16,8 +16,8 @@ from offload_core.keys import ObjectKey
 from tests.backends.disk.conftest import Disk, files_under, key, open_account, tmpfs
 
 KIB = 1024
-CAPACITY = 1000
-SIZES = {number: (37 * number) % 190 + 10 for number in range(12)}
+CAPACITY = 400
+SIZES = {number: (37 * number) % 130 + 10 for number in range(12)}
 
 
 class Oracle:
@@ -50,12 +50,14 @@ class Oracle:
             self.unprotected.append(self.protected.pop(0))
 
 
-STEP = st.tuples(st.sampled_from(["store", "use", "delete", "pin"]), st.sampled_from(sorted(SIZES)))
+STEP = st.tuples(
+    st.sampled_from(["store", "store", "store", "use", "use", "pin", "delete"]), st.sampled_from(sorted(SIZES))
+)
 
 
 @pytest.mark.parametrize("policy", ["lru", "slru"])
-@settings(max_examples=60, deadline=None)
-@given(steps=st.lists(STEP, max_size=60))
+@settings(max_examples=50, deadline=None)
+@given(steps=st.lists(STEP, min_size=20, max_size=60))
 def test_what_is_evicted_is_what_a_brute_force_oracle_says(
     tmp_path_factory: pytest.TempPathFactory, policy: str, steps: list[tuple[str, int]]
 ) -> None:

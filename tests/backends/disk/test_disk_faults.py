@@ -97,8 +97,8 @@ def test_a_full_quota_rejects_stores_until_there_is_room(
     backend = disk(tmp_path, **options)
     write = files.write
 
-    def over_quota(path: Path, temporary: Path, buffer: memoryview, fsync: files.Fsync) -> None:
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(temporary))
+    def over_quota(name: str, temporary: str, *arguments: object, **keywords: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), temporary)
 
     async def main() -> None:
         await backend.open()
@@ -134,3 +134,12 @@ def test_a_disk_that_is_full_at_the_start_is_used_when_there_is_room(small_disk:
             await asyncio.sleep(0.05)
 
     asyncio.run(main())
+
+
+def test_a_disk_that_cannot_tell_what_is_there_fails(backend: DiskBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: object, **keywords: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "stat", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        asyncio.run(backend.contains([key(0)]))

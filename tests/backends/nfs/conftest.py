@@ -7,9 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import boto3
@@ -119,6 +121,17 @@ def s3_options(s3_server: S3Server) -> dict[str, Any]:
         "url": f"s3://{s3_server.make_bucket()}/engines/kv",
         "storage_options": {"endpoint_url": s3_server.url},
     }
+
+
+@pytest.fixture
+def memory_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose file system is in memory, where there is one: an account changes small files all the time."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir():
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory, prefix="offload-nfs-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

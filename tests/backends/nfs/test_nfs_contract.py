@@ -44,6 +44,20 @@ class TestShareThatIsAlwaysAsked(TestShareAtLength):
         return {"url": f"file://{tmp_path}/objects", "lookup_cache_seconds": 0}
 
 
+class TestShareWithALimit(TestShare):
+    machine_examples = 10
+
+    @pytest.fixture
+    def options(self, memory_folder: Path) -> dict[str, Any]:
+        return {"url": f"file://{memory_folder}/objects", "capacity": "1GiB"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+class TestShareWithALimitAtLength(TestShareWithALimit):
+    machine_examples = EXAMPLES
+
+
 @pytest.mark.long
 class TestMemory(BackendContract):
     backend_type = NFS
@@ -75,3 +89,13 @@ class TestS3(BackendContract):
         name = f"{prefix}/{layout.name_of(key)}"
         body = client.get_object(Bucket=bucket, Key=name)["Body"].read()
         client.put_object(Bucket=bucket, Key=name, Body=body[:500])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+class TestS3WithALimit(TestS3):
+    machine_examples = 10
+
+    @pytest.fixture
+    def options(self, s3_options: dict[str, Any]) -> dict[str, Any]:
+        return {**s3_options, "capacity": "1GiB"}

@@ -1,0 +1,154 @@
+"""One limit for real processes on a real folder, and on a server that speaks S3."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from offload_backend_nfs import NfsBackend
+
+from offload_core.backend import StoreOutcome
+from tests.backends.nfs.conftest import Nfs, key
+
+WRITER = Path(__file__).with_name("capacity_writer.py")
+KIB = 1024
+CAPACITY = 2048 * KIB
+LIMITS = {"capacity": CAPACITY, "eviction_grace": 0.3, "lease_seconds": 3, "retry_seconds": 20}
+Writers = Callable[[dict[str, Any], int], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def writers() -> Iterator[Writers]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(options: dict[str, Any], seed: int) -> subprocess.Popen[str]:
+        command = [sys.executable, str(WRITER), json.dumps(options), str(seed)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        assert started[-1].stdout is not None
+        assert started[-1].stdout.readline() == "storing\n"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+def used(folder: Path) -> int:
+    """Return the bytes of all objects, and of those that are being written."""
+    total = 0
+    for path in [*folder.glob("*/*/*/*.kv"), *folder.glob(".temporary/*")]:
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            continue
+        # The account's own small files are temporary for a moment too, and a written one has two names for a moment.
+        total += status.st_size if status.st_nlink == 1 and status.st_size >= 4 * KIB else 0
+    return total
+
+
+def ended(process: subprocess.Popen[str]) -> dict[str, int]:
+    """End a writer and return its counts; it must not have seen an error or a wrong byte."""
+    process.terminate()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert err == ""
+    assert "wrong" not in out
+    counts: dict[str, int] = json.loads(out)
+    return counts
+
+
+async def room_comes_back(backend: NfsBackend, objects: int, limit_seconds: float) -> None:
+    """Wait until there is room for objects of a 16th of the capacity."""
+    deadline = time.monotonic() + limit_seconds
+    size = CAPACITY // 16
+    while True:
+        reservation = await backend.prepare_store([key(1000 + n) for n in range(objects)], [size] * objects)
+        await reservation.release()
+        if all(outcome is None for outcome in reservation.outcomes):
+            return
+        assert time.monotonic() < deadline, f"no room: {backend._place and backend._place.state}"
+        await asyncio.sleep(0.2)
+
+
+def stay_under_the_limit(writers: Writers, folder: Path, seconds: float) -> None:
+    options = {"url": f"file://{folder}", **LIMITS}
+    processes = [writers(options, seed) for seed in range(4)]
+    seen: list[int] = []
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        seen.append(used(folder))
+    victim = processes.pop()
+    victim.kill()
+    victim.wait(30)
+    counts = [ended(process) for process in processes]
+    assert max(seen) <= CAPACITY
+    assert max(seen) > CAPACITY // 2, "the limit was never near"
+    assert all(count["stored"] and count["loaded"] for count in counts), counts
+
+
+def test_processes_at_full_speed_stay_under_one_limit_and_read_whole_objects(
+    writers: Writers, memory_folder: Path, nfs: Nfs
+) -> None:
+    folder = memory_folder / "objects"
+    stay_under_the_limit(writers, folder, 3.0)
+
+    async def next_process() -> None:
+        backend = nfs(url=f"file://{folder}", **LIMITS)
+        await backend.open()
+        await room_comes_back(backend, 2, 40)
+        await backend.close()
+
+    asyncio.run(next_process())
+    assert used(folder) <= CAPACITY
+
+
+@pytest.mark.long
+def test_processes_at_full_speed_stay_under_one_limit_for_a_minute(writers: Writers, memory_folder: Path) -> None:
+    stay_under_the_limit(writers, memory_folder / "objects", 60.0)
+
+
+@pytest.mark.timeout(240)
+def test_processes_keep_one_limit_on_an_object_store(
+    writers: Writers, s3_options: dict[str, Any], s3_server: Any
+) -> None:
+    options = {**s3_options, **LIMITS}
+    bucket, _, prefix = options["url"].removeprefix("s3://").partition("/")
+    client = boto3.client("s3", endpoint_url=s3_server.url)
+    processes = [writers(options, seed) for seed in range(2)]
+    seen: list[int] = []
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+        found = [entry for page in pages for entry in page.get("Contents", [])]
+        seen.append(sum(entry["Size"] for entry in found if entry["Key"].endswith(".kv")))
+    counts = [ended(process) for process in processes]
+    assert max(seen) <= CAPACITY
+    assert all(count["stored"] for count in counts), counts
+
+
+def test_what_a_second_process_stores_meets_the_same_limit(memory_folder: Path, nfs: Nfs) -> None:
+    async def check() -> None:
+        first, second = (nfs(url=f"file://{memory_folder}/objects", capacity=1000 * KIB) for _ in range(2))
+        await first.open()
+        await second.open()
+        held = await first.prepare_store([key(1)], [600 * KIB])
+        assert held.outcomes == (None,)
+        refused = await second.prepare_store([key(2)], [600 * KIB])
+        assert refused.outcomes == (StoreOutcome.REJECTED,)
+        await held.release()
+        granted = await second.prepare_store([key(2)], [600 * KIB])
+        assert granted.outcomes == (None,)
+        await granted.release()
+        await first.close()
+        await second.close()
+
+    asyncio.run(check())

@@ -1,0 +1,189 @@
+"""The account of a shared prefix, on simulated hosts that take turns at every operation of the medium."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from offload_backend_nfs.claim import AccountOptions
+
+from offload_core.keys import ObjectKey
+from tests.backends.nfs.simulation import Host, World
+
+CAPACITY = 1000
+HOSTS = 3
+LEASE_SECONDS = 60.0
+
+
+def key(number: int) -> ObjectKey:
+    return ObjectKey("ab" * 32, "full-u256", bytes([number]) * 32)
+
+
+_NUMBERS = st.lists(st.integers(0, 11), min_size=1, max_size=3)
+_HOST = st.integers(0, HOSTS - 1)
+
+
+class Hosts(RuleBasedStateMachine):
+    """Processes that store, delete, pin, keep house, fail and die, against what is really on the medium."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.hosts: list[Host] = []
+        self.dead = False
+        self.failed = False
+
+    @initialize(grain=st.sampled_from([0, 0, 100]), grace=st.sampled_from([0.0, 12.0]), there=st.integers(0, 5))
+    def start(self, grain: int, grace: float, there: int) -> None:
+        """Begin with objects that nobody has accounted for."""
+        self.options = AccountOptions(CAPACITY, grace_seconds=grace, lease_seconds=LEASE_SECONDS, grain_bytes=grain)
+        for number in range(there):
+            self.world.objects[key(number)] = (150, 0.0)
+        self.hosts = [self._new() for _ in range(HOSTS)]
+
+    def _new(self) -> Host:
+        host = Host(self.world, self.options)
+        host.start(host.place.open)
+        return host
+
+    def _idle(self, which: int) -> Host:
+        host = self.hosts[which]
+        host.finish()
+        return host
+
+    @rule(which=_HOST, numbers=_NUMBERS, size=st.sampled_from([1, 60, 150, 400]))
+    def put(self, which: int, numbers: list[int], size: int) -> None:
+        host = self._idle(which)
+        host.start(lambda: host.put([key(number) for number in numbers], [size] * len(numbers)))
+
+    @rule(which=_HOST, numbers=_NUMBERS)
+    def discard(self, which: int, numbers: list[int]) -> None:
+        host = self._idle(which)
+        host.start(lambda: host.discard([key(number) for number in dict.fromkeys(numbers)]))
+
+    @rule(which=_HOST, numbers=_NUMBERS)
+    def pin(self, which: int, numbers: list[int]) -> None:
+        host = self._idle(which)
+        host.start(lambda: host.pin([key(number) for number in numbers]))
+
+    @rule(which=_HOST)
+    def unpin(self, which: int) -> None:
+        self._idle(which).unpin()
+
+    @rule(which=_HOST)
+    def keep_house(self, which: int) -> None:
+        host = self._idle(which)
+        host.start(host.place.step)
+
+    @rule(turns=st.lists(_HOST, min_size=1, max_size=40))
+    def turns(self, turns: list[int]) -> None:
+        """Let hosts do an operation each, in this order."""
+        for which in turns:
+            self.hosts[which].advance()
+            self.the_limit_holds()
+
+    @rule(which=_HOST)
+    def finish(self, which: int) -> None:
+        self.hosts[which].finish()
+
+    @rule(seconds=st.sampled_from([1.0, 5.0, 12.0, 31.0, 70.0]))
+    def wait(self, seconds: float) -> None:
+        """Let time pass; no single write takes as long as half a lease."""
+        for host in self.hosts:
+            while host.in_a_write:
+                host.advance()
+        self.world.seconds += seconds
+
+    @rule(which=_HOST, when=st.sampled_from(["before", "after"]))
+    def fail(self, which: int, when: str) -> None:
+        """Let the next operation fail."""
+        if self.hosts[which].busy:
+            self.hosts[which].fail_next = when
+            self.failed = True
+
+    @rule(which=_HOST)
+    def kill(self, which: int) -> None:
+        """Kill a process; another one starts."""
+        self.hosts[which].kill()
+        self.hosts[which] = self._new()
+        self.dead = True
+
+    @rule(which=_HOST)
+    def restart(self, which: int) -> None:
+        """End a process cleanly; another one starts."""
+        host = self._idle(which)
+        host.unpin()
+        host.do(host.place.close)
+        self.hosts[which] = self._new()
+
+    @precondition(lambda self: self.dead)
+    @rule()
+    def sweep(self) -> None:
+        """Remove what killed writers had begun."""
+        self.world.debris_bytes = 0
+
+    @invariant()
+    def the_limit_holds(self) -> None:
+        assert self.world.real_bytes <= CAPACITY
+        assert not any(host.removed_own_pin for host in self.hosts), "a process has evicted what it had pinned itself"
+
+    def teardown(self) -> None:
+        """Whatever happened, room that nobody uses comes back."""
+        if not self.hosts:
+            return
+        for host in self.hosts:
+            host.finish()
+            host.unpin()
+        if not self.dead and not self.failed:
+            self._all_leave()
+            self._check_that_the_account_is_exact()
+        self._all_leave()
+        last = Host(self.world, self.options)
+        last.do(last.place.open)
+        for _ in range(4):  # it takes over, buries the dead, ends their batches, and counts
+            self.world.seconds += LEASE_SECONDS / 4
+            for _ in range(5):
+                self.world.seconds += LEASE_SECONDS / 4
+                last.do(last.place.step)
+        last.do(lambda: last.place._keeper._scan())
+        state = last.place.state
+        assert list(state.owners) == [state.keeper]
+        assert state.occupied_bytes == self.world.real_bytes
+        last.do(last.place.close)
+
+    def _all_leave(self) -> None:
+        for host in self.hosts:
+            host.do(host.place.close)
+        self.hosts = []
+
+    def _check_that_the_account_is_exact(self) -> None:
+        reader = Host(self.world, self.options)
+        reader.do(reader.place.open)
+        if reader.place.state.counted:
+            assert reader.place.state.occupied_bytes == self.world.real_bytes
+        reader.do(reader.place.close)
+
+
+SETTINGS = hypothesis.settings(
+    deadline=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+    phases=[phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain],
+)
+
+
+def test_hosts_that_take_turns_at_every_operation_keep_one_limit() -> None:
+    run_state_machine_as_test(Hosts, settings=hypothesis.settings(SETTINGS, max_examples=60, stateful_step_count=30))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_hosts_that_take_turns_keep_one_limit_in_many_more_orders() -> None:
+    run_state_machine_as_test(Hosts, settings=hypothesis.settings(SETTINGS, max_examples=2000, stateful_step_count=60))
