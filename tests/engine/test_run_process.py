@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_core.testing.engine import PRELOAD_MODULE, RunSpec, run_environment
+from offload_core.testing.engine import PRELOAD_MODULE, RunSpec, logged_problems, run_environment
 from offload_core.testing.processes import Program, run_program
 
 _MODULE = """
@@ -108,6 +108,18 @@ def test_late_run_is_ended_with_all_it_started(module_folder: Path, forked: bool
             return
         pause.wait(0.05)
     pytest.fail(f"still running: {[pid for pid in pids if _is_running(pid)]}")
+
+
+def test_what_vllm_says_by_itself_is_no_problem_of_a_run() -> None:
+    lines = [
+        "INFO 11-21 10:00:00 [core.py:1] Initializing an engine",
+        "WARNING 11-21 10:00:00 [config.py:2] no GPU was found",
+        "WARNING offload_core.tier: tier 'disk': damaged object, deleting it",
+        "ERROR asyncio: Task exception was never retrieved",
+        "(EngineCore pid=7) Traceback (most recent call last):",
+        "{'WARNING': 'in a text'}",
+    ]
+    assert logged_problems(lines) == lines[2:5]
 
 
 def _is_running(pid: int) -> bool:
