@@ -41,6 +41,7 @@ def test_an_operator_sees_the_template_beside_the_bundled_plugins(clean: CleanEn
     assert found == {
         ("cpu", "offload-core", core),
         ("disk", "offload-core", core),
+        ("nfs", "offload-core", core),
         ("sqlite", "offload-backend-sqlite", "0.1.0"),
     }
 

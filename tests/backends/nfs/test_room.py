@@ -154,10 +154,9 @@ def test_the_room_of_a_dead_process_comes_back(world: World) -> None:
         victim.advance()
     victim.kill()
     assert put(other, [2], size=500) == [REJECTED]
-    world.debris_bytes = 0
     pass_time(world, [other], 4 * LEASE)
     assert other.place.is_keeper
-    assert other.place.state.occupied_bytes == 0
+    assert other.place.state.occupied_bytes == world.debris_bytes == 300  # what it had begun to write still counts
     assert put(other, [2], size=500) == [STORED]
 
 
@@ -178,6 +177,22 @@ def test_a_process_that_was_stopped_for_long_writes_nothing_before_it_has_joined
         sleeper.do(sleeper.place.step)
     assert "for dead" in caplog.text
     assert put(sleeper, [2], size=300) == [STORED]
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_an_object_that_two_processes_delete_is_taken_out_once(world: World, turns: int) -> None:
+    one, other = joined(world), joined(world)
+    put(one, [0, 1])
+    one.start(lambda: one.discard([key(0)]))
+    while not one.place.state.condemned:
+        one.advance()
+    for _ in range(turns):
+        one.advance()
+    other.do(lambda: other.discard([key(0)]))
+    one.finish()
+    assert there(world) == [1]
+    other.do(other.place.refresh)
+    assert other.place.state.occupied_bytes == 100
 
 
 def test_a_new_account_counts_what_is_there_before_anything_is_stored(world: World) -> None:

@@ -93,6 +93,7 @@ def stay_under_the_limit(writers: Writers, folder: Path, seconds: float) -> None
     assert max(seen) <= CAPACITY
     assert max(seen) > CAPACITY // 2, "the limit was never near"
     assert all(count["stored"] and count["loaded"] for count in counts), counts
+    assert sum(count["stored"] for count in counts) * 32 * KIB > CAPACITY, "nothing had to be evicted"
 
 
 def test_processes_at_full_speed_stay_under_one_limit_and_read_whole_objects(
