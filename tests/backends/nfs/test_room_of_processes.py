@@ -117,6 +117,7 @@ def test_processes_at_full_speed_stay_under_one_limit_for_a_minute(writers: Writ
     stay_under_the_limit(writers, memory_folder / "objects", 60.0)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_processes_keep_one_limit_on_an_object_store(
     writers: Writers, s3_options: dict[str, Any], s3_server: Any
@@ -137,19 +138,32 @@ def test_processes_keep_one_limit_on_an_object_store(
 
 
 def test_what_a_second_process_stores_meets_the_same_limit(memory_folder: Path, nfs: Nfs) -> None:
-    async def check() -> None:
-        first, second = (nfs(url=f"file://{memory_folder}/objects", capacity=1000 * KIB) for _ in range(2))
-        await first.open()
-        await second.open()
-        held = await first.prepare_store([key(1)], [600 * KIB])
-        assert held.outcomes == (None,)
-        refused = await second.prepare_store([key(2)], [600 * KIB])
-        assert refused.outcomes == (StoreOutcome.REJECTED,)
-        await held.release()
-        granted = await second.prepare_store([key(2)], [600 * KIB])
-        assert granted.outcomes == (None,)
-        await granted.release()
-        await first.close()
-        await second.close()
+    asyncio.run(two_meet_one_limit(nfs, {"url": f"file://{memory_folder}/objects"}))
 
-    asyncio.run(check())
+
+def test_what_a_second_process_stores_on_an_object_store_meets_the_same_limit(
+    s3_options: dict[str, Any], nfs: Nfs
+) -> None:
+    asyncio.run(two_meet_one_limit(nfs, s3_options))
+
+
+async def two_meet_one_limit(nfs: Nfs, options: dict[str, Any]) -> None:
+    """Let two backends ask for more than half of the capacity each."""
+    first, second = (nfs(**options, capacity=1000 * KIB) for _ in range(2))
+    await first.open()
+    await second.open()
+    held = await first.prepare_store([key(1)], [600 * KIB])
+    assert held.outcomes == (None,)
+    refused = await second.prepare_store([key(2)], [600 * KIB])
+    assert refused.outcomes == (StoreOutcome.REJECTED,)
+    await held.release()
+    granted = await second.prepare_store([key(2)], [600 * KIB])
+    assert granted.outcomes == (None,)
+    assert await second.store([key(2)], [memoryview(bytes(600 * KIB))]) == [StoreOutcome.STORED]
+    await granted.release()
+    await first.delete([key(2)])
+    again = await first.prepare_store([key(3)], [1000 * KIB])
+    assert again.outcomes == (None,)
+    await again.release()
+    await first.close()
+    await second.close()
