@@ -17,7 +17,7 @@ import pytest
 
 from offload_core.testing.engine import Round, RunResult, compare, logged_problems
 from tests.engine.lab import Lab, count, served
-from tests.engine.media import Storage
+from tests.engine.media import SMALL_BYTES, Storage
 
 pytestmark = pytest.mark.long
 
@@ -118,3 +118,13 @@ def test_one_stores_one_loads_and_a_third_process_evicts(
     assert count(storing, "load_hits", tier) == 0
     assert count(loading, "stores", tier) == 0
     assert sum(sum(served(loading, index).values()) for index in range(4)) > 0
+
+
+def test_one_stores_and_one_loads_under_one_limit(gemma3: Lab, storage: Stores) -> None:
+    shared = storage("nfs-file")
+    shared.tiers[0] |= {"capacity": 3 * SMALL_BYTES, "eviction_grace": 1}
+    storing, loading = _share(gemma3, shared)
+    there = [len(found.read() or b"") for found in shared.objects()]
+    assert sum(there) <= 3 * SMALL_BYTES
+    assert count(storing, "stores", "shared") > len(there), "what was there has made room"
+    assert count(loading, "stores", "shared") == 0
