@@ -67,6 +67,7 @@ def test_every_object_damaged(lab: Lab, kv: Path, damage: Callable[[Path, int], 
     assert all(served(healed).values())
 
 
+@pytest.mark.parametrize("lab", ["gemma3", pytest.param("qwen3_next", marks=pytest.mark.long)], indirect=True)
 def test_folder_removed_between_lookup_and_load(lab: Lab, kv: Path, tmp_path: Path) -> None:
     transfer = ours(kv)
     transfer["kv_connector_extra_config"]["backends"][0]["type"] = "vanishing-disk"
@@ -102,6 +103,7 @@ def test_folder_removed_while_the_engine_knows_what_was_in_it(gemma3: Lab, tmp_p
     assert all(served(result, 2).values())
 
 
+@pytest.mark.parametrize("lab", ["gemma3", pytest.param("qwen3_next", marks=pytest.mark.long)], indirect=True)
 def test_read_only_mount(lab: Lab, kv: Path, read_only: Callable[[Path], None]) -> None:
     rounds = [Round(name="prompts", prompts=[*_rounds(lab)[0].prompts, *lab.prompts(900, family=31)])]
     _flip_a_byte(objects(kv)[0], 0)

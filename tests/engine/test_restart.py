@@ -61,8 +61,9 @@ def test_new_prompts_mix_with_known_ones(lab: Lab, tmp_path: Path) -> None:
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
+@pytest.mark.long
 def test_engine_core_in_a_process_of_its_own_is_served_what_another_has_stored(gemma3: Lab, tmp_path: Path) -> None:
-    """It costs half a minute to start one; the server test stores in one, the long test below does both."""
+    """It costs half a minute to start one, and the server test does so too."""
     rounds = [Round(name="prompts", prompts=gemma3.prompts(700, 1283, family=4))]
     gemma3.run(rounds, ours(tmp_path / "kv"))
     own_process = gemma3.run(rounds, ours(tmp_path / "kv"), OWN_PROCESS)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from offload_core.testing.engine import Round, compare
 from tests.engine.lab import Lab, count, objects, ours, served
 
 
+@pytest.mark.long
 def test_what_was_loaded_from_disk_is_served_from_memory_the_next_time(gemma3: Lab, tmp_path: Path) -> None:
     prompts = gemma3.prompts(700, 1283, family=6)
     first_rounds = [Round(name="stored", prompts=prompts)]

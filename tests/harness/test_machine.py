@@ -71,7 +71,7 @@ def test_the_machine_passes_the_contracts_reference_backend() -> None:
 
 def test_the_machine_passes_the_disk(tmp_path: Path) -> None:
     (disk,) = offload_register_backends()
-    check_with_machine(disk, {"path": tmp_path / "objects"})
+    check_with_machine(disk, {"path": tmp_path / "objects"}, settings=SOME)
     assert not list(tmp_path.rglob("*.kv")), "every example deletes its objects"
 
 

@@ -47,7 +47,8 @@ CONNECTION = (
 NEXT_USE = "(SELECT coalesce(max(uses), 0) + 1 FROM objects)"
 TAKEN = "SELECT (SELECT coalesce(sum(nbytes), 0) FROM objects) + (SELECT coalesce(sum(nbytes), 0) FROM holds)"
 EVICTABLE = "SELECT key, nbytes FROM objects WHERE key NOT IN (SELECT key FROM holds) ORDER BY uses"
-OWN_ROOM = "SELECT rowid FROM holds WHERE owner = ? AND key = ? AND nbytes >= ? LIMIT 1"
+# The smallest that is enough: several calls may hold room for one key, and one must not take what another needs.
+OWN_ROOM = "SELECT rowid FROM holds WHERE owner = ? AND key = ? AND nbytes >= ? ORDER BY nbytes LIMIT 1"
 
 
 class Database:

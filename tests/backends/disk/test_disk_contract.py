@@ -11,6 +11,7 @@ from offload_backend_disk.plugin import DISK
 
 from offload_core.keys import ObjectKey
 from offload_core.testing.contract import BackendContract
+from offload_core.testing.machine import EXAMPLES
 
 
 class TestDisk(BackendContract):
@@ -27,9 +28,16 @@ class TestDisk(BackendContract):
 
 
 class TestDiskWithALimit(TestDisk):
+    machine_examples = 60  # the long tests run them all
+
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:
         return {"path": str(tmp_path / "objects"), "capacity": "1GiB"}
+
+
+@pytest.mark.long
+class TestDiskWithALimitAtLength(TestDiskWithALimit):
+    machine_examples = EXAMPLES
 
 
 @pytest.mark.long
