@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -134,6 +135,13 @@ def words(value: object) -> str:
     if isinstance(value, dict):
         return " ".join(f"{name} {what}" for name, what in value.items())
     return " ".join(value) if isinstance(value, list) else ""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interrupts_arrive() -> None:
+    """What a shell starts in the background ignores interrupts, and so would all that it starts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

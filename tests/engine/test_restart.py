@@ -86,6 +86,7 @@ def test_engine_core_in_a_process_of_its_own(lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.every_version
+@pytest.mark.parametrize("lab", ["gemma3", pytest.param("qwen3_next", marks=pytest.mark.long)], indirect=True)
 def test_preemption_and_eviction_in_a_small_cache(lab: Lab, tmp_path: Path) -> None:
     prompts = [
         prompt
