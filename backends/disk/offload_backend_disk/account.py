@@ -134,11 +134,11 @@ class Account:
         """Note that objects were used. It is written down with the next transaction."""
         self._notes.touch(keys)
 
-    def pin(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Keep all processes from evicting objects, until as many :meth:`unpin`; says which are there."""
-        present = self._pins.pin(keys, lambda key: self._layout.nbytes(key) is not None)
-        self.touch(key for key, there in zip(keys, present, strict=True) if there)
-        return present
+    def pin(self, keys: Sequence[ObjectKey]) -> list[int | None]:
+        """Keep all processes from evicting objects, until as many :meth:`unpin`; returns the sizes of those there."""
+        sizes = self._pins.pin(keys, self._layout.nbytes)
+        self.touch(key for key, size in zip(keys, sizes, strict=True) if size is not None)
+        return sizes
 
     def unpin(self, keys: Iterable[ObjectKey]) -> None:
         """Undo :meth:`pin`, for the keys that it said are there."""
@@ -182,12 +182,12 @@ class Account:
             names: its objects whose hashes are above ``after`` and at most ``up_to``, as far as there are any.
         """
         namespace, pack = folder.parts[-3:-1]
-        sizes = {key: size for key in (self._layout.key(folder, name) for name in names) if (size := self._size(key))}
-        with self._transaction() as records:
+        listed = [self._layout.key(folder, name) for name in names]
+        with self._transaction() as records:  # in which nothing is removed: what is there now is there until its end
             known = records.hashes(namespace, pack, after, up_to)
-            fresh = [key for key, size in sizes.items() if known.get(key.chunk_hash) != size[0]]
-            found = ((key, size) for key in fresh if (size := self._size(key)))  # again: it may have gone meanwhile
-            records.put((key, nbytes, used) for key, (nbytes, used) in found)
+            sizes = {key: size for key in listed if (size := self._size(key))}
+            fresh = ((key, size) for key, size in sizes.items() if known.get(key.chunk_hash) != size[0])
+            records.put((key, nbytes, used) for key, (nbytes, used) in fresh)
             there = {key.chunk_hash for key in sizes}
             missing = [ObjectKey(namespace, pack, one) for one in known if one not in there]
             records.drop(key for key in missing if self._size(key) is None)

@@ -181,27 +181,22 @@ class DiskBackend(Backend[DiskOptions]):
 
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
         """Pin what is there. Without a capacity nothing is evicted: then sizes are enough."""
-        bounded, folder = self._bounded, self._folder
+        bounded = self._bounded
         if bounded is None:
-            sizes = await self.run_blocking(folder.sizes, keys)
+            sizes = await self.run_blocking(self._folder.sizes, keys)
             return LoadReservation([size is not None for size in sizes], nbytes=sizes)
-        present: list[bool] = []
-
-        def pin() -> list[int | None]:
-            present.extend(bounded.pin(keys))
-            return folder.sizes(keys)
-
+        sizes = []
         try:
-            sizes = await self.run_blocking(pin)
-        except BaseException:  # cancelled, the thread has ended nevertheless
-            bounded.unpin([key for key, there in zip(keys, present, strict=False) if there])
+            await self.run_blocking(lambda: sizes.extend(bounded.pin(keys)))
+        except asyncio.CancelledError:  # the thread has ended nevertheless
+            bounded.unpin([key for key, size in zip(keys, sizes, strict=False) if size is not None])
             raise
-        held = [key for key, there in zip(keys, present, strict=True) if there]
+        held = [key for key, size in zip(keys, sizes, strict=True) if size is not None]
 
         async def release() -> None:
             bounded.unpin(held)  # some microseconds; nothing in it waits
 
-        return LoadReservation(present, release, sizes)
+        return LoadReservation([size is not None for size in sizes], release, sizes)
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`."""

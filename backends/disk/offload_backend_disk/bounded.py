@@ -57,12 +57,12 @@ class BoundedFolder:
         """Let go of the account. Idempotent."""
         self._account.close()
 
-    def pin(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Keep all processes from evicting objects until :meth:`unpin`; says which are there."""
-        return self._account.pin(keys) if self._closed_by is None else self._folder.contains(keys)
+    def pin(self, keys: Sequence[ObjectKey]) -> list[int | None]:
+        """Keep all processes from evicting objects until :meth:`unpin`; returns the sizes of those that are there."""
+        return self._account.pin(keys) if self._closed_by is None else self._folder.sizes(keys)
 
     def unpin(self, keys: Sequence[ObjectKey]) -> None:
-        """Undo :meth:`pin`, for the keys that it said are there."""
+        """Undo :meth:`pin`, for the keys whose size it told."""
         self._account.unpin(keys)
 
     def reserve(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> Room:

@@ -55,16 +55,16 @@ class Pins:
             self._close()
             self._counts.clear()
 
-    def pin(self, keys: Sequence[ObjectKey], present: Callable[[ObjectKey], bool]) -> list[bool]:
+    def pin(self, keys: Sequence[ObjectKey], size_of: Callable[[ObjectKey], int | None]) -> list[int | None]:
         """Keep everybody from evicting objects, until as many :meth:`unpin`.
 
         Args:
-            present: says whether an object is there; it is asked when nobody can evict the object any more.
+            size_of: an object's bytes, ``None`` where none is; it is asked when nobody can evict the object any more.
 
         Returns:
-            Per key whether its object is there, and so pinned.
+            Per key the bytes of its object, which is pinned, or ``None`` where none is there.
         """
-        return [self._pin(key, present) for key in keys]
+        return [self._pin(key, size_of) for key in keys]
 
     def unpin(self, keys: Iterable[ObjectKey]) -> None:
         """Undo :meth:`pin`, for keys of which it said that they are there."""
@@ -89,18 +89,18 @@ class Pins:
         with self.without(key) as free:
             return free
 
-    def _pin(self, key: ObjectKey, present: Callable[[ObjectKey], bool]) -> bool:
+    def _pin(self, key: ObjectKey, size_of: Callable[[ObjectKey], int | None]) -> int | None:
         with self._lock:
             if key not in self._counts and not _set(self._pinning, fcntl.F_RDLCK, key):
-                return False  # somebody evicts it right now
+                return None  # somebody evicts it right now
             self._counts[key] = self._counts.get(key, 0) + 1
-        there = False
+        nbytes: int | None = None
         try:
-            there = present(key)  # not under the lock, for which the event loop waits: a hung disk may take for ever
+            nbytes = size_of(key)  # not under the lock, for which the event loop waits: a hung disk may take for ever
         finally:
-            if not there:
+            if nbytes is None:
                 self.unpin([key])
-        return there
+        return nbytes
 
     def _release(self, key: ObjectKey) -> None:
         self._counts[key] -= 1
