@@ -124,16 +124,10 @@ class NfsBackend(Backend[NfsOptions]):
 
         Sizes that this process does not know are asked for. Cancelled, nothing stays pinned.
         """
-        if self._bounded is None:
-            sizes = await self._sizes(keys)
-            return LoadReservation([sizes[key] is not None for key in keys], nbytes=[sizes[key] for key in keys])
-        reservation = await self._bounded.prepare_load(keys, self.contains)
-        try:
-            sizes = await self._sizes([key for key, there in zip(keys, reservation.present, strict=True) if there])
-        except BaseException:
-            await reservation.release()
-            raise
-        return LoadReservation(reservation.present, reservation.release, [sizes.get(key) for key in keys])
+        if self._bounded is not None:
+            return await self._bounded.prepare_load(keys, self._sizes)
+        sizes = await self._sizes(keys)
+        return LoadReservation([size is not None for size in sizes], nbytes=sizes)
 
     async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
         """Take room, where there is a capacity. Cancelled, it is given back."""
@@ -187,11 +181,11 @@ class NfsBackend(Backend[NfsOptions]):
             if count:
                 logger.info("tier %r: removed %d leftovers of killed writers", self.context.name, count)
 
-    async def _sizes(self, keys: Sequence[ObjectKey]) -> dict[ObjectKey, int | None]:
+    async def _sizes(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         """Return the sizes of objects, ``None`` where there is none. Cancelled, it waits for what it has begun."""
         sizes = dict(zip(keys, self._known.recall_sizes(keys, self.options.lookup_cache_seconds), strict=True))
         sizes.update(await self._look_for([key for key, size in sizes.items() if size is None]))
-        return sizes
+        return [sizes[key] for key in keys]
 
     async def _look_for(self, keys: Sequence[ObjectKey]) -> dict[ObjectKey, int | None]:
         """Ask the medium for the sizes of objects, in batches. Cancelled, it waits for the requests that have begun."""

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _KEEPER_STEP_SECONDS = 2.0
 _LEAST_STEP_SECONDS = 0.1
 
-Contains = Callable[[Sequence[ObjectKey]], Awaitable[Sequence[bool]]]
+Sizes = Callable[[Sequence[ObjectKey]], Awaitable[Sequence[int | None]]]
 
 
 class RunBlocking(Protocol):
@@ -48,23 +48,28 @@ class BoundedTier:
         self._housekeeping.cancel()
         await asyncio.wait([self._housekeeping])
 
-    async def prepare_load(self, keys: Sequence[ObjectKey], contains: Contains) -> LoadReservation:
-        """Pin what is there. Cancelled, nothing stays pinned."""
+    async def prepare_load(self, keys: Sequence[ObjectKey], sizes_of: Sizes) -> LoadReservation:
+        """Pin what is there and is not about to go. Cancelled, nothing stays pinned.
+
+        Args:
+            sizes_of: returns, per key, its object's bytes, ``None`` where none is there.
+        """
         self.place.pin(keys)  # before the look, so that nothing of this process takes it away in between
-        held: list[ObjectKey] = list(keys)
         try:
-            present = await contains(keys)
+            found = await sizes_of(keys)
         except BaseException:
-            self.place.unpin(held)
+            self.place.unpin(keys)
             raise
-        self.place.unpin([key for key, there in zip(keys, present, strict=True) if not there])
-        held = [key for key, there in zip(keys, present, strict=True) if there]
+        leaving = self.place.hidden(keys)
+        sizes = [None if hidden else size for size, hidden in zip(found, leaving, strict=True)]
+        self.place.unpin([key for key, size in zip(keys, sizes, strict=True) if size is None])
+        held = [key for key, size in zip(keys, sizes, strict=True) if size is not None]
         self.place.note_use(held)
 
         async def release() -> None:
             self.place.unpin(held)
 
-        return LoadReservation(present, release)
+        return LoadReservation([size is not None for size in sizes], release, sizes)
 
     async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
         """Take room. Cancelled, it is given back once the thread has ended."""

@@ -62,13 +62,17 @@ class ObjectStore(Medium):
 
     def load(self, name: str, buffer: memoryview) -> LoadOutcome:
         """See :meth:`Medium.load`."""
-        data = self.read_small(name)
+        data = self._fetch(name, len(buffer))
         if data is None:
             return LoadOutcome.MISS
         if len(data) != len(buffer):
             return LoadOutcome.CORRUPT
-        copy_into(buffer, data)
+        _copy_into(buffer, data)
         return LoadOutcome.HIT
+
+    def _fetch(self, name: str, nbytes: int) -> bytes | None:
+        """Return an object, ``None`` where none is; anything of another size where it has not ``nbytes``."""
+        return self.read_small(name)
 
     def store(self, name: str, buffer: memoryview) -> None:
         """See :meth:`Medium.store`."""
@@ -207,7 +211,7 @@ class RenamingStore(ObjectStore):
         return count
 
 
-def copy_into(buffer: memoryview, data: bytes) -> None:
+def _copy_into(buffer: memoryview, data: bytes) -> None:
     """Copy an object into a buffer of its size; numpy lets other threads run meanwhile (C8), a slice would not."""
     np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(data, np.uint8))
 

@@ -98,12 +98,7 @@ class PosixShare(Medium):
 
     def store(self, name: str, buffer: memoryview) -> None:
         """See :meth:`Medium.store`."""
-        temporary = self._write_temporary(buffer)
-        try:
-            self._give_name(temporary, self._path(name), len(buffer))
-        except BaseException:
-            _unlink_quietly(temporary)
-            raise
+        self._write(name, buffer, sync=True)
 
     def create(self, name: str, data: bytes) -> bool:
         """See :meth:`Medium.create`; by a hard link, which exists whole or not at all."""
@@ -133,9 +128,12 @@ class PosixShare(Medium):
 
     def write_small(self, name: str, data: bytes) -> None:
         """See :meth:`Medium.write_small`."""
-        temporary = self._write_temporary(memoryview(data), sync=False)
+        self._write(name, memoryview(data), sync=False)
+
+    def _write(self, name: str, buffer: memoryview, *, sync: bool) -> None:
+        temporary = self._write_temporary(buffer, sync=sync)
         try:
-            self._give_name(temporary, self._path(name), len(data))
+            self._give_name(temporary, self._path(name), len(buffer))
         except BaseException:
             _unlink_quietly(temporary)
             raise

@@ -11,8 +11,7 @@ from typing import Any
 
 from fsspec.asyn import sync
 
-from offload_backend_nfs.object_store import AT_ONCE, ObjectStore, copy_into
-from offload_core.backend import LoadOutcome
+from offload_backend_nfs.object_store import AT_ONCE, ObjectStore
 
 _DELETE_BATCH = 1000
 """What S3 takes in one request."""
@@ -74,15 +73,10 @@ class S3Store(ObjectStore):
         if creator is not None:
             self._fs.close_session(self._fs.loop, creator)
 
-    def load(self, name: str, buffer: memoryview) -> LoadOutcome:
-        """See :meth:`Medium.load`: one request, and no body where the size is another."""
-        data = sync(self._fs.loop, self._get, name, len(buffer))
-        if data is None:
-            return LoadOutcome.MISS
-        if len(data) != len(buffer):
-            return LoadOutcome.CORRUPT
-        copy_into(buffer, data)
-        return LoadOutcome.HIT
+    def _fetch(self, name: str, nbytes: int) -> bytes | None:
+        """See :meth:`ObjectStore._fetch`: one request, and no body where the size is another."""
+        data: bytes | None = sync(self._fs.loop, self._get, name, nbytes)
+        return data
 
     def store(self, name: str, buffer: memoryview) -> None:
         """See :meth:`Medium.store`; a large object in parts, several at once.
