@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -43,16 +44,20 @@ def writers() -> Iterator[Writers]:
 
 
 def used(folder: Path) -> int:
-    """Return the bytes of all objects, and of those that are being written."""
-    total = 0
-    for path in [*folder.glob("*/*/*/*.kv"), *folder.glob(".temporary/*")]:
-        try:
-            status = path.stat()
-        except FileNotFoundError:
-            continue
-        # The account's own small files are temporary for a moment too, and a written one has two names for a moment.
-        total += status.st_size if status.st_nlink == 1 and status.st_size >= 4 * KIB else 0
-    return total
+    """Return the bytes of all objects, and of those that are being written, that were there at one moment."""
+    paths = [*folder.glob("*/*/*/*.kv"), *folder.glob(".temporary/*")]
+    before, after = ({path: status(path) for path in paths} for _ in range(2))
+    # What is the same file in both passes was there between them; a key may be stored anew while others are looked at.
+    there = [now for path, now in after.items() if now and (then := before[path]) and now.st_ino == then.st_ino]
+    # The account's own small files are temporary for a moment too, and a written one has two names for a moment.
+    return sum(one.st_size for one in there if one.st_nlink == 1 and one.st_size >= 4 * KIB)
+
+
+def status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
 
 
 def ended(process: subprocess.Popen[str]) -> dict[str, int]:
