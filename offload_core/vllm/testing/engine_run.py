@@ -39,27 +39,22 @@ _SHUTDOWN_SECONDS = 30.0
 
 def run(spec: RunSpec) -> RunResult:
     """Run ``spec`` in this process; at most one call per process, since vLLM keeps global state."""
-    started = time.perf_counter()
-    engine = _start_engine(spec)
-    start_seconds = time.perf_counter() - started
+    session = EngineSession(spec)
     try:
-        session = _Session(engine, spec.logprobs)
-        warm_up_seconds = session.warm_up() if spec.warm_up else 0.0
         rounds = [session.run_round(index, item) for index, item in enumerate(spec.rounds)]
         workloads = [session.run_workload(item) for item in spec.workloads]
-        metrics, facts = _metrics(), _engine_facts(engine)
+        metrics, facts = session.metrics(), session.facts()
     finally:
         stopping = time.perf_counter()
-        engine.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
-        engine.renderer.shutdown()
+        session.shutdown()
         shutdown_seconds = time.perf_counter() - stopping
     return RunResult(
         rounds=rounds,
         workloads=workloads,
         metrics=metrics,
         engine=facts,
-        start_seconds=start_seconds,
-        warm_up_seconds=warm_up_seconds,
+        start_seconds=session.start_seconds,
+        warm_up_seconds=session.warm_up_seconds,
         shutdown_seconds=shutdown_seconds,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         children_peak_rss_bytes=resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
@@ -100,16 +95,39 @@ def _transfer_config(settings: dict[str, Any] | None) -> Any:
     return None if settings is None else KVTransferConfig(**settings)
 
 
-class _Session:
-    """Feeds rounds to an engine and gathers what comes back."""
+class EngineSession:
+    """An engine in this process: feeds rounds to it and gathers what comes back.
 
-    def __init__(self, engine: Any, logprobs: int) -> None:
-        self._engine = engine
-        self._logprobs = logprobs
+    At most one per process, since vLLM keeps global state. ``spec.rounds`` and ``spec.workloads`` are the caller's.
+    """
+
+    def __init__(self, spec: RunSpec) -> None:
+        started = time.perf_counter()
+        self._engine = _start_engine(spec)
+        self.start_seconds = time.perf_counter() - started
+        self._logprobs = spec.logprobs
         self._prefill: dict[str, Any] = {}
         self._adapters: dict[str, int] = {}
-        self._get_output = engine.engine_core.get_output
-        engine.engine_core.get_output = self._tapped_output
+        self._get_output = self._engine.engine_core.get_output
+        self._engine.engine_core.get_output = self._tapped_output
+        try:
+            self.warm_up_seconds = self._warm_up() if spec.warm_up else 0.0
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def shutdown(self) -> None:
+        """End the engine, giving what is on its way to storage the time that its configuration allows."""
+        self._engine.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
+        self._engine.renderer.shutdown()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the present values, as :class:`RunResult` has them."""
+        return _metrics()
+
+    def facts(self) -> dict[str, Any]:
+        """Describe the engine, as :class:`RunResult` has it."""
+        return _engine_facts(self._engine)
 
     def _tapped_output(self) -> Any:
         """The engine core's outputs, after noting each request's prefill statistics."""
@@ -119,7 +137,7 @@ class _Session:
                 self._prefill.setdefault(output.request_id, output.prefill_stats)
         return outputs
 
-    def warm_up(self) -> float:
+    def _warm_up(self) -> float:
         """Run one request shorter than any block and return the seconds it took."""
         prompt = PromptSpec(name="warm-up", token_ids=[5] * 16, max_tokens=4)
         return self.run_round(-1, Round(name="warm-up", prompts=[prompt])).seconds
