@@ -15,6 +15,12 @@ COUNTERS = {
     "load_failures": "objects whose load ended in an error",
     "load_timeouts": "loads that were not finished at their deadline",
     "load_late": "objects that arrived after nobody wanted them any more; they are dropped",
+    "jobs": "loads of a request, and batches to store on one tier, that were begun",
+    "jobs_done": "jobs that were done in full",
+    "jobs_failed": "jobs of which something was not moved",
+    "jobs_timed_out": "jobs that were not done at their deadline",
+    "jobs_cancelled": "jobs that nobody wanted any more",
+    "jobs_retired": "jobs that have ended and hold no memory",
     "load_bytes": "bytes loaded and verified, as the medium has them",
     "load_raw_bytes": "bytes loaded and verified by tiers with compression, after decompressing",
     "stores": "objects stored",
@@ -34,6 +40,11 @@ COUNTERS = {
 }
 """Every counter's name and meaning."""
 
+GAUGES = {
+    "draining_leases": "buffers that calls of the backend still hold for jobs that have ended",
+}
+"""Every gauge's name and meaning. Gauges are counted up and down, so that reports add up as counters' do."""
+
 
 class Counters:
     """Thread-safe counts by ``(counter, tier)``; ``take`` hands over what came since the last call."""
@@ -43,15 +54,19 @@ class Counters:
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def add(self, name: str, tier: str, amount: int = 1) -> None:
-        """Count ``amount`` more of ``name``, a key of :data:`COUNTERS`, for ``tier``."""
-        if name not in COUNTERS:
-            raise KeyError(f"unknown counter {name!r}; known: {', '.join(COUNTERS)}")
+        """Count ``amount`` more of ``name``, a key of :data:`COUNTERS` or :data:`GAUGES`, for ``tier``.
+
+        Args:
+            amount: less than zero only for a gauge.
+        """
+        if name not in COUNTERS and name not in GAUGES:
+            raise KeyError(f"unknown counter {name!r}; known: {', '.join((*COUNTERS, *GAUGES))}")
         if amount:
             with self._lock:
                 self._counts[name, tier] += amount
 
     def take(self) -> dict[tuple[str, str], int]:
-        """Return the counts since the last call and start again from zero."""
+        """Return the counts since the last call and start again from zero; for a gauge that is its change."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
-        return dict(counts)
+        return {key: count for key, count in counts.items() if count}

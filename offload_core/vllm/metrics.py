@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from offload_core.stats import COUNTERS
+from offload_core.stats import COUNTERS, GAUGES
 
 _SEPARATOR = "|"
 
@@ -43,7 +43,7 @@ class HybridOffloadStats(KVConnectorStats):
 
 
 class HybridOffloadPromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter per entry of :data:`offload_core.stats.COUNTERS`, labelled by tier."""
+    """One Prometheus counter or gauge per entry of :mod:`offload_core.stats`' tables, labelled by tier."""
 
     def __init__(
         self,
@@ -53,17 +53,18 @@ class HybridOffloadPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            name: self._counter_cls(
+        self._metrics = {
+            name: metric(
                 name=f"vllm:hybrid_offload_{name}",
                 documentation=f"offload-core: {text}.",
                 labelnames=[*labelnames, "tier"],
             )
-            for name, text in COUNTERS.items()
+            for metric, table in ((self._counter_cls, COUNTERS), (self._gauge_cls, GAUGES))
+            for name, text in table.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report's counts."""
         for key, count in transfer_stats_data.items():
             name, tier = key.split(_SEPARATOR, 1)
-            self._counters[name].labels(*self.per_engine_labelvalues[engine_idx], tier).inc(count)
+            self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], tier).inc(count)
