@@ -66,6 +66,10 @@ class BackendConfig(BaseModel):
             examples=["200ms"],
         ),
     ] = None
+    store_timeout_seconds: Annotated[
+        Seconds | None,
+        Field(gt=0, description="deadline of a store to this tier; by default the global one", examples=["10s"]),
+    ] = None
     write_policy: Annotated[
         WritePolicyName,
         Field(
@@ -134,6 +138,10 @@ class OffloadSettings(BaseModel):
     load_timeout_seconds_per_mib: Annotated[
         Seconds, Field(description="added to a load's deadline for each MiB it reads", examples=["50ms", 0.05])
     ] = 0.05
+    store_timeout_seconds: Annotated[
+        Seconds,
+        Field(gt=0, description="an object that a tier has not stored by then, its time in the queue included, is not"),
+    ] = 30.0
     lookup_timeout_seconds: Annotated[
         Seconds, Field(gt=0, description="a tier that has not answered a lookup by then counts as a miss")
     ] = 1.0

@@ -28,6 +28,8 @@ COUNTERS = {
     "store_rejected": "objects that a backend had no room for",
     "store_failures": "objects whose store ended in an error",
     "store_dropped": "objects not stored because staging memory, or the tier's share of it, was full",
+    "store_timeouts": "objects that were not stored at their deadline",
+    "store_late": "objects of these that were stored after all",
     "store_declined": "objects not stored because the tier's write policy left them out",
     "store_bytes": "bytes stored, as the medium has them",
     "store_raw_bytes": "bytes stored by tiers with compression, before compressing",

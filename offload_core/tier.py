@@ -44,6 +44,7 @@ class Tier:
         load_timeout_seconds: base deadline of a load when the tier has none of its own.
         plugins: those that may wrap the backend.
         observers: told what happens; ``None`` when there are none.
+        store_timeout_seconds: deadline of a store when the tier has none of its own.
 
     Raises at construction:
         PluginError: a plugin failed to wrap the backend.
@@ -56,12 +57,15 @@ class Tier:
         counters: Counters,
         plugins: PluginRegistry | None = None,
         observers: EventDelivery | None = None,
+        *,
+        store_timeout_seconds: float = 30.0,
     ) -> None:
         self.name = config.common.name
         self.keys = config.common
         """The keys that every tier has, as configured."""
         self.load_weight = config.common.load_weight
         self.load_timeout_seconds = config.common.load_timeout_seconds or load_timeout_seconds
+        self.store_timeout_seconds = config.common.store_timeout_seconds or store_timeout_seconds
         self._counters = counters
         self._executor = DaemonExecutor(config.common.io_threads, f"offload-{self.name}")
         backend = config.backend_type.backend(config.options, BackendContext(self.name, self._executor))
@@ -77,8 +81,6 @@ class Tier:
         self.load_slots = asyncio.Semaphore(2 * config.common.io_threads)
         """Held by the caller around :meth:`load`, from before it takes staging memory."""
         self._changes: deque[TierChange] | None = None if self.capabilities.shared else deque()
-        # One more than threads, so that they go on writing; no more, since a load would have to wait for it.
-        self._store_slots = asyncio.Semaphore(config.common.io_threads + 1)
         self._pending_lookups = 0
         self._failing: set[events.Operation] = set()
         self.observers = observers
@@ -189,11 +191,10 @@ class Tier:
         """Store a batch of sealed objects; returns, per object, whether the tier has it now."""
         keys = [staged.key for staged in objects]
         scratch: list[Lease] = []
+        started = time.monotonic()
         try:
-            async with self._store_slots:
-                started = time.monotonic()
-                forms = await _answer(self._stored_forms(objects, keys, scratch))
-                outcomes = await _answer(self._store_wanted(forms))
+            forms = await _answer(self._stored_forms(objects, keys, scratch))
+            outcomes = await _answer(self._store_wanted(forms))
         except Exception as error:
             self._failed("store", keys, error)
             self._counters.add("store_failures", self.name, len(keys))

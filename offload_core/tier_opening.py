@@ -37,7 +37,14 @@ def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters, *, only_sh
     problems: list[str] = []
     for tier_config in config.tiers:
         try:
-            tier = Tier(tier_config, settings.load_timeout_seconds, counters, config.plugins, delivery)
+            tier = Tier(
+                tier_config,
+                settings.load_timeout_seconds,
+                counters,
+                config.plugins,
+                delivery,
+                store_timeout_seconds=settings.store_timeout_seconds,
+            )
         except FOREIGN_ERRORS as error:  # a plugin may raise anything; the other tiers' problems are to be told too
             problems.append(_cannot_be_opened(tier_config.common.name, error))
             continue
