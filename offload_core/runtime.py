@@ -35,8 +35,8 @@ class DaemonExecutor(Executor):
     """Runs calls on at most ``max_threads`` daemon threads, started as needed.
 
     A thread that is in one call for longer than ``stuck_after_seconds`` is *stuck*: it may never come back. It is not
-    one of the ``max_threads``, so another takes its place, up to twice as many threads in all. One that comes back after
-    all while there are enough others ends.
+    one of the ``max_threads``, so another takes its place, up to twice as many threads in all. One that comes back
+    while there are enough others ends.
 
     Args:
         stuck_after_seconds: by default never.
