@@ -57,6 +57,10 @@ class StoreLane:
 
     # For the engine thread
 
+    def admits(self) -> bool:
+        """Return whether the tier's breaker lets stores through; a refusal is counted."""
+        return self.tier.health.admits("store")
+
     def charge(self, nbytes: int, *, push_out: bool) -> bool:
         """Charge the tier for an object with a lease of ``nbytes`` bytes; returns whether its share has room.
 
@@ -79,7 +83,7 @@ class StoreLane:
         Args:
             submitted: when they were handed over, by the monotonic clock: their deadline counts from then.
         """
-        deadline = submitted + self.tier.store_timeout_seconds
+        deadline = submitted + self.tier.limits.store_timeout_seconds
         with self._lock:
             batch = self._queue.begin(stores, deadline)
             self._job_of[batch] = job = self._jobs.submit("store", self.name, deadline)
@@ -105,14 +109,19 @@ class StoreLane:
         self.start_calls()
 
     def start_calls(self) -> None:
-        """Start the tier's calls for what waits, as far as there are slots."""
-        while True:
+        """Start the tier's calls for what waits, as far as there are slots. What its breaker refuses is dropped."""
+        while self._queue.waiting_bytes:
+            admitted = self.tier.health.admits("store")
             with self._lock:
-                batch = self._queue.start_next()
-                if batch is None:
+                if not admitted:
+                    for batch, store in self._queue.make_room(self._queue.waiting_bytes):
+                        self._dropped(batch, store)
                     return
-                self._jobs.start(self._job_of[batch])
-            self._spawn(self._call(batch))
+                next_batch = self._queue.start_next()
+                if next_batch is None:
+                    return
+                self._jobs.start(self._job_of[next_batch])
+            self._spawn(self._call(next_batch))
 
     def unwatch(self) -> None:
         """Look at no more deadlines."""
@@ -139,6 +148,11 @@ class StoreLane:
             for batch, place in due:
                 self._counters.add("store_timeouts", self.name, len(batch.items))
                 self._cut_short(batch, place, JobState.TIMED_OUT)
+            hangs = not self._queue.running_in_time
+        for batch, place in due:
+            # What waited is evidence against the medium only where none of its calls is in time.
+            if place is Place.RUNNING or (place is Place.WAITING and hangs):
+                self.tier.health.timed_out("store", batch.items[0].key)
         self.watch()
         self.start_calls()
 

@@ -91,6 +91,11 @@ class StoreQueue(Generic[T]):
         return next(iter(self._on_time)).deadline if self._on_time else None
 
     @property
+    def waiting_bytes(self) -> int:
+        """What of the tier's share is taken by objects that wait."""
+        return self._waiting_bytes
+
+    @property
     def running_in_time(self) -> int:
         """Calls that are within their deadlines."""
         return self._running - self._overdue

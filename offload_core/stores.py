@@ -85,8 +85,8 @@ class Stores:
     def submit(self, objects: Sequence[TransferObject]) -> None:
         """Copy the objects' blocks to staging now and store them later, each on the tiers that take it.
 
-        The write policies are asked before anything is copied. To make room, the oldest stores that wait are dropped;
-        what finds none all the same is dropped itself. Both are counted.
+        The write policies and the tiers' breakers are asked before anything is copied. To make room, the oldest stores
+        that wait are dropped; what finds none all the same, or is refused, is dropped itself. All of it is counted.
         """
         submitted = time.monotonic()
         begun: list[tuple[OpenStore, list[StoreLane]]] = []
@@ -206,10 +206,10 @@ class Stores:
         return lanes
 
     def _charged(self, lanes: Sequence[StoreLane], nbytes: int, counter: str, *, push_out: bool) -> list[StoreLane]:
-        """Charge each tier that has room in its share, and return these; the others are counted."""
+        """Charge each tier that is well and has room in its share, and return these; the others are counted."""
         charged = []
         for lane in lanes:
-            if lane.charge(nbytes, push_out=push_out):
+            if lane.admits() and lane.charge(nbytes, push_out=push_out):
                 charged.append(lane)
             else:
                 self._counters.add(counter, lane.name)

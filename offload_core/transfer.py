@@ -39,8 +39,6 @@ from offload_core.transfer_objects import TransferObject, in_batches
 
 logger = logging.getLogger(__name__)
 
-_MIB = 1024 * 1024
-
 
 @dataclass(frozen=True)
 class LoadJob:
@@ -124,7 +122,6 @@ class TransferEngine:
         tiers: the fastest first.
         staging: a pool that nobody holds anything of.
         layouts: per pack name, the payload's layout.
-        per_mib_seconds: added to a tier's load deadline for each MiB of the job.
     """
 
     def __init__(
@@ -135,7 +132,6 @@ class TransferEngine:
         staging: StagingPool,
         copier: BlockCopier,
         layouts: Mapping[str, PackLayout],
-        per_mib_seconds: float,
         counters: Counters,
     ) -> None:
         self._io = io
@@ -143,7 +139,6 @@ class TransferEngine:
         self._staging = staging
         self._copier = copier
         self._layouts = layouts
-        self._per_mib_seconds = per_mib_seconds
         self._counters = counters
         self.jobs = JobTable(counters)
         """Everything that is under way."""
@@ -185,7 +180,7 @@ class TransferEngine:
         """
         tier = self._tiers[job.tier]
         nbytes = sum(object_bytes(self._layouts[o.key.pack].payload_bytes) for o in job.objects)
-        seconds = tier.load_timeout_seconds + self._per_mib_seconds * nbytes / _MIB - job.waited_seconds
+        seconds = tier.limits.load_seconds(nbytes) - job.waited_seconds
         entry = self.jobs.submit("load", job.tier, time.monotonic() + max(0.0, seconds))
         objects = {item.key: item for item in job.objects}
         self._wanted[entry.generation] = _WantedLoad(job.job_id, entry, job.objects, job.waited_seconds, objects)
