@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
@@ -53,7 +54,8 @@ class StoreLane:
         self._queue: StoreQueue[OpenStore] = StoreQueue(
             threads + 1, spare_slots=threads, weigh=lambda store: share.store_charge_bytes(store.nbytes)
         )
-        self._timer: asyncio.TimerHandle | None = None  # only for the I/O loop
+        self._timer: asyncio.TimerHandle | None = None  # only for the I/O loop, as is the next
+        self._stored_at = float("-inf")
 
     # For the engine thread
 
@@ -134,6 +136,8 @@ class StoreLane:
         stored: list[bool] = []
         try:
             stored = await self.tier.store([store.staged for store in batch.items])
+            if any(stored):
+                self._stored_at = time.monotonic()
         finally:
             with self._lock:
                 self._queue.ended(batch)
@@ -148,13 +152,21 @@ class StoreLane:
             for batch, place in due:
                 self._counters.add("store_timeouts", self.name, len(batch.items))
                 self._cut_short(batch, place, JobState.TIMED_OUT)
-            hangs = not self._queue.running_in_time
         for batch, place in due:
-            # What waited is evidence against the medium only where none of its calls is in time.
-            if place is Place.RUNNING or (place is Place.WAITING and hangs):
+            if self._is_evidence(batch, place):
                 self.tier.health.timed_out("store", batch.items[0].key)
         self.watch()
         self.start_calls()
+
+    def _is_evidence(self, batch: StoreBatch[OpenStore], place: Place) -> bool:
+        """Return whether a missed deadline tells something of the medium, and not only of a long queue.
+
+        A tier that has stored something since then is merely slow, unless it is on trial: then only this call counts.
+        """
+        if place is Place.PREPARING:
+            return False
+        on_trial = place is Place.RUNNING and not self.tier.health.available
+        return on_trial or self._stored_at < batch.deadline - self.tier.limits.store_timeout_seconds
 
     # For any thread, under the lock
 
@@ -204,9 +216,11 @@ class StoreLane:
         self._count_dropped(store)
         store.decide(self.name, stored=False)
         store.let_go(self.name)
-        self._jobs.let_go(self._job_of[batch], 1)
-        if not batch.items:
-            self._jobs.end(self._job_of.pop(batch), JobState.CANCELLED)
+        job = self._job_of[batch]
+        self._jobs.let_go(job, 1)
+        if not job.leases:  # the last one of its batch
+            del self._job_of[batch]
+            self._jobs.end(job, JobState.CANCELLED)
 
     def _count_dropped(self, store: OpenStore) -> None:
         self._counters.add("promotions_dropped" if store.promotion else "store_dropped", self.name)

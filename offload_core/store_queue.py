@@ -95,11 +95,6 @@ class StoreQueue(Generic[T]):
         """What of the tier's share is taken by objects that wait."""
         return self._waiting_bytes
 
-    @property
-    def running_in_time(self) -> int:
-        """Calls that are within their deadlines."""
-        return self._running - self._overdue
-
     def begin(self, items: Sequence[T], deadline: float) -> StoreBatch[T]:
         """Take up a batch that is being prepared.
 

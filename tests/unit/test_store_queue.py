@@ -148,7 +148,7 @@ class Queues(RuleBasedStateMachine):
                 assert batch.batch.items == batch.items
         in_time = [b for b in self.oracle.batches if b.place is not Place.GONE and not b.expired]
         assert self.queue.next_deadline == (in_time[0].deadline if in_time else None)
-        assert self.queue.running_in_time == sum(batch.place is Place.RUNNING for batch in in_time)
+        assert self.queue.waiting_bytes == sum(item.nbytes for _, item in self.oracle.waiting())
 
 
 TestQueues = Queues.TestCase

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from offload_core import object_format, store_lane
+from offload_core.backend import StoreOutcome
+from offload_core.keys import ObjectKey
 from offload_core.open_store import StoreResult
 from offload_core.runtime import IoLoop
 from offload_core.store_queue import Place
-from tests.unit.memory_backend import MemoryBackend
-from tests.unit.transfer_rig import SECONDS, Rig, item
+from tests.unit.memory_backend import MemoryBackend, key
+from tests.unit.transfer_rig import PACK, SECONDS, Rig, item
 
 LEASE = 2 * 4096
 """Bytes of staging that an object of the rig takes."""
@@ -289,6 +291,127 @@ def timers(io: IoLoop) -> int:
     handles = io.loop._scheduled  # type: ignore[attr-defined]  # asyncio has no public way to count them
     ours = [handle for handle in handles if handle._callback and handle._callback.__module__ == store_lane.__name__]
     return sum(not handle.cancelled() for handle in ours)
+
+
+# Tiers that are not used
+
+
+def test_what_the_breaker_refuses_is_not_copied_and_is_told_at_once(rig: Rig) -> None:
+    backend = rig.add_memory_tier(breaker_failures=1, breaker_pause_seconds=SECONDS)
+    rig.start()
+    backend.faults = {"store": OSError("the medium is gone")}
+    assert rig.store_all(item(1, block=1)) == {1: False}
+    assert rig.copier.threads != set()
+    rig.copier.threads.clear()
+    rig.engine.submit_stores([item(1, block=1), item(2, block=2)])
+    assert rig.store_results() == {1: False, 2: False}
+    assert rig.copier.threads == set(), "not gathered"
+    assert (rig.counted("store_dropped"), rig.counted("breaker_refused")) == (2, 2)
+    assert rig.counted("jobs") == 1
+
+
+def test_what_one_tiers_breaker_refuses_the_others_take(rig: Rig) -> None:
+    broken = rig.add_memory_tier("broken", breaker_failures=1, breaker_pause_seconds=SECONDS)
+    well = rig.add_memory_tier("well")
+    rig.start()
+    broken.faults = {"store": OSError("the medium is gone")}
+    for number in range(2):
+        assert rig.store_all(item(number, block=number)) == {number: True}
+    assert (rig.counted("store_failures", "broken"), rig.counted("store_dropped", "broken")) == (1, 1)
+    assert (broken.calls.count("store"), kept(well)) == (1, {0, 1})
+
+
+def test_a_promotion_that_the_breaker_refuses_is_counted(rig: Rig) -> None:
+    fast = rig.add_memory_tier("fast", breaker_failures=1, breaker_pause_seconds=SECONDS)
+    rig.add_memory_tier("slow")
+    rig.start()
+    fast.faults = {"store": OSError("the medium is gone")}
+    rig.store_all(item(1, block=1))
+    rig.load(item(1, block=15), tier="slow")
+    assert rig.result().status == "loaded"
+    assert rig.counted("promotions_dropped", "fast") == 1
+    assert rig.staging.used_bytes == 0
+
+
+def test_a_tier_that_hangs_is_left_alone_and_what_waits_for_it_goes_at_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = rig.add_memory_tier(
+        io_threads=1, store_timeout_seconds=0.1, breaker_failures=2, breaker_pause_seconds=0.01
+    )
+    rig.start(staging_bytes=2 * 8 * LEASE)
+    backend.gates["contains"].shut()  # the probe hangs as well
+    backend.gates["store"].shut()
+    for number in range(2):
+        rig.engine.submit_stores([item(number, block=number)])
+    rig.step_until(lambda: backend.reserved == 2)
+    rig.engine.submit_stores([item(2, block=2), item(3, block=3)])
+    assert results(rig, 4) == dict.fromkeys(range(4), False)
+    assert rig.counted("breaker_opened") == 1
+    rig.step_until(lambda: rig.staging.used_bytes == 2 * LEASE)
+    for number in range(4, 7):
+        rig.engine.submit_stores([item(number, block=number)])
+    assert rig.store_results() == dict.fromkeys(range(4, 7), False)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "store failed (first object: ababababab" in caplog.messages[0]
+    assert "store_timeout_seconds" in caplog.messages[0]
+    assert "is not used for now" in caplog.messages[1]
+    for gate in backend.gates.values():
+        gate.open()
+    assert rig.engine.drain_stores(SECONDS)
+
+    def is_stored() -> bool:
+        rig.engine.submit_stores([item(7, block=7)])
+        assert rig.engine.drain_stores(SECONDS)
+        return rig.store_results() == {7: True}
+
+    rig.step_until(is_stored)
+    rig.step_until(lambda: rig.tiers[0].health.available)
+    assert rig.engine.jobs.live == ()
+
+
+def test_a_trial_that_hangs_keeps_the_tier_out_of_use(rig: Rig) -> None:
+    """Also when a call from before has stored something after all."""
+    backend = rig.add_memory_tier(
+        io_threads=1, store_timeout_seconds=0.05, breaker_failures=1, breaker_pause_seconds=0.01
+    )
+    rig.start()
+    backend.faults = {"store": OSError("the medium is gone")}
+    rig.store_all(item(0, block=0))
+    assert rig.counted("breaker_opened") == 1
+    backend.faults = {}
+    backend.gates["store"].shut()
+
+    def is_tried() -> bool:
+        rig.engine.submit_stores([item(1, block=1)])
+        rig.store_results()
+        return backend.gates["store"].arrived.is_set()
+
+    rig.step_until(is_tried)
+    rig.engine._stores._lanes[0]._stored_at = float("inf")  # as if one from before had come back just now
+    rig.step_until(lambda: rig.counted("breaker_opened") == 1)
+
+
+def test_a_tier_that_stores_something_all_the_time_is_merely_slow(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = rig.add_memory_tier(store_timeout_seconds=0.3, breaker_failures=1)
+    rig.start()
+    go_on = asyncio.Event()
+    store = backend.store
+
+    async def hangs_with_the_first(keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
+        if keys[0] == key(1, PACK):
+            await go_on.wait()
+        return await store(keys, buffers)
+
+    monkeypatch.setattr(backend, "store", hangs_with_the_first)
+    submit(rig, 1)
+    submit(rig, 2)
+    assert results(rig, 2) == {1: False, 2: True}
+    assert rig.counted("store_timeouts") == 1
+    assert rig.tiers[0].health.available
+    rig.io.loop.call_soon_threadsafe(go_on.set)
+    assert rig.engine.drain_stores(SECONDS)
+    assert rig.counted("store_late") == 1
 
 
 # The end
