@@ -1,4 +1,4 @@
-"""The connector's counters as vLLM connector statistics and Prometheus metrics (``vllm:hybrid_offload_…``)."""
+"""The connector's counters and gauges as vLLM statistics and Prometheus metrics (``vllm:hybrid_offload_…``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _SEPARATOR = "|"
 
 @dataclass
 class HybridOffloadStats(KVConnectorStats):
-    """Counts since the last report, as ``{"counter|tier": count}`` so that they survive vLLM's serialisation."""
+    """Counts, and changes of gauges, since the last report.
+
+    They are ``{"counter|tier": count}`` so that they survive vLLM's serialisation.
+    """
 
     @classmethod
     def from_counts(cls, counts: dict[tuple[str, str], int]) -> HybridOffloadStats:
@@ -43,7 +46,7 @@ class HybridOffloadStats(KVConnectorStats):
 
 
 class HybridOffloadPromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter or gauge per entry of :mod:`offload_core.stats`' tables, labelled by tier."""
+    """A Prometheus counter or gauge per entry of the tables in :mod:`offload_core.stats`, labelled by tier."""
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class HybridOffloadPromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one report's counts."""
+        """Add one report's counts; those of gauges may be negative."""
         for key, count in transfer_stats_data.items():
             name, tier = key.split(_SEPARATOR, 1)
             self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], tier).inc(count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from offload_core.runtime import IoLoop
 from offload_core.stats import Counters
 from offload_core.tier import Tier
 from offload_core.tier_opening import close_tiers
-from tests.unit.memory_backend import MemoryBackend, memory_tier
+from tests.unit.memory_backend import LIMITS, MemoryBackend, memory_tier
 
 SECONDS = 30
 NAMESPACE = "ab" * 32
@@ -37,14 +38,15 @@ def start(io: IoLoop, counters: Counters, backends: dict[str, MemoryBackend]) ->
     tiers: list[Tier] = []
     for name in ("fast", "slow"):
         config, made = memory_tier(name)
-        tiers.append(Tier(config, SECONDS, counters))
+        tiers.append(Tier(config, LIMITS, counters))
         backends[name] = made[0]
 
     def start(timeout_seconds: float, grace_seconds: float = SECONDS, **keys: dict[str, float]) -> LookupService:
         for tier in tiers:
             tier.keys = tier.keys.model_copy(update=keys.get(tier.name, {}))
             tier.load_weight = tier.keys.load_weight
-        return LookupService(io, tiers, planner, timeout_seconds, counters, grace_seconds=grace_seconds)
+            tier.limits = replace(LIMITS, lookup_timeout_seconds=timeout_seconds).overridden_by(tier.keys)
+        return LookupService(io, tiers, planner, counters, grace_seconds=grace_seconds)
 
     yield start
     for backend in backends.values():
