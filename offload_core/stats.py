@@ -16,6 +16,7 @@ COUNTERS = {
     "load_failures": "objects whose load ended in an error",
     "load_timeouts": "loads that were not finished at their deadline",
     "load_late": "objects that arrived after nobody wanted them any more; they are dropped",
+    "load_partial": "loads that were not done and of which the engine used what had come, up to the first gap",
     "jobs": "loads of a request, and batches to store on one tier, that were begun",
     "jobs_done": "jobs that were done in full",
     "jobs_failed": "jobs of which something was not moved",

@@ -13,7 +13,6 @@ would copy it. This is the fence: it never touches a block that belongs to anoth
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections import deque
@@ -36,8 +35,6 @@ from offload_core.stats import Counters
 from offload_core.stores import Stores
 from offload_core.tier import StagedObject, Tier
 from offload_core.transfer_objects import TransferObject, in_batches
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class LoadResult:
     """How a load job ended.
 
     Args:
-        failed_keys: those to mistrust: none when it was loaded or cancelled.
+        failed_keys: those to mistrust: none when it was loaded or cancelled, or failed because the tier is not used.
         arrived_objects: how many of the job's first objects are in their blocks; more may be behind the first gap.
     """
 
@@ -86,11 +83,16 @@ class _WantedLoad:
     job: Job
     objects: tuple[TransferObject, ...]
     waited_seconds: float
+    """By its request, before."""
     waiting_for: dict[ObjectKey, TransferObject]
     failed: list[ObjectKey] = field(default_factory=list)
+    refused: bool = False
+    """The tier is not to be asked, which says nothing about the objects."""
 
     def due_verdict(self, now: float) -> JobState | None:
         """Return how the load has ended, or ``None`` while it goes on."""
+        if self.refused:
+            return JobState.FAILED
         if self.waiting_for:
             return JobState.TIMED_OUT if now >= self.job.deadline else None
         # A load that has failed goes on to its end, so that all that is damaged is found, and stored anew, at once.
@@ -98,8 +100,8 @@ class _WantedLoad:
 
     def result(self, verdict: JobState) -> LoadResult:
         """Tell what the caller is to know of the verdict."""
-        if verdict is JobState.CANCELLED:
-            return LoadResult(self.job_id, "cancelled")
+        if verdict is JobState.CANCELLED or self.refused:
+            return LoadResult(self.job_id, _STATUS[verdict])
         missing = (*self.failed, *self.waiting_for)
         gaps = set(missing)
         arrived = sum(1 for _ in takewhile(lambda item: item.key not in gaps, self.objects))
@@ -180,12 +182,15 @@ class TransferEngine:
         """
         tier = self._tiers[job.tier]
         nbytes = sum(object_bytes(self._layouts[o.key.pack].payload_bytes) for o in job.objects)
-        seconds = tier.limits.load_seconds(nbytes) - job.waited_seconds
-        entry = self.jobs.submit("load", job.tier, time.monotonic() + max(0.0, seconds))
+        seconds = max(0.0, tier.limits.load_seconds(nbytes) - job.waited_seconds)
+        entry = self.jobs.submit("load", job.tier, time.monotonic() + seconds)
         objects = {item.key: item for item in job.objects}
-        self._wanted[entry.generation] = _WantedLoad(job.job_id, entry, job.objects, job.waited_seconds, objects)
+        load = self._wanted[entry.generation] = _WantedLoad(job.job_id, entry, job.objects, job.waited_seconds, objects)
         if not objects:
             self.jobs.start(entry)  # and it is done with that
+        elif not tier.health.admits("load"):
+            load.refused = True
+            return
         self._io.submit(self._load(entry, tier, job.objects)).add_done_callback(log_unexpected)
 
     def cancel_load(self, job_id: int) -> None:
@@ -242,11 +247,8 @@ class TransferEngine:
         result = load.result(verdict)
         if verdict is JobState.TIMED_OUT:
             self._counters.add("load_timeouts", load.job.tier)
-            logger.warning(
-                "tier %r: %d objects of a load missed its deadline (first: %s); its request is recomputed. Raise "
-                "load_timeout_seconds if the medium is merely slow.",
-                load.job.tier, len(result.failed_keys), result.failed_keys[0],
-            )  # fmt: skip
+            if not load.waited_seconds:  # one that got less than its tier's deadline says little about the tier
+                self._tiers[load.job.tier].health.timed_out("load", result.failed_keys[0])
         return result
 
     def _take(self, arrival: _Arrival) -> None:
