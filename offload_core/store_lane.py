@@ -65,10 +65,13 @@ class StoreLane:
         Args:
             push_out: drop the oldest objects that wait here, if that makes the room.
         """
-        if push_out:
-            with self._lock:
-                for batch, store in self._queue.make_room(self._share.store_lack_bytes(nbytes)):
-                    self._dropped(batch, store)
+        if self._share.try_charge_store(nbytes):
+            return True
+        if not push_out:
+            return False
+        with self._lock:
+            for batch, store in self._queue.make_room(self._share.store_lack_bytes(nbytes)):
+                self._dropped(batch, store)
         return self._share.try_charge_store(nbytes)
 
     def discharge(self, nbytes: int) -> None:
