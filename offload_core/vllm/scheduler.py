@@ -150,6 +150,7 @@ class SchedulerHalf:
                 return self._ask_again(state, "lookup")
             state.offer = self._take_answers(state, state.lookup)
             if state.offer is None:
+                self._start_lookup(state, computed_tokens)
                 return self._ask_again(state, "lookup")
         boundary = state.offer.boundary_tokens
         if boundary > computed_tokens and state.wait.seconds("load") >= self._load_seconds[state.offer.tier]:
