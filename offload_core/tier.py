@@ -20,7 +20,7 @@ from offload_core.keys import ObjectKey
 from offload_core.limits import TierLimits
 from offload_core.plugins import PluginRegistry
 from offload_core.probing import Prober
-from offload_core.runtime import DaemonExecutor
+from offload_core.runtime import DaemonExecutor, ThreadWatch
 from offload_core.stats import Counters
 from offload_core.tier_codec import StagedObject as StagedObject  # its users have it from here
 from offload_core.tier_codec import StoredForm, TierCodec
@@ -70,8 +70,12 @@ class Tier:
         self._counters = counters
         self.health = TierHealth(self.name, self.limits, counters, observers, clock)
         """What fails, and whether the tier is used; told of calls past their deadlines by those who know."""
-        self._prober = Prober(self.health, self._contains)
-        self._executor = DaemonExecutor(config.common.io_threads, f"offload-{self.name}")
+        self._prober = Prober(self.health, self._probe)
+        stuck_after = self.limits.longest_seconds
+        self._executor = DaemonExecutor(
+            config.common.io_threads, f"offload-{self.name}", stuck_after, self._count_stuck
+        )
+        self._thread_watch = ThreadWatch(self._executor, stuck_after / 2)
         backend = config.backend_type.backend(config.options, BackendContext(self.name, self._executor))
         info = TierInfo(self.name, config.backend_type.name, self.load_weight)
         self._backend = backend if plugins is None else plugins.wrap(backend, info)
@@ -113,6 +117,7 @@ class Tier:
                 "backends",
             )
         self._prober.attach()
+        self._thread_watch.wake()
         started = time.monotonic()
         self._opening = True
         try:
@@ -137,6 +142,7 @@ class Tier:
         One that has not come back from ``open`` is closed when it has, and not waited for.
         """
         self._prober.close()
+        self._thread_watch.close()
         if self._opening:
             self._close_after_opening = True
             return
@@ -350,9 +356,17 @@ class Tier:
     async def _contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return list(map(bool, self._parallel(keys, await _answer(self._backend.contains(keys)), "contains")))
 
+    async def _probe(self, keys: Sequence[ObjectKey]) -> None:
+        self._thread_watch.wake()
+        await self._contains(keys)
+
     def _begin(self, operation: events.Operation) -> Call | None:
         self._prober.attach()
+        self._thread_watch.wake()
         return self.health.begin(operation)
+
+    def _count_stuck(self, change: int) -> None:
+        self._counters.add("stuck_threads", self.name, change)
 
     def _lookup_is_late(self, call: Call, keys: Sequence[ObjectKey]) -> None:
         self._overdue_lookups.add(call)
