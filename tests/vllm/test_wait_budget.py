@@ -60,7 +60,7 @@ class ClockedHalf(Half):
     def ends(self, item: Any, *not_loaded: int) -> None:
         """End the request's load, without some of its chunks; it is computed, and what is stored of it is rejected."""
         name = item.request_id
-        refs = {self.ref(item, unit) for unit in not_loaded}
+        refs = {("memory", self.ref(item, unit)) for unit in not_loaded}
         self.half.take_output(set(), set(), StepReport(failed=refs, failed_requests={name} if refs else set()))
         self.step()
         self.half.take_output({name}, {name} if refs else set(), None)
@@ -136,7 +136,7 @@ def test_a_part_that_is_used_counts_as_loaded_and_the_rest_is_stored_again(half:
     item = half.follow(request("a"))
     half.loads(item)
     missing = [half.ref(item, unit) for unit in (2, 3)]
-    half.half.take_output({"a"}, set(), StepReport(failed=set(missing), partial_requests={"a"}))
+    half.half.take_output({"a"}, set(), StepReport(failed={("memory", ref) for ref in missing}, partial_requests={"a"}))
     assert half.stored(a=80) == [ref.chunk_hash for ref in missing]
     assert ("recomputed_requests", "all") not in half.half.counters.take()
 
