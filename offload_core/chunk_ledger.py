@@ -16,8 +16,8 @@ class ChunkLedger:
     """Beliefs about chunks, so that nothing is copied twice and a bad hit is not offered again (invariant I5).
 
     A chunk is *known* once it is stored, on its way or loaded; *pending* until every rank has said how its store ended;
-    *mistrusted* on a tier for a minute after a load from there did not get it, or until it is stored anew. All of it may
-    be forgotten at any time: then a chunk is offered to the tiers once more, and they say that they have it.
+    *mistrusted* on a tier for a minute after a load from there did not get it, or until it is stored anew. All of it
+    may be forgotten at any time: then a chunk is offered to the tiers once more, and they say that they have it.
 
     Args:
         num_ranks: ranks that report on each store.

@@ -364,7 +364,7 @@ class SchedulerHalf:
         state.failed_once = True
         state.not_loaded |= self._mistrusted_of(state)
 
-    def _mistrusted_of(self, state: RequestState) -> set[tuple[str, ChunkRef]]:
+    def _mistrusted_of(self, state: RequestState) -> frozenset[tuple[str, ChunkRef]]:
         """Return what the load that has just ended did not get, or another one from the same tier."""
         assert state.offer is not None, "it is kept until the load has ended"
         return self._ledger.mistrusted & {(state.offer.tier, ref) for ref in state.loading}
