@@ -40,7 +40,7 @@ from offload_core.testing.faults import (
 )
 from offload_core.tier import StagedObject, Tier
 from offload_core.tier_opening import close_tiers
-from tests.unit.memory_backend import key
+from tests.unit.memory_backend import LIMITS, key
 
 SECONDS = 30
 BATCH = (1, 2, 3)
