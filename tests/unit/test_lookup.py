@@ -22,7 +22,7 @@ NAMESPACE = "ab" * 32
 OTHER_RANK = "cd" * 32
 HASHES = [number.to_bytes(32, "big") for number in range(4)]
 Start = Callable[..., LookupService]
-UNPROBED = replace(LIMITS, breaker_pause_seconds=3600.0, breaker_max_pause_seconds=3600.0)
+UNPROBED = replace(LIMITS, breaker_failures=5, breaker_pause_seconds=3600.0, breaker_max_pause_seconds=3600.0)
 
 
 @pytest.fixture
