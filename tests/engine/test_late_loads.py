@@ -19,7 +19,11 @@ def held(folder: Path, options: dict[str, Any], **keys: Any) -> dict[str, Any]:
     return ours(folder, backends=[{"name": "disk", "type": "held-disk", "path": str(folder), **options}], **keys)
 
 
-def test_blocks_of_a_late_load_keep_what_other_requests_have_computed(lab: Lab, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["gemma3", pytest.param("qwen3_next", marks=pytest.mark.long)])
+def test_blocks_of_a_late_load_keep_what_other_requests_have_computed(
+    request: pytest.FixtureRequest, tmp_path: Path, model: str
+) -> None:
+    lab: Lab = request.getfixturevalue(model)
     prompt = lab.prompts(1500)
     others = [prompt for family in range(1, 5) for prompt in lab.prompts(1500, family=family, max_tokens=48)]
     rounds = [
@@ -36,7 +40,10 @@ def test_blocks_of_a_late_load_keep_what_other_requests_have_computed(lab: Lab, 
     assert compare(lab.reference(rounds, **engine), result) == []
 
 
-@pytest.mark.parametrize("options", [{"held_seconds": 1.0}, {}], ids=["late", "failed"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"held_seconds": 60.0}, id="late"), pytest.param({}, id="failed", marks=pytest.mark.long)],
+)
 def test_the_part_of_a_load_that_has_come_is_used(gemma3: Lab, tmp_path: Path, options: dict[str, Any]) -> None:
     prompt = gemma3.prompts(3000)
     rounds = [
@@ -44,7 +51,7 @@ def test_the_part_of_a_load_that_has_come_is_used(gemma3: Lab, tmp_path: Path, o
         Round(name="part", prompts=prompt, reset_prefix_cache_before=True),
     ]
     lines: list[str] = []
-    transfer = held(tmp_path / "kv", {"answered_calls": 1, **options}, load_timeout_seconds=0.4, hybrid_chunk_size=128)
+    transfer = held(tmp_path / "kv", {"answered_calls": 1, **options}, load_timeout_seconds=1.5, hybrid_chunk_size=128)
     result = gemma3.run(rounds, transfer, env=installed(tmp_path, "held_disk"), on_line=lines.append, **ONE_GROUP)
 
     assert compare(gemma3.reference(rounds, **ONE_GROUP), result) == []

@@ -60,7 +60,7 @@ class ClockedHalf(Half):
     def ends(self, item: Any, *not_loaded: int) -> None:
         """End the request's load, without some of its chunks; it is computed, and what is stored of it is rejected."""
         name = item.request_id
-        refs = {self.ref(item, unit) for unit in not_loaded}
+        refs = {("memory", self.ref(item, unit)) for unit in not_loaded}
         self.half.take_output(set(), set(), StepReport(failed=refs, failed_requests={name} if refs else set()))
         self.step()
         self.half.take_output({name}, {name} if refs else set(), None)
@@ -136,18 +136,29 @@ def test_a_part_that_is_used_counts_as_loaded_and_the_rest_is_stored_again(half:
     item = half.follow(request("a"))
     half.loads(item)
     missing = [half.ref(item, unit) for unit in (2, 3)]
-    half.half.take_output({"a"}, set(), StepReport(failed=set(missing), partial_requests={"a"}))
+    half.half.take_output({"a"}, set(), StepReport(failed={("memory", ref) for ref in missing}, partial_requests={"a"}))
     assert half.stored(a=80) == [ref.chunk_hash for ref in missing]
     assert ("recomputed_requests", "all") not in half.half.counters.take()
 
 
-def test_lookups_are_not_started_again_when_they_have_taken_as_long_as_one_may(half: ClockedHalf) -> None:
-    half.follow(request("c", family=3))
-    half.step(c=80)  # on its way to the tier, for ever
-    item = half.follow(request("d", family=3))
+def test_what_is_on_its_way_is_waited_for_as_long_as_a_lookup_may_take_and_what_is_there_is_used(
+    half: ClockedHalf,
+) -> None:
+    half.follow(request("c", tokens=32, family=3))
+    half.store(c=32)
+    half.follow(request("d", family=3))
+    half.step(d=80)  # the rest is on its way, for ever
+    item = half.follow(request("e", family=3))
     assert set(half.asked(item)) == {None}
     half.clock.now += LOOKUP_SECONDS
-    assert half.matched(item) == 0
+    assert 32 in half.asked(item, 100)
+
+
+def test_no_lookup_begins_once_they_have_taken_as_long_as_one_may(half: ClockedHalf) -> None:
+    item = half.follow(request("a"))
+    half.half._requests["a"].wait.begin("lookup")
+    half.clock.now += LOOKUP_SECONDS
+    assert half.asked(item, 3) == [0, 0, 0]
 
 
 def test_time_without_room_in_the_engine_is_no_wait_for_a_lookup(half: ClockedHalf, monkeypatch: Any) -> None:
