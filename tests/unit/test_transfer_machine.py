@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -229,7 +230,7 @@ class Transfers(RuleBasedStateMachine):
         for share in self.rig.engine._shares.values():
             assert (share.store_bytes, share.loads.held_bytes) == (0, 0)
         for tier, its in enumerate(self.rig.tiers):
-            its.load_timeout_seconds = SECONDS
+            its.limits = replace(its.limits, load_timeout_seconds=SECONDS)
             if its.keys.write_policy != "never":
                 self.backend(tier).objects.clear()
                 self.stores_and_loads(tier, NUMBERS[:2])
