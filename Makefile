@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 ENGINE_TESTS := $(addprefix test-engine-,$(ENGINE_VERSIONS))
 
-.PHONY: help install demo test test-long test-engines $(ENGINE_TESTS) lint format bench bench-scheduler bench-backends wheel-check clean
+.PHONY: help install demo test test-long test-engines $(ENGINE_TESTS) lint format bench bench-scheduler bench-backends bench-faults wheel-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -64,6 +64,9 @@ bench-scheduler: $(STAMP)  ## measure the scheduler half's lookups and steps aga
 
 bench-backends: $(STAMP)  ## measure the backends against vLLM's file helpers and the limits of the machine
 	$(BIN)/python -m benchmarks.backends
+
+bench-faults: $(STAMP)  ## measure what a slow, a hung and a refused tier cost
+	$(BIN)/python -m benchmarks.faults
 
 wheel-check: $(STAMP)  ## build the wheel, install it in a clean environment and use it from another folder
 	.ci/wheel-check $(BIN)/python

@@ -1,6 +1,6 @@
 """What a tier that goes wrong costs: time to first token, and what a healthy tier beside it still serves.
 
-    python -m benchmarks.faults [--samples 120] [--batches 40] [--json FILE]
+    python -m benchmarks.faults [--only first-tokens] [--samples 120] [--batches 60] [--json FILE]
 
 A tiny Gemma 3 in float32 on one thread; all engines live at once and take turns request by request, so that drift of
 the machine cancels. Every engine has host memory as its first tier. Below it lies a folder whose medium is healthy,
@@ -21,7 +21,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -116,6 +116,13 @@ def run_spec(model: Path, tiers: Sequence[dict[str, Any]], max_num_seqs: int = 1
     )  # fmt: skip
 
 
+def victim(path: Path, deadline_seconds: float, breaker_failures: int | None = None) -> dict[str, Any]:
+    """Return the keys of the tier that goes wrong."""
+    deadlines = {f"{name}_timeout_seconds": deadline_seconds for name in ("lookup", "load", "store")}
+    breaker = {} if breaker_failures is None else {"breaker_failures": breaker_failures}
+    return {"name": VICTIM, "type": "disk", "path": str(path), **deadlines, **breaker}
+
+
 def fill(model: Path, folder: Path, prompts: Sequence[PromptSpec]) -> None:
     """Store what the engine computes for ``prompts`` in a folder that later engines are given copies of."""
     tiers = [{"name": "filled", "type": "disk", "path": str(folder)}]
@@ -147,18 +154,19 @@ def running(specs: Mapping[str, RunSpec], folder: Path) -> Iterator[dict[str, Li
         yield engines
 
 
-def breaker_is_open(engine: LiveEngine) -> bool:
+def breakers_are_open(engine: LiveEngine) -> bool:
+    """Return whether the tier is used neither by the scheduler half nor by the worker half."""
     metrics = engine.tell(Order(metrics=True)).metrics or {}
-    return metrics.get(f'vllm:hybrid_offload_breaker_open{{tier="{VICTIM}"}}', 0.0) > 0
+    return metrics.get(f'vllm:hybrid_offload_breaker_open{{tier="{VICTIM}"}}', 0.0) >= 2
 
 
 def trip(engine: LiveEngine) -> None:
-    """Send requests until the breaker is open: nothing else is promised of it."""
+    """Send requests until both halves' circuit breakers are open."""
     for number in range(TRIP_REQUESTS):
         engine.tell(Order(prompts=[prompt(f"trip {number}", PROMPT_TOKENS, 10_000_000 + number)]))
-        if breaker_is_open(engine):
+        if breakers_are_open(engine):
             return
-    raise SystemExit(f"the breaker of {engine.name!r} is not open after {TRIP_REQUESTS} requests to a hung tier")
+    raise SystemExit(f"the breakers of {engine.name!r} are not open after {TRIP_REQUESTS} requests to a hung tier")
 
 
 def check_same(what: str, got: Sequence[PromptResult], wanted: Sequence[PromptResult]) -> None:
@@ -185,9 +193,7 @@ def measure_first_tokens(
         tiers: list[dict[str, Any]] = [{"name": "ram", "type": "cpu", "capacity": "256MiB", "promote": False}]
         if state.tier:
             path = folder_with(folder / "objects", folder / state.name)
-            deadlines = {"lookup_timeout_seconds": deadline_seconds, "load_timeout_seconds": deadline_seconds}
-            breaker = {} if state.breaker_failures is None else {"breaker_failures": state.breaker_failures}
-            tiers.append({"name": VICTIM, "type": "disk", "path": str(path), **deadlines, **breaker})
+            tiers.append(victim(path, deadline_seconds, state.breaker_failures))
         specs[state.name] = run_spec(model, tiers)
     kinds = {"new": new, "in host memory": in_memory, "in that tier only": only_there}
     table = {(kind, state.name): Samples(state.name, kind) for kind in kinds for state in everything}
@@ -214,8 +220,8 @@ def measure_first_tokens(
                     table[kind, state.name].served_tokens += [one.external_cached_tokens for one in answer]
                 for name, answer in answers.items():
                     check_same(f"{name}, {kind}", answer, answers[WITHOUT])
-        if not breaker_is_open(engines["breaker open"]):
-            raise SystemExit("the breaker did not stay open to the end")
+        if not breakers_are_open(engines["breaker open"]):
+            raise SystemExit("the breakers did not stay open to the end")
     return list(table.values())
 
 
@@ -230,26 +236,17 @@ def measure_two_tiers(
     ]
     fill(model, folder / "many", [one for part in sets for one in part])
     good = {"name": "good", "type": "disk", "load_timeout_seconds": 30}
-    deadlines = {"lookup_timeout_seconds": deadline_seconds, "load_timeout_seconds": deadline_seconds}
-    bad = {"name": VICTIM, "type": "disk", **deadlines}
-    variants: dict[str, list[dict[str, Any]]] = {
-        "alone": [good],
-        "alone, again": [good],
-        "hung tier above": [{**bad, "breaker_failures": NEVER_OPENS}, good],
-        "breaker open": [bad, good],
+    above: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
+        "alone": lambda place: [],
+        "alone, again": lambda place: [],
+        "hung tier above": lambda place: [victim(place, deadline_seconds, NEVER_OPENS)],
+        "breaker open": lambda place: [victim(place, deadline_seconds)],
     }
     specs = {}
-    for name, tiers in variants.items():
-        placed = []
-        for tier in tiers:
-            path = folder / "two" / name / tier["name"]
-            if tier["name"] == "good":
-                folder_with(folder / "many", path)
-            else:
-                path.parent.mkdir(parents=True)
-            placed.append({**tier, "path": str(path)})
-        specs[name] = run_spec(model, placed, max_num_seqs=BATCH)
-    measured = {name: (Samples(name, "batches"), list[LoadBatch]()) for name in variants}
+    for name, tiers in above.items():
+        path = folder_with(folder / "many", folder / "two" / name / "good")
+        specs[name] = run_spec(model, [*tiers(path.with_name("bad")), {**good, "path": str(path)}], max_num_seqs=BATCH)
+    measured = {name: (Samples(name, "batches"), list[LoadBatch]()) for name in above}
     shuffled = random.Random(7)
     console.print(f"starting {len(specs)} engines …")
     with running(specs, folder / "two") as engines:
@@ -356,22 +353,25 @@ def verdicts(rows: Sequence[Samples], two: Sequence[tuple[Samples, list[LoadBatc
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=120, help="requests per state and kind")
-    parser.add_argument("--batches", type=int, default=60, help="batches per state of two tiers; 0 to leave them out")
+    parser.add_argument("--batches", type=int, default=60, help="batches per state of two tiers")
+    parser.add_argument("--only", choices=["first-tokens", "two-tiers"], help="leave the other part out")
     parser.add_argument("--slow-seconds", type=float, default=0.05, help="how late the slow tier starts every call")
     parser.add_argument("--deadline-seconds", type=float, default=0.25, help="of the tier's lookups and loads")
     parser.add_argument("--json", type=Path, help="also write the samples to this file")
     arguments = parser.parse_args()
-    console = Console()
+    console = Console(width=120)
     with tempfile.TemporaryDirectory(prefix="offload-core-bench-") as name:
         folder = Path(name)
         model = tiny_models.write_gemma3(folder / "model")
-        rows = measure_first_tokens(
-            model, folder, arguments.samples, arguments.slow_seconds, arguments.deadline_seconds, console
-        )
-        for kind in dict.fromkeys(row.kind for row in rows):
-            console.print(first_token_table(rows, kind))
-        two = []
-        if arguments.batches:
+        rows: list[Samples] = []
+        if arguments.only != "two-tiers":
+            rows = measure_first_tokens(
+                model, folder, arguments.samples, arguments.slow_seconds, arguments.deadline_seconds, console
+            )
+            for kind in dict.fromkeys(row.kind for row in rows):
+                console.print(first_token_table(rows, kind))
+        two: list[tuple[Samples, list[LoadBatch]]] = []
+        if arguments.only != "first-tokens":
             two = measure_two_tiers(model, folder, arguments.batches, arguments.deadline_seconds, console)
             console.print(two_tiers_table(two))
     for line in verdicts(rows, two):
