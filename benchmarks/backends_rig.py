@@ -24,6 +24,7 @@ from offload_core import object_format
 from offload_core.backend import LoadOutcome, StoreOutcome
 from offload_core.config import load_config
 from offload_core.keys import ObjectKey
+from offload_core.limits import TierLimits
 from offload_core.object_format import HEADER_BYTES
 from offload_core.runtime import DaemonExecutor, IoLoop
 from offload_core.staging import Lease, StagingPool
@@ -141,7 +142,7 @@ class OurTier:
         config = load_config({"backends": [{"name": "bench", **backend}]})
         self._io = IoLoop.acquire()
         self._threads = config.tiers[0].common.io_threads
-        self._tier = Tier(config.tiers[0], 60.0, Counters())
+        self._tier = Tier(config.tiers[0], TierLimits(), Counters())
         self._io.submit(self._tier.open()).result()
         self._sealers = DaemonExecutor(2, "bench-seal")  # as many as the transfer engine has
         self._pool = memory
@@ -167,7 +168,7 @@ class OurTier:
         objects = self._take(number)
         mark([staged.lease.view[HEADER_BYTES:] for staged in objects], number)
         batches = self._batches(objects)
-        sample = timed(lambda: self._run(self._store_batch, batches, self._threads), self.nbytes)
+        sample = timed(lambda: self._run(self._store_batch, batches, self._threads + int(self._checked)), self.nbytes)
         self._give_back()
         return sample
 
@@ -194,7 +195,8 @@ class OurTier:
     async def _store_batch(self, batch: list[StagedObject]) -> None:
         if self._checked:
             await asyncio.get_running_loop().run_in_executor(self._sealers, _seal_all, batch)
-            stored = all(await self._tier.store(batch))
+            async with self._slots:
+                stored = all(await self._tier.store(batch))
         else:
             keys, views = [staged.key for staged in batch], [staged.lease.view.toreadonly() for staged in batch]
             async with self._slots:

@@ -12,18 +12,18 @@ from offload_backend_disk import DiskBackend, DiskOptions
 from offload_core.backend import BackendType
 from offload_core.canonical import CanonicalKVCaches, LayerPages
 from offload_core.config import BackendConfig, TierConfig
+from offload_core.open_store import StoreResult
 from offload_core.packs import BlockSlice, CpuBlockCopier, PackLayout
 from offload_core.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.runtime import IoLoop
 from offload_core.staging import StagingPool
 from offload_core.staging_size import STORE_SHARE, smallest_pool_bytes, staging_uses
 from offload_core.stats import Counters
-from offload_core.stores import StoreResult
 from offload_core.tier import Tier
 from offload_core.tier_opening import close_tiers
 from offload_core.transfer import LoadJob, LoadResult, TransferEngine
 from offload_core.transfer_objects import TransferObject
-from tests.unit.memory_backend import MemoryBackend, key, memory_tier
+from tests.unit.memory_backend import LIMITS, MemoryBackend, key, memory_tier
 
 SECONDS = 30
 PACK = "full-u16"
@@ -75,7 +75,7 @@ class Rig:
         self.staging: StagingPool
 
     def add_tier(self, config: TierConfig) -> None:
-        tier = Tier(config, SECONDS, self.counters)
+        tier = Tier(config, LIMITS, self.counters)
         self.io.submit(tier.open()).result(SECONDS)
         self.tiers.append(tier)
 
@@ -98,7 +98,6 @@ class Rig:
             staging=self.staging,
             copier=self.copier,
             layouts=self.layouts,
-            per_mib_seconds=0.0,
             counters=self.counters,
         )
         return self._engine
