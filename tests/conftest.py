@@ -8,6 +8,13 @@ from collections.abc import Iterator
 from unittest import mock
 
 import pytest
+from hypothesis import settings
+
+from tests import random_examples
+
+__all__ = ["random_examples"]
+
+settings.load_profile("quick")  # what the command line says comes later
 
 
 def pytest_collection_finish() -> None:
