@@ -19,4 +19,6 @@ settings.register_profile("thorough", deadline=None, max_examples=ALL_EXAMPLES)
 
 def examples(thorough: int, **others: Any) -> settings:
     """Return the settings of a property that gets ``thorough`` examples in the thorough profile."""
-    return settings(max_examples=max(1, thorough * settings.default.max_examples // ALL_EXAMPLES), **others)
+    profile = settings.default
+    assert profile is not None
+    return settings(max_examples=max(1, thorough * profile.max_examples // ALL_EXAMPLES), **others)
