@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 
+from offload_core.runtime import IoLoop
 from tests import random_examples
 
 __all__ = ["random_examples"]
@@ -21,8 +22,6 @@ def pytest_collection_finish() -> None:
     """Keep all that was imported by now out of the collections of garbage: torch and vLLM make each take 0.3 s."""
     gc.collect()
     gc.freeze()
-
-from offload_core.runtime import IoLoop
 
 
 @pytest.fixture(autouse=True)
