@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from unittest import mock
 
 import pytest
+from hypothesis import settings
+
+from offload_core.runtime import IoLoop
+from tests import random_examples
+
+__all__ = ["random_examples"]
+
+settings.load_profile("quick")  # what the command line says comes later
+
+
+def pytest_collection_finish() -> None:
+    """Keep all that was imported by now out of the collections of garbage: torch and vLLM make each take 0.3 s."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +29,11 @@ def _environment_as_it_was() -> Iterator[None]:
     """vLLM sets variables when it makes a configuration; the engines of later tests must not see them."""
     with mock.patch.dict(os.environ):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _io_loop_is_let_go() -> Iterator[None]:
+    """The process has one loop for all I/O: a test that keeps it would be a part of every later one."""
+    users = IoLoop._users
+    yield
+    assert users == IoLoop._users, "the test has acquired the I/O loop and not released it"
