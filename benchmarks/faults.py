@@ -31,7 +31,7 @@ from benchmarks.faults_rig import LoadBatch, Order, percentile
 from benchmarks.faults_setup import (
     NEVER_OPENS,
     PROMPT_TOKENS,
-    breakers_are_open,
+    breaker_is_open,
     check_same,
     fill,
     folder_with,
@@ -134,8 +134,8 @@ def measure_first_tokens(
                     table[kind, state.name].served_tokens += [one.external_cached_tokens for one in answer]
                 for name, answer in answers.items():
                     check_same(f"{name}, {kind}", answer, answers[WITHOUT])
-        if not breakers_are_open(engines["breaker open"]):
-            raise SystemExit("the breakers did not stay open to the end")
+        if not breaker_is_open(engines["breaker open"]):
+            raise SystemExit("the breaker did not stay open to the end")
     return list(table.values())
 
 

@@ -79,19 +79,19 @@ def running(specs: Mapping[str, RunSpec], folder: Path) -> Iterator[dict[str, Li
         yield engines
 
 
-def breakers_are_open(engine: LiveEngine) -> bool:
-    """Return whether the tier is used neither by the scheduler half nor by the worker half."""
+def breaker_is_open(engine: LiveEngine) -> bool:
+    """Return whether the circuit breaker of the scheduler half or of the worker half is open: neither uses the tier."""
     metrics = engine.tell(Order(metrics=True)).metrics or {}
-    return metrics.get(f'vllm:hybrid_offload_breaker_open{{tier="{VICTIM}"}}', 0.0) >= 2
+    return metrics.get(f'vllm:hybrid_offload_breaker_open{{tier="{VICTIM}"}}', 0.0) > 0
 
 
 def trip(engine: LiveEngine) -> None:
-    """Send requests until both halves' circuit breakers are open."""
+    """Send requests until a circuit breaker is open."""
     for number in range(TRIP_REQUESTS):
         engine.tell(Order(prompts=[prompt(f"trip {number}", PROMPT_TOKENS, 10_000_000 + number)]))
-        if breakers_are_open(engine):
+        if breaker_is_open(engine):
             return
-    raise SystemExit(f"the breakers of {engine.name!r} are not open after {TRIP_REQUESTS} requests to a hung tier")
+    raise SystemExit(f"no breaker of {engine.name!r} is open after {TRIP_REQUESTS} requests to a hung tier")
 
 
 def check_same(what: str, got: Sequence[PromptResult], wanted: Sequence[PromptResult]) -> None:
