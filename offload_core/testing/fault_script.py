@@ -175,8 +175,8 @@ class Phase:
 def phases(seed: int | str, settings: ScriptSettings) -> Iterator[Phase]:
     """Yield the phases of a seed without end: sick and well in turn, the first one sick.
 
-    The kinds are dealt like cards, so that each comes up before any comes up again. A kind happens in some of the
-    operations that it knows.
+    The kinds are dealt like cards, so that each comes up before any comes up again. A kind has at least half of the
+    faults, in as many operations, that it may have.
     """
     draw = random.Random(f"faults:{seed}")
     deck: list[str] = []
@@ -190,7 +190,7 @@ def phases(seed: int | str, settings: ScriptSettings) -> Iterator[Phase]:
         faults: list[Inject] = []
         for kind in hand:
             drawn = KINDS[kind](draw, settings)
-            for fault, operation in draw.sample(drawn, draw.randint(1, len(drawn))):
+            for fault, operation in draw.sample(drawn, draw.randint(-(-len(drawn) // 2), len(drawn))):
                 faults.append(Inject(fault, operation, draw.uniform(*settings.chance)))
         yield Phase(draw.uniform(*settings.sick_seconds), draw.randint(*settings.sick_calls), tuple(faults))
         yield Phase(draw.uniform(*settings.well_seconds), draw.randint(*settings.well_calls))
@@ -216,7 +216,9 @@ class _ScriptPlan(FaultPlan):
         with self._lock:
             self._phases = None if seed is None else phases(seed, self._settings)
             self.seed = random.Random(f"plan:{seed}").getrandbits(32)
-            self.phases_begun = self._calls_left = 0
+            self._calls_left = 0
+            if seed is not None:
+                self.phases_begun = 0
 
     def choose(self, call: Call) -> list[tuple[Fault, Call]]:
         """Return the faults of this call; the first call after a phase's end begins the next one."""
