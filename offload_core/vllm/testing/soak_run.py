@@ -109,10 +109,10 @@ class Soak:
 
     def _print(self) -> None:
         seconds, rss_bytes = self.samples[-1]
-        threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+        threads, files = (len(list(Path("/proc/self", kind).iterdir())) for kind in ("task", "fd"))
         print(
-            f"{seconds:7.0f} s  round {self.rounds:4}  RSS {rss_bytes / _MIB:8.1f} MiB  {threads} threads  {files} files  "
-            f"{self.served_tokens} tokens served  {len(self.problems)} problems",
+            f"{seconds:7.0f} s  round {self.rounds:4}  RSS {rss_bytes / _MIB:8.1f} MiB  {threads} threads  "
+            f"{files} files  {self.served_tokens} tokens served  {len(self.problems)} problems",
             flush=True,
         )
 
@@ -140,15 +140,12 @@ def soak(spec: RunSpec, seconds: float) -> Sequence[str]:
         gc.freeze()
         run = Soak(session, exact=spec.dtype == "float32")
         run.run(seconds)
-        metrics = {
-            name: value for name, value in sorted(engine_metrics().items()) if "hybrid_offload" in name and value
-        }
+        metrics = engine_metrics()
     finally:
         stop_engine(engine)
     print("faults:", *(f"{kind} {sum(calls.values())}" for kind, calls in run.injected.items()), sep="  ")
-    print(
-        "counters:", *(f"{name.partition('hybrid_offload_')[2]} {value:g}" for name, value in metrics.items()), sep="  "
-    )
+    ours = {name.partition("hybrid_offload_")[2]: value for name, value in metrics.items() if value}
+    print("counters:", *(f"{name} {value:g}" for name, value in sorted(ours.items()) if name), sep="  ")
     print(f"{run.compared_outputs} outputs compared with those without offloading")
     problems = run.problems
     if (memory := _memory_problem(memory_trend(run.samples, seconds * _WARM_UP_SHARE))) is not None:
