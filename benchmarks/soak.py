@@ -21,9 +21,9 @@ from typing import Any
 
 from offload_core.testing import tiny_models
 from offload_core.testing.engine import RunSpec, install_plugin, run_environment
+from offload_core.testing.fault_plugin import TIER_KEYS
 
 RUN_MODULE = "offload_core.vllm.testing.soak_run"
-DEADLINE_SECONDS = 0.3  # fault_run's, which cannot be imported without the variables of a run
 
 MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {"write": tiny_models.write_gemma3, "dtype": "float32", "block_size": 128, "blocks": 84},
@@ -40,8 +40,7 @@ def spec(name: str, folder: Path, capacity: str) -> RunSpec:
         "type": "disk",
         "path": str(folder / "kv"),
         "capacity": capacity,
-        "lookup_timeout_seconds": DEADLINE_SECONDS,
-        "load_timeout_seconds": DEADLINE_SECONDS,
+        **TIER_KEYS,
     }
     return RunSpec(
         model=str(model["write"](folder / name)),
@@ -72,7 +71,7 @@ def main() -> int:
         folder = Path(name)
         run = spec(arguments.model, folder, arguments.capacity)
         (folder / "spec.json").write_text(run.model_dump_json())
-        site = install_plugin(folder / "site", "fault-run", "offload_core.vllm.testing.fault_run")
+        site = install_plugin(folder / "site", "fault-plugin", "offload_core.testing.fault_plugin")
         search_path = os.pathsep.join([str(site), *(entry for entry in sys.path if entry)])
         return subprocess.call(
             [sys.executable, "-m", RUN_MODULE, str(folder / "spec.json"), str(arguments.seconds)],

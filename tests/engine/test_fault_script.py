@@ -1,7 +1,7 @@
-"""Random workloads under pressure on a tier that is sick in every way, by a seeded script.
+"""Random workloads under pressure on a tier that is sick in every way, by a seeded script of faults.
 
-What must hold whatever storage does: the outputs are those without offloading, no request waits longer than its
-deadlines, and when the faults are over nothing is left of them.
+Whatever storage does, the outputs are those without offloading, no request waits longer than its deadlines and a step,
+and once the faults are over nothing is left of them.
 """
 
 from __future__ import annotations
@@ -13,51 +13,95 @@ from typing import Any
 import pytest
 
 from offload_core.testing.engine import RunResult
+from offload_core.testing.fault_plugin import ALLOWANCE_SECONDS, DEADLINE_SECONDS, TIER_KEYS
+from offload_core.testing.fault_script import KINDS
+from offload_core.testing.steadiness import counter_problems, wait_problems
 from offload_core.testing.workload import Workload, random_workload
-from offload_core.vllm.testing.fault_run import DEADLINE_SECONDS
 from tests.engine.lab import Lab, installed, ours
-from tests.engine.workloads import SEEDS, run_workloads
+from tests.engine.workloads import SEEDS, check_outputs, run_workloads
 
 # The two workloads of other tests, whose outputs are known already, and one of them once more under other faults, when
 # there is something on the tier from the start.
-IN_SHORT = [(SEEDS[0], "one"), (SEEDS[1], "two"), (SEEDS[0], "three")]
-LONG_SEEDS = tuple(range(101, 121))
+IN_SHORT = ((SEEDS[0], "one"), (SEEDS[1], "two"), (SEEDS[0], "three"))
 
 
-def _transfer(lab: Lab, folder: Path) -> dict[str, Any]:
-    deadlines = {"lookup_timeout_seconds": DEADLINE_SECONDS, "load_timeout_seconds": DEADLINE_SECONDS}
-    transfer = ours(
-        folder,
-        hybrid_chunk_size=lab.block_size,
-        load_timeout_seconds_per_mib=0,
-        **deadlines,
-    )
-    return transfer | {
-        "kv_connector": "WaitingConnector",
-        "kv_connector_module_path": "offload_core.vllm.testing.waiting",
-    }
+def _faulted(seed: int, fault_seed: int | str) -> Workload:
+    return random_workload(seed).model_copy(update={"fault_seed": fault_seed})
 
 
 def _run(lab: Lab, folder: Path, workloads: list[Workload]) -> RunResult:
-    """Run the workloads under faults, after one without, on an engine with one disk."""
-    well = random_workload(1000, requests=6).model_copy(update={"name": "without faults"})
-    return run_workloads(
+    """Run the workloads under faults on an engine with one disk, and before and after them one without faults."""
+    tier = {"name": "disk", "type": "disk", "path": str(folder / "kv"), **TIER_KEYS}
+    transfer = ours(folder, hybrid_chunk_size=lab.block_size, load_timeout_seconds_per_mib=0, backends=[tier])
+    transfer |= {
+        "kv_connector": "WaitingConnector",
+        "kv_connector_module_path": "offload_core.vllm.testing.waiting",
+    }
+    result = run_workloads(
         lab,
-        [well, *workloads],
-        _transfer(lab, folder / "kv"),
-        env=installed(folder, "fault_run", "offload_core.vllm.testing"),
+        [random_workload(-1, requests=6), *workloads, random_workload(-2, requests=6)],
+        transfer,
+        env=installed(folder, "fault_plugin", "offload_core.testing"),
         around_workloads="offload_core.vllm.testing.fault_run:under_faults",
     )
+    if path := os.environ.get("DEBUG_NOTES"):
+        Path(f"{path}-{lab.name}.json").write_text(result.model_dump_json(indent=1))
+    return result.model_copy(update={"workloads": result.workloads[1:-1]})
 
 
 @pytest.fixture(scope="module")
-def in_short(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    folder = tmp_path_factory.mktemp(f"faults-{lab.name}")
-    result = _run(lab, folder, [random_workload(seed).model_copy(update={"fault_seed": f}) for seed, f in IN_SHORT])
-    if path := os.environ.get("DEBUG_NOTES"):
-        Path(f"{path}-{lab.name}.json").write_text(result.model_dump_json(indent=1))
-    return result
+def workloads() -> list[Workload]:
+    return [_faulted(*seeds) for seeds in IN_SHORT]
 
 
-def test_one(lab: Lab, in_short: RunResult) -> None:
-    pass
+@pytest.fixture(scope="module")
+def sick(lab: Lab, workloads: list[Workload], tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    return _run(lab, tmp_path_factory.mktemp(f"sick-{lab.name}"), workloads)
+
+
+def test_outputs_are_those_without_offloading(lab: Lab, workloads: list[Workload], sick: RunResult) -> None:
+    check_outputs(lab, workloads, sick)
+
+
+def test_every_kind_of_fault_has_happened_and_tokens_are_served_all_the_same(sick: RunResult) -> None:
+    assert sick.workloads[-1].notes["injected"].keys() == KINDS.keys()
+    assert _served_tokens(sick) > 0
+
+
+def test_no_request_waits_longer_than_its_deadlines_and_a_step(sick: RunResult) -> None:
+    assert _waited_too_long(sick) == []
+
+
+def test_nothing_is_left_of_the_faults_and_every_job_has_ended_once(sick: RunResult) -> None:
+    assert _left(sick) == {}
+    assert counter_problems(sick.metrics) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("first", [101, 111])
+def test_ten_more_seeds(lab: Lab, tmp_path: Path, first: int) -> None:
+    many = [_faulted(seed, seed) for seed in range(first, first + 10)]
+    result = _run(lab, tmp_path, many)
+    check_outputs(lab, many, result)
+    assert result.workloads[-1].notes["injected"].keys() == KINDS.keys()
+    assert _served_tokens(result) > 0
+    assert _waited_too_long(result) == []
+    assert _left(result) == {}
+    assert counter_problems(result.metrics) == []
+
+
+def _served_tokens(result: RunResult) -> int:
+    return sum(request.external_cached_tokens for item in result.workloads for request in item.requests)
+
+
+def _waited_too_long(result: RunResult) -> list[str]:
+    waits: dict[str, Any] = {}
+    for number, item in enumerate(result.workloads):
+        assert item.notes["waits"], "nobody waited, so nothing was measured"
+        waits |= {f"{number}: {request_id}": wait for request_id, wait in item.notes["waits"].items()}
+    return wait_problems(waits, 2 * DEADLINE_SECONDS, ALLOWANCE_SECONDS)
+
+
+def _left(result: RunResult) -> dict[str, Any]:
+    return {item.name: item.notes["left"] for item in result.workloads if item.notes["left"]}

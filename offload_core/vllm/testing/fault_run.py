@@ -1,8 +1,9 @@
-"""Workloads under a script of faults on a real engine: the plugin that makes the faults, and what is noted around each.
+"""Workloads under a script of faults on a real engine, and what is noted around each.
 
-A run names this module as a plugin, :class:`~offload_core.vllm.testing.waiting.WaitingConnector` as its connector and
-:func:`under_faults` as ``around_workloads``. All of it is in one process with the engine, which every tier is opened in
-twice: both halves' backends follow one script.
+A run has :mod:`offload_core.testing.fault_plugin` installed as a plugin, and names
+:class:`~offload_core.vllm.testing.waiting.WaitingConnector` as its connector and :func:`under_faults` as
+``around_workloads``. All of it is in one process with the engine, which opens every tier twice: both halves' backends
+follow one script.
 
 The first workload of a run should have no faults: what the process holds after it is what later ones are compared with.
 """
@@ -22,41 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from offload_core.backend import Backend
-from offload_core.hookspecs import TierInfo, hookimpl
 from offload_core.runtime import IoLoop
-from offload_core.testing.fault_script import FaultScript, ScriptSettings
+from offload_core.testing.fault_plugin import SCRIPT
 from offload_core.testing.workload import Workload
 from offload_core.vllm.testing.waiting import WaitingConnector
 
 if TYPE_CHECKING:
     from offload_core.tier import Tier
 
-OFFLOAD_API_VERSION = 1
-
-DEADLINE_SECONDS = 0.3
-"""Of lookups, loads and stores of a tier under the script."""
-HANG_SECONDS = (0.5, 2.5)
 _SETTLE_SECONDS = 30.0
-
-SCRIPT = FaultScript(
-    ScriptSettings(
-        deadline_seconds=DEADLINE_SECONDS,
-        hang_seconds=HANG_SECONDS,
-        sick_seconds=(0.3, 1.0),
-        sick_calls=(5, 20),
-        well_seconds=(0.2, 0.6),
-        well_calls=(3, 15),
-        kinds_at_once=4,
-    )
-)
-
-
-@hookimpl
-def offload_wrap_backend(backend: Backend[Any], tier: TierInfo) -> Backend[Any] | None:
-    """Put the script around every tier."""
-    return SCRIPT.wrap(backend)
-
 
 _before: dict[str, int] | None = None
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from offload_core.testing.engine import RECORD_FORMAT, RunSpec
+from offload_core.testing.fault_plugin import ALLOWANCE_SECONDS, DEADLINE_SECONDS
 from offload_core.testing.steadiness import MemorySample, MemoryTrend, counter_problems, memory_trend, wait_problems
 from offload_core.testing.workload import (
     Workload,
@@ -28,16 +29,12 @@ from offload_core.testing.workload import (
     treated_alike,
 )
 from offload_core.vllm.testing.engine_run import Session, engine_metrics, start_engine, stop_engine
-from offload_core.vllm.testing.fault_run import DEADLINE_SECONDS
 
 _MIB = 1024 * 1024
 _COMPARED_ROUNDS = 5
 _PRINT_SECONDS = 10.0
 _WARM_UP_SHARE = 0.3
 _PROBLEMS_SHOWN = 20
-
-# For a machine that is busy with other work.
-ALLOWANCE_SECONDS = 0.25
 
 # What the fitted line may grow from the end of the warm-up to the end: noise of the allocators, and next to nothing
 # per minute. A leak of one staging lease or of one object's bytes per round is far above it.
