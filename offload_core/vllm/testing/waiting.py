@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -48,13 +49,18 @@ class StorageWait:
 
 
 class StorageWaits:
-    """The waits of all requests. For the engine thread."""
+    """The waits of all requests. For the engine thread.
 
-    def __init__(self) -> None:
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._waits: dict[str, StorageWait] = {}
         self._since: dict[str, tuple[str, float]] = {}  # per request that waits: for what, and since when
         self._asked: set[str] = set()  # told in this step to ask again
-        self._last_step = time.monotonic()
+        self._last_step = clock()
 
     def begin(self, request_id: str, what: str) -> None:
         """Note that a request waits for ``what``, a field of :class:`StorageWait`; it may do so already."""
@@ -65,19 +71,19 @@ class StorageWaits:
         elif what == "loads":
             wait.loads_begun += 1
         if request_id not in self._since:
-            self._since[request_id] = (what, time.monotonic())
+            self._since[request_id] = (what, self._clock())
 
     def end(self, request_id: str) -> None:
         """Note that a request does not wait any more; it may not have waited at all."""
         if (begun := self._since.pop(request_id, None)) is not None:
             what, since = begun
-            wait, now = self._waits[request_id], time.monotonic()
+            wait, now = self._waits[request_id], self._clock()
             setattr(wait, what, getattr(wait, what) + now - since)
             wait.longest_step = max(wait.longest_step, now - self._last_step)
 
     def step(self) -> None:
         """Note that the engine has asked all that it asks in this step."""
-        now = time.monotonic()
+        now = self._clock()
         for request_id, (what, _) in list(self._since.items()):
             wait = self._waits[request_id]
             wait.longest_step = max(wait.longest_step, now - self._last_step)
