@@ -64,7 +64,9 @@ class ScriptSettings:
         sick_seconds: how long a phase with faults lasts; it also ends after ``sick_calls`` calls.
         kinds: the kinds of fault to use, keys of :data:`KINDS`.
         kinds_at_once: how many of them a sick phase has.
-        chance: how likely a fault of a sick phase is, per object or per call as the fault has it.
+        chance: how likely a fault of a sick phase is, per object or per call as the fault has it,
+        lookup_share: and what part of that it is in ``contains``, behind which all else stands: nothing is loaded that
+            no lookup has found.
 
     Raises:
         ValueError: a kind is not known or named twice, or there is none.
@@ -79,6 +81,7 @@ class ScriptSettings:
     kinds: Sequence[str] = field(default_factory=lambda: tuple(KINDS))
     kinds_at_once: int = 3
     chance: tuple[float, float] = (0.1, 0.6)
+    lookup_share: float = 0.3
 
     def __post_init__(self) -> None:
         if not self.kinds or not set(self.kinds) <= set(KINDS) or len(set(self.kinds)) < len(self.kinds):
@@ -191,7 +194,8 @@ def phases(seed: int | str, settings: ScriptSettings) -> Iterator[Phase]:
         for kind in hand:
             drawn = KINDS[kind](draw, settings)
             for fault, operation in draw.sample(drawn, draw.randint(-(-len(drawn) // 2), len(drawn))):
-                faults.append(Inject(fault, operation, draw.uniform(*settings.chance)))
+                share = settings.lookup_share if operation == "contains" else 1.0
+                faults.append(Inject(fault, operation, share * draw.uniform(*settings.chance)))
         yield Phase(draw.uniform(*settings.sick_seconds), draw.randint(*settings.sick_calls), tuple(faults))
         yield Phase(draw.uniform(*settings.well_seconds), draw.randint(*settings.well_calls))
 
