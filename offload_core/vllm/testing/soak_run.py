@@ -10,6 +10,7 @@ returns 1 when a check fails. See ``benchmarks/soak.py``.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -30,6 +31,7 @@ from offload_core.testing.workload import (
 )
 from offload_core.vllm.testing.engine_run import Session, engine_metrics, start_engine, stop_engine
 
+_LIBC = ctypes.CDLL(None)
 _MIB = 1024 * 1024
 _COMPARED_ROUNDS = 5
 _PRINT_SECONDS = 10.0
@@ -99,7 +101,9 @@ class Soak:
         self.compared_outputs += len(one.requests)
 
     def _sample(self) -> None:
+        """Measure what is really in use: garbage is collected, and the allocator gives back what it keeps for later."""
         gc.collect()
+        _LIBC.malloc_trim(0)
         resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
         now = time.monotonic() - self._started
         self.samples.append(MemorySample(now, resident_pages * os.sysconf("SC_PAGE_SIZE")))
