@@ -288,10 +288,8 @@ def test_no_load_begins_while_a_request_whose_load_failed_waits_for_others_loads
     for family in (1, 2):
         half.follow(request(f"x{family}", family=family))
     half.store(a=1520, x1=80, x2=80)
-    large, first, later = (
-        half.follow(request("b", tokens=1520)),
-        *(half.follow(request(f"y{family}", family=family)) for family in (1, 2)),
-    )
+    large = half.follow(request("b", tokens=1520))
+    first, later = (half.follow(request(f"y{family}", family=family)) for family in (1, 2))
     for item in (large, first):
         half.load(item, half.matched(item))
     half.report([], failed_requests={"b"})
