@@ -35,7 +35,7 @@ SCRIPT = FaultScript(
         sick_calls=(5, 20),
         well_seconds=(0.2, 0.6),
         well_calls=(3, 15),
-        kinds_at_once=4,
+        kinds_at_once=5,
     )
 )
 
