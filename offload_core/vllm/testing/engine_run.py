@@ -10,13 +10,15 @@ core to a process of its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import pkgutil
 import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +42,17 @@ _SHUTDOWN_SECONDS = 30.0
 def run(spec: RunSpec) -> RunResult:
     """Run ``spec`` in this process; at most one call per process, since vLLM keeps global state."""
     started = time.perf_counter()
-    engine = _start_engine(spec)
+    engine = start_engine(spec)
     start_seconds = time.perf_counter() - started
     try:
-        session = _Session(engine, spec.logprobs)
+        session = Session(engine, spec.logprobs, spec.around_workloads)
         warm_up_seconds = session.warm_up() if spec.warm_up else 0.0
         rounds = [session.run_round(index, item) for index, item in enumerate(spec.rounds)]
         workloads = [session.run_workload(item) for item in spec.workloads]
-        metrics, facts = _metrics(), _engine_facts(engine)
+        metrics, facts = engine_metrics(), _engine_facts(engine)
     finally:
         stopping = time.perf_counter()
-        engine.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
-        engine.renderer.shutdown()
+        stop_engine(engine)
         shutdown_seconds = time.perf_counter() - stopping
     return RunResult(
         rounds=rounds,
@@ -66,7 +67,8 @@ def run(spec: RunSpec) -> RunResult:
     )
 
 
-def _start_engine(spec: RunSpec) -> Any:
+def start_engine(spec: RunSpec) -> Any:
+    """Start vLLM's engine for ``spec``; :func:`stop_engine` ends it. At most one per process."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -94,18 +96,25 @@ def _start_engine(spec: RunSpec) -> Any:
     return LLMEngine.from_engine_args(EngineArgs(**(arguments | spec.extra_engine_args)))
 
 
+def stop_engine(engine: Any) -> None:
+    """Shut an engine down and wait for its end."""
+    engine.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
+    engine.renderer.shutdown()
+
+
 def _transfer_config(settings: dict[str, Any] | None) -> Any:
     from vllm.config import KVTransferConfig
 
     return None if settings is None else KVTransferConfig(**settings)
 
 
-class _Session:
+class Session:
     """Feeds rounds to an engine and gathers what comes back."""
 
-    def __init__(self, engine: Any, logprobs: int) -> None:
+    def __init__(self, engine: Any, logprobs: int, around_workloads: str | None = None) -> None:
         self._engine = engine
         self._logprobs = logprobs
+        self._around = _nothing if around_workloads is None else pkgutil.resolve_name(around_workloads)
         self._prefill: dict[str, Any] = {}
         self._adapters: dict[str, int] = {}
         self._get_output = engine.engine_core.get_output
@@ -141,7 +150,9 @@ class _Session:
     def run_workload(self, workload: Workload) -> WorkloadResult:
         """Run one workload, starting with an empty local prefix cache."""
         self._reset_prefix_cache(reset_connector=False)
-        return WorkloadDriver(self._engine, self._prefill, self._logprobs, self._drain).run(workload)
+        with self._around(workload, self._drain) as notes:
+            result = WorkloadDriver(self._engine, self._prefill, self._logprobs, self._drain).run(workload)
+        return result.model_copy(update={"notes": notes})
 
     def _run_batch(self, prefix: str, round_name: str, prompts: list[PromptSpec]) -> list[PromptResult]:
         submitted = time.perf_counter()
@@ -205,6 +216,10 @@ class _Session:
                 raise RuntimeError("vLLM refused to reset the prefix cache: blocks are still in use")
 
 
+def _nothing(workload: Workload, drain: Callable[[], float]) -> contextlib.AbstractContextManager[dict[str, Any]]:
+    return contextlib.nullcontext({})
+
+
 def _prompt_result(name: str, output: Any, stats: Any, ttft: float, total: float) -> PromptResult:
     completion = output.outputs[0]
     chosen = zip(completion.token_ids, completion.logprobs, strict=True)
@@ -226,7 +241,8 @@ def _report_progress(round_name: str, result: PromptResult) -> None:
     sys.stderr.flush()
 
 
-def _metrics() -> dict[str, float]:
+def engine_metrics() -> dict[str, float]:
+    """Return the process's metrics as ``RunResult.metrics`` has them."""
     from prometheus_client import REGISTRY
 
     values: dict[str, float] = {}
