@@ -66,6 +66,7 @@ class FaultFs:
         self._rules: list[Rule] = []
         self._guard: subprocess.Popen[str] | None = None
         self._daemon = 0
+        self._is_mounted = False
         self.path.mkdir()
         self.backing.mkdir()
         self._hits.touch()
@@ -108,6 +109,19 @@ class FaultFs:
         if guard.poll() is not None:
             said = (self._folder / "log").read_text()[-2000:]
             raise OSError(errno.EIO, f"the daemon ended at once: {said}", str(self.path))
+        self._is_mounted = True
+
+    def restore(self) -> None:
+        """Make it as it was at first: mounted, empty, and nothing goes wrong."""
+        self.clear()
+        self.resume()
+        if not self._is_mounted:
+            self.mount()
+        for entry in list(self.backing.iterdir()):
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
 
     def close(self) -> None:
         """Release, wake, abort and unmount everything; nothing of it hangs, and it may be called again."""
@@ -173,6 +187,7 @@ class FaultFs:
         connection = connections.connection_of(self.path)
         assert connection is not None, "nothing is mounted"
         connections.abort(connection)
+        self._is_mounted = False
 
     def unmount(self) -> None:
         """Abort, and take the mount away: programs see an empty folder. :meth:`mount` brings it back."""

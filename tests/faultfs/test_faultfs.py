@@ -169,14 +169,15 @@ def test_mount_vanishes_and_comes_back(fault_fs: FaultFs, file: Path, threads: T
 _READ = "import sys; open(sys.argv[1], 'rb').read()"
 
 
-def test_process_that_sigkill_does_not_end(fault_fs: FaultFs, file: Path) -> None:
-    rule = fault_fs.add("read", "*.kv", "hang")
-    reader = subprocess.Popen([sys.executable, "-c", _READ, str(file)])
-    fault_fs.wait_for_hit(rule)
-    reader.kill()
-    wait_until(lambda: process_state(reader.pid) == "D", "it does not hang")
-    assert reader.poll() is None
-    fault_fs.close()
+def test_process_that_sigkill_does_not_end_ends_with_the_mount(fault_fs: FaultFs) -> None:
+    with FaultFs() as own:
+        (own.path / "object.kv").write_bytes(CONTENT)
+        rule = own.add("read", "*.kv", "hang")
+        reader = subprocess.Popen([sys.executable, "-c", _READ, str(own.path / "object.kv")])
+        own.wait_for_hit(rule)
+        reader.kill()
+        wait_until(lambda: process_state(reader.pid) == "D", "it does not hang")
+        assert reader.poll() is None
     assert reader.wait(SECONDS) == -signal.SIGKILL
 
 
@@ -219,10 +220,26 @@ def test_reason_to_skip_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "root" in reason
 
 
-def test_closing_twice_is_no_error(fault_fs: FaultFs) -> None:
-    threads = threading.active_count()
-    fault_fs.close()
-    fault_fs.close()
-    assert connections.connection_of(fault_fs.path) is None
-    assert not fault_fs.path.exists()
+def test_nothing_stays_when_it_is_closed(fault_fs: FaultFs) -> None:
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    own = FaultFs()
+    with own:
+        own.pause()
+    own.close()
+    assert connections.connection_of(own.path) is None
+    assert not own.path.exists()
     assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208
+
+
+def test_restored_it_is_as_it_was(fault_fs: FaultFs, file: Path) -> None:
+    fault_fs.add("*", "*", "error")
+    fault_fs.unmount()
+    fault_fs.restore()
+    assert os.listdir(fault_fs.path) == []  # noqa: PTH208
+    file.parent.mkdir()
+    file.write_bytes(CONTENT)
+    fault_fs.abort()
+    fault_fs.pause()
+    fault_fs.restore()
+    assert os.listdir(fault_fs.path) == []  # noqa: PTH208

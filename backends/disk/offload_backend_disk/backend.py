@@ -131,9 +131,9 @@ class DiskBackend(Backend[DiskOptions]):
 
     def __init__(self, options: DiskOptions, context: BackendContext) -> None:
         super().__init__(options, context)
-        home = Home(options.path)
-        self._home = home
         self._owners = Owners(options.path, secrets.token_hex(8))
+        home = Home(options.path, self._owners.file)
+        self._home = home
         self._folder = ObjectFolder(home, self._owners, options.fsync, options.keep_free)
         self._bounded: BoundedFolder | None = None
         account: Account | None = None
