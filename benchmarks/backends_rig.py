@@ -24,6 +24,7 @@ from offload_core import object_format
 from offload_core.backend import LoadOutcome, StoreOutcome
 from offload_core.config import load_config
 from offload_core.keys import ObjectKey
+from offload_core.limits import TierLimits
 from offload_core.object_format import HEADER_BYTES
 from offload_core.runtime import DaemonExecutor, IoLoop
 from offload_core.staging import Lease, StagingPool
@@ -141,7 +142,7 @@ class OurTier:
         config = load_config({"backends": [{"name": "bench", **backend}]})
         self._io = IoLoop.acquire()
         self._threads = config.tiers[0].common.io_threads
-        self._tier = Tier(config.tiers[0], 60.0, Counters())
+        self._tier = Tier(config.tiers[0], TierLimits(), Counters())
         self._io.submit(self._tier.open()).result()
         self._sealers = DaemonExecutor(2, "bench-seal")  # as many as the transfer engine has
         self._pool = memory

@@ -20,6 +20,7 @@ from offload_core.config_file import read_keys
 from offload_core.config_problems import Secrets, shown, validate, written_key
 from offload_core.config_secrets import SecretField, from_environment, secret_fields, variable_name
 from offload_core.errors import ConfigError, PluginError
+from offload_core.limits import TierLimits
 from offload_core.object_format import Codec
 from offload_core.plugins import PluginRegistry, load_plugins
 from offload_core.quantities import Bytes, Seconds
@@ -54,9 +55,24 @@ class BackendConfig(BaseModel):
             examples=[10],
         ),
     ] = 1.0
+    open_timeout_seconds: Annotated[
+        Seconds | None,
+        Field(
+            gt=0,
+            description="when this tier has not opened by then the engine starts without it; by default the global one",
+            examples=["10s"],
+        ),
+    ] = None
     load_timeout_seconds: Annotated[
         Seconds | None,
         Field(gt=0, description="base deadline of a load from this tier; by default the global one", examples=["5s"]),
+    ] = None
+    load_timeout_seconds_per_mib: Annotated[
+        Seconds | None,
+        Field(
+            description="added to the deadline for each MiB of a load from this tier; by default the global one",
+            examples=["50ms"],
+        ),
     ] = None
     lookup_timeout_seconds: Annotated[
         Seconds | None,
@@ -65,6 +81,29 @@ class BackendConfig(BaseModel):
             description="a lookup that this tier has not answered by then counts as a miss; by default the global one",
             examples=["200ms"],
         ),
+    ] = None
+    close_timeout_seconds: Annotated[
+        Seconds | None,
+        Field(
+            gt=0, description="how long shutdown waits for this tier to close; by default the global one", examples=[1]
+        ),
+    ] = None
+    breaker_failures: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            strict=True,
+            description="after so many failures in a row this tier is given a pause; by default the global one",
+            examples=[5],
+        ),
+    ] = None
+    breaker_pause_seconds: Annotated[
+        Seconds | None,
+        Field(gt=0, description="this tier's first pause; by default the global one", examples=["1s"]),
+    ] = None
+    breaker_max_pause_seconds: Annotated[
+        Seconds | None,
+        Field(gt=0, description="this tier's longest pause; by default the global one", examples=["60s"]),
     ] = None
     write_policy: Annotated[
         WritePolicyName,
@@ -130,17 +169,39 @@ class OffloadSettings(BaseModel):
         bool, Field(strict=True, description="store chunks of the prompt only, none that reach into generated tokens")
     ] = False
     staging_bytes: Annotated[Bytes, Field(ge=_MIB, description="host memory for objects on their way")] = 512 * _MIB
-    load_timeout_seconds: Annotated[Seconds, Field(gt=0, description="base deadline of a load")] = 30.0
+    load_timeout_seconds: Annotated[Seconds, Field(gt=0, description="base deadline of a load")] = (
+        TierLimits.load_timeout_seconds
+    )
     load_timeout_seconds_per_mib: Annotated[
         Seconds, Field(description="added to a load's deadline for each MiB it reads", examples=["50ms", 0.05])
-    ] = 0.05
+    ] = TierLimits.load_timeout_seconds_per_mib
     lookup_timeout_seconds: Annotated[
         Seconds, Field(gt=0, description="a tier that has not answered a lookup by then counts as a miss")
-    ] = 1.0
+    ] = TierLimits.lookup_timeout_seconds
     lookup_grace_seconds: Annotated[
         Seconds, Field(description="how long a request that one tier has something for waits for the other tiers")
     ] = 0.02
-    open_timeout_seconds: Annotated[Seconds, Field(gt=0, description="deadline for opening a backend at start")] = 30.0
+    open_timeout_seconds: Annotated[
+        Seconds, Field(gt=0, description="when a tier has not opened by then the engine starts without it")
+    ] = TierLimits.open_timeout_seconds
+    close_timeout_seconds: Annotated[
+        Seconds, Field(gt=0, description="how long shutdown waits for a tier to close")
+    ] = TierLimits.close_timeout_seconds
+    breaker_failures: Annotated[
+        int,
+        Field(
+            ge=1,
+            strict=True,
+            description="after so many failures or timeouts of one operation in a row a tier is not asked for a pause",
+        ),
+    ] = TierLimits.breaker_failures
+    breaker_pause_seconds: Annotated[
+        Seconds,
+        Field(gt=0, description="the first such pause; each further one is twice as long until the tier works again"),
+    ] = TierLimits.breaker_pause_seconds
+    breaker_max_pause_seconds: Annotated[Seconds, Field(gt=0, description="the longest such pause")] = (
+        TierLimits.breaker_max_pause_seconds
+    )
     shutdown_timeout_seconds: Annotated[
         Seconds, Field(description="how long shutdown waits for stores on their way")
     ] = 5.0
@@ -153,6 +214,11 @@ class OffloadSettings(BaseModel):
         Field(description="file to which the engine writes its KV cache geometry at start, for `offload-core plan`"),
     ] = None
     backends: Annotated[list[BackendConfig], Field(min_length=1, description="the tiers, fastest first")]
+
+    @property
+    def limits(self) -> TierLimits:
+        """The limits of every tier that has none of its own."""
+        return TierLimits.of(self)
 
     @property
     def staging_uses(self) -> tuple[StagingUse, ...]:

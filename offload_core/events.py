@@ -42,11 +42,11 @@ class TierClosed(Event):
 
 @dataclass(frozen=True)
 class TierFailing(Event):
-    """A kind of operation has begun to fail. Told once, until one succeeds.
+    """A kind of operation has begun to fail. Told once, until it works again.
 
     Args:
         operation: what fails.
-        cause: type and text of the backend's exception.
+        cause: type and text of the backend's exception, or the deadline that was missed.
     """
 
     operation: Operation
@@ -55,13 +55,35 @@ class TierFailing(Event):
 
 @dataclass(frozen=True)
 class TierRecovered(Event):
-    """A kind of operation that was failing has succeeded.
+    """A kind of operation that was failing has succeeded, some time after its last failure.
 
     Args:
         operation: what works again.
     """
 
     operation: Operation
+
+
+@dataclass(frozen=True)
+class TierUnavailable(Event):
+    """The tier is not used for now: too many calls failed in a row, or its backend hangs in ``open``.
+
+    Args:
+        cause: the last failure.
+    """
+
+    cause: str
+
+
+@dataclass(frozen=True)
+class TierAvailable(Event):
+    """The tier is used again.
+
+    Args:
+        seconds: how long it was not, or not without reserve.
+    """
+
+    seconds: float
 
 
 @dataclass(frozen=True)

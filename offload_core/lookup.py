@@ -6,7 +6,6 @@ answered with something to load; then for a short grace, as long as another tier
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -52,9 +51,14 @@ class PrefixAnswer:
 
 
 class TierAnswer:
-    """One tier's answer to a question, which may not be there yet. For the thread that asked."""
+    """One tier's answer to a question, which may not be there yet. For the thread that asked.
 
-    def __init__(self, name: str, load_weight: float, answer: Future[PrefixAnswer], deadline: float) -> None:
+    Args:
+        answer: ``None`` when there is none to come.
+        deadline: by the monotonic clock.
+    """
+
+    def __init__(self, name: str, load_weight: float, answer: Future[PrefixAnswer | None], deadline: float) -> None:
         self.name = name
         self.load_weight = load_weight
         self.deadline = deadline
@@ -72,7 +76,7 @@ class TierAnswer:
             return None
         return self._answer.result()
 
-    def _note_time(self, _: Future[PrefixAnswer]) -> None:
+    def _note_time(self, _: Future[PrefixAnswer | None]) -> None:
         self.answered_at = time.monotonic()
 
 
@@ -154,9 +158,9 @@ class LookupService:
     """Starts lookups on the I/O loop and lets an idle engine wait briefly for an answer.
 
     Args:
-        timeout_seconds: deadline of a tier that has none of its own.
         grace_seconds: see :class:`Lookup`.
         indexes: per name of a tier that is not to be asked itself, what it holds.
+        unavailable: names of tiers of which nothing is to be loaded for now; read at each start of a lookup.
     """
 
     def __init__(
@@ -164,27 +168,28 @@ class LookupService:
         io: IoLoop,
         tiers: Sequence[Tier],
         planner: HybridOffloadPlanner,
-        timeout_seconds: float,
         counters: Counters,
         indexes: Mapping[str, TierIndex] | None = None,
         grace_seconds: float = 0.0,
+        unavailable: Collection[str] = (),
     ) -> None:
         self._io = io
         self._tiers = tuple(tiers)
         self._indexes = indexes or {}
         self._planner = planner
-        self._timeouts = {tier.name: tier.keys.lookup_timeout_seconds or timeout_seconds for tier in tiers}
         self._grace_seconds = grace_seconds
         self._counters = counters
+        self._unavailable = unavailable
         self._answered = threading.Event()
 
     def start(self, question: PrefixQuestion) -> Lookup:
-        """Ask every tier."""
+        """Ask every tier that is available; of the others there is no answer, at once."""
         started = time.monotonic()
         answers = []
         for tier in self._tiers:
-            answer = self._answer(tier, question)
-            answers.append(TierAnswer(tier.name, tier.load_weight, answer, started + self._timeouts[tier.name]))
+            deadline = started + tier.limits.lookup_timeout_seconds
+            answer = self._answer(tier, question, deadline)
+            answers.append(TierAnswer(tier.name, tier.load_weight, answer, deadline))
             answer.add_done_callback(log_unexpected)
             answer.add_done_callback(lambda _: self._answered.set())
         reachable_tokens = self._planner.storable_prefix(question.limit_tokens)
@@ -195,12 +200,18 @@ class LookupService:
         self._answered.wait(seconds)
         self._answered.clear()
 
-    def _answer(self, tier: Tier, question: PrefixQuestion) -> Future[PrefixAnswer]:
+    def _answer(self, tier: Tier, question: PrefixQuestion, deadline: float) -> Future[PrefixAnswer | None]:
+        answered: Future[PrefixAnswer | None] = Future()
         index = self._indexes.get(tier.name)
-        if index is None:
-            return self._io.submit(self._ask(tier, question))
-        answered: Future[PrefixAnswer] = Future()
-        answered.set_result(self._look_up(tier, index, question))
+        if tier.name in self._unavailable:
+            self._counters.add("breaker_refused", tier.name)
+            answered.set_result(None)
+        elif index is not None:
+            answered.set_result(self._look_up(tier, index, question))
+        elif not tier.health.admits("lookup"):
+            answered.set_result(None)
+        else:
+            return self._io.submit(self._ask(tier, question, deadline))
         return answered
 
     def _look_up(self, tier: Tier, index: TierIndex, question: PrefixQuestion) -> PrefixAnswer:
@@ -223,21 +234,17 @@ class LookupService:
             answer: PrefixAnswer = end.value
             return answer
 
-    async def _ask(self, tier: Tier, question: PrefixQuestion) -> PrefixAnswer:
-        """Answer by asking the medium; that it did not in time is counted. Cancellation leaves nothing behind."""
-        overdue = asyncio.get_running_loop().call_later(
-            self._timeouts[tier.name], self._counters.add, "lookup_failures", tier.name
-        )
+    async def _ask(self, tier: Tier, question: PrefixQuestion, deadline: float) -> PrefixAnswer | None:
+        """Answer by asking the medium; past the deadline it is not asked again. Cancellation leaves nothing behind."""
         search = _prefix_search(self._planner, question)
         try:
             asked = next(search)
-            while True:
-                asked = search.send(await _present(tier, question, asked))
+            while (seconds := deadline - time.monotonic()) > 0:
+                asked = search.send(await _present(tier, question, asked, seconds))
         except StopIteration as end:
             answer: PrefixAnswer = end.value
             return answer
-        finally:
-            overdue.cancel()
+        return None
 
 
 def _prefix_search(
@@ -267,14 +274,16 @@ def _hashes(question: PrefixQuestion, part: UnitRange) -> Sequence[bytes]:
     return question.hashes[part.pack.name][units.start : units.stop : units.step]
 
 
-async def _present(tier: Tier, question: PrefixQuestion, asked: Sequence[UnitRange]) -> list[list[bool]]:
+async def _present(
+    tier: Tier, question: PrefixQuestion, asked: Sequence[UnitRange], seconds: float
+) -> list[list[bool]]:
     """Ask ``tier`` for all ranks' parts of the units; returns, per range, whether each unit is there in full."""
     keys: list[ObjectKey] = []
     parts = [_hashes(question, part) for part in asked]
     for namespace in question.namespaces:
         for part, hashes in zip(asked, parts, strict=True):
             keys += object_keys(namespace, part.pack.name, hashes)
-    flags = await tier.lookup(keys)
+    flags = await tier.lookup(keys, seconds)
     per_rank = len(keys) // len(question.namespaces)
     if per_rank < len(keys):
         flags = [all(flags[unit::per_rank]) for unit in range(per_rank)]

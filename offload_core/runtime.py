@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -20,17 +23,49 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class DaemonExecutor(Executor):
-    """Runs calls on at most ``max_threads`` daemon threads, started as needed."""
+@dataclass(eq=False)
+class _Worker:
+    """One thread. ``call_began`` is ``None`` while it is idle."""
 
-    def __init__(self, max_threads: int, name: str) -> None:
+    call_began: float | None = None
+    stuck: bool = False
+
+
+class DaemonExecutor(Executor):
+    """Runs calls on at most ``max_threads`` daemon threads, started as needed.
+
+    A thread that is in one call for longer than ``stuck_after_seconds`` is *stuck*: it may never come back. It is not
+    one of the ``max_threads``, so another takes its place, up to twice as many threads in all. One that comes back
+    while there are enough others ends.
+
+    Args:
+        stuck_after_seconds: by default never.
+        on_stuck: told, on any thread, by how much the number of stuck threads has changed: 1 or -1.
+    """
+
+    def __init__(
+        self,
+        max_threads: int,
+        name: str,
+        stuck_after_seconds: float = math.inf,
+        on_stuck: Callable[[int], None] = lambda change: None,
+    ) -> None:
         self._max_threads = max_threads
         self._name = name
+        self._stuck_after_seconds = stuck_after_seconds
+        self._on_stuck = on_stuck
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
+        self._workers: set[_Worker] = set()
+        self._stuck = 0
+        self._started = 0
         self._unfinished = 0
         self._closed = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether calls run or wait."""
+        return self._unfinished > 0
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue a call.
@@ -53,29 +88,87 @@ class DaemonExecutor(Executor):
                 raise RuntimeError(f"the threads of {self._name!r} are shut down")
             self._calls.put(call)
             self._unfinished += 1
-            if len(self._threads) < min(self._unfinished, self._max_threads):
-                thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+            self._start_threads()
         return future
+
+    def replace_stuck(self) -> None:
+        """Look for threads that are stuck, and start others for calls that wait. To be called now and then."""
+        with self._lock:
+            limit = time.monotonic() - self._stuck_after_seconds
+            for worker in self._workers:
+                if not worker.stuck and worker.call_began is not None and worker.call_began < limit:
+                    worker.stuck = True
+                    self._stuck += 1
+                    self._on_stuck(1)
+            if not self._closed:
+                self._start_threads()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the threads after the calls that are queued. Never waits, whatever ``wait`` says: a call may hang."""
         with self._lock:
             if not self._closed:
                 self._closed = True
-                for _ in self._threads:
+                for _ in self._workers:
                     self._calls.put(None)
 
-    def _run(self) -> None:
+    def _start_threads(self) -> None:
+        wanted = min(self._unfinished - self._stuck, self._max_threads) + self._stuck
+        while len(self._workers) < min(wanted, 2 * self._max_threads):
+            worker = _Worker()
+            self._workers.add(worker)
+            name = f"{self._name}-{self._started}"
+            self._started += 1
+            threading.Thread(target=self._run, args=(worker,), name=name, daemon=True).start()
+
+    def _run(self, worker: _Worker) -> None:
         while True:
             call = self._calls.get()
             if call is None:
                 return
+            worker.call_began = time.monotonic()
             call()
             del call  # do not keep the last call's buffers alive while idle
             with self._lock:
+                worker.call_began = None
                 self._unfinished -= 1
+                if worker.stuck:
+                    worker.stuck = False
+                    self._stuck -= 1
+                    self._on_stuck(-1)
+                    if len(self._workers) - self._stuck > self._max_threads:
+                        self._workers.discard(worker)
+                        return
+
+
+class ThreadWatch:
+    """Looks after an executor's stuck threads while it is busy, by a timer on the running loop.
+
+    Args:
+        seconds: from one look to the next.
+    """
+
+    def __init__(self, executor: DaemonExecutor, seconds: float) -> None:
+        self._executor = executor
+        self._seconds = seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def wake(self) -> None:
+        """To be called on the loop when a call begins."""
+        if self._timer is None and not self._closed:
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._look)
+
+    def close(self) -> None:
+        """Look no more. On the loop."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        self._timer = None
+        self._executor.replace_stuck()
+        if self._executor.busy:
+            self.wake()
 
 
 class IoLoop:

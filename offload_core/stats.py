@@ -1,4 +1,4 @@
-"""Counters that both halves keep and the engine's metrics show."""
+"""Counters and gauges that both halves keep and the engine's metrics show."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ COUNTERS = {
     "lookup_hits": "objects that a lookup found",
     "lookup_misses": "objects that a lookup did not find",
     "lookup_failures": "lookups that ended in an error, shed or timed out; they count as misses",
+    "lookup_timeouts": "calls of a lookup that were not answered at its deadline",
     "load_hits": "objects loaded and verified",
     "load_missing": "objects that a lookup found and the load did not",
     "load_corrupt": "objects whose checksum, key or size was wrong; they are deleted",
@@ -29,10 +30,19 @@ COUNTERS = {
     "promotions": "objects kept that were loaded from another tier",
     "promotions_dropped": "objects loaded from another tier and not kept because staging memory was full",
     "delete_failures": "damaged objects that could not be deleted",
+    "breaker_opened": "how often a tier that kept failing was given a pause in which nothing is asked of it",
+    "breaker_refused": "lookups, loads and stores refused at once because the tier had such a pause",
     "events_dropped": "events that observers were too slow for",
     "recomputed_requests": "requests whose load failed and that the engine recomputed",
 }
 """Every counter's name and meaning."""
+
+GAUGES = {
+    "breaker_open": "ranks and schedulers in which the tier is not used, or only on trial, because it kept failing",
+    "draining_leases": "staging leases of loads and stores that are over for the engine and not for the backend",
+    "stuck_threads": "threads of the tier that are in one call for longer than any of its deadlines",
+}
+"""Every gauge's name and meaning. They are counted up and down, and the sum is what holds."""
 
 
 class Counters:
@@ -43,9 +53,12 @@ class Counters:
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def add(self, name: str, tier: str, amount: int = 1) -> None:
-        """Count ``amount`` more of ``name``, a key of :data:`COUNTERS`, for ``tier``."""
-        if name not in COUNTERS:
-            raise KeyError(f"unknown counter {name!r}; known: {', '.join(COUNTERS)}")
+        """Count ``amount`` more of ``name``, a key of :data:`COUNTERS`, or of :data:`GAUGES`, for ``tier``.
+
+        Only gauges go down.
+        """
+        if name not in COUNTERS and name not in GAUGES:
+            raise KeyError(f"unknown counter {name!r}; known: {', '.join((*COUNTERS, *GAUGES))}")
         if amount:
             with self._lock:
                 self._counts[name, tier] += amount

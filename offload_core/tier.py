@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from offload_core import events
 from offload_core.backend import Backend, BackendContext, LoadOutcome, StoreOutcome
+from offload_core.breaker import Call
 from offload_core.config import TierConfig
 from offload_core.errors import BackendError, ConfigError
 from offload_core.event_delivery import EventDelivery
+from offload_core.health import TierHealth
 from offload_core.hookspecs import TierInfo
 from offload_core.keys import ObjectKey
+from offload_core.limits import TierLimits
 from offload_core.plugins import PluginRegistry
-from offload_core.runtime import DaemonExecutor
+from offload_core.probing import Prober
+from offload_core.runtime import DaemonExecutor, ThreadWatch
 from offload_core.stats import Counters
 from offload_core.tier_codec import StagedObject as StagedObject  # its users have it from here
 from offload_core.tier_codec import StoredForm, TierCodec
@@ -27,9 +30,8 @@ if TYPE_CHECKING:
     from offload_core.staging import Lease  # which imports torch; the command line does without
     from offload_core.staging_shares import TierShare
 
-logger = logging.getLogger(__name__)
-
 _MAX_PENDING_LOOKUPS = 16
+_MAX_OVERDUE_LOOKUPS = 4
 
 T = TypeVar("T")
 
@@ -37,13 +39,14 @@ T = TypeVar("T")
 class Tier:
     """One entry of ``backends``. All coroutines run on the I/O loop.
 
-    Outcomes are values; a backend's exception becomes a failure of every key in its batch, is counted and is logged
-    once until the operation succeeds again.
+    Outcomes are values; a backend's exception becomes a failure of every key in its batch, is counted and told to
+    :attr:`health`. While that refuses an operation, it is answered at once: nothing is there, loaded or stored.
 
     Args:
-        load_timeout_seconds: base deadline of a load when the tier has none of its own.
+        limits: those of a tier that has none of its own.
         plugins: those that may wrap the backend.
         observers: told what happens; ``None`` when there are none.
+        clock: seconds, by which :attr:`health` goes.
 
     Raises at construction:
         PluginError: a plugin failed to wrap the backend.
@@ -52,18 +55,27 @@ class Tier:
     def __init__(
         self,
         config: TierConfig,
-        load_timeout_seconds: float,
+        limits: TierLimits,
         counters: Counters,
         plugins: PluginRegistry | None = None,
         observers: EventDelivery | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = config.common.name
         self.keys = config.common
         """The keys that every tier has, as configured."""
         self.load_weight = config.common.load_weight
-        self.load_timeout_seconds = config.common.load_timeout_seconds or load_timeout_seconds
+        self.limits = limits.overridden_by(config.common)
+        """The tier's own limits, and in place of those that it has not the global ones."""
         self._counters = counters
-        self._executor = DaemonExecutor(config.common.io_threads, f"offload-{self.name}")
+        self.health = TierHealth(self.name, self.limits, counters, observers, clock)
+        """What fails, and whether the tier is used; told of calls past their deadlines by those who know."""
+        self._prober = Prober(self.health, self._probe)
+        stuck_after = self.limits.longest_seconds
+        self._executor = DaemonExecutor(
+            config.common.io_threads, f"offload-{self.name}", stuck_after, self._count_stuck
+        )
+        self._thread_watch = ThreadWatch(self._executor, stuck_after / 2)
         backend = config.backend_type.backend(config.options, BackendContext(self.name, self._executor))
         info = TierInfo(self.name, config.backend_type.name, self.load_weight)
         self._backend = backend if plugins is None else plugins.wrap(backend, info)
@@ -80,9 +92,9 @@ class Tier:
         # One more than threads, so that they go on writing; no more, since a load would have to wait for it.
         self._store_slots = asyncio.Semaphore(config.common.io_threads + 1)
         self._pending_lookups = 0
-        self._failing: set[events.Operation] = set()
+        self._overdue_lookups: set[Call] = set()
         self.observers = observers
-        self._opened = False
+        self._opening = self._close_after_opening = self._opened = False
 
     @property
     def backend(self) -> Backend[Any]:
@@ -104,14 +116,36 @@ class Tier:
                 ],
                 "backends",
             )
+        self._prober.attach()
+        self._thread_watch.wake()
         started = time.monotonic()
-        await self._backend.open()
+        self._opening = True
+        try:
+            await _answer(self._backend.open())
+        except Exception as error:
+            self.health.opening_failed(error)
+            raise
+        finally:
+            self._opening = False
+            if self._close_after_opening:
+                await self.close()
+        if self._close_after_opening:
+            return
         self._opened = True
+        self.health.opened()
         if self.observers:
             self.observers.emit(events.TierOpened(self.name, time.monotonic() - started))
 
     async def close(self) -> None:
-        """Close the backend and end its threads once they are idle."""
+        """Close the backend and end its threads once they are idle.
+
+        One that has not come back from ``open`` is closed when it has, and not waited for.
+        """
+        self._prober.close()
+        self._thread_watch.close()
+        if self._opening:
+            self._close_after_opening = True
+            return
         try:
             await self._backend.close()
         finally:
@@ -130,22 +164,34 @@ class Tier:
             changes.append(self._changes.popleft())
         return changes
 
-    async def lookup(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Return, per key, whether the object is there; an error or too many lookups at once answers "no"."""
-        if self._pending_lookups >= _MAX_PENDING_LOOKUPS:
+    async def lookup(self, keys: Sequence[ObjectKey], within_seconds: float | None = None) -> list[bool]:
+        """Return, per key, whether the object is there; an error, or too many lookups at once, answers "no".
+
+        Args:
+            within_seconds: after which the answer is late, which is counted and told to :attr:`health`; by default the
+                tier's own deadline. The call goes on, and while a few are late no more are begun.
+        """
+        if self._pending_lookups >= _MAX_PENDING_LOOKUPS or len(self._overdue_lookups) >= _MAX_OVERDUE_LOOKUPS:
             self._counters.add("lookup_failures", self.name)
             return [False] * len(keys)
+        call = self._begin("lookup")
+        if call is None:
+            return [False] * len(keys)
+        seconds = self.limits.lookup_timeout_seconds if within_seconds is None else within_seconds
+        timer = asyncio.get_running_loop().call_later(seconds, self._lookup_is_late, call, keys)
         self._pending_lookups += 1
         try:
-            answers = self._parallel(keys, await _answer(self._backend.contains(keys)), "contains")
-            present = list(map(bool, answers))
+            present = await self._contains(keys)
         except Exception as error:
-            self._failed("lookup", keys, error)
+            self.health.failed(call, keys, error)
             self._counters.add("lookup_failures", self.name)
             return [False] * len(keys)
         finally:
+            self.health.ended(call)
             self._pending_lookups -= 1
-        self._succeeded("lookup")
+            timer.cancel()
+            self._overdue_lookups.discard(call)
+        self.health.succeeded(call)
         hits = present.count(True)
         self._counters.add("lookup_hits", self.name, hits)
         self._counters.add("lookup_misses", self.name, len(keys) - hits)
@@ -156,18 +202,23 @@ class Tier:
 
         Returns:
             Per object: ``HIT`` when the lease holds the verified object, ``MISS``, ``CORRUPT`` (and the object is
-            deleted), or ``None`` when the backend failed.
+            deleted), or ``None`` when the backend failed or is not asked.
         """
         keys = [staged.key for staged in objects]
         started = time.monotonic()
+        call = self._begin("load")
+        if call is None:
+            return [None] * len(keys)
         try:
             outcomes, nbytes = await _answer(self._load_verified(objects, keys))
         except Exception as error:
-            self._failed("load", keys, error)
+            self.health.failed(call, keys, error)
             self._counters.add("load_failures", self.name, len(keys))
             self._tell_of_loads(started, failed=len(keys))
             return [None] * len(keys)
-        self._succeeded("load")
+        finally:
+            self.health.ended(call)
+        self.health.succeeded(call)
         self._note((key for key, outcome in zip(keys, outcomes, strict=True) if outcome is not LoadOutcome.HIT), False)
         corrupt = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is LoadOutcome.CORRUPT]
         missing, hits = outcomes.count(LoadOutcome.MISS), outcomes.count(LoadOutcome.HIT)
@@ -188,6 +239,9 @@ class Tier:
     async def store(self, objects: Sequence[StagedObject]) -> list[bool]:
         """Store a batch of sealed objects; returns, per object, whether the tier has it now."""
         keys = [staged.key for staged in objects]
+        call = self._begin("store")
+        if call is None:
+            return [False] * len(keys)
         scratch: list[Lease] = []
         try:
             async with self._store_slots:
@@ -195,14 +249,15 @@ class Tier:
                 forms = await _answer(self._stored_forms(objects, keys, scratch))
                 outcomes = await _answer(self._store_wanted(forms))
         except Exception as error:
-            self._failed("store", keys, error)
+            self.health.failed(call, keys, error)
             self._counters.add("store_failures", self.name, len(keys))
             self._tell_of_stores(started, failed=len(keys))
             return [False] * len(keys)
         finally:
+            self.health.ended(call)
             for lease in scratch:
                 lease.release()
-        self._succeeded("store")
+        self.health.succeeded(call)
         there = [outcome in (StoreOutcome.STORED, StoreOutcome.ALREADY_PRESENT) for outcome in outcomes]
         self._note((key for key, stays in zip(keys, there, strict=True) if stays), True)
         stored = [form for form, got in zip(forms, outcomes, strict=True) if form and got is StoreOutcome.STORED]
@@ -285,13 +340,39 @@ class Tier:
             await reservation.release()
 
     async def _delete(self, keys: Sequence[ObjectKey]) -> None:
+        call = self._begin("delete")
+        if call is None:
+            return
         try:
             await _answer(self._backend.delete(keys))
         except Exception as error:
-            self._failed("delete", keys, error)
+            self.health.failed(call, keys, error)
             self._counters.add("delete_failures", self.name, len(keys))
         else:
-            self._succeeded("delete")
+            self.health.succeeded(call)
+        finally:
+            self.health.ended(call)
+
+    async def _contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        return list(map(bool, self._parallel(keys, await _answer(self._backend.contains(keys)), "contains")))
+
+    async def _probe(self, keys: Sequence[ObjectKey]) -> None:
+        self._thread_watch.wake()
+        await self._contains(keys)
+
+    def _begin(self, operation: events.Operation) -> Call | None:
+        self._prober.attach()
+        self._thread_watch.wake()
+        return self.health.begin(operation)
+
+    def _count_stuck(self, change: int) -> None:
+        self._counters.add("stuck_threads", self.name, change)
+
+    def _lookup_is_late(self, call: Call, keys: Sequence[ObjectKey]) -> None:
+        self._overdue_lookups.add(call)
+        self._counters.add("lookup_timeouts", self.name)
+        self._counters.add("lookup_failures", self.name)
+        self.health.timed_out("lookup", keys[0] if keys else None)
 
     def _note(self, keys: Iterable[ObjectKey], present: bool) -> None:
         if self._changes is not None:
@@ -319,25 +400,6 @@ class Tier:
         if self.observers:
             seconds = time.monotonic() - started
             self.observers.emit(events.StoresEnded(self.name, stored, present, rejected, failed, nbytes, seconds))
-
-    def _failed(self, operation: events.Operation, keys: Sequence[ObjectKey], error: Exception) -> None:
-        level = logging.DEBUG if operation in self._failing else logging.WARNING
-        if self.observers and operation not in self._failing:
-            self.observers.emit(events.TierFailing(self.name, operation, f"{type(error).__name__}: {error}"))
-        self._failing.add(operation)
-        logger.log(
-            level,
-            "tier %r: %s of %d objects failed (first: %s): %s: %s. The engine goes on without them; "
-            "further failures are counted and not logged until one succeeds.",
-            self.name, operation, len(keys), keys[0] if keys else "none", type(error).__name__, error,
-        )  # fmt: skip
-
-    def _succeeded(self, operation: events.Operation) -> None:
-        if operation in self._failing:
-            self._failing.discard(operation)
-            logger.warning("tier %r: %s works again", self.name, operation)
-            if self.observers:
-                self.observers.emit(events.TierRecovered(self.name, operation))
 
 
 async def _answer(call: Awaitable[T]) -> T:

@@ -1,8 +1,9 @@
-"""Opens and closes all tiers of a configuration at once, so that one which hangs costs only its deadline."""
+"""Opens and closes all tiers of a configuration at once, so that one which hangs costs no more than its deadline."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 
@@ -20,13 +21,14 @@ logger = logging.getLogger(__name__)
 def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters, *, only_shared: bool = False) -> list[Tier]:
     """Construct every tier of ``config``, wrapped by its plugins and with their observers, and open them all.
 
+    One that does not come back from opening by its deadline is not used until it does.
+
     Args:
         only_shared: leave tiers closed whose medium this process could not see anyway.
 
     Raises:
         ConfigError: one or more tiers could not be opened, each with its reason.
     """
-    settings = config.settings
     for report in config.plugins.reports:
         if report.error:
             logger.warning("%s failed, and nothing of it is used: %s", report, report.error)
@@ -35,22 +37,19 @@ def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters, *, only_sh
     tiers: list[Tier] = []
     opening: list[tuple[Tier, Future[None]]] = []
     problems: list[str] = []
+    started = time.monotonic()
     for tier_config in config.tiers:
         try:
-            tier = Tier(tier_config, settings.load_timeout_seconds, counters, config.plugins, delivery)
+            tier = Tier(tier_config, config.settings.limits, counters, config.plugins, delivery)
         except FOREIGN_ERRORS as error:  # a plugin may raise anything; the other tiers' problems are to be told too
             problems.append(_cannot_be_opened(tier_config.common.name, error))
             continue
         tiers.append(tier)
         if tier.capabilities.shared or not only_shared:
             opening.append((tier, io.submit(tier.open())))
-    wait([future for _, future in opening], timeout=settings.open_timeout_seconds)
     for tier, future in opening:
+        wait([future], timeout=max(0.0, started + tier.limits.open_timeout_seconds - time.monotonic()))
         if not future.done():
-            problems.append(
-                f"backend {tier.name!r} did not open within open_timeout_seconds = {settings.open_timeout_seconds}; "
-                "check that its medium answers, or raise the limit"
-            )
             continue
         try:
             future.result()
@@ -60,6 +59,9 @@ def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters, *, only_sh
         for tier in tiers:
             io.submit(tier.close())
         raise ConfigError(problems, "backends")
+    for tier, future in opening:
+        if not future.done():
+            tier.health.opening_hangs()
     return tiers
 
 
@@ -70,11 +72,17 @@ def _cannot_be_opened(name: str, error: BaseException) -> str:
     return f"backend {name!r} cannot be opened: {reason}"
 
 
-def close_tiers(tiers: Sequence[Tier], io: IoLoop, seconds: float = 1.0) -> None:
-    """Close every tier, waiting at most ``seconds`` in all: a hung medium must not hold up the process's end.
+def close_tiers(tiers: Sequence[Tier], io: IoLoop, seconds: float | None = None) -> None:
+    """Close all tiers at once; a hung medium must not hold up the process's end.
 
-    Observers have as long again for the events that still wait.
+    Observers have as long again, for the events that still wait.
+
+    Args:
+        seconds: how long to wait for each, from now on; by default its own ``close_timeout_seconds``.
     """
-    wait([io.submit(tier.close()) for tier in tiers], timeout=seconds)
+    started = time.monotonic()
+    limits = [tier.limits.close_timeout_seconds if seconds is None else seconds for tier in tiers]
+    for future, limit in zip([io.submit(tier.close()) for tier in tiers], limits, strict=True):
+        wait([future], timeout=max(0.0, started + limit - time.monotonic()))
     for delivery in {tier.observers for tier in tiers if tier.observers}:
-        delivery.close(seconds)
+        delivery.close(max(limits))

@@ -37,8 +37,6 @@ from offload_core.transfer_objects import TransferObject, in_batches
 
 logger = logging.getLogger(__name__)
 
-_MIB = 1024 * 1024
-
 
 @dataclass(frozen=True)
 class LoadJob:
@@ -93,7 +91,6 @@ class TransferEngine:
         tiers: the fastest first.
         staging: a pool that nobody holds anything of.
         layouts: per pack name, the payload's layout.
-        per_mib_seconds: added to a tier's load deadline for each MiB of the job.
     """
 
     def __init__(
@@ -104,7 +101,6 @@ class TransferEngine:
         staging: StagingPool,
         copier: BlockCopier,
         layouts: Mapping[str, PackLayout],
-        per_mib_seconds: float,
         counters: Counters,
     ) -> None:
         self._io = io
@@ -112,7 +108,6 @@ class TransferEngine:
         self._staging = staging
         self._copier = copier
         self._layouts = layouts
-        self._per_mib_seconds = per_mib_seconds
         self._counters = counters
         self._wanted: dict[int, _WantedLoad] = {}
         self._arrivals: deque[_Arrival] = deque()
@@ -147,7 +142,7 @@ class TransferEngine:
         """Start a load. Its result comes from :meth:`poll`, at the latest after its deadline."""
         tier = self._tiers[job.tier]
         nbytes = sum(object_bytes(self._layouts[o.key.pack].payload_bytes) for o in job.objects)
-        deadline = time.monotonic() + tier.load_timeout_seconds + self._per_mib_seconds * nbytes / _MIB
+        deadline = time.monotonic() + tier.limits.load_seconds(nbytes)
         self._wanted[job.job_id] = _WantedLoad(job.tier, deadline, {o.key: o for o in job.objects})
         self._io.submit(self._load(job, tier)).add_done_callback(log_unexpected)
 

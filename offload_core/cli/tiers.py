@@ -16,8 +16,6 @@ from offload_core.object_format import HEADER_BYTES
 from offload_core.stats import Counters
 from offload_core.tier import Tier
 
-_MIB = 1024 * 1024
-
 T = TypeVar("T")
 
 
@@ -48,12 +46,11 @@ class WatchedTier:
     def __init__(self, config: TierConfig, whole: OffloadConfig) -> None:
         self._config = config
         self._whole = whole
-        self.tier = Tier(config, whole.settings.load_timeout_seconds, Counters(), whole.plugins)
+        self.tier = Tier(config, whole.settings.limits, Counters(), whole.plugins)
         self.name = self.tier.name
         self.type_name = config.common.type
         self.io_threads = config.common.io_threads
         self.capabilities = self.tier.capabilities
-        self._settings = whole.settings
         self._running: dict[asyncio.Task[Any], str] = {}
 
     @property
@@ -63,12 +60,12 @@ class WatchedTier:
 
     async def open(self) -> None:
         """Open the backend, within ``open_timeout_seconds``."""
-        seconds = self._settings.open_timeout_seconds
+        seconds = self.tier.limits.open_timeout_seconds
         await self._call("open", self.tier.open(), seconds, "open_timeout_seconds")
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Return, per key, whether it is there, within ``lookup_timeout_seconds``."""
-        seconds = self._settings.lookup_timeout_seconds
+        seconds = self.tier.limits.lookup_timeout_seconds
         return await self._call("lookup", self._contains(keys), seconds, "lookup_timeout_seconds")
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Stored:
@@ -84,7 +81,8 @@ class WatchedTier:
 
     async def delete(self, keys: Sequence[ObjectKey], seconds: float | None = None) -> None:
         """Remove objects, within ``seconds`` or the tier's ``load_timeout_seconds``."""
-        limit = (self.tier.load_timeout_seconds, "load_timeout_seconds") if seconds is None else (seconds, "clean-up")
+        own, setting = self.tier.limits.load_timeout_seconds, "load_timeout_seconds"
+        limit = (own, setting) if seconds is None else (seconds, "clean-up")
         await self._call("delete", self._delete(keys), *limit)
 
     async def delete_on_new_threads(self, keys: Sequence[ObjectKey], seconds: float) -> None:
@@ -109,7 +107,7 @@ class WatchedTier:
         return not calls or not (await asyncio.wait(calls, timeout=seconds))[1]
 
     async def _transfer(self, operation: str, call: Coroutine[Any, Any, T], nbytes: int) -> T:
-        seconds = self.tier.load_timeout_seconds + self._settings.load_timeout_seconds_per_mib * nbytes / _MIB
+        seconds = self.tier.limits.load_seconds(nbytes)
         return await self._call(operation, call, seconds, "load_timeout_seconds")
 
     async def _call(self, operation: str, call: Coroutine[Any, Any, T], seconds: float, setting: str) -> T:

@@ -69,16 +69,21 @@ class StepReport(KVConnectorWorkerMetadata):
     """Chunks of which some rank's part is on no tier."""
     changes: list[TierChange] = field(default_factory=list)
     """What has come to media that only the worker sees, and left them."""
+    refusals: Counter[str] = field(default_factory=Counter)
+    """Per tier, how many ranks more (fewer, where it is negative) have no use for lookups of it: loads are refused."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         """Combine two ranks' reports: a chunk is only there when every rank has its part."""
         assert isinstance(other, StepReport)
+        refusals = Counter(self.refusals)
+        refusals.update(other.refusals)  # the sum of two counters would leave out what is negative
         return StepReport(
             self.failed | other.failed,
             self.failed_requests | other.failed_requests,
             self.stores_ended + other.stores_ended,
             self.not_stored | other.not_stored,
             self.changes + other.changes,
+            refusals,
         )
 
 

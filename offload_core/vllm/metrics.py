@@ -1,4 +1,4 @@
-"""The connector's counters as vLLM connector statistics and Prometheus metrics (``vllm:hybrid_offload_…``)."""
+"""The connector's counters and gauges as vLLM statistics and Prometheus metrics (``vllm:hybrid_offload_…``)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from offload_core.stats import COUNTERS
+from offload_core.stats import COUNTERS, GAUGES
 
 _SEPARATOR = "|"
 
 
 @dataclass
 class HybridOffloadStats(KVConnectorStats):
-    """Counts since the last report, as ``{"counter|tier": count}`` so that they survive vLLM's serialisation."""
+    """Counts, and changes of gauges, since the last report.
+
+    They are ``{"counter|tier": count}`` so that they survive vLLM's serialisation.
+    """
 
     @classmethod
     def from_counts(cls, counts: dict[tuple[str, str], int]) -> HybridOffloadStats:
@@ -43,7 +46,7 @@ class HybridOffloadStats(KVConnectorStats):
 
 
 class HybridOffloadPromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter per entry of :data:`offload_core.stats.COUNTERS`, labelled by tier."""
+    """A Prometheus counter or gauge per entry of the tables in :mod:`offload_core.stats`, labelled by tier."""
 
     def __init__(
         self,
@@ -53,17 +56,18 @@ class HybridOffloadPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            name: self._counter_cls(
+        self._metrics = {
+            name: metric(
                 name=f"vllm:hybrid_offload_{name}",
                 documentation=f"offload-core: {text}.",
                 labelnames=[*labelnames, "tier"],
             )
-            for name, text in COUNTERS.items()
+            for metric, table in ((self._counter_cls, COUNTERS), (self._gauge_cls, GAUGES))
+            for name, text in table.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one report's counts."""
+        """Add one report's counts; those of gauges may be negative."""
         for key, count in transfer_stats_data.items():
             name, tier = key.split(_SEPARATOR, 1)
-            self._counters[name].labels(*self.per_engine_labelvalues[engine_idx], tier).inc(count)
+            self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], tier).inc(count)

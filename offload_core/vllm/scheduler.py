@@ -70,15 +70,16 @@ class SchedulerHalf:
         self.counters = Counters()
         self._io: IoLoop | None = IoLoop.acquire()
         self._tiers = open_tiers(config, self._io, self.counters, only_shared=True)
+        self._unavailable: Counter[str] = Counter()
         self._indexes = {tier.name: TierIndex() for tier in self._tiers if not tier.capabilities.shared}
         self._lookups = LookupService(
             self._io,
             self._tiers,
             planner,
-            settings.lookup_timeout_seconds,
             self.counters,
             self._indexes,
             settings.lookup_grace_seconds,
+            self._unavailable,
         )
         self._adapters = AdapterIdentities(settings.lookup_timeout_seconds)
         self._ledger = ChunkLedger(num_ranks, settings.lookup_timeout_seconds)
@@ -205,6 +206,10 @@ class SchedulerHalf:
         if report is not None:
             for change in report.changes:
                 self._indexes[change.tier].update(change.key, change.present)
+            for tier, ranks in report.refusals.items():
+                self._unavailable[tier] += ranks
+                if not self._unavailable[tier]:
+                    del self._unavailable[tier]
             self._ledger.load_failed(report.failed)
             self._ledger.stores_ended(report.stores_ended, report.not_stored)
             for request_id in report.failed_requests:

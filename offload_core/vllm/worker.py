@@ -94,7 +94,6 @@ class WorkerHalf:
             staging=self._staging,
             copier=block_copier(caches),
             layouts=layouts,
-            per_mib_seconds=settings.load_timeout_seconds_per_mib,
             counters=self.counters,
         )
 
@@ -146,14 +145,16 @@ class WorkerHalf:
                 self._report.not_stored.add(ref)
         for tier in self._tiers:
             self._report.changes += tier.take_changes()
+            if change := tier.health.take_change():
+                self._report.refusals[tier.name] += change
         ended, self._ended = self._ended, []
         return {request for request, _ in ended}, {request for request, failed in ended if failed}
 
     def take_report(self) -> StepReport | None:
         """Return what the scheduler half should know, or ``None``."""
         report, self._report = self._report, StepReport()
-        news = report.failed or report.failed_requests or report.stores_ended or report.changes
-        return report if news else None
+        told = (report.failed, report.failed_requests, report.stores_ended, report.changes, report.refusals)
+        return report if any(told) else None
 
     def shutdown(self) -> None:
         """Give stores on their way a moment, then let go of everything. Idempotent; never waits for a hung medium."""

@@ -16,6 +16,7 @@ from offload_backend_disk import DiskBackend, DiskOptions
 from offload_core import object_format
 from offload_core.backend import BackendContext, BackendType, LoadOutcome, StoreOutcome
 from offload_core.config import BackendConfig, TierConfig
+from offload_core.limits import TierLimits
 from offload_core.object_format import HEADER_BYTES
 from offload_core.runtime import DaemonExecutor, IoLoop
 from offload_core.staging import StagingPool
@@ -59,7 +60,9 @@ class Rig:
         config = BackendConfig.model_validate({"name": "faulty", "type": "faulty"})
         options = DiskOptions(path=folder)
         self.plan, self.io, self.counters = plan, io, counters
-        self.tier = Tier(TierConfig(config, BackendType("faulty", FaultyDisk, DiskOptions), options), 30.0, counters)
+        self.tier = Tier(
+            TierConfig(config, BackendType("faulty", FaultyDisk, DiskOptions), options), TierLimits(), counters
+        )
         self.pool = StagingPool(1 << 20, 1.0)
 
     def staged(self, number: int) -> StagedObject:

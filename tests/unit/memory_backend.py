@@ -19,8 +19,11 @@ from offload_core.backend import (
 )
 from offload_core.config import BackendConfig, TierConfig
 from offload_core.keys import ObjectKey
+from offload_core.limits import TierLimits
 
 WAIT_SECONDS = 60
+LIMITS = TierLimits(lookup_timeout_seconds=30.0, load_timeout_seconds_per_mib=0.0)
+"""Limits that no test comes near by itself."""
 
 T = TypeVar("T")
 

@@ -156,7 +156,7 @@ ONE_PROBLEM = [
         {"hybrid_chunksize": 16},
         "hybrid_chunksize: unknown key (did you mean 'hybrid_chunk_size'?); valid keys: backends,",
     ),
-    ({"xyzzy": 1}, "xyzzy: unknown key; valid keys: backends, geometry_file,"),
+    ({"xyzzy": 1}, "xyzzy: unknown key; valid keys: backends, breaker_failures,"),
     ({"hybrid_chunk_size": 0}, "hybrid_chunk_size: 0 is not valid: Input should be greater than 0"),
     ({"hybrid_chunk_size": True}, "hybrid_chunk_size: True is not valid: Input should be a valid integer"),
     ({"hybrid_chunk_size": "many"}, "hybrid_chunk_size: 'many' is not valid: Input should be a valid integer"),
@@ -207,7 +207,7 @@ ONE_PROBLEM = [
     ),
     (
         {"backends": [{**BOX, "clas": 1}]},
-        "backends.0.clas: unknown key (did you mean 'class'?); valid keys: class, compression,",
+        "backends.0.clas: unknown key (did you mean 'class'?); valid keys: breaker_failures,",
     ),
     (
         {"backends": [{**BOX, "io_thread": 2}]},

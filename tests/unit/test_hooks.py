@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from offload_core import events
+from offload_core import events, health
 from offload_core.backend import LoadOutcome
 from offload_core.config import OffloadConfig, OffloadSettings, TierConfig, load_config
 from offload_core.errors import ConfigError
@@ -255,7 +255,10 @@ def test_offload_observe(site: Site, rig: Rig) -> None:
     ]
 
 
-def test_observers_hear_once_that_an_operation_fails_and_once_that_it_works_again(site: Site, rig: Rig) -> None:
+def test_observers_hear_once_that_an_operation_fails_and_once_that_it_works_again(
+    site: Site, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "QUIET_SECONDS", 0.0)
     site.install("watcher", OBSERVER)
     tier, backend = rig.open_memory(site.load())
     backend.faults = {call: OSError("gone") for call in ("contains", "prepare_load", "prepare_store")}

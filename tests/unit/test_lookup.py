@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -14,13 +15,14 @@ from offload_core.runtime import IoLoop
 from offload_core.stats import Counters
 from offload_core.tier import Tier
 from offload_core.tier_opening import close_tiers
-from tests.unit.memory_backend import MemoryBackend, memory_tier
+from tests.unit.memory_backend import LIMITS, MemoryBackend, memory_tier
 
 SECONDS = 30
 NAMESPACE = "ab" * 32
 OTHER_RANK = "cd" * 32
 HASHES = [number.to_bytes(32, "big") for number in range(4)]
 Start = Callable[..., LookupService]
+UNPROBED = replace(LIMITS, breaker_pause_seconds=3600.0, breaker_max_pause_seconds=3600.0)
 
 
 @pytest.fixture
@@ -37,14 +39,20 @@ def start(io: IoLoop, counters: Counters, backends: dict[str, MemoryBackend]) ->
     tiers: list[Tier] = []
     for name in ("fast", "slow"):
         config, made = memory_tier(name)
-        tiers.append(Tier(config, SECONDS, counters))
+        tiers.append(Tier(config, UNPROBED, counters))
         backends[name] = made[0]
 
-    def start(timeout_seconds: float, grace_seconds: float = SECONDS, **keys: dict[str, float]) -> LookupService:
+    def start(
+        timeout_seconds: float,
+        grace_seconds: float = SECONDS,
+        unavailable: Collection[str] = (),
+        **keys: dict[str, float],
+    ) -> LookupService:
         for tier in tiers:
             tier.keys = tier.keys.model_copy(update=keys.get(tier.name, {}))
             tier.load_weight = tier.keys.load_weight
-        return LookupService(io, tiers, planner, timeout_seconds, counters, grace_seconds=grace_seconds)
+            tier.limits = replace(tier.limits, lookup_timeout_seconds=timeout_seconds).overridden_by(tier.keys)
+        return LookupService(io, tiers, planner, counters, grace_seconds=grace_seconds, unavailable=unavailable)
 
     yield start
     for backend in backends.values():
@@ -198,3 +206,68 @@ def test_each_tier_has_its_own_deadline_and_those_without_an_answer_then_have_no
     wait_until_done(service, lookup)
     assert lookup.best() == ("fast", 0)
     assert lookup.missing() == {ref(0), ref(1), ref(2)}
+
+
+def test_a_tier_whose_breaker_is_open_is_answered_for_at_once_and_has_no_say_in_what_is_missing(
+    start: Start, backends: dict[str, MemoryBackend], counters: Counters
+) -> None:
+    put(backends["fast"], 1)
+    backends["slow"].faults = {"contains": OSError("gone")}
+    service = start(SECONDS)
+    for _ in range(UNPROBED.breaker_failures):
+        wait_for_all(service, service.start(question()))
+    asked = backends["slow"].calls.count("contains")
+
+    lookup = service.start(question())
+    while not lookup.answers():
+        service.wait_for_answer(0.01)
+    assert lookup.done(), "although the grace is not over"
+    assert lookup.best() == ("fast", 16)
+    assert lookup.missing() == {ref(1), ref(2)}
+    assert backends["slow"].calls.count("contains") == asked
+    assert counters.take()["breaker_refused", "slow"] == 1
+
+
+def test_a_tier_that_others_say_is_unavailable_is_not_asked_until_they_say_otherwise(
+    start: Start, backends: dict[str, MemoryBackend], counters: Counters
+) -> None:
+    put(backends["slow"], 3)
+    unavailable = {"fast", "slow"}
+    service = start(SECONDS, unavailable=unavailable)
+    lookup = service.start(question())
+    assert lookup.done()
+    assert lookup.best()[1] == 0
+    assert lookup.answers() == {}
+    assert backends["slow"].calls == []
+    assert counters.take() == {("breaker_refused", "fast"): 1, ("breaker_refused", "slow"): 1}
+    unavailable.clear()
+    assert wait_for_all(service, service.start(question())).best() == ("slow", 48)
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(SECONDS, 2), (0.05, 1)], ids=["in time", "late"])
+def test_past_its_deadline_a_lookup_asks_nothing_more(
+    io: IoLoop, start: Start, backends: dict[str, MemoryBackend], seconds: float, rounds: int
+) -> None:
+    hashes = [number.to_bytes(32, "big") for number in range(40)]  # more than are asked for at first
+    backends["fast"].objects.update({ObjectKey(NAMESPACE, "full-u16", chunk_hash): b"" for chunk_hash in hashes})
+    gates = [backend.gates["contains"] for backend in backends.values()]
+    for gate in gates:
+        gate.shut()
+    service = start(seconds)
+    lookup = service.start(PrefixQuestion({"full-u16": hashes}, (NAMESPACE,), 0, 639))
+    gates[0].wait_for_a_call()
+    if rounds == 1:
+        while not lookup.done():
+            service.wait_for_answer(0.01)
+    for gate in gates:
+        gate.open()
+    if rounds == 2:
+        wait_until_done(service, lookup)
+    io.submit(_others_done()).result(SECONDS)
+    assert backends["fast"].calls.count("contains") == rounds
+    assert ("fast" in lookup.answers()) == (rounds == 2)
+
+
+async def _others_done() -> None:
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from offload_core.backend import LoadOutcome, StoreOutcome
+from offload_core.health import MAX_QUIET_SECONDS
+from offload_core.limits import TierLimits
 from offload_core.object_format import HEADER_BYTES
 from offload_core.runtime import IoLoop
 from offload_core.stats import Counters
 from offload_core.tier import Tier
 from offload_core.tier_opening import close_tiers
-from tests.unit.memory_backend import MemoryBackend, key, memory_tier
+from tests.unit.memory_backend import LIMITS, MemoryBackend, key, memory_tier
 from tests.unit.staged_objects import OBJECT_BYTES, PAYLOAD_BYTES, StagedObjects
 
 SECONDS = 30
@@ -30,7 +32,8 @@ class Rig(StagedObjects):
         super().__init__()
         config, made = memory_tier(io_threads=2)
         self.io, self.counters = io, counters
-        self.tier = Tier(config, 30.0, counters)
+        self.now = 0.0
+        self.tier = Tier(config, LIMITS, counters, clock=lambda: self.now)
         self.backend: MemoryBackend = made[0]
 
     def put(self, *numbers: int) -> None:
@@ -209,6 +212,7 @@ def test_each_change_of_state_is_logged_once(
         (message,) = logged(broken)
         assert message.startswith("tier 'memory': ")
         assert "OSError: the medium is gone" in message
+        rig.now += MAX_QUIET_SECONDS
         (message,) = logged({})
         assert message.endswith("works again")
 
@@ -236,8 +240,11 @@ def test_lookups_beyond_the_limit_are_shed_at_once(rig: Rig) -> None:
 
 
 def test_a_tiers_own_load_deadline_wins_over_the_global_one(counters: Counters) -> None:
-    assert Tier(memory_tier()[0], 12.0, counters).load_timeout_seconds == 12.0
-    assert Tier(memory_tier(load_timeout_seconds=3)[0], 12.0, counters).load_timeout_seconds == 3.0
+    everywhere = TierLimits(load_timeout_seconds=12.0, load_timeout_seconds_per_mib=0.5)
+    assert Tier(memory_tier()[0], everywhere, counters).limits.load_seconds(2 << 20) == 13.0
+    assert Tier(memory_tier(load_timeout_seconds=3)[0], everywhere, counters).limits.load_seconds(2 << 20) == 4.0
+    own = memory_tier(load_timeout_seconds=3, load_timeout_seconds_per_mib=0)[0]
+    assert Tier(own, everywhere, counters).limits.load_seconds(2 << 20) == 3.0
 
 
 @pytest.mark.parametrize("fault", [None, OSError("gone")], ids=["closed", "close failed"])

@@ -24,7 +24,7 @@ from offload_core.stats import Counters
 from offload_core.tier import StagedObject, Tier
 from offload_core.tier_codec import RETRY_EVERY, TRIALS, CompressionMemory
 from offload_core.tier_opening import close_tiers, open_tiers
-from tests.unit.memory_backend import key, memory_tier
+from tests.unit.memory_backend import LIMITS, key, memory_tier
 from tests.unit.test_codecs import bf16_normal
 
 SECONDS = 30
@@ -53,7 +53,7 @@ class Rig:
         else:
             capacity = {"capacity": 1 << 24} if self.kind == "bounded disk" else {}
             config = tier_config(DISK, {"path": str(self.folder / "objects"), **capacity}, compression)
-        tier = Tier(config, SECONDS, self.counters)
+        tier = Tier(config, LIMITS, self.counters)
         tier.staging = share_out(self.pool, {tier.name: StagingUse(compresses=tier.compresses)}, PAYLOAD_BYTES)[
             tier.name
         ]

@@ -19,7 +19,7 @@ from offload_core.stats import Counters
 from offload_core.tier import StagedObject, Tier
 from offload_core.tier_index import TierChange, TierIndex
 from offload_core.tier_opening import close_tiers, open_tiers
-from tests.unit.memory_backend import MemoryBackend, key, memory_tier
+from tests.unit.memory_backend import LIMITS, MemoryBackend, key, memory_tier
 
 SECONDS = 30
 RANKS = ("ab" * 32, "cd" * 32)
@@ -58,7 +58,7 @@ def test_an_indexed_tier_is_answered_for_at_once_and_never_asked(
         for digest in HASHES[:2]:
             index.update(ObjectKey(rank, "full-u16", digest), True)
     index.update(ObjectKey(RANKS[0], "full-u16", HASHES[2]), True)
-    service = LookupService(io, [tier], planner, SECONDS, counters, {"memory": index})
+    service = LookupService(io, [tier], planner, counters, {"memory": index})
     mistrusted = frozenset({ChunkRef("full-u16", HASHES[1])})
 
     trusting = service.start(PrefixQuestion({"full-u16": HASHES}, RANKS, 0, 63))
@@ -80,7 +80,7 @@ def _only_seen_here(backend: MemoryBackend) -> None:
 
 def _constructed(counters: Counters) -> tuple[Tier, MemoryBackend]:
     config, made = memory_tier(prepare=_only_seen_here)
-    return Tier(config, SECONDS, counters), made[0]
+    return Tier(config, LIMITS, counters), made[0]
 
 
 def _sealed(pool: StagingPool, number: int) -> StagedObject:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from offload_core.errors import ConfigError
 from offload_core.runtime import IoLoop
 from offload_core.stats import Counters
 from offload_core.tier_opening import close_tiers, open_tiers
-from tests.unit.memory_backend import MemoryBackend, memory_tier
+from tests.unit.memory_backend import MemoryBackend, key, memory_tier
 
 Prepare = Callable[[MemoryBackend], None]
 
@@ -60,12 +61,68 @@ def test_a_medium_that_times_out_by_itself_is_named_with_its_own_reason(io: IoLo
         open_tiers(config, io, counters)
 
 
-def test_a_hung_tier_is_named_with_the_limit_and_does_not_hold_up_the_start(io: IoLoop, counters: Counters) -> None:
-    config, made = configured({"hung": lambda backend: backend.gates["open"].shut(), "b": None}, 0.05)
-    with pytest.raises(ConfigError, match=r"backend 'hung' did not open within open_timeout_seconds = 0\.05") as caught:
-        open_tiers(config, io, counters)
+def hangs(backend: MemoryBackend) -> None:
+    backend.gates["open"].shut()
+
+
+def test_a_tier_that_hangs_in_open_is_left_out_with_one_warning_until_it_answers(
+    io: IoLoop, counters: Counters, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, made = configured({"hung": hangs, "b": None}, 0.05)
+    tiers = open_tiers(config, io, counters)
+    hung, other = tiers
+    (warning,) = caplog.messages
+    assert warning.startswith("tier 'hung': open has not come back within open_timeout_seconds = 0.05; ")
+    assert counters.take() == {("breaker_open", "hung"): 1}
+    assert [tier.health.admits("lookup") for tier in tiers] == [False, True]
+    assert io.submit(hung.lookup([key(1)])).result(30) == [False], "at once"
+    assert (hung.health.available, other.health.available) == (False, True)
+
     made["hung"][0].gates["open"].open()
-    assert len(caught.value.problems) == 1
+    while not hung.health.available:
+        io.submit(asyncio.sleep(0.001)).result(30)
+    assert made["hung"][0].calls == ["open"], "it was not asked before"
+    made["hung"][0].objects[key(1)] = b""
+    assert io.submit(hung.lookup([key(1)])).result(30) == [True]
+    assert [message.partition(",")[0] for message in caplog.messages[1:]] == ["tier 'hung' is used again"]
+    assert counters.take()["breaker_open", "hung"] == -1
+    close_tiers(tiers, io, seconds=30)
+
+
+def test_a_tier_whose_open_fails_late_stays_out(
+    io: IoLoop, counters: Counters, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, made = configured({"hung": hangs, "b": None}, 0.05)
+    tiers = open_tiers(config, io, counters)
+    made["hung"][0].faults["open"] = OSError("no share")
+    made["hung"][0].gates["open"].open()
+    while len(caplog.messages) < 2:
+        io.submit(asyncio.sleep(0.001)).result(30)
+    assert caplog.messages[1].startswith("tier 'hung': open failed after all: OSError: no share. ")
+    assert not tiers[0].health.admits("store")
+    close_tiers(tiers, io, seconds=30)
+
+
+def test_a_tier_that_still_hangs_in_open_is_closed_when_it_has_come_back(io: IoLoop, counters: Counters) -> None:
+    config, made = configured({"hung": hangs, "b": None}, 0.05)
+    tiers = open_tiers(config, io, counters)
+    started = time.monotonic()
+    close_tiers(tiers, io, seconds=60)
+    assert time.monotonic() - started < 30, "nothing to wait for"
+    assert (made["hung"][0].calls, made["b"][0].calls) == ([], ["open", "close"])
+    made["hung"][0].gates["open"].open()
+    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("offload-hung-")]:
+        thread.join(30)
+    assert made["hung"][0].calls == ["open", "close"]
+    assert not tiers[0].health.available
+
+
+def test_a_wrong_tier_beside_one_that_hangs_refuses_the_start(io: IoLoop, counters: Counters) -> None:
+    config, made = configured({"hung": hangs, "b": fails(OSError("no disk"))}, 0.05)
+    with pytest.raises(ConfigError) as caught:
+        open_tiers(config, io, counters)
+    assert caught.value.problems == ("backend 'b' cannot be opened: no disk",)
+    made["hung"][0].gates["open"].open()
 
 
 def test_closing_waits_no_longer_than_it_may(io: IoLoop, counters: Counters) -> None:

@@ -23,7 +23,7 @@ from offload_core.tier import Tier
 from offload_core.tier_opening import close_tiers
 from offload_core.transfer import LoadJob, LoadResult, TransferEngine
 from offload_core.transfer_objects import TransferObject
-from tests.unit.memory_backend import MemoryBackend, key, memory_tier
+from tests.unit.memory_backend import LIMITS, MemoryBackend, key, memory_tier
 
 SECONDS = 30
 PACK = "full-u16"
@@ -75,7 +75,7 @@ class Rig:
         self.staging: StagingPool
 
     def add_tier(self, config: TierConfig) -> None:
-        tier = Tier(config, SECONDS, self.counters)
+        tier = Tier(config, LIMITS, self.counters)
         self.io.submit(tier.open()).result(SECONDS)
         self.tiers.append(tier)
 
@@ -98,7 +98,6 @@ class Rig:
             staging=self.staging,
             copier=self.copier,
             layouts=self.layouts,
-            per_mib_seconds=0.0,
             counters=self.counters,
         )
         return self._engine

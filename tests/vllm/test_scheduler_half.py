@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -280,3 +281,26 @@ def test_others_wait_for_a_request_whose_load_failed_until_it_has_room_again(hal
     assert half.matched(first) == 64
     half.load(first, 64)
     assert half.matched(other) == 64, "a second load, however long it takes, holds nobody up"
+
+
+def test_a_tier_that_some_rank_does_not_use_is_not_asked_and_not_waited_for(half: Half) -> None:
+    half.follow(request("a"))
+    half.store(a=80)
+    asked = half.backend.calls.count("contains")
+    half.report([], refusals=Counter(memory=2))
+    half.report([], refusals=Counter(memory=-1))
+    second = half.follow(request("b"))
+    assert half.half.matched_tokens(second, 0) == 0, "at once, in the first step that asks"
+    assert half.backend.calls.count("contains") == asked
+    assert half.half.counters.take()["breaker_refused", "memory"] == 1
+    assert half.stored(b=80) == [], "what it cannot be asked for is not taken for gone"
+
+    half.report([], refusals=Counter(memory=-1))
+    assert half.matched(half.follow(request("c"))) == 64
+
+
+def test_ranks_reports_add_up() -> None:
+    one = StepReport(refusals=Counter(nvme=1, shared=-1))
+    assert one.aggregate(StepReport(refusals=Counter(nvme=1, ram=-1))).refusals == {"nvme": 2, "shared": -1, "ram": -1}
+    assert one.aggregate(StepReport(refusals=Counter(nvme=-1))).refusals == {"nvme": 0, "shared": -1}
+    assert one.refusals == {"nvme": 1, "shared": -1}, "not changed"

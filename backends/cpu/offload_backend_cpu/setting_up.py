@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
 from offload_backend_cpu.arena import PAGE_BYTES, Arena
 from offload_backend_cpu.options import CpuOptions
@@ -21,13 +21,6 @@ PIECE_BYTES = 64 * 1024 * 1024
 """Small enough that a tier's thread is back within about a tenth of a second."""
 
 
-class RunBlocking(Protocol):
-    """:meth:`offload_core.backend.Backend.run_blocking`."""
-
-    def __call__(self, function: Callable[..., Any], *args: Any) -> Awaitable[Any]:
-        """Run ``function`` on one of the tier's threads."""
-
-
 class Preparation:
     """Pins or populates an arena. For the event loop; construct it on the thread that has chosen the GPU.
 
@@ -37,7 +30,9 @@ class Preparation:
         pinning: how to pin; by default by CUDA, where there is some use for it.
     """
 
-    def __init__(self, options: CpuOptions, name: str, run_blocking: RunBlocking, pinning: HostPinning | None) -> None:
+    def __init__(
+        self, options: CpuOptions, name: str, run_blocking: Callable[..., Awaitable[Any]], pinning: HostPinning | None
+    ) -> None:
         self._options = options
         self._name = name
         self._run_blocking = run_blocking

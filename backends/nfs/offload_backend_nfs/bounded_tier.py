@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from offload_backend_nfs.bounded import BoundedPlace, Rooms
 from offload_backend_nfs.claim import Room
@@ -20,14 +20,6 @@ _LEAST_STEP_SECONDS = 0.1
 Sizes = Callable[[Sequence[ObjectKey]], Awaitable[Sequence[int | None]]]
 
 
-class RunBlocking(Protocol):
-    """See :meth:`Backend.run_blocking`."""
-
-    def __call__(self, function: Callable[..., Any], *args: Any) -> Awaitable[Any]:
-        """Run it on the tier's threads, to its end."""
-        ...
-
-
 class BoundedTier:
     """Reservations on a bounded place, on the event loop.
 
@@ -35,7 +27,7 @@ class BoundedTier:
         run_blocking: runs blocking calls on the tier's threads.
     """
 
-    def __init__(self, place: BoundedPlace, run_blocking: RunBlocking) -> None:
+    def __init__(self, place: BoundedPlace, run_blocking: Callable[..., Awaitable[Any]]) -> None:
         self.place = place
         self._run_blocking = run_blocking
         self._rooms: dict[ObjectKey, list[Room]] = {}  # those that no store has taken yet

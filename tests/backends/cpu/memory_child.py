@@ -18,6 +18,7 @@ from pathlib import Path
 from offload_core import object_format
 from offload_core.config import load_config
 from offload_core.keys import ObjectKey
+from offload_core.limits import TierLimits
 from offload_core.object_format import HEADER_BYTES
 from offload_core.staging import Lease, StagingPool
 from offload_core.staging_size import BATCH_OBJECTS, STORE_SHARE
@@ -111,7 +112,7 @@ async def main(folder: Path, staging_bytes: int, capacity_bytes: int, stored_byt
             {"name": "ram", "type": "cpu", "capacity": capacity},
             {"name": "disk", "type": "disk", "path": str(folder / name), "capacity": 2 * capacity},
         ]
-        tiers = [Tier(config, 30, Counters()) for config in load_config({"backends": entries}).tiers]
+        tiers = [Tier(config, TierLimits(), Counters()) for config in load_config({"backends": entries}).tiers]
         for tier in tiers:
             await tier.open()
         pool = StagingPool(staging, STORE_SHARE)

@@ -1,0 +1,74 @@
+"""Asks a tier that is not used, now and then, whether it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+
+from offload_core.health import TierHealth
+from offload_core.keys import ObjectKey
+
+
+class Prober:
+    """Sends the probes of one tier, on the I/O loop: one at a time, each of a key that nobody stores.
+
+    A probe has no deadline: one that hangs is not repeated, and whenever it comes back after all it tells as much.
+
+    Args:
+        contains: asks the tier; returns one answer per key.
+    """
+
+    def __init__(self, health: TierHealth, contains: Callable[[Sequence[ObjectKey]], Awaitable[object]]) -> None:
+        self._health = health
+        self._contains = contains
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._probe: asyncio.Task[None] | None = None
+        self._closed = False
+        health.on_open_breaker = self._breaker_opened
+
+    def attach(self) -> None:
+        """Learn of the running loop; before that no probe is sent."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._arm()
+
+    def close(self) -> None:
+        """Send no more. A probe under way is cancelled, and ends when the backend lets it. On the I/O loop."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._probe is not None:
+            self._probe.cancel()
+
+    def _breaker_opened(self) -> None:
+        if self._loop is not None and not self._closed:
+            self._loop.call_soon_threadsafe(self._arm)
+
+    def _arm(self) -> None:
+        """Have the next probe sent when it is due."""
+        if self._timer is not None:
+            self._timer.cancel()
+        seconds = self._health.probe_in_seconds
+        if self._loop is not None and seconds is not None and not self._closed:
+            self._timer = self._loop.call_later(seconds, self._send)
+
+    def _send(self) -> None:
+        if self._closed:
+            return
+        if self._health.begin_probe():
+            self._probe = asyncio.get_running_loop().create_task(self._ask())
+        else:
+            self._arm()
+
+    async def _ask(self) -> None:
+        """Ask the medium; a new key each time, since a backend may remember answers. Cancelled, it tells nothing."""
+        error: Exception | None = None
+        try:
+            await self._contains([ObjectKey("0" * 64, "probe", secrets.token_bytes(32))])
+        except Exception as raised:
+            error = raised
+        self._health.probe_ended(error)
+        self._probe = None
+        self._arm()
