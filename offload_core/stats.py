@@ -16,6 +16,13 @@ COUNTERS = {
     "load_failures": "objects whose load ended in an error",
     "load_timeouts": "loads that were not finished at their deadline",
     "load_late": "objects that arrived after nobody wanted them any more; they are dropped",
+    "load_partial": "loads that were not done and of which the engine used what had come, up to the first gap",
+    "jobs": "loads of a request, and batches to store on one tier, that were begun",
+    "jobs_done": "jobs that were done in full",
+    "jobs_failed": "jobs of which something was not moved",
+    "jobs_timed_out": "jobs that were not done at their deadline",
+    "jobs_cancelled": "jobs that nobody wanted any more",
+    "jobs_retired": "jobs that have ended and hold no memory",
     "load_bytes": "bytes loaded and verified, as the medium has them",
     "load_raw_bytes": "bytes loaded and verified by tiers with compression, after decompressing",
     "stores": "objects stored",
@@ -64,7 +71,7 @@ class Counters:
                 self._counts[name, tier] += amount
 
     def take(self) -> dict[tuple[str, str], int]:
-        """Return the counts since the last call and start again from zero."""
+        """Return the counts since the last call and start again from zero; for a gauge that is its change."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
-        return dict(counts)
+        return {key: count for key, count in counts.items() if count}

@@ -5,24 +5,24 @@ cache (invariant I2). The *I/O loop* moves bytes between staging and the tiers. 
 lease goes from the engine thread to the loop, a load's lease the other way, and back where a faster tier is to keep
 what it holds; whoever holds it releases it, once (I3).
 
-A load job is *wanted* until it is finished, failed, timed out or cancelled. Objects that arrive for a job that is no
-longer wanted are dropped, at the latest by the engine thread before it would copy them, so that they never touch a
-block that belongs to another request by then.
+A load is *wanted* until its job (:mod:`offload_core.jobs`) has its verdict. What arrives carries the generation of the
+job it was loaded for; unless that very job is still wanted it is dropped, at the latest by the engine thread before it
+would copy it. This is the fence: it never touches a block that belongs to another request by then.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from typing import Literal
 
 from offload_core.backend import LoadOutcome
+from offload_core.jobs import Job, JobState, JobTable
 from offload_core.keys import ObjectKey
 from offload_core.object_format import HEADER_BYTES, object_bytes
 from offload_core.packs import BlockCopier, PackLayout
@@ -35,49 +35,81 @@ from offload_core.stores import StoreResult, Stores
 from offload_core.tier import StagedObject, Tier
 from offload_core.transfer_objects import TransferObject, in_batches
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class LoadJob:
-    """Everything that one request waits for, from one tier."""
+    """Everything that one request waits for, from one tier.
+
+    Args:
+        job_id: the caller's name for it, unique among the loads of one engine.
+        objects: in the order of the tokens they hold, as far as the caller wants to use a part of them.
+        waited_seconds: how long the request has waited for loads before; it is taken off the deadline.
+    """
 
     job_id: int
     tier: str
     objects: tuple[TransferObject, ...]
+    waited_seconds: float = 0.0
+
+
+Status = Literal["loaded", "failed", "timed out", "cancelled"]
+_STATUS: dict[JobState, Status] = {
+    JobState.DONE: "loaded",
+    JobState.FAILED: "failed",
+    JobState.TIMED_OUT: "timed out",
+    JobState.CANCELLED: "cancelled",
+}
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """How a load job ended. ``failed_keys`` are those to mistrust: none when it was loaded or cancelled."""
+    """How a load job ended.
+
+    Args:
+        failed_keys: those to mistrust: none when it was loaded or cancelled, or failed because the tier is not used.
+        arrived_objects: how many of the job's first objects are in their blocks; more may be behind the first gap.
+    """
 
     job_id: int
-    status: Literal["loaded", "failed", "timed out", "cancelled"]
+    status: Status
     failed_keys: tuple[ObjectKey, ...] = ()
+    arrived_objects: int = 0
 
 
 @dataclass
 class _WantedLoad:
-    tier: str
-    deadline: float
+    job_id: int
+    job: Job
+    objects: tuple[TransferObject, ...]
+    waited_seconds: float
+    """By its request, before."""
     waiting_for: dict[ObjectKey, TransferObject]
     failed: list[ObjectKey] = field(default_factory=list)
-    cancelled: bool = False
+    refused: bool = False
+    """The tier is not to be asked, which says nothing about the objects."""
 
-    def result(self, job_id: int, now: float) -> LoadResult | None:
+    def due_verdict(self, now: float) -> JobState | None:
         """Return how the load has ended, or ``None`` while it goes on."""
-        if self.cancelled:
-            return LoadResult(job_id, "cancelled")
+        if self.refused:
+            return JobState.FAILED
         if self.waiting_for:
-            missing = (*self.failed, *self.waiting_for)
-            return LoadResult(job_id, "timed out", missing) if now >= self.deadline else None
+            return JobState.TIMED_OUT if now >= self.job.deadline else None
         # A load that has failed goes on to its end, so that all that is damaged is found, and stored anew, at once.
-        return LoadResult(job_id, "failed" if self.failed else "loaded", tuple(self.failed))
+        return JobState.FAILED if self.failed else JobState.DONE
+
+    def result(self, verdict: JobState) -> LoadResult:
+        """Tell what the caller is to know of the verdict."""
+        if verdict is JobState.CANCELLED or self.refused:
+            return LoadResult(self.job_id, _STATUS[verdict])
+        missing = (*self.failed, *self.waiting_for)
+        gaps = set(missing)
+        arrived = sum(1 for _ in takewhile(lambda item: item.key not in gaps, self.objects))
+        return LoadResult(self.job_id, _STATUS[verdict], missing, arrived)
 
 
 @dataclass(frozen=True)
 class _Arrival:
-    job_id: int
+    generation: int
     tier: str
     key: ObjectKey
     lease: Lease | None
@@ -109,7 +141,10 @@ class TransferEngine:
         self._copier = copier
         self._layouts = layouts
         self._counters = counters
+        self.jobs = JobTable(counters)
+        """Everything that is under way."""
         self._wanted: dict[int, _WantedLoad] = {}
+        """Per generation; changed by the engine thread only."""
         self._arrivals: deque[_Arrival] = deque()
         self._arrived = threading.Event()
         uses = staging_uses((tier.keys.staging_share, tier.compresses) for tier in tiers)
@@ -139,18 +174,28 @@ class TransferEngine:
         return bool(self._wanted)
 
     def submit_load(self, job: LoadJob) -> None:
-        """Start a load. Its result comes from :meth:`poll`, at the latest after its deadline."""
+        """Start a load. Its result comes from :meth:`poll`, at the latest after its deadline.
+
+        The deadline counts from here, the wait for the tier's turn included.
+        """
         tier = self._tiers[job.tier]
         nbytes = sum(object_bytes(self._layouts[o.key.pack].payload_bytes) for o in job.objects)
-        deadline = time.monotonic() + tier.limits.load_seconds(nbytes)
-        self._wanted[job.job_id] = _WantedLoad(job.tier, deadline, {o.key: o for o in job.objects})
-        self._io.submit(self._load(job, tier)).add_done_callback(log_unexpected)
+        seconds = max(0.0, tier.limits.load_seconds(nbytes) - job.waited_seconds)
+        entry = self.jobs.submit("load", job.tier, time.monotonic() + seconds)
+        objects = {item.key: item for item in job.objects}
+        load = self._wanted[entry.generation] = _WantedLoad(job.job_id, entry, job.objects, job.waited_seconds, objects)
+        if not objects:
+            self.jobs.start(entry)  # and it is done with that
+        elif not tier.health.admits("load"):
+            load.refused = True
+            return
+        self._io.submit(self._load(entry, tier, job.objects)).add_done_callback(log_unexpected)
 
     def cancel_load(self, job_id: int) -> None:
         """Stop wanting a load: its objects no longer touch the KV cache. The next :meth:`poll` reports it."""
-        load = self._wanted.get(job_id)
-        if load is not None:
-            load.cancelled = True
+        for load in self._wanted.values():
+            if load.job_id == job_id and not load.job.ended:
+                self.jobs.end(load.job, JobState.CANCELLED)
 
     def submit_stores(self, objects: Sequence[TransferObject]) -> None:
         """Copy the objects' blocks to staging now and store them later; what finds no room is dropped and counted."""
@@ -163,16 +208,11 @@ class TransferEngine:
             self._take(self._arrivals.popleft())
         self._stores.start_kept()
         now = time.monotonic()
-        ended = [result for job_id, load in self._wanted.items() if (result := load.result(job_id, now))]
-        for result in ended:
-            load = self._wanted.pop(result.job_id)
-            if result.status == "timed out":
-                self._counters.add("load_timeouts", load.tier)
-                logger.warning(
-                    "tier %r: %d objects of a load missed its deadline (first: %s); its request is recomputed. Raise "
-                    "load_timeout_seconds if the medium is merely slow.",
-                    load.tier, len(result.failed_keys), result.failed_keys[0],
-                )  # fmt: skip
+        ended = []
+        for load in list(self._wanted.values()):
+            verdict = load.job.verdict or load.due_verdict(now)
+            if verdict is not None:
+                ended.append(self._publish(load, verdict))
         return ended
 
     def take_store_results(self) -> list[StoreResult]:
@@ -189,12 +229,29 @@ class TransferEngine:
 
     def close(self) -> None:
         """Drop all wanted loads. Objects still on their way keep their leases until their calls end."""
+        for load in self._wanted.values():
+            if not load.job.ended:
+                self.jobs.end(load.job, JobState.CANCELLED)
         self._wanted.clear()
+        while self._arrivals:
+            self._take(self._arrivals.popleft())
         self._stores.close()
 
+    def _publish(self, load: _WantedLoad, verdict: JobState) -> LoadResult:
+        """End a load, unless it has been cancelled, and return its result."""
+        del self._wanted[load.job.generation]
+        if not load.job.ended:
+            self.jobs.end(load.job, verdict)
+        result = load.result(verdict)
+        if verdict is JobState.TIMED_OUT:
+            self._counters.add("load_timeouts", load.job.tier)
+            if not load.waited_seconds:  # one that got less than its tier's deadline says little about the tier
+                self._tiers[load.job.tier].health.timed_out("load", result.failed_keys[0])
+        return result
+
     def _take(self, arrival: _Arrival) -> None:
-        load = self._wanted.get(arrival.job_id)
-        if load is None or load.cancelled:
+        load = self._wanted.get(arrival.generation)
+        if load is None or load.job.ended:
             if arrival.lease is not None:
                 self._counters.add("load_late", arrival.tier)
                 arrival.lease.release()
@@ -207,33 +264,25 @@ class TransferEngine:
         if not self._stores.keep(arrival.key, arrival.lease, arrival.tier):
             arrival.lease.release()
 
-    async def _load(self, job: LoadJob, tier: Tier) -> None:
+    async def _load(self, job: Job, tier: Tier, objects: Sequence[TransferObject]) -> None:
         """Load a job's objects in batches, as many at once as the tier allows. Nobody cancels it."""
-        await run_all(self._load_batch(job.job_id, tier, batch) for batch in in_batches(job.objects, self._layouts))
+        await run_all(self._load_batch(job, tier, batch) for batch in in_batches(objects, self._layouts))
 
-    async def _load_batch(self, job_id: int, tier: Tier, batch: Sequence[TransferObject]) -> None:
-        """Load a batch, unless nobody wants it any more when its turn comes. Cancelled, it ends when its call has."""
+    async def _load_batch(self, job: Job, tier: Tier, batch: Sequence[TransferObject]) -> None:
+        """Load a batch, unless its job has ended when its turn comes. Cancelled, it ends when its call has."""
         staged: list[StagedObject] = []
         outcomes: list[LoadOutcome | None] = []
         try:
             async with tier.load_slots:
-                if job_id in self._wanted:  # a dict look-up, safe from this thread; poll() decides in the end
-                    sizes = [object_bytes(self._layouts[item.key.pack].payload_bytes) for item in batch]
-                    if tier.compresses:
-                        sizes += sizes  # a second buffer each, for the bytes as they are stored
-                    async with self._leasing[tier.name]:
-                        leases = await self._staging.acquire_all(sizes, self._shares[tier.name].loads)
-                    staged = [
-                        StagedObject(item.key, lease, scratch)
-                        for item, lease, scratch in zip_longest(batch, leases[: len(batch)], leases[len(batch) :])
-                    ]
+                staged = await self._stage(job, tier, batch)
+                if staged:
                     outcomes = await tier.load(staged)
         finally:
             for one in staged:
                 if one.scratch is not None:
                     one.scratch.release()
-            load = self._wanted.get(job_id)
-            late = load is None or load.cancelled  # an engine that has nothing else to do might never poll again
+            self.jobs.let_go(job, _leases_of(staged))
+            late = job.ended  # an engine that has nothing else to do might never poll again
             for index, item in enumerate(batch):
                 lease = staged[index].lease if index < len(staged) else None
                 hit = index < len(outcomes) and outcomes[index] is LoadOutcome.HIT
@@ -242,5 +291,30 @@ class TransferEngine:
                 if late:
                     self._counters.add("load_late", tier.name, int(hit))
                 else:
-                    self._arrivals.append(_Arrival(job_id, tier.name, item.key, lease if hit else None))
+                    self._arrivals.append(_Arrival(job.generation, tier.name, item.key, lease if hit else None))
             self._arrived.set()
+
+    async def _stage(self, job: Job, tier: Tier, batch: Sequence[TransferObject]) -> list[StagedObject]:
+        """Take memory for a batch, which the job holds then; none, and nothing taken, once the job has ended.
+
+        Cancelled, it has taken nothing.
+        """
+        if not self.jobs.start(job):
+            return []
+        sizes = [object_bytes(self._layouts[item.key.pack].payload_bytes) for item in batch]
+        if tier.compresses:
+            sizes += sizes  # a second buffer each, for the bytes as they are stored
+        async with self._leasing[tier.name]:
+            leases = await self._staging.acquire_all(sizes, self._shares[tier.name].loads)
+        if not self.jobs.hold(job, len(leases)):
+            for lease in leases:
+                lease.release()
+            return []
+        return [
+            StagedObject(item.key, lease, scratch)
+            for item, lease, scratch in zip_longest(batch, leases[: len(batch)], leases[len(batch) :])
+        ]
+
+
+def _leases_of(staged: Sequence[StagedObject]) -> int:
+    return sum(2 if one.scratch is not None else 1 for one in staged)

@@ -155,9 +155,17 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.store(self._step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Report loads that have ended; failed ones by request, so that any group geometry can recompute."""
+        """Report loads that have ended; failed ones by request, so that any group geometry can recompute.
+
+        One of which the engine uses a part is none of the failed ones: the blocks that it did not fill are reported, in
+        the same step, by :meth:`get_block_ids_with_load_errors`.
+        """
         ended, failed = self._worker.collect(self._step)
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Report the blocks that a load of which the engine uses a part did not fill; only where there is one group."""
+        return self._worker.take_missing_blocks()
 
     def build_connector_worker_meta(self) -> StepReport | None:
         """Report chunks that failed or were stored."""

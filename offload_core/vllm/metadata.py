@@ -31,13 +31,19 @@ class ChunkTransfer:
 
 @dataclass(frozen=True)
 class RequestLoad:
-    """The load that one request waits for. ``impossible`` asks the worker to report a failure at once."""
+    """The load that one request waits for.
+
+    Args:
+        impossible: asks the worker to report a failure at once.
+        waited_seconds: how long the request has waited for loads before this one.
+    """
 
     job_id: int
     request_id: str
     tier: str
     chunks: tuple[ChunkTransfer, ...]
     impossible: bool = False
+    waited_seconds: float = 0.0
 
 
 @dataclass
@@ -63,6 +69,8 @@ class StepReport(KVConnectorWorkerMetadata):
     """Chunks that a load did not get."""
     failed_requests: set[str] = field(default_factory=set)
     """Requests whose load has failed, of which the engine does not know yet."""
+    partial_requests: set[str] = field(default_factory=set)
+    """Requests of whose load the engine uses the part that has come."""
     stores_ended: Counter[ChunkRef] = field(default_factory=Counter)
     """Per chunk, how many ranks' stores have ended, well or not."""
     not_stored: set[ChunkRef] = field(default_factory=set)
@@ -80,6 +88,7 @@ class StepReport(KVConnectorWorkerMetadata):
         return StepReport(
             self.failed | other.failed,
             self.failed_requests | other.failed_requests,
+            self.partial_requests | other.partial_requests,
             self.stores_ended + other.stores_ended,
             self.not_stored | other.not_stored,
             self.changes + other.changes,

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from offload_core.keys import ChunkRef
 from offload_core.lookup import Lookup
 from offload_core.planner import HybridOffloadPlanner, Pack
+from offload_core.storage_wait import StorageWait
 from offload_core.vllm.adapters import Adapter
 
 if TYPE_CHECKING:
@@ -80,8 +81,14 @@ class RequestState:
     offer: Offer | None = None
     job_id: int | None = None
     loading: Sequence[ChunkRef] = field(default=())
+    wait: StorageWait = field(default_factory=StorageWait)
+    """How long it has waited for lookups, and for loads: others' of the same chunks, and its own."""
+    not_loaded: set[ChunkRef] = field(default_factory=set)
+    """What its own loads did not get: not offered to it again."""
+    uses_part: bool = False
+    """Some rank's load has ended early, and the engine uses what it got."""
     failed_once: bool = False
-    """A load has failed; one more may be tried."""
+    """A load has failed, or got only a part; one more may be tried."""
     offers_left: int = 0
     """After a failed load: how often another is offered to the engine, which may find no room for it."""
 

@@ -6,6 +6,7 @@ import math
 import secrets
 import time
 from collections import Counter
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from offload_core.lookup import Lookup, LookupService, PrefixQuestion
 from offload_core.planner import HybridOffloadPlanner
 from offload_core.runtime import IoLoop
 from offload_core.stats import Counters
+from offload_core.storage_wait import WaitFor
 from offload_core.tier_index import TierIndex
 from offload_core.tier_opening import close_tiers, open_tiers
 from offload_core.vllm.adapters import AdapterIdentities
@@ -81,6 +83,8 @@ class SchedulerHalf:
             settings.lookup_grace_seconds,
             self._unavailable,
         )
+        self._lookup_seconds = max(tier.limits.lookup_timeout_seconds for tier in self._tiers)
+        self._load_seconds = {tier.name: tier.limits.load_timeout_seconds for tier in self._tiers}
         self._adapters = AdapterIdentities(settings.lookup_timeout_seconds)
         self._ledger = ChunkLedger(num_ranks, settings.lookup_timeout_seconds)
         self._store_plan = StorePlan(planner, self._ledger, prompt_only=settings.offload_prompt_only)
@@ -113,42 +117,64 @@ class SchedulerHalf:
         self._requests[request.request_id] = state
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
-        """Return how many tokens past ``computed_tokens`` can be loaded, or ``None`` to be asked again."""
+        """Return how many tokens past ``computed_tokens`` can be loaded, or ``None`` to be asked again.
+
+        All of a request's waits for lookups together end at the longest lookup deadline, all for loads at the load
+        deadline of the tier that is to serve it: then there is nothing to be loaded for it any more.
+        """
         state = self._requests.get(request.request_id)
-        if state is None or not self._may_load(state):
+        if state is None:
+            return 0
+        matched = self._matched_tokens(state, computed_tokens)
+        if matched is not None:
+            state.wait.end()
+        return matched
+
+    def _matched_tokens(self, state: RequestState, computed_tokens: int) -> int | None:
+        if not self._may_load(state):
             return 0
         if computed_tokens % self._block_alignment_tokens:
             return 0  # the local prefix ends inside a block, which may be shared and must not be written to
         if state.adapter is not None and not state.adapter.usable:
-            self._waiting_for_answers |= state.adapter.pending
-            return None if state.adapter.pending else 0
+            return self._ask_again(state, "lookup") if state.adapter.pending else 0
         if state.offer and not _still_valid(state.offer, computed_tokens):
             state.offer = None
+            if not state.failed_once:  # the engine had no room for it: that was no wait for storage
+                state.wait.forget("lookup")
         if state.offer is None:
             stale = state.lookup is None or state.lookup.question.computed_tokens != computed_tokens
-            if stale and not self._start_lookup(state, computed_tokens):
+            if stale and (self._lookups_are_over(state) or not self._start_lookup(state, computed_tokens)):
                 return 0
             assert state.lookup is not None
             if not state.lookup.done():
-                self._waiting_for_answers = True
-                return None
+                return self._ask_again(state, "lookup")
             state.offer = self._take_answers(state, state.lookup)
             if state.offer is None:
-                self._waiting_for_answers = True
-                return None
+                return self._ask_again(state, "lookup")
         boundary = state.offer.boundary_tokens
+        if boundary > computed_tokens and state.wait.seconds("load") >= self._load_seconds[state.offer.tier]:
+            return 0
         if boundary > computed_tokens and self._recomputing:
             # vLLM keeps blocks reserved for a request whose load has failed until it runs, and admits no load that does
             # not fit beside all of these. Others wait until it runs, and it must not wait for its own reservation.
-            if request.request_id not in self._recomputing:
-                self._waiting_for_answers = True
-                return None
+            if state.request.request_id not in self._recomputing:
+                return self._ask_again(state, "load")
             state.offers_left -= 1
         if self._loading and not self._loading.keys().isdisjoint(
             state.needed_refs(self._planner, computed_tokens, boundary)
         ):
+            state.wait.begin("load")
             return None  # another request loads them already; soon they are in the local prefix cache
         return boundary - computed_tokens
+
+    def _ask_again(self, state: RequestState, what: WaitFor) -> int | None:
+        """Return what has the engine ask again, after a brief wait where it has nothing else to do."""
+        state.wait.begin(what)
+        self._waiting_for_answers = True
+        return None
+
+    def _lookups_are_over(self, state: RequestState) -> bool:
+        return state.wait.seconds("lookup") >= self._lookup_seconds
 
     def load_tier(self, request_id: str) -> str | None:
         """Return the tier that serves the request's current offer."""
@@ -173,9 +199,9 @@ class SchedulerHalf:
         self._holders.load_begins(request.request_id, *_held_and_needed_blocks(self._planner, request, blocks))
         state.loading = [item.chunk for item in chunks or ()]
         self._loading.update(state.loading)
-        self._new_loads.append(
-            RequestLoad(state.job_id, request.request_id, offer.tier, tuple(chunks or ()), impossible=chunks is None)
-        )
+        load = RequestLoad(state.job_id, request.request_id, offer.tier, tuple(chunks or ()), chunks is None)
+        self._new_loads.append(replace(load, waited_seconds=state.wait.seconds("load")))
+        state.wait.begin("load")
         state.lookup = None
 
     def build_step(self, output: SchedulerOutput) -> StepMetadata:
@@ -217,16 +243,16 @@ class SchedulerHalf:
                     self._holders.load_fails(request_id)
                 else:  # aborted: the engine waits for its load to end, to free its blocks
                     self._gone_with_failed_load.add(request_id)
+            for request_id in report.partial_requests & self._requests.keys():
+                self._requests[request_id].uses_part = True
         for request_id in finished:
             state = self._requests.get(request_id)
             if state is None:
                 continue
-            if request_id in failed:  # what was not loaded is computed, and stored again
-                self._store_plan.look_from_start(state)
-                state.offers_left = 0 if state.failed_once else _OFFERS_AFTER_FAILURE
-                state.failed_once = True
-            else:
-                self._ledger.loaded(state.loading)
+            if request_id not in failed:
+                self._ledger.loaded(set(state.loading) - self._ledger.mistrusted)
+            if request_id in failed or state.uses_part:
+                self._not_all_loaded(state)
             self._load_ended(state)
         self._recomputing |= {request_id for request_id in failed if request_id in self._holders}
         self._holders.remove(failed)
@@ -309,7 +335,7 @@ class SchedulerHalf:
             computed_tokens=computed_tokens,
             limit_tokens=limit,
             adapter=adapter,
-            mistrusted=self._ledger.mistrusted,
+            mistrusted=self._ledger.mistrusted | state.not_loaded,
         )
         state.lookup = self._lookups.start(question)
         return True
@@ -321,14 +347,25 @@ class SchedulerHalf:
         """
         state.lookup = None
         missing = lookup.missing()
-        if self._ledger.on_its_way(missing, lookup.started):
+        if self._ledger.on_its_way(missing, lookup.started) and not self._lookups_are_over(state):
             return None
         if self._ledger.missing(missing):  # what has gone since is to be stored again, and all that lay behind it
             self._ledger.forget(state.all_refs(self._planner))
         tier, boundary = lookup.best()
         return Offer(lookup.question.computed_tokens, boundary, tier, time.monotonic() + _ANSWER_LIFE_SECONDS)
 
+    def _not_all_loaded(self, state: RequestState) -> None:
+        """Have what was not loaded stored again, since it is computed, and settle whether to try another load."""
+        self._store_plan.look_from_start(state)
+        assert state.offer is not None, "it is kept until the load has ended"
+        in_time = state.wait.seconds("load") < self._load_seconds[state.offer.tier]
+        state.offers_left = _OFFERS_AFTER_FAILURE if in_time and not state.failed_once else 0
+        state.failed_once = True
+        state.not_loaded |= self._ledger.mistrusted.intersection(state.loading)
+
     def _load_ended(self, state: RequestState) -> None:
+        state.wait.end()
+        state.uses_part = False
         self._loading -= Counter(state.loading)
         state.loading = ()
         state.job_id = None

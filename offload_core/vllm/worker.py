@@ -22,11 +22,11 @@ from offload_core.staging import StagingPool
 from offload_core.staging_size import STORE_SHARE, staging_problem
 from offload_core.stats import Counters
 from offload_core.tier_opening import close_tiers, open_tiers
-from offload_core.transfer import LoadJob, TransferEngine
+from offload_core.transfer import LoadJob, LoadResult, TransferEngine
 from offload_core.transfer_objects import TransferObject
 from offload_core.vllm.geometry_file import engine_geometry, write_in_background
 from offload_core.vllm.identity import worker_identity
-from offload_core.vllm.metadata import ChunkTransfer, StepMetadata, StepReport
+from offload_core.vllm.metadata import ChunkTransfer, RequestLoad, StepMetadata, StepReport
 from offload_core.vllm.pages import layer_pages
 
 if TYPE_CHECKING:
@@ -55,7 +55,11 @@ class WorkerHalf:
         self._engine: TransferEngine | None = None
         self._namespaces: dict[str, str] = {}
         self._adapters: dict[str, str] = {}
-        self._jobs: dict[int, str] = {}
+        self._loads: dict[int, RequestLoad] = {}
+        groups = kv_cache_config.kv_cache_groups
+        self._uses_parts = len(groups) == 1 and all(pack.policy.kind == "full" for pack in planner.packs)
+        """Whether the engine can use a part of a load: vLLM is told which blocks are missing, in one group only."""
+        self._missing_blocks: set[int] = set()
         self._ended: list[tuple[str, bool]] = []
         self._failed_requests: set[str] = set()
         self._report = StepReport()
@@ -104,11 +108,11 @@ class WorkerHalf:
             self._namespaces[adapter] = namespaces[self._rank]
             self._adapters[namespaces[self._rank]] = adapter
         for load in metadata.loads:
-            self._jobs[load.job_id] = load.request_id
             if load.impossible:
-                self._end(load.job_id, failed=True)
+                self._load_failed(load.request_id)
                 continue
-            engine.submit_load(LoadJob(load.job_id, load.tier, self._objects(load.chunks)))
+            self._loads[load.job_id] = load
+            engine.submit_load(LoadJob(load.job_id, load.tier, self._objects(load.chunks), load.waited_seconds))
         for request_id in metadata.failures_to_report:
             if request_id in self._failed_requests:  # on other ranks the load may have gone well
                 self._failed_requests.discard(request_id)
@@ -137,7 +141,7 @@ class WorkerHalf:
                 results = engine.poll()
         for result in results:
             self._report.failed.update(self._ref(key) for key in result.failed_keys)
-            self._end(result.job_id, failed=result.status != "loaded")
+            self._end(result)
         for stored in engine.take_store_results():
             ref = self._ref(stored.key)
             self._report.stores_ended[ref] += 1
@@ -150,11 +154,16 @@ class WorkerHalf:
         ended, self._ended = self._ended, []
         return {request for request, _ in ended}, {request for request, failed in ended if failed}
 
+    def take_missing_blocks(self) -> set[int]:
+        """Return the blocks that loads which have ended, and of which the engine uses a part, did not fill."""
+        missing, self._missing_blocks = self._missing_blocks, set()
+        return missing
+
     def take_report(self) -> StepReport | None:
         """Return what the scheduler half should know, or ``None``."""
         report, self._report = self._report, StepReport()
-        told = (report.failed, report.failed_requests, report.stores_ended, report.changes, report.refusals)
-        return report if any(told) else None
+        problems = report.failed or report.failed_requests or report.partial_requests or report.refusals
+        return report if problems or report.stores_ended or report.changes else None
 
     def shutdown(self) -> None:
         """Give stores on their way a moment, then let go of everything. Idempotent; never waits for a hung medium."""
@@ -173,13 +182,23 @@ class WorkerHalf:
         assert self._engine is not None, "vLLM registers the KV caches before the first step"
         return self._engine
 
-    def _end(self, job_id: int, *, failed: bool) -> None:
-        request_id = self._jobs.pop(job_id)
-        if failed:  # the scheduler half says when the engine may learn of it
-            self._failed_requests.add(request_id)
-            self._report.failed_requests.add(request_id)
+    def _end(self, result: LoadResult) -> None:
+        load = self._loads.pop(result.job_id)
+        if result.status == "loaded":
+            self._ended.append((load.request_id, False))
+        elif self._uses_parts and result.arrived_objects and result.status != "cancelled":
+            for item in load.chunks[result.arrived_objects :]:
+                self._missing_blocks.update(*(part.block_ids for part in item.blocks))
+            self._report.partial_requests.add(load.request_id)
+            self.counters.add("load_partial", load.tier)
+            self._ended.append((load.request_id, False))
         else:
-            self._ended.append((request_id, False))
+            self._load_failed(load.request_id)
+
+    def _load_failed(self, request_id: str) -> None:
+        """Note a failed load; the scheduler half says when the engine may learn of it."""
+        self._failed_requests.add(request_id)
+        self._report.failed_requests.add(request_id)
 
     def _objects(self, chunks: list[ChunkTransfer] | tuple[ChunkTransfer, ...]) -> tuple[TransferObject, ...]:
         return tuple(

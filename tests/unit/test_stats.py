@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from offload_core.stats import COUNTERS, Counters
+from offload_core.stats import COUNTERS, GAUGES, Counters
 
 
 def test_take_hands_over_what_came_since_the_last_call() -> None:
@@ -17,6 +17,17 @@ def test_take_hands_over_what_came_since_the_last_call() -> None:
     counters.add("load_bytes", "disk", 0)
     assert counters.take() == {("stores", "disk"): 3, ("stores", "ram"): 1}
     assert counters.take() == {}
+
+
+def test_a_gauge_goes_up_and_down_and_hands_over_its_change() -> None:
+    counters = Counters()
+    counters.add("draining_leases", "disk", 3)
+    counters.add("draining_leases", "disk", -1)
+    assert counters.take() == {("draining_leases", "disk"): 2}
+    counters.add("draining_leases", "disk", -2)
+    counters.add("draining_leases", "ram", 1)
+    counters.add("draining_leases", "ram", -1)
+    assert counters.take() == {("draining_leases", "disk"): -2}
 
 
 def test_an_unknown_counter_is_a_defect() -> None:
@@ -42,4 +53,4 @@ def test_no_count_is_lost_while_others_take() -> None:
 
 
 def test_every_counter_says_what_it_counts() -> None:
-    assert all(meaning and not meaning.endswith(".") for meaning in COUNTERS.values())
+    assert all(meaning and not meaning.endswith(".") for meaning in (*COUNTERS.values(), *GAUGES.values()))

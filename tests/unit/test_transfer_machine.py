@@ -11,6 +11,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from hypothesis.stateful import (
 from offload_core.keys import ObjectKey
 from offload_core.object_format import HEADER_BYTES
 from offload_core.runtime import IoLoop
+from offload_core.tier import Tier
 from tests.unit.memory_backend import key
 from tests.unit.transfer_rig import PACK, SECONDS, Rig, item, number_of
 
@@ -98,6 +101,8 @@ class Transfers(RuleBasedStateMachine):
                 promote=keeps,
                 io_threads=2,
                 load_timeout_seconds=timeout,
+                breaker_pause_seconds=0.01,
+                breaker_max_pause_seconds=0.05,
                 staging_share=STAGING_SHARE,
             ).objects = Remembering()
         self.rig.start(STAGING_BYTES)
@@ -228,14 +233,25 @@ class Transfers(RuleBasedStateMachine):
         assert self.rig.staging.store_bytes == 0
         for share in self.rig.engine._shares.values():
             assert (share.store_bytes, share.loads.held_bytes) == (0, 0)
+        self.every_job_has_ended()
         for tier, its in enumerate(self.rig.tiers):
-            its.load_timeout_seconds = SECONDS
+            its.limits = replace(its.limits, load_timeout_seconds=SECONDS)
+            self.step_until(partial(admits_all, its))
             if its.keys.write_policy != "never":
                 self.backend(tier).objects.clear()
                 self.stores_and_loads(tier, NUMBERS[:2])
         self.poll()
         self.nothing_unexpected_has_happened()
         self.policies_are_kept()
+
+    def every_job_has_ended(self) -> None:
+        self.step_until(lambda: not self.rig.engine.jobs.live)
+        counts: Counter[str] = Counter()
+        for (name, _), count in self.rig.counters.take().items():
+            counts[name] += count
+        verdicts = ("jobs_done", "jobs_failed", "jobs_timed_out", "jobs_cancelled")
+        assert counts["jobs"] == sum(counts[name] for name in verdicts) == counts["jobs_retired"]
+        assert counts["draining_leases"] == 0
 
     def stores_and_loads(self, tier: int, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -250,6 +266,10 @@ class Transfers(RuleBasedStateMachine):
             content = self.backend(tier).objects[key(number, PACK)]
             assert content[HEADER_BYTES:][:PAGE_BYTES] == self.content(number)
         assert self.rig.staging.used_bytes == 0
+
+
+def admits_all(tier: Tier) -> bool:
+    return tier.health.admits("load") and tier.health.admits("store")
 
 
 def number_in(name: ObjectKey) -> int:
