@@ -82,6 +82,10 @@ class BackendConfig(BaseModel):
             examples=["200ms"],
         ),
     ] = None
+    store_timeout_seconds: Annotated[
+        Seconds | None,
+        Field(gt=0, description="deadline of a store to this tier; by default the global one", examples=["10s"]),
+    ] = None
     close_timeout_seconds: Annotated[
         Seconds | None,
         Field(
@@ -175,6 +179,10 @@ class OffloadSettings(BaseModel):
     load_timeout_seconds_per_mib: Annotated[
         Seconds, Field(description="added to a load's deadline for each MiB it reads", examples=["50ms", 0.05])
     ] = TierLimits.load_timeout_seconds_per_mib
+    store_timeout_seconds: Annotated[
+        Seconds,
+        Field(gt=0, description="an object that a tier has not stored by then, its time in the queue included, is not"),
+    ] = TierLimits.store_timeout_seconds
     lookup_timeout_seconds: Annotated[
         Seconds, Field(gt=0, description="a tier that has not answered a lookup by then counts as a miss")
     ] = TierLimits.lookup_timeout_seconds

@@ -15,6 +15,7 @@ class TierLimits:
     lookup_timeout_seconds: float = 1.0
     load_timeout_seconds: float = 30.0
     load_timeout_seconds_per_mib: float = 0.05
+    store_timeout_seconds: float = 30.0
     close_timeout_seconds: float = 1.0
     breaker_failures: int = 5
     breaker_pause_seconds: float = 1.0
@@ -38,4 +39,4 @@ class TierLimits:
     def longest_seconds(self) -> float:
         """The longest of the deadlines: a thread that is longer in one call is stuck."""
         deadlines = (self.open_timeout_seconds, self.lookup_timeout_seconds, self.load_timeout_seconds)
-        return max(*deadlines, self.close_timeout_seconds)
+        return max(*deadlines, self.store_timeout_seconds, self.close_timeout_seconds)

@@ -33,9 +33,17 @@ class TierShare:
         """What the tier is charged for its stores at the moment."""
         return self._store_bytes
 
+    def store_charge_bytes(self, nbytes: int) -> int:
+        """Return what a store with a lease of ``nbytes`` bytes is charged for."""
+        return self._leases_per_object * lease_bytes(nbytes)
+
+    def store_lack_bytes(self, nbytes: int) -> int:
+        """Return how much less the tier must be charged for before :meth:`try_charge_store` can succeed; 0 or more."""
+        return max(0, self._store_bytes + self.store_charge_bytes(nbytes) - self.store_limit_bytes)
+
     def try_charge_store(self, nbytes: int) -> bool:
         """Charge the tier for a store's leases of ``nbytes`` bytes; ``False``, and nothing charged, at its limit."""
-        charged = self._leases_per_object * lease_bytes(nbytes)
+        charged = self.store_charge_bytes(nbytes)
         with self._lock:
             if self._store_bytes + charged > self.store_limit_bytes:
                 return False
@@ -45,7 +53,7 @@ class TierShare:
     def end_store(self, nbytes: int) -> None:
         """End what :meth:`try_charge_store` has charged; the tier's call has ended."""
         with self._lock:
-            self._store_bytes -= self._leases_per_object * lease_bytes(nbytes)
+            self._store_bytes -= self.store_charge_bytes(nbytes)
 
     def try_scratch_for_store(self, nbytes: int) -> Lease | None:
         """Lease ``nbytes`` bytes beside a store's own lease, for which it is charged; ``None``: there is no room."""

@@ -1,109 +1,40 @@
 """The stores of a worker: down to every tier that takes an object, and up from a slower tier to a faster one.
 
-Each store has one staging lease, shared by all tiers that take it. A tier is charged for it while its own call lasts;
-the lease is released when the last call has really ended (invariant I3). So a tier that hangs holds its share of the
-staging memory and nothing else: the others' calls are not cancelled, and what one of them has stored is reported then.
+Each store has one staging lease, shared by all tiers that take it. A tier is charged for it from the moment it is
+offered until the tier lets go of it; the lease is released when the last one has (invariant I3). So a tier that hangs
+holds its share of the staging memory and nothing else: the others' calls are not cancelled, and what one of them has
+stored is reported then. Where a share is full, what has waited longest for that tier goes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from itertools import count
+from typing import Any
 
 from offload_core import object_format
+from offload_core.jobs import JobTable
 from offload_core.keys import ObjectKey
 from offload_core.object_format import HEADER_BYTES, object_bytes
+from offload_core.open_store import GatheredBytes, OpenStore, StoreResult
 from offload_core.packs import BlockCopier, PackLayout
-from offload_core.runtime import DaemonExecutor, IoLoop, log_unexpected, run_all
+from offload_core.runtime import DaemonExecutor, IoLoop, log_unexpected
 from offload_core.staging import Lease, StagingPool
 from offload_core.staging_shares import TierShare
-from offload_core.staging_size import lease_bytes
 from offload_core.stats import Counters
+from offload_core.store_lane import StoreLane
+from offload_core.store_queue import StoreBatch
 from offload_core.tier import StagedObject, Tier
 from offload_core.transfer_objects import TransferObject, in_batches
-from offload_core.write_policy import WritePolicy
 
-
-@dataclass(frozen=True)
-class StoreResult:
-    """Whether an object is on at least one tier now."""
-
-    key: ObjectKey
-    stored: bool
-
-
-@dataclass(frozen=True, eq=False)
-class _Taker:
-    """A tier, with what decides whether it is given an object."""
-
-    tier: Tier
-    policy: WritePolicy
-    share: TierShare
-
-    @property
-    def name(self) -> str:
-        return self.tier.name
-
-
-class _Gathered:
-    """Bytes that the leases of all stores hold. Thread-safe.
-
-    Args:
-        limit_bytes: what they may hold at most.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._lock = threading.Lock()
-        self._nbytes = 0
-
-    def try_add(self, nbytes: int) -> bool:
-        """Count a lease; ``False``, and nothing counted, at the limit."""
-        with self._lock:
-            if self._nbytes + lease_bytes(nbytes) > self._limit_bytes:
-                return False
-            self._nbytes += lease_bytes(nbytes)
-            return True
-
-    def remove(self, nbytes: int) -> None:
-        """Undo :meth:`try_add`."""
-        with self._lock:
-            self._nbytes -= lease_bytes(nbytes)
-
-
-class _OpenStore:
-    """One object on its way to ``takers``, each of which is charged for it. For the I/O loop only."""
-
-    def __init__(
-        self,
-        staged: StagedObject,
-        takers: Sequence[_Taker],
-        gathered: _Gathered,
-        report: Callable[[StoreResult], None] | None,
-    ) -> None:
-        self.staged = staged
-        self.key = staged.key
-        self.takers = takers
-        self._gathered = gathered
-        self._report = report
-        self._running = len(takers)
-
-    def end(self, taker: _Taker, stored: bool) -> None:
-        """Note that the call of ``taker`` has really ended; to be called once for each taker."""
-        taker.share.end_store(self.staged.lease.nbytes)
-        if stored:
-            taker.policy.has_stored(self.key)
-        self._running -= 1
-        if self._report is not None and (stored or not self._running):
-            self._report(StoreResult(self.key, stored))
-            self._report = None
-        if not self._running:
-            self._gathered.remove(self.staged.lease.nbytes)
-            self.staged.lease.release()
+_Parts = Sequence[tuple[StoreLane, StoreBatch[OpenStore]]]
+"""What each tier takes of one batch."""
 
 
 class Stores:
@@ -114,6 +45,7 @@ class Stores:
         shares: per tier's name.
         gathered_limit_bytes: what the leases of all stores may hold together, beside those of tiers that compress.
         layouts: per pack name, the payload's layout.
+        jobs: gets a job for each tier and batch.
     """
 
     def __init__(
@@ -126,17 +58,26 @@ class Stores:
         gathered_limit_bytes: int,
         copier: BlockCopier,
         layouts: Mapping[str, PackLayout],
+        jobs: JobTable,
         counters: Counters,
     ) -> None:
         self._io = io
-        self._takers = [_Taker(tier, WritePolicy(tier.keys.write_policy), shares[tier.name]) for tier in tiers]
+        self._lock = threading.Condition()
+        """Guards the lanes and the objects in them; told when there are none left."""
+        self._lanes = [
+            StoreLane(tier, shares[tier.name], jobs=jobs, counters=counters, lock=self._lock, spawn=self._spawn)
+            for tier in tiers
+        ]
+        self._lane_of = {lane.name: lane for lane in self._lanes}
         self._positions = {tier.name: position for position, tier in enumerate(tiers)}
         self._staging = staging
         self._copier = copier
         self._layouts = layouts
         self._counters = counters
-        self._gathered = _Gathered(gathered_limit_bytes)
-        self._kept: list[_OpenStore] = []
+        self._gathered = GatheredBytes(gathered_limit_bytes)
+        self._ages = count()
+        self._open = 0  # objects on their way; under the lock
+        self._kept: list[tuple[OpenStore, list[StoreLane]]] = []
         self._results: deque[StoreResult] = deque()
         self._running: set[Future[None]] = set()
         self._sealers = DaemonExecutor(2, "offload-seal")
@@ -144,53 +85,58 @@ class Stores:
     def submit(self, objects: Sequence[TransferObject]) -> None:
         """Copy the objects' blocks to staging now and store them later, each on the tiers that take it.
 
-        The write policies are asked before anything is copied. What finds no room is dropped and counted.
+        The write policies and the tiers' breakers are asked before anything is copied. To make room, the oldest stores
+        that wait are dropped; what finds none all the same, or is refused, is dropped itself. All of it is counted.
         """
-        begun: list[_OpenStore] = []
+        submitted = time.monotonic()
+        begun: list[tuple[OpenStore, list[StoreLane]]] = []
         for item in objects:
             layout = self._layouts[item.key.pack]
             nbytes = object_bytes(layout.payload_bytes)
-            takers = self._charged(self._asked(item.key), nbytes, "store_dropped")
-            lease = self._lease_to_gather(nbytes) if takers else None
+            lanes = self._charged(self._asked(item.key), nbytes, "store_dropped", push_out=True)
+            lease = self._lease_to_gather(nbytes) if lanes else None
             if lease is None:
-                self._drop(takers, nbytes, "store_dropped")
+                self._drop(lanes, nbytes, "store_dropped")
                 self._results.append(StoreResult(item.key, stored=False))
                 continue
             self._copier.gather(layout, item.blocks, lease.tensor[HEADER_BYTES:])
-            begun.append(_OpenStore(StagedObject(item.key, lease), takers, self._gathered, self._results.append))
-        self._start(begun, sealed=False)
+            begun.append((self._opened(item.key, lease, promotion=False), lanes))
+        self._begin(begun, submitted, sealed=False)
 
     def keep(self, key: ObjectKey, lease: Lease, source: str) -> bool:
         """Offer an object that was loaded and verified from the tier ``source`` to the others, from the same lease.
 
         Every faster tier keeps it, as far as its keys ``promote`` and ``write_policy`` allow; to slower ones it is a
-        touch. The stores begin with the next call of :meth:`start_kept`.
+        touch. It pushes nothing out, since it is on a tier already. The stores begin with the next call of
+        :meth:`start_kept`.
 
         Returns:
             Whether the lease is taken over; else it is still the caller's.
         """
-        takers = self._charged(self._asked_to_keep(key, source), lease.nbytes, "promotions_dropped")
-        if not takers:
+        asked = self._asked_to_keep(key, source)
+        lanes = self._charged(asked, lease.nbytes, "promotions_dropped", push_out=False)
+        if not lanes:
             return False
         if not self._gathered.try_add(lease.nbytes):
-            self._drop(takers, lease.nbytes, "promotions_dropped")
+            self._drop(lanes, lease.nbytes, "promotions_dropped")
             return False
         if not self._staging.keep_for_store(lease):
             self._gathered.remove(lease.nbytes)
-            self._drop(takers, lease.nbytes, "promotions_dropped")
+            self._drop(lanes, lease.nbytes, "promotions_dropped")
             return False
-        self._kept.append(_OpenStore(StagedObject(key, lease), takers, self._gathered, report=None))
+        self._kept.append((self._opened(key, lease, promotion=True), lanes))
         return True
 
     def start_kept(self) -> None:
         """Start to store what :meth:`keep` has taken over."""
         kept, self._kept = self._kept, []
-        self._start(kept, sealed=True)
+        self._begin(kept, time.monotonic(), sealed=True)
 
     def take_results(self) -> list[StoreResult]:
         """Return what became of submitted objects since the last call; each has one result.
 
-        That is as soon as one tier has it, or when no tier has it and all have ended.
+        That is as soon as one tier has it, or when no tier has it and for each the store has ended, was dropped or has
+        missed its deadline.
         """
         results: list[StoreResult] = []
         while self._results:
@@ -198,14 +144,26 @@ class Stores:
         return results
 
     def drain(self, seconds: float) -> bool:
-        """Wait for all that is on its way, at most ``seconds``. Returns whether all has ended."""
-        return not wait(tuple(self._running), timeout=seconds).not_done
+        """Wait for all that is on its way, at most ``seconds``. Returns whether all has really ended."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._open, seconds)
 
     def close(self) -> None:
-        """End the threads once they are idle. What is on its way keeps its leases until its calls end."""
+        """Drop what waits. What tiers' calls have on its way keeps its leases until these end."""
+        with self._lock:
+            for lane in self._lanes:
+                lane.abandon()
+        for lane in self._lanes:
+            self._io.loop.call_soon_threadsafe(lane.unwatch)
         self._sealers.shutdown()
 
     def _lease_to_gather(self, nbytes: int) -> Lease | None:
+        """Lease staging memory, for which the oldest objects that wait are dropped where there is none."""
+        while (lease := self._try_lease(nbytes)) is None and self._drop_oldest():
+            pass
+        return lease
+
+    def _try_lease(self, nbytes: int) -> Lease | None:
         if not self._gathered.try_add(nbytes):
             return None
         lease = self._staging.try_acquire(nbytes, for_store=True)
@@ -213,79 +171,102 @@ class Stores:
             self._gathered.remove(nbytes)
         return lease
 
-    def _asked(self, key: ObjectKey) -> list[_Taker]:
-        """Return the tiers that take an offered store."""
-        takers = []
-        for taker in self._takers:
-            if taker.policy.takes_offered(key):
-                takers.append(taker)
-            else:
-                self._counters.add("store_declined", taker.name)
-        return takers
+    def _drop_oldest(self) -> bool:
+        """Drop the oldest object whose memory nothing uses, wherever it waits; returns whether there was one."""
+        with self._lock:
+            waiting = heapq.merge(*(lane.waiting() for lane in self._lanes), key=lambda store: store.age)
+            oldest = next((store for store in waiting if store.only_waits), None)
+            if oldest is None:
+                return False
+            for name, batch in oldest.holders.items():
+                self._lane_of[name].drop(batch, oldest)
+        return True
 
-    def _asked_to_keep(self, key: ObjectKey, source: str) -> list[_Taker]:
+    def _asked(self, key: ObjectKey) -> list[StoreLane]:
+        """Return the tiers that take an offered store."""
+        lanes = []
+        for lane in self._lanes:
+            if lane.policy.takes_offered(key):
+                lanes.append(lane)
+            else:
+                self._counters.add("store_declined", lane.name)
+        return lanes
+
+    def _asked_to_keep(self, key: ObjectKey, source: str) -> list[StoreLane]:
         """Return the tiers that take what was loaded from ``source``."""
         from_position = self._positions[source]
-        takers = []
-        for position, taker in enumerate(self._takers):
+        lanes = []
+        for position, lane in enumerate(self._lanes):
             if position == from_position:
                 continue
             faster = position < from_position
-            wanted = taker.policy.takes_loaded(key, promoted=faster)  # a touch, whatever becomes of it
-            if wanted and (taker.tier.keys.promote or not faster):
-                takers.append(taker)
-        return takers
+            wanted = lane.policy.takes_loaded(key, promoted=faster)  # a touch, whatever becomes of it
+            if wanted and (lane.tier.keys.promote or not faster):
+                lanes.append(lane)
+        return lanes
 
-    def _charged(self, takers: Sequence[_Taker], nbytes: int, counter: str) -> list[_Taker]:
-        """Charge each tier that has room in its share, and return these; the others are counted."""
+    def _charged(self, lanes: Sequence[StoreLane], nbytes: int, counter: str, *, push_out: bool) -> list[StoreLane]:
+        """Charge each tier that is well and has room in its share, and return these; the others are counted."""
         charged = []
-        for taker in takers:
-            if taker.share.try_charge_store(nbytes):
-                charged.append(taker)
+        for lane in lanes:
+            if lane.admits() and lane.charge(nbytes, push_out=push_out):
+                charged.append(lane)
             else:
-                self._counters.add(counter, taker.name)
+                self._counters.add(counter, lane.name)
         return charged
 
-    def _drop(self, takers: Sequence[_Taker], nbytes: int, counter: str) -> None:
-        for taker in takers:
-            taker.share.end_store(nbytes)
-            self._counters.add(counter, taker.name)
+    def _drop(self, lanes: Sequence[StoreLane], nbytes: int, counter: str) -> None:
+        for lane in lanes:
+            lane.discharge(nbytes)
+            self._counters.add(counter, lane.name)
 
-    def _start(self, stores: Sequence[_OpenStore], *, sealed: bool) -> None:
-        if stores:
-            future = self._io.submit(self._store(stores, sealed))
-            self._running.add(future)
-            future.add_done_callback(self._running.discard)
-            future.add_done_callback(log_unexpected)
+    def _opened(self, key: ObjectKey, lease: Lease, *, promotion: bool) -> OpenStore:
+        with self._lock:
+            self._open += 1
+        return OpenStore(
+            next(self._ages),
+            StagedObject(key, lease),
+            self._gathered,
+            promotion=promotion,
+            report=self._results.append,
+            released=self._has_ended,
+        )
 
-    async def _store(self, stores: Sequence[_OpenStore], sealed: bool) -> None:
-        """Store in batches; nobody cancels it, and an unexpected error in one batch or tier leaves the others alone."""
-        await run_all(self._store_batch(batch, sealed) for batch in in_batches(stores, self._layouts))
+    def _has_ended(self) -> None:
+        """Called under the lock."""
+        self._open -= 1
+        if not self._open:
+            self._lock.notify_all()
 
-    async def _store_batch(self, batch: Sequence[_OpenStore], sealed: bool) -> None:
-        """Seal a batch and give each tier what it takes of it. Cancelled, it ends when the tiers' calls have ended."""
-        if not sealed:
-            objects = [store.staged for store in batch]
-            try:
-                await asyncio.get_running_loop().run_in_executor(self._sealers, _seal_all, objects)
-            except BaseException:
-                for store in batch:
-                    for taker in store.takers:
-                        store.end(taker, stored=False)
-                raise
-        parts = ((taker, [store for store in batch if taker in store.takers]) for taker in self._takers)
-        await run_all(self._store_on(taker, part, promotion=sealed) for taker, part in parts if part)
+    def _begin(self, begun: Sequence[tuple[OpenStore, list[StoreLane]]], submitted: float, *, sealed: bool) -> None:
+        """Put objects, each with the tiers that are charged for it, into these tiers' lanes."""
+        lanes_of = dict(begun)
+        for batch in in_batches(list(lanes_of), self._layouts):
+            parts = [(lane, [store for store in batch if lane in lanes_of[store]]) for lane in self._lanes]
+            with self._lock:  # no tier may decide before all are known that have to
+                entered = [(lane, lane.begin(part, submitted)) for lane, part in parts if part]
+            self._spawn(self._prepare(batch, entered, sealed))
 
-    async def _store_on(self, taker: _Taker, part: Sequence[_OpenStore], promotion: bool) -> None:
-        """Store on one tier; when its call has ended, in whichever way, it is no longer charged."""
-        stored: list[bool] = []
+    async def _prepare(self, stores: Sequence[OpenStore], parts: _Parts, sealed: bool) -> None:
+        """Seal a batch and let it wait for the tiers that take it. Nobody cancels it."""
+        for lane, _ in parts:
+            lane.watch()
+        well = sealed
         try:
-            stored = await taker.tier.store([store.staged for store in part])
+            if not sealed and not all(batch.expired for _, batch in parts):
+                objects = [store.staged for store in stores]
+                await asyncio.get_running_loop().run_in_executor(self._sealers, _seal_all, objects)
+                well = True
         finally:
-            if promotion:
-                self._counters.add("promotions", taker.name, stored.count(True))
-            for index, store in enumerate(part):
-                store.end(taker, index < len(stored) and stored[index])
+            for lane, batch in parts:
+                lane.prepared(batch, well=well)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Start a coroutine on the I/O loop, from any thread."""
+        future = self._io.submit(coroutine)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        future.add_done_callback(log_unexpected)
 
 
 def _seal_all(batch: Sequence[StagedObject]) -> None:

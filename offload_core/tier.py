@@ -89,8 +89,6 @@ class Tier:
         self.load_slots = asyncio.Semaphore(2 * config.common.io_threads)
         """Held by the caller around :meth:`load`, from before it takes staging memory."""
         self._changes: deque[TierChange] | None = None if self.capabilities.shared else deque()
-        # One more than threads, so that they go on writing; no more, since a load would have to wait for it.
-        self._store_slots = asyncio.Semaphore(config.common.io_threads + 1)
         self._pending_lookups = 0
         self._overdue_lookups: set[Call] = set()
         self.observers = observers
@@ -241,13 +239,13 @@ class Tier:
         keys = [staged.key for staged in objects]
         call = self._begin("store")
         if call is None:
+            self._counters.add("store_dropped", self.name, len(keys))
             return [False] * len(keys)
         scratch: list[Lease] = []
+        started = time.monotonic()
         try:
-            async with self._store_slots:
-                started = time.monotonic()
-                forms = await _answer(self._stored_forms(objects, keys, scratch))
-                outcomes = await _answer(self._store_wanted(forms))
+            forms = await _answer(self._stored_forms(objects, keys, scratch))
+            outcomes = await _answer(self._store_wanted(forms))
         except Exception as error:
             self.health.failed(call, keys, error)
             self._counters.add("store_failures", self.name, len(keys))

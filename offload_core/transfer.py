@@ -25,13 +25,14 @@ from offload_core.backend import LoadOutcome
 from offload_core.jobs import Job, JobState, JobTable
 from offload_core.keys import ObjectKey
 from offload_core.object_format import HEADER_BYTES, object_bytes
+from offload_core.open_store import StoreResult
 from offload_core.packs import BlockCopier, PackLayout
 from offload_core.runtime import IoLoop, log_unexpected, run_all
 from offload_core.staging import Lease, StagingPool
 from offload_core.staging_shares import share_out
 from offload_core.staging_size import gathered_limit_bytes, staging_uses
 from offload_core.stats import Counters
-from offload_core.stores import StoreResult, Stores
+from offload_core.stores import Stores
 from offload_core.tier import StagedObject, Tier
 from offload_core.transfer_objects import TransferObject, in_batches
 
@@ -165,6 +166,7 @@ class TransferEngine:
             gathered_limit_bytes=gathered_limit_bytes(staging.store_limit_bytes, uses),
             copier=copier,
             layouts=layouts,
+            jobs=self.jobs,
             counters=counters,
         )
 

@@ -258,13 +258,3 @@ def test_closing_ends_the_threads(rig: Rig, fault: OSError | None) -> None:
     for thread in mine:
         thread.join(SECONDS)
     assert not any(thread.is_alive() for thread in mine)
-
-
-def test_one_store_more_than_there_are_threads_is_handed_to_the_backend(rig: Rig) -> None:
-    rig.backend.gates["store"].shut()
-    stores = [rig.io.submit(rig.tier.store([rig.sealed(number)])) for number in range(5)]
-    for _ in range(10):
-        rig.run(asyncio.sleep(0))
-    assert rig.backend.reserved == 3, "two threads are busy and one store waits for them; loads must not wait for more"
-    rig.backend.gates["store"].open()
-    assert [store.result(SECONDS) for store in stores] == [[True]] * 5

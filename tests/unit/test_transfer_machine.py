@@ -10,9 +10,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -29,7 +28,6 @@ from hypothesis.stateful import (
 from offload_core.keys import ObjectKey
 from offload_core.object_format import HEADER_BYTES
 from offload_core.runtime import IoLoop
-from offload_core.tier import Tier
 from tests.unit.memory_backend import key
 from tests.unit.transfer_rig import PACK, SECONDS, Rig, item, number_of
 
@@ -42,6 +40,7 @@ STAGING_BYTES = 2 << 20
 STAGING_SHARE = 0.4  # six objects, of either half
 CALLS = ("store", "load_into")
 FAULTS: dict[str, BaseException] = {"an error": OSError("gone"), "a cancellation": asyncio.CancelledError()}
+JOBS = ("jobs", "jobs_retired", "jobs_done", "jobs_failed", "jobs_timed_out", "jobs_cancelled")
 POLICIES = ("every", "second-touch", "never")
 
 
@@ -71,7 +70,8 @@ class Errors(logging.Handler):
 
 class Transfers(RuleBasedStateMachine):
     """Oracle: every offered store and every load has one result; what is loaded is what its block held; no limit is
-    exceeded at any time, and in the end nothing is held and everything works."""
+    exceeded at any time, what hangs keeps no result back beyond its deadline, and in the end nothing is held, every job
+    has one verdict and everything works."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,9 +90,19 @@ class Transfers(RuleBasedStateMachine):
     @initialize(
         policies=st.lists(st.sampled_from(POLICIES), min_size=3, max_size=3),
         promote=st.lists(st.booleans(), min_size=3, max_size=3),
-        timeout=st.sampled_from([0.02, SECONDS]),
+        load_timeout=st.sampled_from([0.02, SECONDS]),
+        store_timeout=st.sampled_from([0.02, SECONDS]),
+        breaker_failures=st.sampled_from([2, 1000]),
     )
-    def start(self, policies: list[str], promote: list[bool], timeout: float) -> None:
+    def start(
+        self,
+        policies: list[str],
+        promote: list[bool],
+        load_timeout: float,
+        store_timeout: float,
+        breaker_failures: int,
+    ) -> None:
+        self.stores_end_by_themselves = store_timeout < SECONDS
         names = ("fast", "middle", "slow")
         for name, policy, keeps in zip(names, policies, promote, strict=True):
             self.rig.add_memory_tier(
@@ -100,23 +110,25 @@ class Transfers(RuleBasedStateMachine):
                 write_policy=policy,
                 promote=keeps,
                 io_threads=2,
-                load_timeout_seconds=timeout,
-                breaker_pause_seconds=0.01,
-                breaker_max_pause_seconds=0.05,
+                load_timeout_seconds=load_timeout,
+                store_timeout_seconds=store_timeout,
+                breaker_failures=breaker_failures,
+                breaker_pause_seconds=0.005,
+                breaker_max_pause_seconds=0.02,
                 staging_share=STAGING_SHARE,
             ).objects = Remembering()
         self.rig.start(STAGING_BYTES)
 
     @rule(numbers=st.lists(st.sampled_from(NUMBERS), min_size=1, max_size=4, unique=True))
-    def store(self, numbers: list[int]) -> None:
+    def store(self, numbers: Sequence[int]) -> None:
         self.rig.engine.submit_stores([item(number, block=number) for number in numbers])
         self.offered.update(numbers)
         self.touches.update(numbers)
 
     @rule(tier=st.integers(0, 2), numbers=st.lists(st.sampled_from(NUMBERS), max_size=4, unique=True))
-    def load(self, tier: int, numbers: list[int]) -> None:
+    def load(self, tier: int, numbers: Sequence[int]) -> None:
         targets, self.free = self.free[: len(numbers)], self.free[len(numbers) :]
-        numbers = numbers[: len(targets)]
+        numbers = list(numbers[: len(targets)])
         objects = [item(number, block=block) for number, block in zip(numbers, targets, strict=True)]
         self.loads[self.rig.load(*objects, tier=self.rig.tiers[tier].name)] = (numbers, targets)
         self.touches.update(numbers)
@@ -151,6 +163,11 @@ class Transfers(RuleBasedStateMachine):
     def step(self, seconds: float) -> None:
         self.rig.engine.wait_for_arrival(seconds)
         self.poll()
+
+    @rule()
+    def every_store_has_its_result_by_its_deadline(self) -> None:
+        if self.stores_end_by_themselves:  # whatever hangs
+            self.step_until(lambda: self.results == self.offered)
 
     def step_until(self, done: Callable[[], bool]) -> None:
         limit = time.monotonic() + SECONDS
@@ -198,6 +215,18 @@ class Transfers(RuleBasedStateMachine):
             assert 0 <= share.store_bytes <= share.store_limit_bytes < staging.store_limit_bytes
 
     @invariant()
+    def what_is_on_its_way_has_its_memory(self) -> None:
+        if not self.rig.tiers:
+            return
+        stores = self.rig.engine._stores
+        with stores._lock:
+            batches = [batch for lane in stores._lanes for batch in lane._job_of]
+            for store in (store for batch in batches for store in batch.items):
+                assert len(store.staged.lease.view) > PAGE_BYTES, "I3"  # raises when it was released
+            jobs = [job for lane in stores._lanes for job in lane._job_of.values()]
+            assert [job for job in self.rig.engine.jobs.live if job.kind == "store" and job not in jobs] == []
+
+    @invariant()
     def no_block_changes_that_no_load_wants(self) -> None:
         assert all(self.content(block) == NOTHING for block in self.free), "I2"
 
@@ -230,13 +259,13 @@ class Transfers(RuleBasedStateMachine):
         self.step_until(lambda: self.rig.staging.used_bytes == 0)
         self.poll()
         assert self.results == self.offered, "every store has one result"
+        self.every_job_has_one_verdict()
         assert self.rig.staging.store_bytes == 0
         for share in self.rig.engine._shares.values():
             assert (share.store_bytes, share.loads.held_bytes) == (0, 0)
-        self.every_job_has_ended()
         for tier, its in enumerate(self.rig.tiers):
-            its.limits = replace(its.limits, load_timeout_seconds=SECONDS)
-            self.step_until(partial(admits_all, its))
+            its.limits = replace(its.limits, load_timeout_seconds=SECONDS, store_timeout_seconds=SECONDS)
+            self.is_used_again(tier)
             if its.keys.write_policy != "never":
                 self.backend(tier).objects.clear()
                 self.stores_and_loads(tier, NUMBERS[:2])
@@ -244,14 +273,23 @@ class Transfers(RuleBasedStateMachine):
         self.nothing_unexpected_has_happened()
         self.policies_are_kept()
 
-    def every_job_has_ended(self) -> None:
+    def every_job_has_one_verdict(self) -> None:
         self.step_until(lambda: not self.rig.engine.jobs.live)
-        counts: Counter[str] = Counter()
-        for (name, _), count in self.rig.counters.take().items():
-            counts[name] += count
-        verdicts = ("jobs_done", "jobs_failed", "jobs_timed_out", "jobs_cancelled")
-        assert counts["jobs"] == sum(counts[name] for name in verdicts) == counts["jobs_retired"]
-        assert counts["draining_leases"] == 0
+        for tier in self.rig.tiers:
+            counts = {name: self.rig.counted(name, tier.name) for name in (*JOBS, "draining_leases")}
+            assert counts.pop("draining_leases") == 0
+            jobs, retired, *verdicts = counts.values()
+            assert jobs == retired == sum(verdicts), counts
+
+    def is_used_again(self, tier: int) -> None:
+        """Store and load until the tier's breaker is closed."""
+        limit = time.monotonic() + SECONDS
+        while not self.rig.tiers[tier].health.available:
+            assert time.monotonic() < limit, "the breaker stays open"
+            self.store(NUMBERS[:1])
+            self.load(tier, NUMBERS[:1])
+            self.step_until(lambda: not self.loads)
+            assert self.rig.engine.drain_stores(SECONDS)
 
     def stores_and_loads(self, tier: int, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -266,10 +304,6 @@ class Transfers(RuleBasedStateMachine):
             content = self.backend(tier).objects[key(number, PACK)]
             assert content[HEADER_BYTES:][:PAGE_BYTES] == self.content(number)
         assert self.rig.staging.used_bytes == 0
-
-
-def admits_all(tier: Tier) -> bool:
-    return tier.health.admits("load") and tier.health.admits("store")
 
 
 def number_in(name: ObjectKey) -> int:

@@ -12,13 +12,13 @@ from offload_backend_disk import DiskBackend, DiskOptions
 from offload_core.backend import BackendType
 from offload_core.canonical import CanonicalKVCaches, LayerPages
 from offload_core.config import BackendConfig, TierConfig
+from offload_core.open_store import StoreResult
 from offload_core.packs import BlockSlice, CpuBlockCopier, PackLayout
 from offload_core.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.runtime import IoLoop
 from offload_core.staging import StagingPool
 from offload_core.staging_size import STORE_SHARE, smallest_pool_bytes, staging_uses
 from offload_core.stats import Counters
-from offload_core.stores import StoreResult
 from offload_core.tier import Tier
 from offload_core.tier_opening import close_tiers
 from offload_core.transfer import LoadJob, LoadResult, TransferEngine
