@@ -18,7 +18,7 @@ from tests.unit.transfer_rig import Rig
 
 TierOn = Callable[..., TierConfig]
 
-_PLACES: dict[str, Callable[[FaultFs], dict[str, Any]]] = {
+PLACES: dict[str, Callable[[FaultFs], dict[str, Any]]] = {
     "disk": lambda fs: {"type": "disk", "path": str(fs.path / "kv")},
     "disk-bounded": lambda fs: {"type": "disk", "path": str(fs.path / "kv"), "capacity": "64MiB"},
     "nfs": lambda fs: {
@@ -32,7 +32,7 @@ def tier_on(fault_fs: FaultFs) -> TierOn:
     """A function that configures a tier named ``files`` on the fault file system, by its kind and further keys."""
 
     def configured(kind: str, **keys: Any) -> TierConfig:
-        (tier,) = load_config({"backends": [{"name": "files", **_PLACES[kind](fault_fs), **keys}]}).tiers
+        (tier,) = load_config({"backends": [{"name": "files", **PLACES[kind](fault_fs), **keys}]}).tiers
         return tier
 
     return configured

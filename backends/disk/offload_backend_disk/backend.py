@@ -103,9 +103,12 @@ class DiskOptions(BackendOptions):
     def _parent_exists(cls, path: Path) -> Path:
         try:
             path = path.expanduser().absolute()
-            exists, is_folder, has_parent = path.exists(), path.is_dir(), path.parent.is_dir()
+            seen = files.look_at(path)
         except (OSError, RuntimeError) as error:  # RuntimeError: ~user for a user that does not exist
             raise ValueError(f"{error}; name a folder that this process may use") from error
+        if seen is None:
+            return path
+        exists, is_folder, has_parent = seen
         if exists and not is_folder:
             raise ValueError(f"{path} is a file; name a folder")
         if not exists and not has_parent:
