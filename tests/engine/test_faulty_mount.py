@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ LOAD_SECONDS = 1.0
 SLACK_SECONDS = 10.0
 """For the recompute of a busy machine. What hangs here would hang for ever."""
 
+MAX_PAUSE_SECONDS = 0.2
+SETTLE_SECONDS = 5 * MAX_PAUSE_SECONDS
+"""From when storage is well until it is asked: it has been probed by then."""
+
 TIERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "disk": lambda folder: {"name": "files", "type": "disk", "path": str(folder / "kv")},
     "disk-bounded": lambda folder: {
@@ -32,8 +37,10 @@ TIERS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 
 def transfer(*tiers: dict[str, Any], **keys: Any) -> dict[str, Any]:
-    """Our connector with short deadlines."""
+    """Our connector with short deadlines, and short pauses for a tier that fails."""
     deadlines = {
+        "breaker_pause_seconds": MAX_PAUSE_SECONDS / 2,
+        "breaker_max_pause_seconds": MAX_PAUSE_SECONDS,
         "lookup_timeout_seconds": LOOKUP_SECONDS,
         "load_timeout_seconds": LOAD_SECONDS,
         "load_timeout_seconds_per_mib": 0,
@@ -41,11 +48,24 @@ def transfer(*tiers: dict[str, Any], **keys: Any) -> dict[str, Any]:
     return ours(Path("unused"), **{"backends": list(tiers), **deadlines, **keys})
 
 
+def settle() -> None:
+    """Give the tier the time that it takes to notice that its storage is well."""
+    threading.Event().wait(SETTLE_SECONDS)
+
+
 def _only(fault_fs: FaultFs, *rule: Any, **values: Any) -> Callable[[], None]:
     def act() -> None:
         fault_fs.clear()
-        if rule:
-            fault_fs.add(*rule, **values)
+        fault_fs.add(*rule, **values)
+
+    return act
+
+
+def _well(fault_fs: FaultFs) -> Callable[[], None]:
+    def act() -> None:
+        fault_fs.clear()
+        fault_fs.resume()
+        settle()
 
     return act
 
@@ -75,19 +95,23 @@ KINDS = ["disk", "nfs", pytest.param("disk-bounded", marks=pytest.mark.long)]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lab", ONE_LAB, indirect=True)
 def test_a_file_system_that_hangs_and_vanishes(lab: Lab, fault_fs: FaultFs, kind: str) -> None:
+    def mount() -> None:
+        fault_fs.mount()
+        settle()
+
     run = PhasedRun(
         lab,
         lab.prompts(700, 1283, family=110),
         [
             Phase("first", served=False),
             Phase("reads hang", _only(fault_fs, "read", "*.kv", "hang"), served=False),
-            Phase("they have ended", _only(fault_fs)),
+            Phase("they have ended", _well(fault_fs)),
             Phase("well after the reads", served=True),
             Phase("everything hangs", fault_fs.pause, served=False),
-            Phase("it goes on", fault_fs.resume),
+            Phase("it goes on", _well(fault_fs)),
             Phase("well after everything", served=True),
             Phase("the mount vanishes", fault_fs.abort, served=False),
-            Phase("it is mounted again", fault_fs.mount),
+            Phase("it is mounted again", mount),
             Phase("well after all", served=True),
             Phase("all is gone", lambda: _remove_all(fault_fs), served=False),
             Phase("all is stored again", served=True),
@@ -116,19 +140,19 @@ def test_a_file_system_that_fails_and_lies(lab: Lab, fault_fs: FaultFs, kind: st
             Phase("first", served=False),
             Phase("no space", no_space, served=False),
             Phase("still none", served=False),
-            Phase("space", _only(fault_fs)),
+            Phase("space", _well(fault_fs)),
             Phase("stored"),
             Phase("well with space", served=True),
             Phase("EIO", _only(fault_fs, "read open getattr", "*.kv", "error", number=errno.EIO), served=False),
-            Phase("no EIO", _only(fault_fs)),
+            Phase("no EIO", _well(fault_fs)),
             Phase("well without EIO", served=True),
             Phase("ESTALE", _only(fault_fs, "read open", "*.kv", "error", number=errno.ESTALE), served=False),
-            Phase("no ESTALE", _only(fault_fs)),
+            Phase("no ESTALE", _well(fault_fs)),
             Phase("well without ESTALE", served=True),
             Phase("short", _only(fault_fs, "read", "*.kv", "cut"), served=False),
-            Phase("stored again after short", _only(fault_fs)),
+            Phase("stored again after short", _well(fault_fs)),
             Phase("wrong", _only(fault_fs, "read", "*.kv", "flip"), served=False),
-            Phase("stored again after wrong", _only(fault_fs)),
+            Phase("stored again after wrong", _well(fault_fs)),
             Phase("well after wrong", served=True),
         ],
     )
@@ -163,3 +187,24 @@ def test_a_healthy_tier_serves_while_another_hangs(lab: Lab, fault_fs: FaultFs, 
     assert count(result, "load_hits", "healthy") > 0
     assert count(result, "load_hits", "files") > 0
     assert count(result, "load_failures", "healthy") == count(result, "load_timeouts", "healthy") == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["disk", "nfs", "disk-bounded"])
+@pytest.mark.parametrize("lab", ["gemma3", "qwen3_next"], indirect=True)
+def test_engine_starts_on_a_file_system_that_hangs_and_uses_it_later(lab: Lab, fault_fs: FaultFs, kind: str) -> None:
+    run = PhasedRun(
+        lab,
+        lab.prompts(700, 1283, family=110),
+        [
+            Phase("hangs from the start", fault_fs.pause, served=False),
+            Phase("hangs still", served=False),
+            Phase("it goes on", _well(fault_fs), served=False),
+            Phase("stored"),
+            Phase("well", served=True),
+        ],
+    )
+    result = run.run(transfer(TIERS[kind](fault_fs.path), open_timeout_seconds=1))
+    _in_time(run, result)
+    assert count(result, "load_timeouts", "files") == 0
+    _few_lines(run.lines, 8)

@@ -14,7 +14,7 @@ from offload_core.testing.engine import logged_problems
 from tests.backends.nfs.conftest import S3Server
 from tests.engine.lab import Lab, count
 from tests.engine.phases import Phase, PhasedRun
-from tests.engine.test_faulty_mount import transfer
+from tests.engine.test_faulty_mount import settle, transfer
 
 _LIMIT_SECONDS = 120
 _BUCKET = "kv-of-a-server-that-is-killed"
@@ -74,6 +74,7 @@ def test_object_store_is_killed_in_the_middle_and_comes_back(lab: Lab, server: S
         killer.check()
         server.start()
         server.make_bucket(_BUCKET)
+        settle()
 
     def kill_at_a_store() -> None:
         bucket = server.client()

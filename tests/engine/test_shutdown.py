@@ -51,7 +51,9 @@ class Script:
         steps: of the engine, after the storage has been made to hang.
     """
 
-    def __init__(self, lab: Lab, settings: dict[str, Any], errors: Path, steps: int) -> None:
+    def __init__(
+        self, lab: Lab, settings: dict[str, Any], errors: Path, steps: int, env: dict[str, str] | None = None
+    ) -> None:
         engine = {
             "model": str(lab.model), "dtype": lab.dtype, "max_model_len": 4096, "enforce_eager": True,
             "kv_cache_memory_bytes": 1 << 28, "kv_transfer_config": settings,
@@ -61,7 +63,7 @@ class Script:
         with errors.open("wb") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _SCRIPT, json.dumps(engine), json.dumps(prompts), str(steps)],
-                env={**run_environment(RunSpec(model="", rounds=[])), **os.environ},
+                env={**run_environment(RunSpec(model="", rounds=[])), **os.environ, **(env or {})},
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True,
             )  # fmt: skip
 
@@ -160,4 +162,31 @@ def test_script_ends_under_load(
     assert script.process.returncode == 0, script.errors[-3000:]
     assert "Traceback" not in script.errors
     assert "Exception" not in script.errors
+    _is_whole(fault_fs, tier, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hangs", ["everything", "stopped"])
+def test_engine_core_of_its_own_process_ends_under_load(
+    gemma3: Lab, fault_fs: FaultFs, scripts: list[Script], tmp_path: Path, hangs: str
+) -> None:
+    """The script's process has no thread in the storage, so that it is gone at once."""
+    tier = TIERS["disk"](fault_fs.path)
+    settings = transfer(tier, load_timeout_seconds=60, lookup_timeout_seconds=60)
+    script = Script(gemma3, settings, tmp_path / "errors", steps=2, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    scripts.append(script)
+    script.wait_for("stored")
+    if hangs == "stopped":
+        fault_fs.pause()
+    else:
+        rule = fault_fs.add("*", "*", "hang")
+    script.go_on()
+    if hangs == "everything":
+        fault_fs.wait_for_hit(rule)
+    script.wait_for("ends")
+    _ends_in_time(script)
+    fault_fs.clear()
+    fault_fs.resume()
+    wait_until(lambda: script.process.poll() is not None, "it is not gone although nothing hangs")
+    assert "offload_" not in "".join(line for line in script.errors.splitlines() if line.lstrip().startswith("File"))
     _is_whole(fault_fs, tier, tmp_path)

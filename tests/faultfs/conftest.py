@@ -16,6 +16,7 @@ from tests.unit.conftest import _frozen_imports as _frozen_imports
 from tests.unit.conftest import io as io
 from tests.unit.transfer_rig import Rig
 
+MakeRig = Callable[..., Rig]
 TierOn = Callable[..., TierConfig]
 
 PLACES: dict[str, Callable[[FaultFs], dict[str, Any]]] = {
@@ -39,10 +40,22 @@ def tier_on(fault_fs: FaultFs) -> TierOn:
 
 
 @pytest.fixture
-def rig(io: IoLoop, fault_fs: FaultFs) -> Iterator[Rig]:
-    """A transfer engine; when the test ends nothing hangs any more."""
-    rig = Rig(io)
-    yield rig
+def make_rig(io: IoLoop, fault_fs: FaultFs) -> Iterator[MakeRig]:
+    """A function that makes transfer engines; when the test ends nothing hangs any more."""
+    rigs: list[Rig] = []
+
+    def make(**sizes: int) -> Rig:
+        rigs.append(Rig(io, **sizes))
+        return rigs[-1]
+
+    yield make
     fault_fs.clear()
     fault_fs.resume()
-    rig.finish()
+    for rig in rigs:
+        rig.finish()
+
+
+@pytest.fixture
+def rig(make_rig: MakeRig) -> Rig:
+    """A transfer engine."""
+    return make_rig()
