@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -117,3 +121,23 @@ def test_configuration_that_names_a_folder_on_a_hung_file_system_is_read(
         finally:
             fault_fs.resume()
     assert names == ["files", "healthy"]
+
+
+def test_command_reports_a_hung_file_system_and_does_the_others(fault_fs: FaultFs, tmp_path: Path) -> None:
+    healthy = {"name": "healthy", "type": "disk", "path": str(tmp_path / "healthy")}
+    config = {
+        "open_timeout_seconds": DEADLINE_SECONDS,
+        "lookup_timeout_seconds": DEADLINE_SECONDS,
+        "backends": [{"name": "files", **PLACES["disk"](fault_fs)}, {**healthy, "open_timeout_seconds": 30}],
+    }
+    (tmp_path / "offload.json").write_text(json.dumps(config))
+    fault_fs.pause()
+    done = subprocess.run(
+        [sys.executable, "-c", "from offload_core.cli import app; app()", "check", str(tmp_path / "offload.json")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "tier 'files': open: no answer within" in done.stderr
+    assert list((tmp_path / "healthy").iterdir()), "the other tier was checked"
