@@ -168,7 +168,7 @@ class OurTier:
         objects = self._take(number)
         mark([staged.lease.view[HEADER_BYTES:] for staged in objects], number)
         batches = self._batches(objects)
-        sample = timed(lambda: self._run(self._store_batch, batches, self._threads), self.nbytes)
+        sample = timed(lambda: self._run(self._store_batch, batches, self._threads + int(self._checked)), self.nbytes)
         self._give_back()
         return sample
 
@@ -195,7 +195,8 @@ class OurTier:
     async def _store_batch(self, batch: list[StagedObject]) -> None:
         if self._checked:
             await asyncio.get_running_loop().run_in_executor(self._sealers, _seal_all, batch)
-            stored = all(await self._tier.store(batch))
+            async with self._slots:
+                stored = all(await self._tier.store(batch))
         else:
             keys, views = [staged.key for staged in batch], [staged.lease.view.toreadonly() for staged in batch]
             async with self._slots:

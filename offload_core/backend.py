@@ -178,7 +178,10 @@ class Backend(ABC, Generic[OptionsT]):
         """What kind of medium this is."""
 
     async def open(self) -> None:
-        """Connect. Raises ``OSError`` when the medium cannot be used at all; the engine then does not start."""
+        """Connect. Raises ``OSError`` when the medium cannot be used at all; the engine then does not start.
+
+        One that is late is not cancelled: the engine starts without the tier, and uses it when this has returned.
+        """
 
     async def close(self) -> None:
         """Wait for running operations and let go of the medium (C13). Idempotent; also called where ``open`` failed.

@@ -16,8 +16,8 @@ class ChunkLedger:
     """Beliefs about chunks, so that nothing is copied twice and a bad hit is not offered again (invariant I5).
 
     A chunk is *known* once it is stored, on its way or loaded; *pending* until every rank has said how its store ended;
-    *mistrusted* for a minute after a load did not get it, or until it is stored anew. All of it may be forgotten at any
-    time: then a chunk is offered to the tiers once more, and they say that they have it.
+    *mistrusted* on a tier for a minute after a load from there did not get it, or until it is stored anew. All of it
+    may be forgotten at any time: then a chunk is offered to the tiers once more, and they say that they have it.
 
     Args:
         num_ranks: ranks that report on each store.
@@ -29,7 +29,7 @@ class ChunkLedger:
         self._patience_seconds = patience_seconds
         self._known: OrderedDict[ChunkRef, float] = OrderedDict()  # since when it is there; zero for long enough
         self._pending: dict[ChunkRef, tuple[int, float]] = {}
-        self._mistrusted: dict[ChunkRef, float] = {}
+        self._mistrusted: dict[tuple[str, ChunkRef], float] = {}
 
     def knows(self, ref: ChunkRef) -> bool:
         """Return whether ``ref`` is stored or on its way, as far as is known."""
@@ -47,6 +47,7 @@ class ChunkLedger:
         """Take reports on stores: how many ranks have ended each chunk's, and which chunks some rank did not store."""
         for ref in not_stored:
             self._known.pop(ref, None)
+        anew: set[ChunkRef] = set()
         for ref, ranks in ended.items():
             left, until = self._pending.get(ref, (0, 0.0))
             if left > ranks:
@@ -54,22 +55,25 @@ class ChunkLedger:
                 continue
             self._pending.pop(ref, None)
             if ref not in not_stored:
-                self._mistrusted.pop(ref, None)
+                anew.add(ref)
                 if ref in self._known:
                     self._known[ref] = time.monotonic()
+
+        if self._mistrusted and anew:
+            self._mistrusted = {place: until for place, until in self._mistrusted.items() if place[1] not in anew}
 
     def loaded(self, refs: Iterable[ChunkRef]) -> None:
         """Note chunks that a load got: they are on a tier."""
         for ref in refs:
             self._remember(ref, 0.0)
 
-    def load_failed(self, refs: Collection[ChunkRef]) -> None:
-        """Mistrust chunks that a load did not get."""
+    def load_failed(self, places: Collection[tuple[str, ChunkRef]]) -> None:
+        """Mistrust chunks that a load did not get, on the tier of that name; other tiers may have them all the same."""
         now = time.monotonic()
-        if refs:
-            self._mistrusted = {ref: until for ref, until in self._mistrusted.items() if until > now}
-        for ref in refs:
-            self._mistrusted[ref] = now + _MISTRUST_SECONDS
+        if places:
+            self._mistrusted = {place: until for place, until in self._mistrusted.items() if until > now}
+        for tier, ref in places:
+            self._mistrusted[tier, ref] = now + _MISTRUST_SECONDS
             self._known.pop(ref, None)
 
     def missing(self, refs: Iterable[ChunkRef]) -> bool:
@@ -92,12 +96,12 @@ class ChunkLedger:
         )
 
     @property
-    def mistrusted(self) -> frozenset[ChunkRef]:
-        """Chunks not to be trusted now."""
+    def mistrusted(self) -> frozenset[tuple[str, ChunkRef]]:
+        """Names of tiers and chunks there that are not to be trusted now."""
         if not self._mistrusted:
             return frozenset()
         now = time.monotonic()
-        return frozenset(ref for ref, until in self._mistrusted.items() if until > now)
+        return frozenset(place for place, until in self._mistrusted.items() if until > now)
 
     def clear(self) -> None:
         """Forget everything."""

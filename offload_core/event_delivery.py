@@ -39,7 +39,7 @@ class EventDelivery:
         self._closed = False
 
     def emit(self, event: Event) -> None:
-        """Queue an event, or drop and count it when too many wait. Never waits. Called by one thread, the I/O loop."""
+        """Queue an event, or drop and count it when too many wait. Never waits. Thread-safe."""
         if self._room.acquire(blocking=False):
             _thread.submit(self._deliver, event)
             return

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from offload_core import events
 from offload_core.breaker import Call, CircuitBreaker, State
+from offload_core.errors import BackendError
 from offload_core.event_delivery import EventDelivery
 from offload_core.keys import ObjectKey
 from offload_core.limits import TierLimits
@@ -104,7 +105,8 @@ class TierHealth:
     def failed(self, call: Call, keys: Sequence[ObjectKey], error: Exception) -> None:
         """Note that a call for ``keys`` raised ``error``."""
         cause = f"{type(error).__name__}: {error}"
-        cure = "check its medium" if isinstance(error, OSError) else "if its medium is well, tell the backend's author"
+        defect = isinstance(error, BackendError) or not isinstance(error, OSError)
+        cure = "if its medium is well, tell the backend's author" if defect else "check its medium"
         with self._lock:
             now, before = self._clock(), self._breaker.state
             first = f"first of {len(keys)} objects: {keys[0]}" if keys else "no objects"

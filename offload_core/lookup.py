@@ -31,7 +31,7 @@ class PrefixQuestion:
         computed_tokens: prefix that the engine holds itself.
         limit_tokens: deepest prefix of use.
         adapter: see :class:`ChunkRef`.
-        mistrusted: chunks that count as missing.
+        mistrusted: names of tiers and chunks that count as missing there.
     """
 
     hashes: Mapping[str, Sequence[bytes]]
@@ -39,7 +39,7 @@ class PrefixQuestion:
     computed_tokens: int
     limit_tokens: int
     adapter: str = ""
-    mistrusted: Collection[ChunkRef] = ()
+    mistrusted: Collection[tuple[str, ChunkRef]] = ()
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class LookupService:
 
     def _look_up(self, tier: Tier, index: TierIndex, question: PrefixQuestion) -> PrefixAnswer:
         """Answer from the index, on the caller's thread."""
-        search = _prefix_search(self._planner, question)
+        search = _prefix_search(self._planner, question, tier.name)
         asked_count = hits = 0
         try:
             asked = next(search)
@@ -236,7 +236,7 @@ class LookupService:
 
     async def _ask(self, tier: Tier, question: PrefixQuestion, deadline: float) -> PrefixAnswer | None:
         """Answer by asking the medium; past the deadline it is not asked again. Cancellation leaves nothing behind."""
-        search = _prefix_search(self._planner, question)
+        search = _prefix_search(self._planner, question, tier.name)
         try:
             asked = next(search)
             while (seconds := deadline - time.monotonic()) > 0:
@@ -248,7 +248,7 @@ class LookupService:
 
 
 def _prefix_search(
-    planner: HybridOffloadPlanner, question: PrefixQuestion
+    planner: HybridOffloadPlanner, question: PrefixQuestion, tier: str
 ) -> Generator[Sequence[UnitRange], Sequence[Sequence[bool]], PrefixAnswer]:
     """Drive the planner's search: distrust what is mistrusted, and note what is missing."""
     missing: list[ChunkRef] = []
@@ -261,7 +261,8 @@ def _prefix_search(
             for part, flags in zip(asked, present, strict=True):
                 if question.mistrusted or False in flags:
                     refs = [ChunkRef(part.pack.name, digest, question.adapter) for digest in _hashes(question, part)]
-                    flags = [there and ref not in question.mistrusted for there, ref in zip(flags, refs, strict=True)]
+                    trust = ((tier, ref) not in question.mistrusted for ref in refs)
+                    flags = [there and trusted for there, trusted in zip(flags, trust, strict=True)]
                     missing += (ref for ref, there in zip(refs, flags, strict=True) if not there)
                 trusted.append(flags)
             asked = search.send(trusted)

@@ -59,20 +59,19 @@ class StoreLane:
 
     # For the engine thread
 
-    def admits(self) -> bool:
-        """Return whether the tier's breaker lets stores through; a refusal is counted."""
-        return self.tier.health.admits("store")
-
     def charge(self, nbytes: int, *, push_out: bool) -> bool:
         """Charge the tier for an object with a lease of ``nbytes`` bytes; returns whether its share has room.
 
         Args:
             push_out: drop the oldest objects that wait here, if that makes the room.
         """
-        if push_out:
-            with self._lock:
-                for batch, store in self._queue.make_room(self._share.store_lack_bytes(nbytes)):
-                    self._dropped(batch, store)
+        if self._share.try_charge_store(nbytes):
+            return True
+        if not push_out:
+            return False
+        with self._lock:
+            for batch, store in self._queue.make_room(self._share.store_lack_bytes(nbytes)):
+                self._dropped(batch, store)
         return self._share.try_charge_store(nbytes)
 
     def discharge(self, nbytes: int) -> None:
@@ -111,19 +110,16 @@ class StoreLane:
         self.start_calls()
 
     def start_calls(self) -> None:
-        """Start the tier's calls for what waits, as far as there are slots. What its breaker refuses is dropped."""
+        """Start the tier's calls for what waits, as far as there are slots."""
         while self._queue.waiting_bytes:
-            admitted = self.tier.health.admits("store")
+            if not self.admits():
+                return
             with self._lock:
-                if not admitted:
-                    for batch, store in self._queue.make_room(self._queue.waiting_bytes):
-                        self._dropped(batch, store)
+                batch = self._queue.start_next()
+                if batch is None:
                     return
-                next_batch = self._queue.start_next()
-                if next_batch is None:
-                    return
-                self._jobs.start(self._job_of[next_batch])
-            self._spawn(self._call(next_batch))
+                self._jobs.start(self._job_of[batch])
+            self._spawn(self._call(batch))
 
     def unwatch(self) -> None:
         """Look at no more deadlines."""
@@ -167,6 +163,17 @@ class StoreLane:
             return False
         on_trial = place is Place.RUNNING and not self.tier.health.available
         return on_trial or self._stored_at < batch.deadline - self.tier.limits.store_timeout_seconds
+
+    # For any thread
+
+    def admits(self) -> bool:
+        """Return whether the tier's breaker lets stores through. While it does not, nothing waits here either."""
+        if self.tier.health.admits("store"):
+            return True
+        with self._lock:
+            for batch, store in self._queue.make_room(self._queue.waiting_bytes):
+                self._dropped(batch, store)
+        return False
 
     # For any thread, under the lock
 

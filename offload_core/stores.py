@@ -221,8 +221,6 @@ class Stores:
             self._counters.add(counter, lane.name)
 
     def _opened(self, key: ObjectKey, lease: Lease, *, promotion: bool) -> OpenStore:
-        with self._lock:
-            self._open += 1
         return OpenStore(
             next(self._ages),
             StagedObject(key, lease),
@@ -241,10 +239,13 @@ class Stores:
     def _begin(self, begun: Sequence[tuple[OpenStore, list[StoreLane]]], submitted: float, *, sealed: bool) -> None:
         """Put objects, each with the tiers that are charged for it, into these tiers' lanes."""
         lanes_of = dict(begun)
-        for batch in in_batches(list(lanes_of), self._layouts):
-            parts = [(lane, [store for store in batch if lane in lanes_of[store]]) for lane in self._lanes]
-            with self._lock:  # no tier may decide before all are known that have to
-                entered = [(lane, lane.begin(part, submitted)) for lane, part in parts if part]
+        batches: list[tuple[list[OpenStore], _Parts]] = []
+        with self._lock:  # no tier may decide before all are known that have to
+            self._open += len(lanes_of)
+            for batch in in_batches(list(lanes_of), self._layouts):
+                parts = [(lane, [store for store in batch if lane in lanes_of[store]]) for lane in self._lanes]
+                batches.append((batch, [(lane, lane.begin(part, submitted)) for lane, part in parts if part]))
+        for batch, entered in batches:
             self._spawn(self._prepare(batch, entered, sealed))
 
     async def _prepare(self, stores: Sequence[OpenStore], parts: _Parts, sealed: bool) -> None:

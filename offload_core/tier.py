@@ -130,9 +130,9 @@ class Tier:
         if self._close_after_opening:
             return
         self._opened = True
-        self.health.opened()
         if self.observers:
             self.observers.emit(events.TierOpened(self.name, time.monotonic() - started))
+        self.health.opened()
 
     async def close(self) -> None:
         """Close the backend and end its threads once they are idle.

@@ -65,8 +65,8 @@ class StepMetadata(KVConnectorMetadata):
 class StepReport(KVConnectorWorkerMetadata):
     """Worker half to scheduler half."""
 
-    failed: set[ChunkRef] = field(default_factory=set)
-    """Chunks that a load did not get."""
+    failed: set[tuple[str, ChunkRef]] = field(default_factory=set)
+    """Names of tiers, and chunks that a load from there did not get."""
     failed_requests: set[str] = field(default_factory=set)
     """Requests whose load has failed, of which the engine does not know yet."""
     partial_requests: set[str] = field(default_factory=set)

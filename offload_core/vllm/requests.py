@@ -83,8 +83,8 @@ class RequestState:
     loading: Sequence[ChunkRef] = field(default=())
     wait: StorageWait = field(default_factory=StorageWait)
     """How long it has waited for lookups, and for loads: others' of the same chunks, and its own."""
-    not_loaded: set[ChunkRef] = field(default_factory=set)
-    """What its own loads did not get: not offered to it again."""
+    not_loaded: set[tuple[str, ChunkRef]] = field(default_factory=set)
+    """Names of tiers, and chunks that its own loads from there did not get: not offered to it again."""
     uses_part: bool = False
     """Some rank's load has ended early, and the engine uses what it got."""
     failed_once: bool = False

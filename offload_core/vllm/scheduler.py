@@ -150,6 +150,7 @@ class SchedulerHalf:
                 return self._ask_again(state, "lookup")
             state.offer = self._take_answers(state, state.lookup)
             if state.offer is None:
+                self._start_lookup(state, computed_tokens)
                 return self._ask_again(state, "lookup")
         boundary = state.offer.boundary_tokens
         if boundary > computed_tokens and state.wait.seconds("load") >= self._load_seconds[state.offer.tier]:
@@ -250,7 +251,7 @@ class SchedulerHalf:
             if state is None:
                 continue
             if request_id not in failed:
-                self._ledger.loaded(set(state.loading) - self._ledger.mistrusted)
+                self._ledger.loaded(set(state.loading) - {ref for _, ref in self._mistrusted_of(state)})
             if request_id in failed or state.uses_part:
                 self._not_all_loaded(state)
             self._load_ended(state)
@@ -357,11 +358,16 @@ class SchedulerHalf:
     def _not_all_loaded(self, state: RequestState) -> None:
         """Have what was not loaded stored again, since it is computed, and settle whether to try another load."""
         self._store_plan.look_from_start(state)
-        assert state.offer is not None, "it is kept until the load has ended"
+        assert state.offer is not None
         in_time = state.wait.seconds("load") < self._load_seconds[state.offer.tier]
         state.offers_left = _OFFERS_AFTER_FAILURE if in_time and not state.failed_once else 0
         state.failed_once = True
-        state.not_loaded |= self._ledger.mistrusted.intersection(state.loading)
+        state.not_loaded |= self._mistrusted_of(state)
+
+    def _mistrusted_of(self, state: RequestState) -> frozenset[tuple[str, ChunkRef]]:
+        """Return what the load that has just ended did not get, or another one from the same tier."""
+        assert state.offer is not None, "it is kept until the load has ended"
+        return self._ledger.mistrusted & {(state.offer.tier, ref) for ref in state.loading}
 
     def _load_ended(self, state: RequestState) -> None:
         state.wait.end()

@@ -140,7 +140,6 @@ class WorkerHalf:
                 engine.wait_for_arrival(seconds)
                 results = engine.poll()
         for result in results:
-            self._report.failed.update(self._ref(key) for key in result.failed_keys)
             self._end(result)
         for stored in engine.take_store_results():
             ref = self._ref(stored.key)
@@ -184,6 +183,7 @@ class WorkerHalf:
 
     def _end(self, result: LoadResult) -> None:
         load = self._loads.pop(result.job_id)
+        self._report.failed.update((load.tier, self._ref(key)) for key in result.failed_keys)
         if result.status == "loaded":
             self._ended.append((load.request_id, False))
         elif self._uses_parts and result.arrived_objects and result.status != "cancelled":

@@ -189,7 +189,7 @@ def test_readme_lists_every_configuration_key_with_its_default() -> None:
     )
     assert set(of_all) == set(OffloadSettings.model_fields)
     assert set(of_backends) == set(BackendConfig.model_fields)
-    for name in [name for name in OffloadSettings.model_fields if "_timeout_" in name or "_grace_" in name]:
+    for name in [name for name in OffloadSettings.model_fields if re.search("_timeout_|_grace_|^breaker_", name)]:
         assert float(of_all[name].strip("`")) == OffloadSettings.model_fields[name].default
     plugins = " ".join(PLUGINS.split())
     for name in BackendConfig.model_fields:

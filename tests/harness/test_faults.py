@@ -16,7 +16,6 @@ from offload_backend_disk import DiskBackend, DiskOptions
 from offload_core import object_format
 from offload_core.backend import BackendContext, BackendType, LoadOutcome, StoreOutcome
 from offload_core.config import BackendConfig, TierConfig
-from offload_core.limits import TierLimits
 from offload_core.object_format import HEADER_BYTES
 from offload_core.runtime import DaemonExecutor, IoLoop
 from offload_core.staging import StagingPool
@@ -41,7 +40,7 @@ from offload_core.testing.faults import (
 )
 from offload_core.tier import StagedObject, Tier
 from offload_core.tier_opening import close_tiers
-from tests.unit.memory_backend import key
+from tests.unit.memory_backend import LIMITS, key
 
 SECONDS = 30
 BATCH = (1, 2, 3)
@@ -60,9 +59,7 @@ class Rig:
         config = BackendConfig.model_validate({"name": "faulty", "type": "faulty"})
         options = DiskOptions(path=folder)
         self.plan, self.io, self.counters = plan, io, counters
-        self.tier = Tier(
-            TierConfig(config, BackendType("faulty", FaultyDisk, DiskOptions), options), TierLimits(), counters
-        )
+        self.tier = Tier(TierConfig(config, BackendType("faulty", FaultyDisk, DiskOptions), options), LIMITS, counters)
         self.pool = StagingPool(1 << 20, 1.0)
 
     def staged(self, number: int) -> StagedObject:

@@ -143,6 +143,23 @@ def test_a_load_that_is_late_is_recomputed(rig: Rig, model: StandInModel) -> Non
     assert engine.counters["load_timeouts|disk"] > 0
 
 
+def test_what_one_tier_does_not_deliver_is_loaded_from_another(rig: Rig, model: StandInModel) -> None:
+    other = rig.kv.with_name("other")
+    backends = [{**rig.scripted_disk(), "load_weight": 10}, {"name": "other", "type": "disk", "path": str(other)}]
+    first = rig.engine(model, backends=backends)
+    rig.run(first, prompt(model))
+    rig.end(first)
+    for path in rig.kv.rglob("*.kv"):
+        path.write_bytes(b"damaged")
+
+    engine = rig.engine(model, backends=backends)
+    (request,) = rig.run(engine, prompt(model))
+    assert engine.outputs[request] == reference(tuple(prompt(model)), 4)
+    assert engine.counters["load_corrupt|disk"] > 0
+    assert engine.counters["load_hits|other"] > 0
+    assert external(engine, request) == 2 * model.chunk_tokens
+
+
 def test_shutdown_with_work_in_flight(rig: Rig, model: StandInModel) -> None:
     stored(rig, model)
     engine = rig.engine(model, Script(0, shut={"load_into", "store"}), shutdown_timeout_seconds=0.01)

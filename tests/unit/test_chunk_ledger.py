@@ -57,15 +57,15 @@ def test_a_chunk_that_some_rank_did_not_store_is_to_be_stored_again(ledger: Chun
 
 def test_a_chunk_that_a_load_did_not_get_is_mistrusted_until_it_is_stored_anew(ledger: ChunkLedger) -> None:
     ledger.loaded([ref(1), ref(2)])
-    ledger.load_failed({ref(1)})
-    assert ledger.mistrusted == {ref(1)}
+    ledger.load_failed({("fast", ref(1)), ("slow", ref(1)), ("fast", ref(3))})
+    assert ledger.mistrusted == {("fast", ref(1)), ("slow", ref(1)), ("fast", ref(3))}
     assert not ledger.knows(ref(1))
     assert ledger.knows(ref(2))
     ledger.store_begins(ref(1))
     ledger.stores_ended({ref(1): 1}, ())
-    assert ledger.mistrusted == {ref(1)}, "one of two ranks has stored its part"
+    assert ("slow", ref(1)) in ledger.mistrusted, "one of two ranks has stored its part"
     ledger.stores_ended({ref(1): 1}, ())
-    assert ledger.mistrusted == frozenset()
+    assert ledger.mistrusted == {("fast", ref(3))}
 
 
 def test_a_chunk_that_a_lookup_misses_is_forgotten_unless_it_is_on_its_way(ledger: ChunkLedger) -> None:
@@ -89,7 +89,7 @@ def test_memory_is_bounded_and_forgets_what_was_not_asked_for_longest(
 
 def test_clear_forgets_everything(ledger: ChunkLedger) -> None:
     ledger.store_begins(ref(1))
-    ledger.load_failed({ref(2)})
+    ledger.load_failed({("fast", ref(2))})
     ledger.clear()
     assert not ledger.knows(ref(1))
     assert not ledger.on_its_way([ref(1)], NEVER)

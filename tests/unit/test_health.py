@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from offload_core import events
+from offload_core.errors import BackendError
 from offload_core.event_delivery import EventDelivery
 from offload_core.health import MAX_QUIET_SECONDS, QUIET_SECONDS, TierHealth
 from offload_core.limits import TierLimits
@@ -104,11 +105,14 @@ def test_a_medium_that_dies_and_comes_back_costs_two_lines_each(rig: Rig) -> Non
     assert rig.lines() == []
 
 
-def test_a_defect_of_a_backend_has_another_cure(rig: Rig) -> None:
-    rig.call("store", ZeroDivisionError("plugin"))
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("plugin"), BackendError("plugin")], ids=["defect", "broken clause"]
+)
+def test_a_defect_of_a_backend_has_another_cure(rig: Rig, error: Exception) -> None:
+    rig.call("store", error)
     (line,) = rig.lines()
     assert "store failed" in line
-    assert "ZeroDivisionError: plugin. The engine goes on without; if its medium is well, tell the backend's" in line
+    assert "Error: plugin. The engine goes on without; if its medium is well, tell the backend's" in line
 
 
 @pytest.mark.parametrize("operation", ["lookup", "load"])

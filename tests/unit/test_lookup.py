@@ -22,7 +22,7 @@ NAMESPACE = "ab" * 32
 OTHER_RANK = "cd" * 32
 HASHES = [number.to_bytes(32, "big") for number in range(4)]
 Start = Callable[..., LookupService]
-UNPROBED = replace(LIMITS, breaker_pause_seconds=3600.0, breaker_max_pause_seconds=3600.0)
+UNPROBED = replace(LIMITS, breaker_failures=5, breaker_pause_seconds=3600.0, breaker_max_pause_seconds=3600.0)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def start(io: IoLoop, counters: Counters, backends: dict[str, MemoryBackend]) ->
     close_tiers(tiers, io, SECONDS)
 
 
-def question(*namespaces: str, mistrusted: frozenset[ChunkRef] = frozenset()) -> PrefixQuestion:
+def question(*namespaces: str, mistrusted: frozenset[tuple[str, ChunkRef]] = frozenset()) -> PrefixQuestion:
     """About four units of 16 tokens, of which the first three may be used."""
     return PrefixQuestion({"full-u16": HASHES}, namespaces or (NAMESPACE,), 0, 63, mistrusted=mistrusted)
 
@@ -108,8 +108,17 @@ def test_a_chunk_is_there_when_every_rank_has_its_part(start: Start, backends: d
 def test_a_mistrusted_chunk_counts_as_missing(start: Start, backends: dict[str, MemoryBackend]) -> None:
     put(backends["fast"], 3)
     service = start(SECONDS)
-    lookup = wait_for_all(service, service.start(question(mistrusted=frozenset({ref(1)}))))
+    lookup = wait_for_all(service, service.start(question(mistrusted=frozenset({("fast", ref(1))}))))
     assert lookup.answers()["fast"] == PrefixAnswer(16, (ref(1),))
+
+
+def test_a_chunk_mistrusted_on_one_tier_is_taken_from_another(start: Start, backends: dict[str, MemoryBackend]) -> None:
+    put(backends["fast"], 3)
+    put(backends["slow"], 3)
+    service = start(SECONDS, fast={"load_weight": 10.0})
+    lookup = wait_for_all(service, service.start(question(mistrusted=frozenset({("fast", ref(0))}))))
+    assert lookup.best() == ("slow", 48)
+    assert lookup.missing() == set()
 
 
 def test_a_tier_without_an_answer_at_the_deadline_has_nothing_and_is_counted(

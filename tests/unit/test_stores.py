@@ -19,6 +19,8 @@ from tests.unit.transfer_rig import PACK, SECONDS, Rig, item
 
 LEASE = 2 * 4096
 """Bytes of staging that an object of the rig takes."""
+LATE = 0.6
+"""A deadline in seconds before which calls begin, on a busy machine too."""
 
 
 @pytest.fixture
@@ -125,24 +127,29 @@ def test_what_is_dropped_for_one_tier_goes_on_to_the_others(rig: Rig) -> None:
 
 
 def test_where_the_pool_is_full_the_oldest_goes_whose_memory_nothing_uses(rig: Rig) -> None:
-    tiers = [rig.add_memory_tier(name, io_threads=1, staging_share=0.75) for name in ("one", "other")]
-    never = [rig.add_memory_tier("third", write_policy="second-touch", staging_share=0.75)]
-    rig.start(staging_bytes=2 * 4 * LEASE)
-    for backend in tiers:
+    one = rig.add_memory_tier("one", io_threads=1, staging_share=1.0)
+    second = rig.add_memory_tier("second", io_threads=1, staging_share=1.0, write_policy="second-touch")
+    third = rig.add_memory_tier("third", io_threads=1, staging_share=0.5, write_policy="second-touch")
+    rig.start(staging_bytes=2 * 6 * LEASE)
+    backends = (one, second, third)
+    for backend in backends:
         backend.gates["store"].shut()
-    submit(rig, 0, 1, 2)
-    assert rig.counted("store_dropped", "one") == 0, "the share of each is full: two run and one waits"
-    taken = rig.staging.try_acquire(LEASE, for_store=True)
-    assert taken is not None, "and now the stores' part of the pool is full"
-    submit(rig, 3)
-    assert rig.store_results() == {2: False}
-    assert [rig.counted("store_dropped", name) for name in ("one", "other")] == [1, 1]
-    submit(rig, 3)  # the second touch, so the third tier takes it; 3 waits and makes room for itself
-    taken.release()
-    for backend in tiers:
+    submit(rig, 0, 1, 2, 3)
+    assert backend.reserved == 0, "the first one has all: two run and two wait"
+    submit(rig, 2, 3)
+    assert (one.reserved, second.reserved, third.reserved) == (2, 2, 2), "again: they wait there, and run elsewhere"
+    assert rig.counted("store_dropped", "one") == rig.counted("store_dropped", "second") == 0
+    rig.engine._shares["one"].store_limit_bytes *= 2  # so that it is the pool that is full
+    submit(rig, 4)
+    assert rig.store_results() == {2: False}, "the oldest, which waits for one tier only"
+    assert rig.counted("store_dropped", "one") == 1
+    submit(rig, 5, 6, 7)
+    assert rig.store_results() == {3: False, 4: False, 5: False}, "not those that run elsewhere"
+    for backend in backends:
         backend.gates["store"].open()
     assert rig.engine.drain_stores(SECONDS)
-    assert [kept(backend) for backend in (*tiers, *never)] == [{0, 1, 3}, {0, 1, 3}, {3}]
+    assert rig.store_results() == {0: True, 1: True, 2: True, 3: True, 6: True, 7: True}
+    assert kept(second) == kept(third) == {2, 3}
 
 
 def test_nothing_is_dropped_for_what_finds_no_room_all_the_same(io: IoLoop) -> None:
@@ -186,7 +193,7 @@ def test_a_promotion_pushes_nothing_out_and_may_be_pushed_out(rig: Rig) -> None:
 
 
 def test_i3_at_its_deadline_a_store_has_its_result_and_keeps_its_memory_until_its_call_has_ended(rig: Rig) -> None:
-    backend = rig.add_memory_tier(store_timeout_seconds=0.05)
+    backend = rig.add_memory_tier(store_timeout_seconds=LATE)
     rig.start()
     backend.gates["store"].shut()
     rig.engine.submit_stores([item(1, block=1), item(2, block=2)])
@@ -206,7 +213,7 @@ def test_i3_at_its_deadline_a_store_has_its_result_and_keeps_its_memory_until_it
 
 
 def test_what_waits_at_its_deadline_is_dropped_and_its_memory_comes_back(rig: Rig) -> None:
-    backend = rig.add_memory_tier(io_threads=1, store_timeout_seconds=0.2)
+    backend = rig.add_memory_tier(io_threads=1, store_timeout_seconds=LATE)
     rig.start()
     backend.gates["store"].shut()
     rig.engine.submit_stores([item(number % 16, block=number % 16) for number in range(24)])  # two batches of eight run
@@ -244,12 +251,13 @@ def test_what_is_being_sealed_at_its_deadline_keeps_its_memory_until_that_is_don
 
 
 def test_one_tiers_deadline_is_not_the_others(rig: Rig) -> None:
-    late = rig.add_memory_tier("late", store_timeout_seconds=0.02)
+    late = rig.add_memory_tier("late", store_timeout_seconds=LATE)
     slow = rig.add_memory_tier("slow")
     rig.start()
     for backend in (late, slow):
         backend.gates["store"].shut()
     rig.engine.submit_stores([item(1, block=1)])
+    late.gates["store"].wait_for_a_call()
     rig.step_until(lambda: rig.counted("store_timeouts", "late") == 1)
     assert rig.store_results() == {}, "the slow one may store it yet"
     late.gates["store"].open()
@@ -262,13 +270,13 @@ def test_one_tiers_deadline_is_not_the_others(rig: Rig) -> None:
 
 
 def test_what_hangs_beyond_its_deadline_leaves_its_slots_to_others_as_often_as_there_are_threads(rig: Rig) -> None:
-    backend = rig.add_memory_tier(io_threads=2, store_timeout_seconds=0.02)
+    backend = rig.add_memory_tier(io_threads=2, store_timeout_seconds=LATE)
     rig.start(staging_bytes=2 * 16 * LEASE)
     backend.gates["store"].shut()
-    for number in range(16):
-        rig.engine.submit_stores([item(number, block=number)])
-        assert results(rig, 1) == {number: False}
-    assert backend.reserved == 5, "three, and two more in the place of those that hang"
+    for numbers, begun in ((range(3), 3), (range(3, 6), 5), (range(6, 7), 5)):
+        submit(rig, *numbers)
+        assert backend.reserved == begun, "three, and then two more in the place of those that hang"
+        assert results(rig, len(numbers)) == dict.fromkeys(numbers, False)
     backend.gates["store"].open()
     assert rig.engine.drain_stores(SECONDS)
     assert kept(backend) == set(range(5))
@@ -276,11 +284,11 @@ def test_what_hangs_beyond_its_deadline_leaves_its_slots_to_others_as_often_as_t
 
 def test_deadlines_and_what_waits_take_no_task_and_no_thread_each(rig: Rig) -> None:
     backend = rig.add_memory_tier(io_threads=2)
-    rig.start(staging_bytes=2 * 400 * LEASE)
+    rig.start(staging_bytes=2 * 200 * LEASE)
     backend.gates["store"].shut()
-    submit(rig, *[0] * 20)
+    submit(rig, *[0] * 10)
     before = (threading.active_count(), len(asyncio.all_tasks(rig.io.loop)))
-    submit(rig, *[0] * 300)
+    submit(rig, *[0] * 150)
     assert (threading.active_count(), len(asyncio.all_tasks(rig.io.loop))) == before
     assert timers(rig.io) == 1
     assert len(rig.engine._stores._running) <= 3
@@ -333,25 +341,40 @@ def test_a_promotion_that_the_breaker_refuses_is_counted(rig: Rig) -> None:
     assert rig.staging.used_bytes == 0
 
 
+def test_what_waits_goes_when_the_breaker_opens(rig: Rig) -> None:
+    backend = rig.add_memory_tier(io_threads=1, breaker_failures=1, breaker_pause_seconds=SECONDS)
+    rig.start(staging_bytes=2 * 20 * LEASE)
+    backend.gates["store"].shut()
+    submit(rig, 0, 1)
+    rig.engine.submit_stores([item(number, block=number) for number in range(2, 12)])
+    sealed(rig)
+    backend.faults = {"prepare_load": OSError("the medium is gone")}
+    rig.load(item(0, block=15))
+    assert rig.result().status == "failed"
+    submit(rig, 12)
+    assert rig.store_results() == dict.fromkeys(range(2, 13), False)
+    assert rig.staging.used_bytes == 2 * LEASE
+    assert (rig.counted("store_dropped"), rig.counted("jobs_cancelled")) == (11, 2)
+
+
 def test_a_tier_that_hangs_is_left_alone_and_what_waits_for_it_goes_at_once(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = rig.add_memory_tier(
-        io_threads=1, store_timeout_seconds=0.1, breaker_failures=2, breaker_pause_seconds=0.01
+        io_threads=1, store_timeout_seconds=LATE, breaker_failures=2, breaker_pause_seconds=0.01
     )
-    rig.start(staging_bytes=2 * 8 * LEASE)
+    rig.start(staging_bytes=2 * 20 * LEASE)
     backend.gates["contains"].shut()  # the probe hangs as well
     backend.gates["store"].shut()
-    for number in range(2):
-        rig.engine.submit_stores([item(number, block=number)])
+    rig.engine.submit_stores([item(number, block=number) for number in range(16)])  # two batches, one deadline
     rig.step_until(lambda: backend.reserved == 2)
-    rig.engine.submit_stores([item(2, block=2), item(3, block=3)])
-    assert results(rig, 4) == dict.fromkeys(range(4), False)
+    rig.engine.submit_stores([item(16, block=0), item(17, block=1)])
+    assert results(rig, 18) == dict.fromkeys(range(18), False)
     assert rig.counted("breaker_opened") == 1
-    rig.step_until(lambda: rig.staging.used_bytes == 2 * LEASE)
-    for number in range(4, 7):
-        rig.engine.submit_stores([item(number, block=number)])
-    assert rig.store_results() == dict.fromkeys(range(4, 7), False)
+    rig.step_until(lambda: rig.staging.used_bytes == 16 * LEASE)
+    for number in range(18, 21):
+        rig.engine.submit_stores([item(number, block=0)])
+    assert rig.store_results() == dict.fromkeys(range(18, 21), False)
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     assert "store failed (first object: ababababab" in caplog.messages[0]
     assert "store_timeout_seconds" in caplog.messages[0]
@@ -361,9 +384,7 @@ def test_a_tier_that_hangs_is_left_alone_and_what_waits_for_it_goes_at_once(
     assert rig.engine.drain_stores(SECONDS)
 
     def is_stored() -> bool:
-        rig.engine.submit_stores([item(7, block=7)])
-        assert rig.engine.drain_stores(SECONDS)
-        return rig.store_results() == {7: True}
+        return rig.store_all(item(21, block=0)) == {21: True}
 
     rig.step_until(is_stored)
     rig.step_until(lambda: rig.tiers[0].health.available)
@@ -393,7 +414,7 @@ def test_a_trial_that_hangs_keeps_the_tier_out_of_use(rig: Rig) -> None:
 
 
 def test_a_tier_that_stores_something_all_the_time_is_merely_slow(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = rig.add_memory_tier(store_timeout_seconds=0.3, breaker_failures=1)
+    backend = rig.add_memory_tier(store_timeout_seconds=LATE, breaker_failures=1)
     rig.start()
     go_on = asyncio.Event()
     store = backend.store

@@ -134,7 +134,8 @@ def test_a_short_call_is_not_stuck(rig: Rig) -> None:
 
 def test_a_tier_counts_its_stuck_threads_while_they_are(io: IoLoop, counters: Counters) -> None:
     config, made = memory_tier(io_threads=1)
-    tier = Tier(config, TierLimits(*[STUCK_AFTER_SECONDS] * 5), counters)
+    short = {f"{name}_timeout_seconds": STUCK_AFTER_SECONDS for name in ("open", "lookup", "load", "close")}
+    tier = Tier(config, TierLimits(**short), counters)  # type: ignore[arg-type]  # by name
     gate = made[0].gates["contains"]
     gate.shut()
     lookup = io.submit(tier.lookup([key(1)], within_seconds=SECONDS))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from offload_core.backend import LoadOutcome
+from offload_core.keys import ObjectKey
 from offload_core.runtime import IoLoop
 from offload_core.stats import Counters
 from offload_core.tier import Tier
@@ -130,21 +131,43 @@ def test_it_is_used_again_by_itself(made: Callable[..., Rig], operation: str) ->
     assert (rig.lookup(1), rig.load(1)) == ([True], [LoadOutcome.HIT])
 
 
-def test_probes_ask_for_keys_that_nobody_stores_each_a_new_one(made: Callable[..., Rig]) -> None:
-    rig = made()
-    asked = []
+def watched_contains(rig: Rig) -> list[Sequence[ObjectKey]]:
+    """Make the backend fail without a thread; returns what it is asked."""
+    asked: list[Sequence[ObjectKey]] = []
 
-    async def contains(keys: Any) -> list[bool]:
+    async def contains(keys: Sequence[ObjectKey]) -> Sequence[bool]:
         asked.append(tuple(keys))
         raise GONE
 
-    rig.backend.contains = contains  # type: ignore[assignment,method-assign]  # as a fault would
+    rig.backend.contains = contains  # type: ignore[method-assign]  # as a wrapper would
+    return asked
+
+
+def test_probes_ask_for_keys_that_nobody_stores_each_a_new_one(made: Callable[..., Rig]) -> None:
+    rig = made()
+    asked = watched_contains(rig)
     for _ in range(2):
         rig.lookup(1)
     until(lambda: len(asked) >= 5)
     probes = asked[2:]
     assert len(set(probes)) == len(probes), "a backend may remember answers"
     assert {(len(keys), keys[0].namespace, keys[0].pack) for keys in probes} == {(1, "0" * 64, "probe")}
+
+
+def test_what_was_found_damaged_is_not_deleted_from_a_tier_that_is_not_used(made: Callable[..., Rig]) -> None:
+    rig = made(breaker_pause_seconds=NEVER_SECONDS, breaker_max_pause_seconds=NEVER_SECONDS)
+    rig.backend.objects[key(1)] = b"damaged"
+    gate = rig.backend.gates["load_into"]
+    gate.shut()
+    staged = rig.staged(1)
+    load = rig.io.submit(rig.tier.load([staged]))
+    gate.wait_for_a_call()
+    for _ in range(2):
+        rig.tier.health.timed_out("store", key(2))
+    gate.open()
+    assert load.result(SECONDS) == [LoadOutcome.CORRUPT]
+    assert "delete" not in rig.calls
+    staged.lease.release()
 
 
 def test_a_hung_probe_is_not_repeated_and_its_return_closes_the_breaker(made: Callable[..., Rig]) -> None:
@@ -171,15 +194,15 @@ def test_a_hung_probe_is_not_repeated_and_its_return_closes_the_breaker(made: Ca
 
 
 def test_no_probe_is_sent_after_closing(made: Callable[..., Rig]) -> None:
-    rig = made()
-    rig.backend.faults = {"contains": GONE}
+    rig = made(breaker_max_pause_seconds=SHORT_SECONDS)
+    asked = watched_contains(rig)
     for _ in range(2):
         rig.lookup(1)
-    until(lambda: rig.calls.count("contains") >= 3)
+    until(lambda: len(asked) >= 3)
     close_tiers([rig.tier], rig.io, SECONDS)
-    rig.calls.clear()
-    rig.run(asyncio.sleep(20 * SHORT_SECONDS))
-    assert rig.calls == []
+    asked.clear()
+    rig.run(asyncio.sleep(10 * SHORT_SECONDS))
+    assert asked == []
 
 
 def test_a_timeout_told_on_another_thread_starts_the_probes(made: Callable[..., Rig]) -> None:

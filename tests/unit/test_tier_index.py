@@ -59,7 +59,7 @@ def test_an_indexed_tier_is_answered_for_at_once_and_never_asked(
             index.update(ObjectKey(rank, "full-u16", digest), True)
     index.update(ObjectKey(RANKS[0], "full-u16", HASHES[2]), True)
     service = LookupService(io, [tier], planner, counters, {"memory": index})
-    mistrusted = frozenset({ChunkRef("full-u16", HASHES[1])})
+    mistrusted = frozenset({("memory", ChunkRef("full-u16", HASHES[1]))})
 
     trusting = service.start(PrefixQuestion({"full-u16": HASHES}, RANKS, 0, 63))
     doubting = service.start(PrefixQuestion({"full-u16": HASHES}, RANKS, 0, 63, mistrusted=mistrusted))

@@ -138,3 +138,32 @@ def test_closing_waits_no_longer_than_it_may(io: IoLoop, counters: Counters) -> 
     for thread in [thread for thread in threading.enumerate() if thread.name.startswith("offload-slow-")]:
         thread.join(30)
     assert backend.calls == ["open", "close"], "the close went on by itself"
+
+
+def opens_after(seconds: float, name: str) -> Prepare:
+    def prepare(backend: MemoryBackend) -> None:
+        backend.gates[name].shut()
+        threading.Timer(seconds, backend.gates[name].open).start()
+
+    return prepare
+
+
+def test_each_tier_opens_under_its_own_deadline(io: IoLoop, counters: Counters) -> None:
+    hung, made = memory_tier("hung", hangs, open_timeout_seconds=0.05)
+    slow, _ = memory_tier("slow", opens_after(0.3, "open"), open_timeout_seconds=30)
+    settings = OffloadSettings(backends=[hung.common, slow.common], open_timeout_seconds=0.01)
+    tiers = open_tiers(OffloadConfig(settings, (hung, slow)), io, counters)
+    assert [tier.health.available for tier in tiers] == [False, True]
+    made[0].gates["open"].open()
+    close_tiers(tiers, io, seconds=30)
+
+
+def test_each_tier_closes_under_its_own_deadline(io: IoLoop, counters: Counters) -> None:
+    hung, made = memory_tier("hung", close_timeout_seconds=0.05)
+    slow, others = memory_tier("slow", opens_after(0.3, "close"), close_timeout_seconds=30)
+    settings = OffloadSettings(backends=[hung.common, slow.common], close_timeout_seconds=0.01)
+    tiers = open_tiers(OffloadConfig(settings, (hung, slow)), io, counters)
+    made[0].gates["close"].shut()
+    close_tiers(tiers, io)
+    assert (made[0].calls, others[0].calls) == (["open"], ["open", "close"])
+    made[0].gates["close"].open()

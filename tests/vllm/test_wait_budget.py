@@ -1,0 +1,170 @@
+"""A request waits for storage within its deadlines in all, and is not offered twice what it did not get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from offload_core.keys import ChunkRef
+from offload_core.storage_wait import StorageWait
+from offload_core.vllm.metadata import StepReport
+from tests.vllm.test_scheduler_half import Half, request
+
+LOAD_SECONDS = 30.0
+LOOKUP_SECONDS = 10.0
+
+
+class Clock:
+    """Seconds that the test lets pass."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class ClockedHalf(Half):
+    """Its requests' waits are counted by a clock of the test's."""
+
+    def __init__(self) -> None:
+        super().__init__(load_timeout_seconds=LOAD_SECONDS, patience_seconds=LOOKUP_SECONDS)
+        self.clock = Clock()
+
+    def follow(self, item: Any) -> Any:
+        super().follow(item)
+        self.half._requests[item.request_id].wait = StorageWait(self.clock)
+        return item
+
+    def asked(self, item: Any, times: int = 20) -> list[int | None]:
+        """What the engine is told in so many steps."""
+        answers = []
+        for _ in range(times):
+            answers.append(self.half.matched_tokens(item, 0))
+            self.step()
+        return answers
+
+    def waits_for_anothers_load(self, item: Any) -> None:
+        """Let the request's lookup be answered; then it is told to ask again because of a load that goes on."""
+        while (going_on := self.half._requests[item.request_id].wait._going_on) is None or going_on[0] != "load":
+            assert self.asked(item, 1) == [None]
+
+    def loads(self, item: Any) -> float:
+        """Offer and load; returns what is taken off the load's deadline."""
+        self.load(item, self.matched(item))
+        (load,) = self.step().loads
+        return load.waited_seconds
+
+    def ends(self, item: Any, *not_loaded: int) -> None:
+        """End the request's load, without some of its chunks; it is computed, and what is stored of it is rejected."""
+        name = item.request_id
+        refs = {("memory", self.ref(item, unit)) for unit in not_loaded}
+        self.half.take_output(set(), set(), StepReport(failed=refs, failed_requests={name} if refs else set()))
+        self.step()
+        self.half.take_output({name}, {name} if refs else set(), None)
+        stores = [store.chunk for store in self.step(**{name: 80}).stores]
+        self.report(stores, not_stored=set(stores))
+
+    @staticmethod
+    def ref(item: Any, unit: int) -> ChunkRef:
+        return ChunkRef("full-u16", item.block_hashes[unit], "")
+
+
+@pytest.fixture
+def half() -> Iterator[ClockedHalf]:
+    """Two families' prompts are on the tier."""
+    made = ClockedHalf()
+    for family in range(2):
+        made.follow(request(f"stored{family}", family=family))
+    made.store(stored0=80, stored1=80)
+    yield made
+    made.half.shutdown()
+
+
+def test_a_wait_for_another_requests_load_ends_at_the_deadline_of_a_load(half: ClockedHalf) -> None:
+    first, second = half.follow(request("a")), half.follow(request("b"))
+    assert half.loads(first) == 0.0
+    half.waits_for_anothers_load(second)
+    half.clock.now += LOAD_SECONDS - 1
+    assert half.asked(second, 1) == [None]
+    half.clock.now += 1
+    assert half.asked(second, 3) == [0, 0, 0], "it has waited for as long as for a load of its own"
+
+
+def test_a_wait_for_another_requests_load_is_taken_off_the_deadline_of_its_own(half: ClockedHalf) -> None:
+    first, second = half.follow(request("a")), half.follow(request("b"))
+    half.loads(first)
+    half.waits_for_anothers_load(second)
+    half.clock.now += 7
+    half.ends(first)
+    assert half.loads(second) == 7.0
+
+
+def test_a_second_load_gets_what_is_left_of_the_deadline_and_there_is_no_third(half: ClockedHalf) -> None:
+    item = half.follow(request("a"))
+    assert half.loads(item) == 0.0
+    half.clock.now += 4
+    half.ends(item, 3)
+    assert half.matched(item) == 48, "the damaged chunk is not offered again"
+    assert half.loads(item) == 4.0
+    half.clock.now += 4
+    half.ends(item, 2)
+    assert half.asked(item, 3) == [0, 0, 0]
+
+
+def test_after_a_load_that_timed_out_there_is_no_second_one(half: ClockedHalf) -> None:
+    item, other = half.follow(request("a")), half.follow(request("b"))
+    half.loads(item)
+    half.clock.now += LOAD_SECONDS
+    half.ends(item, 1, 2, 3)
+    assert half.asked(item, 3) == [0, 0, 0]
+    assert half.matched(other) == 16, "what did arrive is offered to others, and what did not is mistrusted"
+
+
+def test_what_a_request_did_not_get_is_never_offered_to_it_again(half: ClockedHalf) -> None:
+    item, other = half.follow(request("a")), half.follow(request("b"))
+    half.loads(item)
+    half.ends(item, 2)
+    half.report([half.ref(item, 2)])  # stored anew, so that it is trusted again
+    assert half.matched(other) == 64
+    assert half.matched(item) == 32
+
+
+def test_a_part_that_is_used_counts_as_loaded_and_the_rest_is_stored_again(half: ClockedHalf) -> None:
+    item = half.follow(request("a"))
+    half.loads(item)
+    missing = [half.ref(item, unit) for unit in (2, 3)]
+    half.half.take_output({"a"}, set(), StepReport(failed={("memory", ref) for ref in missing}, partial_requests={"a"}))
+    assert half.stored(a=80) == [ref.chunk_hash for ref in missing]
+    assert ("recomputed_requests", "all") not in half.half.counters.take()
+
+
+def test_what_is_on_its_way_is_waited_for_as_long_as_a_lookup_may_take_and_what_is_there_is_used(
+    half: ClockedHalf,
+) -> None:
+    half.follow(request("c", tokens=32, family=3))
+    half.store(c=32)
+    half.follow(request("d", family=3))
+    half.step(d=80)  # the rest is on its way, for ever
+    item = half.follow(request("e", family=3))
+    assert set(half.asked(item)) == {None}
+    half.clock.now += LOOKUP_SECONDS
+    assert 32 in half.asked(item, 100)
+
+
+def test_no_lookup_begins_once_they_have_taken_as_long_as_one_may(half: ClockedHalf) -> None:
+    item = half.follow(request("a"))
+    half.half._requests["a"].wait.begin("lookup")
+    half.clock.now += LOOKUP_SECONDS
+    assert half.asked(item, 3) == [0, 0, 0]
+
+
+def test_time_without_room_in_the_engine_is_no_wait_for_a_lookup(half: ClockedHalf, monkeypatch: Any) -> None:
+    monkeypatch.setattr("offload_core.vllm.scheduler._ANSWER_LIFE_SECONDS", 0.0)
+    item = half.follow(request("a"))
+    for _ in range(5):
+        half.half._requests["a"].wait.begin("lookup")
+        half.clock.now += 0.9 * LOOKUP_SECONDS
+        assert half.matched(item) == 64, "an offer that the engine has no room for expires, and is made again"
