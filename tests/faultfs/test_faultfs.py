@@ -239,7 +239,7 @@ def test_restored_it_is_as_it_was(fault_fs: FaultFs, file: Path) -> None:
     assert os.listdir(fault_fs.path) == []  # noqa: PTH208
     file.parent.mkdir()
     file.write_bytes(CONTENT)
-    fault_fs.abort()
     fault_fs.pause()
+    fault_fs.abort()
     fault_fs.restore()
     assert os.listdir(fault_fs.path) == []  # noqa: PTH208

@@ -30,7 +30,7 @@ SLACK_SECONDS = 8.0
 """A busy machine's; what hangs here hangs until the test lets it go."""
 
 
-@pytest.fixture(params=["disk", "disk-bounded", "nfs"])
+@pytest.fixture(params=["disk", "nfs", pytest.param("disk-bounded", marks=pytest.mark.long)])
 def configured(request: pytest.FixtureRequest, fault_fs: FaultFs, tmp_path: Path) -> Callable[[], OffloadConfig]:
     """A function that reads a configuration with a tier on the fault file system and a healthy one."""
 
