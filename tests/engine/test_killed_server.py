@@ -111,9 +111,6 @@ def test_object_store_is_killed_in_the_middle_and_comes_back(lab: Lab, server: S
     assert lost > 0, "the first kill came in the middle of a load"
     assert count(result, "store_failures", "bucket") > 0, "and the second in the middle of a store"
     assert count(result, "load_corrupt", "bucket") == 0
-    print(
-        [(item.name, round(item.seconds, 1)) for item in result.rounds], result.start_seconds, result.shutdown_seconds
-    )
     said = logged_problems(run.lines)
     assert 0 < len(said) <= 16, said
     assert not any("Traceback" in line for line in run.lines)
