@@ -8,9 +8,19 @@ from unittest import mock
 
 import pytest
 
+from offload_core.runtime import IoLoop
+
 
 @pytest.fixture(autouse=True)
 def _environment_as_it_was() -> Iterator[None]:
     """vLLM sets variables when it makes a configuration; the engines of later tests must not see them."""
     with mock.patch.dict(os.environ):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _io_loop_is_let_go() -> Iterator[None]:
+    """The process has one loop for all I/O: a test that keeps it would be a part of every later one."""
+    users = IoLoop._users
+    yield
+    assert users == IoLoop._users, "the test has acquired the I/O loop and not released it"

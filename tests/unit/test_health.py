@@ -246,7 +246,7 @@ def test_threads_that_tell_it_all_at_once(rig: Rig) -> None:
         for number in range(2000):
             if number % 7 == seed:
                 rig.health.timed_out("load", key(number))
-            rig.call("load", GONE if number % 3 else None)
+            rig.call("load", GONE if number % 10 else None)
             rig.health.take_change()
             if rig.health.begin_probe():
                 rig.health.probe_ended(None)

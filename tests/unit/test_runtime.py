@@ -181,6 +181,9 @@ def test_the_loop_is_shared_until_its_last_user_releases_it() -> None:
     class Alone(IoLoop):
         """The loop of this test only, whatever else runs in the process."""
 
+        _shared = None
+        _users = 0
+
     first = Alone.acquire()
     second = Alone.acquire()
     assert first is second

@@ -83,14 +83,18 @@ class StandInEngine:
             rank_config.parallel_config = copy.copy(self.vllm_config.parallel_config)
             rank_config.parallel_config.rank = rank
             self.workers.append(self._worker(rank, rank_config, plan))
-        self.scheduler = self.vllm_config.scheduler_config.get_scheduler_cls()(
-            vllm_config=self.vllm_config,
-            kv_cache_config=self.kv_cache_config,
-            structured_output_manager=StructuredOutputManager(self.vllm_config),
-            log_stats=True,
-            block_size=block_size,
-            hash_block_size=hash_block_size,
-        )
+        try:
+            self.scheduler = self.vllm_config.scheduler_config.get_scheduler_cls()(
+                vllm_config=self.vllm_config,
+                kv_cache_config=self.kv_cache_config,
+                structured_output_manager=StructuredOutputManager(self.vllm_config),
+                log_stats=True,
+                block_size=block_size,
+                hash_block_size=hash_block_size,
+            )
+        except BaseException:
+            self._shut_workers_down()
+            raise
         self.connector = self.scheduler.get_kv_connector()
         self._aggregator: KVOutputAggregator | None = None
         if self.connector is not None:
@@ -187,10 +191,13 @@ class StandInEngine:
 
     def shutdown(self) -> None:
         """Shut the connector's halves down, the workers' first."""
+        self._shut_workers_down()
+        self.scheduler.shutdown()
+
+    def _shut_workers_down(self) -> None:
         for worker in self.workers:
             if worker.connector is not None:
                 worker.connector.shutdown()
-        self.scheduler.shutdown()
 
     def leftovers(self) -> list[str]:
         """Return what an engine without work should not hold any more."""
