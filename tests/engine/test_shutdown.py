@@ -22,6 +22,9 @@ from tests.engine.test_faulty_mount import TIERS, transfer
 from tests.faultfs.mount import FaultFs, process_state, wait_until
 
 EXIT_SECONDS = 10.0
+SLACK_SECONDS = 5.0
+"""For a busy machine. An idle one needs 9 s where stores hang: it waits ``shutdown_timeout_seconds`` for them."""
+
 LIMIT_SECONDS = 120.0
 
 # The test lets the storage hang between the two; then loads and stores are on their way when the script ends.
@@ -90,6 +93,10 @@ class Script:
         """Whether it has come to its end; it may not be gone, since a thread is in a call that never returns."""
         return self.process.poll() is not None or process_state(self.process.pid) == "Z"
 
+    def children(self) -> list[int]:
+        """The processes that it has started."""
+        return list(map(int, Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()))
+
     def close(self) -> None:
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
@@ -110,7 +117,7 @@ def scripts(fault_fs: FaultFs) -> Iterator[list[Script]]:
 
 
 def _ends_in_time(script: Script) -> None:
-    limit = time.monotonic() + EXIT_SECONDS
+    limit = time.monotonic() + EXIT_SECONDS + SLACK_SECONDS
     pause = threading.Event()
     while not script.has_ended():
         assert time.monotonic() < limit, f"it has not ended: {script.errors[-3000:]}"
@@ -167,15 +174,16 @@ def test_script_ends_under_load(
 
 @pytest.mark.long
 @pytest.mark.parametrize("hangs", ["everything", "stopped"])
-def test_engine_core_of_its_own_process_ends_under_load(
+def test_engine_core_in_a_process_of_its_own_ends_under_load(
     gemma3: Lab, fault_fs: FaultFs, scripts: list[Script], tmp_path: Path, hangs: str
 ) -> None:
-    """The script's process has no thread in the storage, so that it is gone at once."""
+    """Where the kernel keeps a stuck thread, vLLM's own process waits for the engine core's, which has ended."""
     tier = TIERS["disk"](fault_fs.path)
-    settings = transfer(tier, load_timeout_seconds=60, lookup_timeout_seconds=60)
-    script = Script(gemma3, settings, tmp_path / "errors", steps=2, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    script = Script(gemma3, transfer(tier), tmp_path / "errors", steps=2, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     scripts.append(script)
     script.wait_for("stored")
+    cores = script.children()
+    assert cores
     if hangs == "stopped":
         fault_fs.pause()
     else:
@@ -184,9 +192,20 @@ def test_engine_core_of_its_own_process_ends_under_load(
     if hangs == "everything":
         fault_fs.wait_for_hit(rule)
     script.wait_for("ends")
-    _ends_in_time(script)
+    limit = time.monotonic() + EXIT_SECONDS + SLACK_SECONDS
+    wait_until(lambda: all(_is_gone(core) for core in cores), "an engine core has not ended")
+    assert time.monotonic() < limit
+    if hangs == "stopped":
+        _ends_in_time(script)
     fault_fs.clear()
     fault_fs.resume()
     wait_until(lambda: script.process.poll() is not None, "it is not gone although nothing hangs")
     assert "offload_" not in "".join(line for line in script.errors.splitlines() if line.lstrip().startswith("File"))
     _is_whole(fault_fs, tier, tmp_path)
+
+
+def _is_gone(process: int) -> bool:
+    try:
+        return process_state(process) == "Z"
+    except FileNotFoundError:
+        return True
