@@ -37,8 +37,9 @@ demo: $(STAMP)  ## run two hybrid models on the real engine, twice each, the sec
 test: $(STAMP)  ## run all tests but the long ones
 	$(BIN)/python -m pytest -m 'not long'
 
-test-long: $(STAMP)  ## run the tests that take minutes each
+test-long: $(STAMP)  ## run the tests that take minutes each, and the unit tests with all random examples
 	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m 'not long' --hypothesis-profile=thorough tests/unit
 
 test-engines: $(ENGINE_TESTS)  ## run the tests marked every_version on each supported vLLM, in an environment each
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import os
 import resource
 import time
@@ -209,7 +210,7 @@ class OurTier:
 
     async def _load_batch(self, batch: list[StagedObject]) -> None:
         if self._checked:
-            async with self._tier.load_slots:
+            async with self._tier.load_slots.held(math.inf):
                 outcomes = set(await self._tier.load(batch))
         else:
             keys, views = [staged.key for staged in batch], [staged.lease.view for staged in batch]

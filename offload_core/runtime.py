@@ -63,6 +63,11 @@ class DaemonExecutor(Executor):
         self._closed = False
 
     @property
+    def stuck(self) -> int:
+        """How many threads were stuck when that was last looked at."""
+        return self._stuck
+
+    @property
     def busy(self) -> bool:
         """Whether calls run or wait."""
         return self._unfinished > 0

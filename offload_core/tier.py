@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from offload_core import events
 from offload_core.backend import Backend, BackendContext, LoadOutcome, StoreOutcome
 from offload_core.breaker import Call
+from offload_core.call_slots import CallSlots
 from offload_core.config import TierConfig
 from offload_core.errors import BackendError, ConfigError
 from offload_core.event_delivery import EventDelivery
@@ -70,7 +71,7 @@ class Tier:
         self._counters = counters
         self.health = TierHealth(self.name, self.limits, counters, observers, clock)
         """What fails, and whether the tier is used; told of calls past their deadlines by those who know."""
-        self._prober = Prober(self.health, self._probe)
+        self._prober = Prober(self.health, self._probe, self.limits.breaker_max_pause_seconds)
         stuck_after = self.limits.longest_seconds
         self._executor = DaemonExecutor(
             config.common.io_threads, f"offload-{self.name}", stuck_after, self._count_stuck
@@ -86,7 +87,7 @@ class Tier:
         self.staging: TierShare | None = None
         """Where stores that compress find memory; set by whoever moves objects."""
         # Twice the threads, so that they go on reading while other batches are checked and handed over.
-        self.load_slots = asyncio.Semaphore(2 * config.common.io_threads)
+        self.load_slots = CallSlots(2 * config.common.io_threads, spare_slots=config.common.io_threads)
         """Held by the caller around :meth:`load`, from before it takes staging memory."""
         self._changes: deque[TierChange] | None = None if self.capabilities.shared else deque()
         self._pending_lookups = 0
@@ -169,7 +170,8 @@ class Tier:
             within_seconds: after which the answer is late, which is counted and told to :attr:`health`; by default the
                 tier's own deadline. The call goes on, and while a few are late no more are begun.
         """
-        if self._pending_lookups >= _MAX_PENDING_LOOKUPS or len(self._overdue_lookups) >= _MAX_OVERDUE_LOOKUPS:
+        max_overdue = _MAX_OVERDUE_LOOKUPS + self._executor.stuck  # those whose threads have been replaced
+        if self._pending_lookups >= _MAX_PENDING_LOOKUPS or len(self._overdue_lookups) >= max_overdue:
             self._counters.add("lookup_failures", self.name)
             return [False] * len(keys)
         call = self._begin("lookup")

@@ -275,7 +275,7 @@ class TransferEngine:
         staged: list[StagedObject] = []
         outcomes: list[LoadOutcome | None] = []
         try:
-            async with tier.load_slots:
+            async with tier.load_slots.held(job.deadline):
                 staged = await self._stage(job, tier, batch)
                 if staged:
                     outcomes = await tier.load(staged)

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from unittest import mock
 
 import pytest
+from hypothesis import settings
 
 from offload_core.runtime import IoLoop
+from tests import random_examples
+
+__all__ = ["random_examples"]
+
+settings.load_profile("quick")  # what the command line says comes later
+
+
+def pytest_collection_finish() -> None:
+    """Keep all that was imported by now out of the collections of garbage: torch and vLLM make each take 0.3 s."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

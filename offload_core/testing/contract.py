@@ -25,8 +25,10 @@ Everything else that would leave a clause untested is refused: :func:`weakened`.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
 import pytest
@@ -130,10 +132,11 @@ def contract_tests() -> dict[str, Any]:
     return {name: test for name, test in _required_tests().items() if name.startswith("test_c")}
 
 
-def _required_tests() -> dict[str, Any]:
+@functools.cache
+def _required_tests() -> Mapping[str, Any]:
     """Return what may not be left out: the tests of single clauses and the state machine, which tests them all."""
     names = [name for name in dir(BackendContract) if name.startswith(("test_c", "test_state_machine"))]
-    return {name: inspect.getattr_static(BackendContract, name) for name in names}
+    return MappingProxyType({name: inspect.getattr_static(BackendContract, name) for name in names})
 
 
 def weakened(item_class: type | None, test_name: str, marks: Iterable[pytest.Mark]) -> str | None:

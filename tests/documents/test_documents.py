@@ -44,7 +44,7 @@ from offload_core.plugins import PluginRegistry, load_plugins
 from offload_core.quantities import Bytes, Seconds
 from offload_core.runtime import DaemonExecutor, IoLoop
 from offload_core.stats import COUNTERS, Counters
-from offload_core.testing.contract import contract_tests
+from offload_core.testing.contract import BackendContract, contract_tests
 from offload_core.testing.machine import SETTINGS, check_with_machine
 from offload_core.tier_opening import close_tiers, open_tiers
 from tests.unit.staged_objects import StagedObjects
@@ -282,21 +282,26 @@ def test_plugin_example_works_as_shown(tmp_path: Path, monkeypatch: pytest.Monke
     asyncio.run(_round_trip(backend))
 
 
-@pytest.mark.parametrize(("number", "outcomes"), [(0, {}), (1, {"xpassed": 1})], ids=["whole file", "opting out"])
+@pytest.mark.parametrize(
+    ("number", "outcomes", "machine"),
+    [(0, {}, True), (1, {"xpassed": 1}, False)],
+    ids=["whole file", "opting out, without the state machine"],
+)
 def test_plugin_example_is_proved_as_shown(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, number: int, outcomes: dict[str, int]
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, number: int, outcomes: dict[str, int], machine: bool
 ) -> None:
     blocks = _blocks(PLUGINS, "python")
     proof = [block for block in blocks if "(BackendContract)" in block][number]
     pytester.makepyfile(offload_memory=blocks[0], test_offload_memory=proof)
     monkeypatch.delitem(sys.modules, "offload_memory", raising=False)
+    monkeypatch.setattr(BackendContract, "machine_examples", 50)  # of 200
     pytester.syspathinsert()
-    result = pytester.runpytest_inprocess().parseoutcomes()
+    result = pytester.runpytest_inprocess("-k", "" if machine else "not state_machine").parseoutcomes()
     skipped = {"test_c05": 2, "test_c06": 1, "test_c09": 2, "test_c10": 5, "test_c11": 3, "test_c16": 1}
     skipped |= {"test_c18": 3, "test_c19": 2}
     expected = {"skipped": sum(skipped.values()), **outcomes}
-    passed = len(contract_tests()) + 1 - sum(expected.values())  # and the state machine
-    assert result == {"passed": passed, "deselected": 1, **expected}
+    passed = len(contract_tests()) + machine - sum(expected.values())
+    assert result == {"passed": passed, "deselected": 2 - machine, **expected}
 
 
 @pytest.mark.parametrize("test", ["test_a_thousand_examples", "test_what_goes_wrong_is_known"])

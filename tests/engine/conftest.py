@@ -11,7 +11,7 @@ import pytest
 
 from offload_core.testing import tiny_models
 from tests.backends.nfs.conftest import S3_CREDENTIALS, S3Server
-from tests.engine.lab import Lab
+from tests.engine.lab import Lab, ours
 from tests.engine.media import MEDIA, Place, Storage
 from tests.faultfs.fixtures import _session_fault_fs as _session_fault_fs
 from tests.faultfs.fixtures import fault_fs as fault_fs
@@ -45,6 +45,14 @@ def lab(request: pytest.FixtureRequest) -> Lab:
     chosen = request.getfixturevalue(request.param)
     assert isinstance(chosen, Lab)
     return chosen
+
+
+@pytest.fixture(scope="session")
+def stored(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that one process has filled with the standard prompts; tests that change it take a copy."""
+    folder = tmp_path_factory.mktemp(f"stored-{lab.name}") / "kv"
+    lab.run(lab.standard(), ours(folder))
+    return folder
 
 
 @pytest.fixture(scope="session", autouse=True)

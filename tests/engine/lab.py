@@ -20,6 +20,7 @@ from offload_core.testing.engine import (
 
 RUN_TIMEOUT_SECONDS = 240.0
 VOCABULARY = 1024
+STANDARD_LENGTHS = (700, 1283, 2500)
 
 
 class Lab:
@@ -50,6 +51,21 @@ class Lab:
             )
             for length in lengths
         ]
+
+    def standard(self, *lengths: int) -> list[Round]:
+        """One round of prompts that many tests use: their outputs without offloading are computed once for all."""
+        return [Round(name="prompts", prompts=self.prompts(*(lengths or STANDARD_LENGTHS), family=30))]
+
+    def alone(self, rounds: Sequence[Round]) -> RunResult:
+        """What an engine without offloading says to rounds of :meth:`standard` prompts, computed once per session."""
+        whole = self.reference(self.standard())
+        (said,) = whole.rounds
+        by_name = {prompt.name: prompt for prompt in said.prompts}
+        asked = [
+            said.model_copy(update={"name": item.name, "prompts": [by_name[prompt.name] for prompt in item.prompts]})
+            for item in rounds
+        ]
+        return whole.model_copy(update={"rounds": asked})
 
     def run(
         self,

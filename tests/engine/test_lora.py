@@ -20,15 +20,12 @@ def test_an_adapter_finds_what_the_same_files_have_stored(gemma3: Lab, tmp_path:
         return plain.model_copy(update={"name": adapter.name, "lora": str(adapter)})
 
     rounds = [Round(name="all", prompts=[plain, *map(with_adapter, adapters)])]
-    reference = gemma3.reference(rounds, **LORA)
-    assert len({tuple(prompt.token_ids) for prompt in reference.rounds[0].prompts}) == 3, (
-        "the adapters change the output"
-    )
-
     first = gemma3.run(rounds, ours(tmp_path / "kv"), **LORA)
-    second = gemma3.run(rounds, ours(tmp_path / "kv"), **LORA)
-    assert compare(reference, first) == compare(reference, second) == []
+    assert len({tuple(prompt.token_ids) for prompt in first.rounds[0].prompts}) == 3, "the adapters change the output"
     assert not any(served(first).values())
+
+    second = gemma3.run(rounds, ours(tmp_path / "kv"), **LORA)
+    assert compare(first, second) == []
     assert all(served(second).values())
 
     write_lora(adapters[0], gemma3.model, seed=7)  # other weights under the same name and path

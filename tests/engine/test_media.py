@@ -13,7 +13,7 @@ from offload_core.cli import app
 from offload_core.object_format import HEADER_BYTES
 from offload_core.testing.engine import Round, RunFailedError, RunResult, compare, logged_problems
 from offload_core.testing.workload import random_workload
-from tests.engine.lab import Lab, count, installed, served
+from tests.engine.lab import STANDARD_LENGTHS, Lab, count, installed, served
 from tests.engine.media import ALL, LASTING, SMALL_BYTES, Storage
 from tests.engine.workloads import SEEDS, check_outputs, run_workloads
 
@@ -28,25 +28,6 @@ def _names(names: Sequence[str], *, quick: Sequence[str] = ()) -> list[Any]:
     return [pytest.param(name, marks=() if name in quick else pytest.mark.long) for name in names]
 
 
-LENGTHS = (700, 1283, 2500)
-
-
-def _rounds(lab: Lab, *lengths: int) -> list[Round]:
-    return [Round(name="prompts", prompts=lab.prompts(*lengths, family=70))]
-
-
-def _alone(lab: Lab, rounds: list[Round]) -> RunResult:
-    """What an engine without offloading says to the rounds' prompts; each is computed once for all these tests."""
-    whole = lab.reference(_rounds(lab, *LENGTHS))
-    (said,) = whole.rounds
-    by_name = {prompt.name: prompt for prompt in said.prompts}
-    asked = [
-        said.model_copy(update={"name": item.name, "prompts": [by_name[prompt.name] for prompt in item.prompts]})
-        for item in rounds
-    ]
-    return whole.model_copy(update={"rounds": asked})
-
-
 def _total(result: RunResult, counter: str, storage: Storage) -> int:
     return sum(count(result, counter, name) for name in storage.names)
 
@@ -59,7 +40,7 @@ def _check(lab: Lab, rounds: list[Round], storage: Storage, *, env: dict[str, st
     """Run the rounds; fail where an output is not that of an engine without offloading, or something was logged."""
     lines: list[str] = []
     result = lab.run(rounds, storage.transfer(), env, on_line=lines.append)
-    assert compare(_alone(lab, rounds), result) == []
+    assert compare(lab.alone(rounds), result) == []
     assert logged_problems(lines) == []
     assert _total(result, "load_failures", storage) == _total(result, "store_failures", storage) == 0
     assert _total(result, "load_timeouts", storage) == _total(result, "lookup_failures", storage) == 0
@@ -79,12 +60,12 @@ def test_a_second_process_of_a_model_with_states_too(medium: str, qwen3_next: La
 
 def _second_process(lab: Lab, storage: Storage) -> None:
     # What was used last is asked for first: it is still there where the others had to go.
-    first = _check(lab, _rounds(lab, *reversed(LENGTHS)), storage)
-    second = _check(lab, _rounds(lab, *LENGTHS), storage)
+    first = _check(lab, lab.standard(*reversed(STANDARD_LENGTHS)), storage)
+    second = _check(lab, lab.standard(), storage)
     assert not any(served(first).values())
     assert _total(second, "load_missing", storage) == _total(second, "load_corrupt", storage) == 0
     if storage.medium.evicts:
-        assert served(second)["family70-700"] > 0
+        assert served(second)["family30-700"] > 0
         assert _stored_bytes(storage) <= SMALL_BYTES
     else:
         assert all(served(second).values())
@@ -93,7 +74,7 @@ def _second_process(lab: Lab, storage: Storage) -> None:
 
 def test_a_stack_is_served_from_what_is_left_of_it(gemma3: Lab, storage: Stores) -> None:
     stack = storage("stack")
-    rounds = _rounds(gemma3, *LENGTHS)
+    rounds = gemma3.standard()
     again = rounds[0].model_copy(update={"name": "again", "reset_prefix_cache_before": True})
     first = _check(gemma3, rounds, stack)
     assert {name: count(first, "stores", name) for name in stack.names} == dict.fromkeys(
@@ -140,7 +121,7 @@ def _random_work(lab: Lab, chosen: Storage) -> None:
 @pytest.mark.parametrize("medium", [name for name in LASTING if "evicting" not in name])
 def test_damaged_objects_are_recomputed_and_stored_again(medium: str, lab: Lab, storage: Stores) -> None:
     damaged = storage(medium)
-    rounds = _rounds(lab, *LENGTHS)
+    rounds = lab.standard()
     lab.run(rounds, damaged.transfer())
     for index, found in enumerate(damaged.objects()):
         content = bytearray(found.read() or b"")
@@ -150,14 +131,14 @@ def test_damaged_objects_are_recomputed_and_stored_again(medium: str, lab: Lab, 
 
     lines: list[str] = []
     result = lab.run(rounds, damaged.transfer(), on_line=lines.append)
-    assert compare(_alone(lab, rounds), result) == []
+    assert compare(lab.alone(rounds), result) == []
     assert not any(served(result).values()), "nothing that is left can be whole"
     assert _total(result, "load_corrupt", damaged) > 0
     assert _total(result, "load_hits", damaged) == _total(result, "load_failures", damaged) == 0
     assert [line for line in logged_problems(lines) if DAMAGE not in line] == []
 
     healed = lab.run(rounds, damaged.transfer())
-    assert compare(_alone(lab, rounds), healed) == []
+    assert compare(lab.alone(rounds), healed) == []
     assert all(served(healed).values())
 
 
@@ -165,7 +146,7 @@ def test_damaged_objects_are_recomputed_and_stored_again(medium: str, lab: Lab, 
 @pytest.mark.parametrize("medium", LASTING)
 def test_a_process_that_was_killed_while_it_stored(medium: str, gemma3: Lab, storage: Stores, tmp_path: Path) -> None:
     chosen = storage(medium)
-    rounds = _rounds(gemma3, *LENGTHS)
+    rounds = gemma3.standard()
     with pytest.raises(RunFailedError, match=r"exit code -9"):
         gemma3.run(rounds, chosen.transfer(), installed(tmp_path, "killed_in_store"))
     stored = len(list(chosen.objects()))
@@ -176,8 +157,8 @@ def test_a_process_that_was_killed_while_it_stored(medium: str, gemma3: Lab, sto
 
     second = _check(gemma3, rounds, chosen)
     if not chosen.medium.evicts:
-        assert served(second)["family70-700"] == 700 // 256 * 256
-    _check(gemma3, _rounds(gemma3, 1283, 700), chosen)
-    assert served(_check(gemma3, _rounds(gemma3, 700, 1283), chosen))["family70-700"] > 0
+        assert served(second)["family30-700"] == 700 // 256 * 256
+    _check(gemma3, gemma3.standard(1283, 700), chosen)
+    assert served(_check(gemma3, gemma3.standard(700, 1283), chosen))["family30-700"] > 0
     left = list((chosen.place.folder / "disk").rglob("*.tmp"))
     assert left == [], "the next process that opens a disk removes what a killed one had begun"

@@ -25,19 +25,18 @@ def _requests(lab: Lab, wishes: dict[str, bool] | None = None, max_tokens: int =
 
 
 def test_requests_opt_out_of_storing_and_of_loading(gemma3: Lab, tmp_path: Path) -> None:
-    folder = tmp_path / "kv"
-    _run(gemma3, folder, _requests(gemma3, {"store": False}))
-    assert objects(folder) == []
+    wishes: dict[str, dict[str, bool] | None] = {
+        "stores nothing": {"store": False},
+        "finds nothing and stores": None,
+        "finds what there is": None,
+        "does not look": {"load": False},
+    }
+    workloads = [Workload(name=name, requests=_requests(gemma3, wish)) for name, wish in wishes.items()]
+    result = gemma3.run([], ours(tmp_path / "kv", hybrid_chunk_size=gemma3.block_size), workloads=workloads)
 
-    _run(gemma3, folder, _requests(gemma3))
-    assert objects(folder)
-
-    def loaded(wishes: dict[str, bool] | None) -> int:
-        (workload,) = _run(gemma3, folder, _requests(gemma3, wishes)).workloads
-        return workload.requests[0].external_cached_tokens
-
-    assert loaded(None) == 5 * gemma3.block_size
-    assert loaded({"load": False}) == 0
+    loaded = {workload.name: workload.requests[0].external_cached_tokens for workload in result.workloads}
+    assert loaded == dict.fromkeys(wishes, 0) | {"finds what there is": 5 * gemma3.block_size}
+    assert objects(tmp_path / "kv")
 
 
 def test_generated_tokens_are_stored_unless_the_prompt_only_is_asked_for(gemma3: Lab, tmp_path: Path) -> None:

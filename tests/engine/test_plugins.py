@@ -6,18 +6,18 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from offload_core.testing.engine import Round, RunResult, compare
+from offload_core.testing.engine import RunResult, compare
 from tests.engine.lab import Lab, count, installed, objects, ours, served
 
 
 def test_a_plugin_wraps_every_tier_and_observes_what_happens(gemma3: Lab, tmp_path: Path) -> None:
-    rounds = [Round(name="prompts", prompts=gemma3.prompts(700, 1283, family=60))]
+    rounds = gemma3.standard(700, 1283)
     plugin = installed(tmp_path, "masking")
     events = tmp_path / "events.jsonl"
 
     def run(**config: object) -> tuple[RunResult, Counter[str]]:
         result = gemma3.run(rounds, ours(tmp_path / "kv", **config), plugin if config else None)
-        assert compare(gemma3.reference(rounds), result) == []
+        assert compare(gemma3.alone(rounds), result) == []
         told: Counter[str] = Counter()
         for line in events.read_text().splitlines() if events.exists() else ():
             event = json.loads(line)

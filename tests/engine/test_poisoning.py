@@ -6,19 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from offload_core.testing.engine import Round, compare
+from offload_core.testing.engine import compare
 from tests.engine.lab import Lab, ours, served
-
-
-@pytest.fixture(scope="module")
-def stored(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(f"poisoning-{lab.name}") / "kv"
-    lab.run(_rounds(lab), ours(folder))
-    return folder
-
-
-def _rounds(lab: Lab) -> list[Round]:
-    return [Round(name="prompts", prompts=lab.prompts(1283, 2500, family=50))]
 
 
 @pytest.mark.parametrize("fault", [None, "ForgetsFirstChunk", "ForgetsLastChunk"])
@@ -26,6 +15,6 @@ def test_chunk_that_is_not_loaded_changes_every_output(lab: Lab, stored: Path, f
     transfer = ours(stored)
     if fault is not None:
         transfer |= {"kv_connector": fault, "kv_connector_module_path": "tests.engine.forgetful"}
-    result = lab.run(_rounds(lab), transfer)
+    result = lab.run(lab.standard(), transfer)
     assert all(served(result).values())
-    assert len(compare(lab.reference(_rounds(lab)), result)) == (0 if fault is None else 2)
+    assert len(compare(lab.alone(lab.standard()), result)) == (0 if fault is None else 3)

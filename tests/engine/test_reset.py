@@ -11,6 +11,7 @@ from tests.engine.lab import Lab, ours, served
 
 
 @pytest.mark.every_version
+@pytest.mark.parametrize("lab", ["gemma3", pytest.param("qwen3_next", marks=pytest.mark.long)], indirect=True)
 def test_nothing_stored_before_a_reset_is_served_after_it(lab: Lab, tmp_path: Path) -> None:
     prompts = lab.prompts(700, 1283, family=20)
     rounds = [

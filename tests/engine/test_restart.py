@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from offload_core.testing.engine import Round, compare
+from offload_core.testing.engine import Round, RunResult, compare
 from tests.engine.lab import Lab, count, objects, ours, served, stock
 
 
@@ -17,40 +18,72 @@ def _rounds(lab: Lab) -> list[Round]:
     return [Round(name="prompts", prompts=lab.prompts(*lengths, shared_prefix=2 * chunk))]
 
 
+def _mixed(lab: Lab) -> tuple[Round, Round]:
+    """Prompts to be known, and others beside them: new ones, and one that shares a part with a known one."""
+    known = lab.prompts(700, 2000, family=1)
+    branching = lab.prompts(2300, family=2, shared_prefix=1900)
+    branch_root = lab.prompts(2100, family=2, shared_prefix=1900)
+    new = lab.prompts(900, family=3)
+    return (
+        Round(name="known", prompts=[*known, *branch_root]),
+        Round(name="mixed", prompts=[*new, *known, *branching], one_at_a_time=False),
+    )
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """Two processes of one model, one after the other, and an engine without offloading.
+
+    Args:
+        alone: the engine without offloading: rounds "prompts" and "mixed".
+        first: rounds "prompts" and "known".
+        second: rounds "prompts" and "mixed".
+        stored_objects: what was there when the first one had ended.
+    """
+
+    alone: RunResult
+    first: RunResult
+    second: RunResult
+    stored_objects: int
+
+
+@pytest.fixture(scope="module")
+def lifetimes(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Lifetimes:
+    kv = tmp_path_factory.mktemp(f"lifetimes-{lab.name}") / "kv"
+    transfer = ours(kv, hybrid_chunk_size=lab.block_size)
+    (prompts,), (known, mixed) = _rounds(lab), _mixed(lab)
+    first = lab.run([prompts, known], transfer)
+    stored_objects = len(objects(kv))
+    second = lab.run([prompts, mixed], transfer)
+    return Lifetimes(lab.reference([prompts, mixed]), first, second, stored_objects)
+
+
+def _same(alone: RunResult, result: RunResult, index: int) -> list[str]:
+    """Compare one round."""
+    one, two = (item.model_copy(update={"rounds": [item.rounds[index]]}) for item in (alone, result))
+    return compare(one, two)
+
+
 @pytest.mark.every_version
-def test_second_process_is_served_from_disk_at_least_as_much_as_stock_from_ram(lab: Lab, tmp_path: Path) -> None:
+def test_second_process_is_served_from_disk_at_least_as_much_as_stock_from_ram(lab: Lab, lifetimes: Lifetimes) -> None:
     rounds = _rounds(lab)
     again = [*rounds, rounds[0].model_copy(update={"name": "again", "reset_prefix_cache_before": True})]
-    transfer = ours(tmp_path / "kv", hybrid_chunk_size=lab.block_size)
-
-    first = lab.run(rounds, transfer)
-    second = lab.run(rounds, transfer)
+    first, second = lifetimes.first, lifetimes.second
     peer = lab.run(again, stock())
 
-    reference = lab.reference(rounds)
-    assert compare(reference, first) == []
-    assert compare(reference, second) == []
+    assert _same(lifetimes.alone, first, 0) == []
+    assert _same(lifetimes.alone, second, 0) == []
     # Within one process shorter prompts already put a shared prefix into the local cache, for the peer as for us.
     for ours_now, theirs in zip(second.rounds[0].prompts, peer.rounds[1].prompts, strict=True):
         assert ours_now.external_cached_tokens >= theirs.external_cached_tokens, (ours_now.name, theirs)
     assert served(second)[f"family0-{5000}"] > 4000
     assert count(second, "load_corrupt") == count(second, "load_missing") == count(second, "load_failures") == 0
-    assert count(first, "stores") == len(objects(tmp_path / "kv"))
+    assert count(first, "stores") == lifetimes.stored_objects
 
 
-def test_new_prompts_mix_with_known_ones(lab: Lab, tmp_path: Path) -> None:
-    known = lab.prompts(700, 2000, family=1)
-    branching = lab.prompts(2300, family=2, shared_prefix=1900)
-    branch_root = lab.prompts(2100, family=2, shared_prefix=1900)
-    new = lab.prompts(900, family=3)
-    transfer = ours(tmp_path / "kv", hybrid_chunk_size=lab.block_size)
-
-    lab.run([Round(name="first", prompts=[*known, *branch_root])], transfer)
-    rounds = [Round(name="mixed", prompts=[*new, *known, *branching], one_at_a_time=False)]
-    second = lab.run(rounds, transfer)
-
-    assert compare(lab.reference(rounds), second) == []
-    tokens = served(second)
+def test_new_prompts_mix_with_known_ones(lab: Lab, lifetimes: Lifetimes) -> None:
+    assert _same(lifetimes.alone, lifetimes.second, 1) == []
+    tokens = served(lifetimes.second, 1)
     assert tokens["family3-900"] == 0
     assert tokens["family1-700"] > 0
     assert tokens["family1-2000"] > 1500

@@ -42,6 +42,7 @@ def test_as_much_comes_from_cache_as_with_stock(lab: Lab, workloads: list[Worklo
     check_against_stock(lab, workloads, under_pressure)
 
 
+@pytest.mark.parametrize("lab", [pytest.param("gemma3", marks=pytest.mark.long), "qwen3_next"], indirect=True)
 def test_from_host_memory(lab: Lab, workloads: list[Workload], tmp_path: Path) -> None:
     tier = {"name": "ram", "type": "cpu", "capacity": "256MiB"}
     transfer = ours(tmp_path / "unused", hybrid_chunk_size=lab.block_size, backends=[tier])

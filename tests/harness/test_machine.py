@@ -69,6 +69,7 @@ def test_the_machine_passes_the_contracts_reference_backend() -> None:
     assert not MEDIA.pop("machine").objects
 
 
+@pytest.mark.long  # the disk backend's own tests run it too
 def test_the_machine_passes_the_disk(tmp_path: Path) -> None:
     (disk,) = offload_register_backends()
     check_with_machine(disk, {"path": tmp_path / "objects"}, settings=SOME)

@@ -1,8 +1,8 @@
-"""Run in the clean environment: a model without offloading, one engine that stores to sqlite and one that loads.
+"""Run in the clean environment: one engine that stores to sqlite and one that loads.
 
     python serve.py FOLDER
 
-Writes reference.json, first.json and second.json to the folder.
+Writes first.json and second.json to the folder.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ def main(folder: Path) -> None:
         for length in (300, 1283, 2000)
     ]
     tier = {"name": "database", "type": "sqlite", "path": str(folder / "kv-cache.sqlite"), "capacity": "64MiB"}
-    offloading = {
+    offloading: dict[str, Any] = {
         "kv_connector": "HybridOffloadConnector",
         "kv_connector_module_path": "offload_core.vllm",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"lookup_timeout_seconds": 30, "backends": [tier]},
     }
-    transfers: dict[str, dict[str, Any] | None] = {"reference": None, "first": offloading, "second": offloading}
-    for name, transfer in transfers.items():
+    for name in ("first", "second"):
         spec = RunSpec(
             model=str(model),
             dtype="bfloat16",
-            kv_transfer_config=transfer,
+            kv_transfer_config=offloading,
             rounds=[Round(name="prompts", prompts=prompts)],
         )
         result = run_in_process(spec, timeout_seconds=200)

@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import hypothesis
 import pytest
 from offload_backend_sqlite import SqliteBackend, SqliteOptions
+from offload_backend_sqlite.plugin import SQLITE
 
 from offload_core.backend import BackendContext, LoadOutcome, StoreOutcome
 from offload_core.keys import ObjectKey
 from offload_core.runtime import DaemonExecutor
+from offload_core.testing.machine import CAPACITY_BYTES, SETTINGS, check_with_machine
 from tests.template.conftest import CleanEnvironment
 
 HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
@@ -50,6 +53,12 @@ def sqlite(path: Path) -> Iterator[Open]:
 def held(path: Path) -> int:
     with closing(sqlite3.connect(path)) as db:
         return int(db.execute("SELECT count(*) FROM holds").fetchone()[0])
+
+
+def test_the_state_machine_finds_no_broken_clause(path: Path) -> None:
+    options = {"path": path, "capacity": CAPACITY_BYTES}
+    some = hypothesis.settings(SETTINGS, max_examples=30)  # the long tests run them all
+    check_with_machine(SQLITE, options, capacity_bytes=CAPACITY_BYTES, settings=some)
 
 
 RESERVE_AND_DIE = """if True:

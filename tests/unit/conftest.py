@@ -9,15 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from offload_core.runtime import IoLoop
 from offload_core.stats import Counters
 from tests.unit.plugin_site import Site
-
-# No time limit per example: the machine that runs the tests may be busy with an engine.
-settings.register_profile("offload-core", deadline=None, max_examples=200)
-settings.load_profile("offload-core")
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, Secret, SecretBytes, SecretStr, model_validator
 from typing_extensions import TypedDict
@@ -19,6 +19,7 @@ from offload_core.config import BackendConfig, OffloadConfig, load_config
 from offload_core.config_secrets import variable_name
 from offload_core.errors import ConfigError
 from offload_core.plugins import PluginRegistry
+from tests.random_examples import examples
 from tests.unit.memory_backend import MemoryBackend
 
 CANARY = "hunter2-canary"
@@ -252,7 +253,7 @@ ENVIRON = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=600, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@examples(600, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(keys=KEYS, from_file=st.none() | KEYS, environ=ENVIRON)
 def test_no_problem_shows_a_secret(
     tmp_path: Path, keys: dict[str, Any], from_file: dict[str, Any] | None, environ: dict[str, str]

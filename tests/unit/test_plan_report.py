@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_core.errors import PlanError
@@ -13,6 +13,7 @@ from offload_core.geometry import KVCacheGeometry
 from offload_core.object_format import HEADER_BYTES
 from offload_core.plan_report import PlanReport, plan_report
 from offload_core.planner import GroupGeometry
+from tests.random_examples import examples
 from tests.unit.geometries import FULL, Geometry, chunked, geometries, needs
 from tests.unit.test_geometry import saved
 
@@ -38,7 +39,7 @@ def stored(model: Geometry, chunk: int, tokens: int) -> tuple[int, int]:
     return len(blocks), sum(blocks.values()) + len(blocks) * HEADER_BYTES
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(model=geometries(), ranks=st.integers(1, 3))
 def test_objects_and_bytes_per_1000_tokens_are_those_of_a_walk_over_all_units(model: Geometry, ranks: int) -> None:
     geometry = saved(model, PAGE_BYTES).model_copy(update={"ranks": ranks, "max_model_len": 2000})

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from offload_core.errors import PlanError
 from offload_core.planner import GroupGeometry, HybridOffloadPlanner
+from tests.random_examples import examples
 from tests.unit.geometries import FULL, STATE, Geometry, any_geometries, chunked, geometries, window
 
 
@@ -31,7 +32,7 @@ def refusal(geometry: Geometry, max_model_len: int) -> str | None:
     return None
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(geometry=any_geometries(), max_model_len=st.integers(1, 200))
 def test_what_could_never_be_used_is_refused_with_numbers_that_work(geometry: Geometry, max_model_len: int) -> None:
     message = refusal(geometry, max_model_len)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_core.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner, Pack, UnitRange
+from tests.random_examples import examples
 from tests.unit.geometries import FULL, STATE, Geometry, chunked, drive, geometries, needs, window
 
 Present = dict[str, list[bool]]
@@ -64,7 +65,7 @@ def searches(draw: st.DrawFn) -> tuple[Geometry, Present, int, int]:
     return geometry, draw(presences(geometry.plan(), limit)), computed, limit
 
 
-@settings(max_examples=600)
+@examples(600)
 @given(drawn=searches())
 def test_the_usable_prefix_is_neither_deeper_nor_shallower_than_the_definition(
     drawn: tuple[Geometry, Present, int, int],
@@ -75,7 +76,7 @@ def test_the_usable_prefix_is_neither_deeper_nor_shallower_than_the_definition(
     assert found == deepest_usable(geometry, present, computed, limit)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(drawn=searches())
 def test_no_unit_is_asked_for_twice_and_none_that_no_boundary_in_reach_could_need(
     drawn: tuple[Geometry, Present, int, int],
@@ -128,7 +129,7 @@ def test_nothing_is_asked_where_no_boundary_is_in_reach(computed: int, limit: in
     assert drive(plan(FULL, window(40)), lambda *_: True, computed, limit) == (computed, [])
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(geometry=geometries(), limit=st.integers(0, 5000))
 def test_a_complete_miss_asks_one_batch_of_each_full_pack_and_nothing_of_the_others(
     geometry: Geometry, limit: int
@@ -197,7 +198,7 @@ def test_answers_of_another_shape_than_the_question_are_refused(policy: HitPolic
         search.send(answers)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(drawn=geometries())
 def test_a_unit_is_worth_storing_when_some_boundary_needs_it(drawn: Geometry) -> None:
     planner = drawn.plan()

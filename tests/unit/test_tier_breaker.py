@@ -193,6 +193,28 @@ def test_a_hung_probe_is_not_repeated_and_its_return_closes_the_breaker(made: Ca
     until(lambda: rig.tier.health.available)
 
 
+def test_a_probe_that_never_comes_back_is_given_up_for_a_few_others(made: Callable[..., Rig]) -> None:
+    rig = made(breaker_max_pause_seconds=SHORT_SECONDS)
+    lost: list[asyncio.Event] = []
+    contains = rig.backend.contains
+
+    async def first_ones_hang(keys: Sequence[ObjectKey]) -> Sequence[bool]:
+        if len(lost) < 2:
+            lost.append(asyncio.Event())
+            await lost[-1].wait()
+        return await contains(keys)
+
+    rig.backend.faults = {"contains": GONE}
+    for _ in range(2):
+        rig.lookup(1)
+    rig.backend.faults = {}
+    rig.backend.contains = first_ones_hang  # type: ignore[method-assign]
+    until(lambda: rig.tier.health.available)
+    assert len(lost) == 2
+    for event in lost:
+        rig.io.loop.call_soon_threadsafe(event.set)
+
+
 def test_no_probe_is_sent_after_closing(made: Callable[..., Rig]) -> None:
     rig = made(breaker_max_pause_seconds=SHORT_SECONDS)
     asked = watched_contains(rig)

@@ -10,12 +10,19 @@ from offload_backend_cpu.arena import PAGE_BYTES
 from offload_backend_cpu.plugin import CPU
 
 from offload_core.testing.contract import BackendContract
+from offload_core.testing.machine import EXAMPLES
 
 
 class TestCpu(BackendContract):
     backend_type = CPU
+    machine_examples = 60  # the long tests run them all
     machine_capacity_bytes = 32 * PAGE_BYTES  # an object of a byte takes a page
 
     @pytest.fixture
     def options(self) -> Mapping[str, Any]:
         return {"capacity": "256MiB"}
+
+
+@pytest.mark.long
+class TestCpuAtLength(TestCpu):
+    machine_examples = EXAMPLES

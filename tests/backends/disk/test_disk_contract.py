@@ -16,6 +16,7 @@ from offload_core.testing.machine import EXAMPLES
 
 class TestDisk(BackendContract):
     backend_type = DISK
+    machine_examples = 60  # the long tests run them all
 
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:
@@ -27,9 +28,12 @@ class TestDisk(BackendContract):
             file.truncate(500)
 
 
-class TestDiskWithALimit(TestDisk):
-    machine_examples = 60  # the long tests run them all
+@pytest.mark.long
+class TestDiskAtLength(TestDisk):
+    machine_examples = EXAMPLES
 
+
+class TestDiskWithALimit(TestDisk):
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:
         return {"path": str(tmp_path / "objects"), "capacity": "1GiB"}
@@ -41,14 +45,14 @@ class TestDiskWithALimitAtLength(TestDiskWithALimit):
 
 
 @pytest.mark.long
-class TestDiskPastThePageCache(TestDisk):
+class TestDiskPastThePageCache(TestDiskAtLength):
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:
         return {"path": str(tmp_path / "objects"), "direct_io": "on"}
 
 
 @pytest.mark.long
-class TestDiskPastThePageCacheWithALimit(TestDisk):
+class TestDiskPastThePageCacheWithALimit(TestDiskAtLength):
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:
         return {"path": str(tmp_path / "objects"), "direct_io": "on", "capacity": "1GiB"}
