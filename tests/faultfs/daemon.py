@@ -3,15 +3,16 @@
     python -m tests.faultfs.daemon MOUNT_POINT FOLDER
 
 ``FOLDER`` holds ``backing``, the folder behind the mount, ``rules.json`` and ``hits.jsonl``. The process that is
-started is the guard. It prints the daemon's process id and then waits until its standard input ends, which happens at
-the latest when the test's process dies, or until the daemon ends. Then it kills the daemon, stopped or not, aborts the
-connection, so that no process hangs in the mount, and unmounts it.
+started is the guard. It prints the daemon's process id and then waits until it gets a line, its standard input ends
+without one, which is when the test's process has died, or the daemon ends. Then it kills the daemon, stopped or not,
+aborts the connection, so that no process hangs in the mount, and unmounts it. Of a dead test it removes the folder too.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -29,13 +30,17 @@ def main(arguments: list[str]) -> int:
     if daemon == 0:
         _serve(mount_point, folder)
     print(daemon, flush=True)
+    orphaned = False
     try:
         ended = os.pidfd_open(daemon)
-        select.select([sys.stdin, ended], [], [])
+        ready, _, _ = select.select([sys.stdin, ended], [], [])
+        orphaned = sys.stdin in ready and not sys.stdin.readline()
     finally:
         os.kill(daemon, signal.SIGKILL)  # not waited for yet, so the number is still its own
         os.waitpid(daemon, 0)
         connections.remove(mount_point)
+        if orphaned and connections.connection_of(mount_point) is None:
+            shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 

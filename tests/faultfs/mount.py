@@ -200,11 +200,15 @@ class FaultFs:
         write_rules(self._folder / "rules.json", rules)
 
     def _end_guard(self) -> None:
-        """End the daemon too: its guard kills it when its standard input ends."""
+        """End the daemon too: its guard kills it."""
         if self._guard is not None:
             assert self._guard.stdin is not None
             assert self._guard.stdout is not None
-            self._guard.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it has ended with the daemon
+                self._guard.stdin.write("end\n")
+                self._guard.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):
+                self._guard.stdin.close()
             self._guard.wait(_LIMIT_SECONDS)
             self._guard.stdout.close()
             self._guard = None

@@ -210,6 +210,7 @@ def test_nothing_stays_when_the_test_is_killed(fault_fs: FaultFs, daemon: str) -
         os.killpg(test.pid, signal.SIGKILL)
         test.wait()
     wait_until(lambda: connections.connection_of(Path(folder)) is None, "it is mounted still")
+    wait_until(lambda: not Path(folder).parent.exists(), "its folder is there still")
     wait_until(lambda: not Path(f"/proc/{reader}/stat").exists() or process_state(int(reader)) == "Z", "it hangs still")
 
 
