@@ -55,6 +55,7 @@ class Round(_Model):
     reset_prefix_cache_before: bool = False
     reset_connector_before: bool = False
     one_at_a_time: bool = True
+    begin_file: str | None = Field(default=None, description="the round begins when this file exists")
 
 
 class RunSpec(_Model):

@@ -35,6 +35,7 @@ from offload_core.testing.engine import (
 from offload_core.testing.workload import Workload, WorkloadResult
 from offload_core.vllm.testing.workload_run import WorkloadDriver
 
+_BEGIN_SECONDS = 60.0
 _DRAIN_SECONDS = 60.0
 _SHUTDOWN_SECONDS = 30.0
 
@@ -134,7 +135,12 @@ class Session:
         return self.run_round(-1, Round(name="warm-up", prompts=[prompt])).seconds
 
     def run_round(self, index: int, item: Round) -> RoundResult:
-        """Run one round; RuntimeError if a requested reset of the prefix cache is refused for too long."""
+        """Run one round.
+
+        RuntimeError if it does not begin, or if a requested reset of the prefix cache is refused, for too long.
+        """
+        if item.begin_file is not None:
+            _wait_for(Path(item.begin_file))
         started = time.perf_counter()
         if item.reset_prefix_cache_before or item.reset_connector_before:
             self._reset_prefix_cache(item.reset_connector_before)
@@ -218,6 +224,14 @@ class Session:
 
 def _nothing(workload: Workload, drain: Callable[[], float]) -> contextlib.AbstractContextManager[dict[str, Any]]:
     return contextlib.nullcontext({})
+
+
+def _wait_for(file: Path) -> None:
+    pause, deadline = threading.Event(), time.perf_counter() + _BEGIN_SECONDS
+    while not file.exists():
+        if time.perf_counter() > deadline:
+            raise RuntimeError(f"nobody has made {file}, with which a round begins")
+        pause.wait(0.005)
 
 
 def _prompt_result(name: str, output: Any, stats: Any, ttft: float, total: float) -> PromptResult:
