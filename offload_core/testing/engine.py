@@ -55,6 +55,7 @@ class Round(_Model):
     reset_prefix_cache_before: bool = False
     reset_connector_before: bool = False
     one_at_a_time: bool = True
+    begin_file: str | None = Field(default=None, description="the round begins when this file exists")
 
 
 class RunSpec(_Model):
@@ -76,6 +77,11 @@ class RunSpec(_Model):
     extra_engine_args: dict[str, Any] = Field(default_factory=dict)
     rounds: list[Round] = Field(default_factory=list)
     workloads: list[Workload] = Field(default_factory=list, description="run after the rounds; in-process only")
+    around_workloads: str | None = Field(
+        default=None,
+        description="module:function, called in the engine's process with each workload and a function that steps the "
+        "engine until it is idle; returns a context manager around the workload, whose dict becomes its notes",
+    )
 
 
 class PromptResult(_Model):
@@ -168,6 +174,20 @@ def disk_transfer_config(folder: Path, **extra_config: Any) -> dict[str, Any]:
             **extra_config,
         },
     }
+
+
+def install_plugin(folder: Path, name: str, module: str) -> Path:
+    """Make ``folder`` hold a distribution with one ``offload_core`` entry point, and return it for the search path.
+
+    Args:
+        folder: made with its parents.
+        module: full name of an importable module that holds a plugin's hooks.
+    """
+    info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[offload_core]\n{name} = {module}\n")
+    return folder
 
 
 def stock_transfer_config() -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Call:
     def happened(self, fault: Fault, indices: Sequence[int]) -> None:
         """Record that ``fault`` has changed something for the keys at ``indices``."""
         keys = tuple(self.keys[index] for index in indices)
-        self.plan.injected.append(Injected(fault, self.operation, keys))
+        self.plan.note(Injected(fault, self.operation, keys))
 
 
 GoOn = Callable[[Call], Awaitable[list[Any]]]
@@ -148,6 +148,10 @@ class FaultPlan:
                 name = f"{call.operation}/{'/'.join(key.path for key in call.keys)}"
                 chosen.append((inject.fault, replace(call, chosen=indices, random=self._random(entry, name))))
         return chosen
+
+    def note(self, injected: Injected) -> None:
+        """Record what has happened; called on the event loop of the backends."""
+        self.injected.append(injected)
 
     def release(self) -> None:
         """Let every call go that hangs, and let none hang from now on. Callable from any thread."""

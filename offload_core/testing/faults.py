@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -34,6 +35,7 @@ __all__ = [
     "FaultPlan",
     "FaultyBackend",
     "FlipBit",
+    "Full",
     "GoOn",
     "Hang",
     "Inject",
@@ -43,6 +45,7 @@ __all__ = [
     "Lose",
     "Reorder",
     "Slow",
+    "Stall",
     "Truncate",
 ]
 
@@ -77,6 +80,23 @@ class Hang(Fault):
         call.happened(self, call.chosen)
         released = call.plan.wait_for_release()
         await (to_the_end(released) if self.deaf else released)
+        return await go_on(call)
+
+
+@dataclass(frozen=True)
+class Stall(Fault):
+    """One of the tier's own threads hangs for ``seconds`` before the call starts, as in a mount that is stuck.
+
+    Calls that find no other thread wait behind it. It holds a cancellation back until its end.
+    """
+
+    seconds: float
+    per_object: ClassVar[bool] = False
+
+    async def apply(self, call: Call, go_on: GoOn) -> list[Any]:
+        """See :meth:`Fault.apply`."""
+        call.happened(self, call.chosen)
+        await call.backend.run_blocking(time.sleep, self.seconds)
         return await go_on(call)
 
 
@@ -116,6 +136,19 @@ class Fail(Fault):
             await go_on(call)
         call.happened(self, call.chosen)
         raise OSError(self.error, f"{os.strerror(self.error)} (injected into {call.operation})")
+
+
+@dataclass(frozen=True)
+class Full(Fault):
+    """The medium has no room: ``prepare_store`` says ``REJECTED``, also for what is there already."""
+
+    operations: ClassVar[Collection[str]] = ("prepare_store",)
+
+    async def apply(self, call: Call, go_on: GoOn) -> list[Any]:
+        """See :meth:`Fault.apply`."""
+        outcomes = await go_on(call)
+        call.happened(self, call.chosen)
+        return [StoreOutcome.REJECTED if index in call.chosen else outcome for index, outcome in enumerate(outcomes)]
 
 
 @dataclass(frozen=True)

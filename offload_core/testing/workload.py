@@ -49,11 +49,17 @@ class WorkloadAction(_Model):
 
 
 class Workload(_Model):
-    """Requests and actions on one engine; the local prefix cache is emptied before."""
+    """Requests and actions on one engine; the local prefix cache is emptied before.
+
+    Args:
+        fault_seed: for what is done around workloads (see ``RunSpec.around_workloads``): which faults happen in this
+            one; ``None`` for none.
+    """
 
     name: str
     requests: list[WorkloadRequest]
     actions: list[WorkloadAction] = Field(default_factory=list)
+    fault_seed: int | str | None = None
 
 
 class Sample(_Model):
@@ -84,6 +90,8 @@ class WorkloadResult(_Model):
     requests: list[RequestResult]
     steps: int
     seconds: float
+    notes: dict[str, Any] = Field(default_factory=dict)
+    """What was written down around the workload, see ``RunSpec.around_workloads``."""
 
     @property
     def preemptions(self) -> int:

@@ -19,7 +19,8 @@ class BlockHolders:
     vLLM frees the blocks of a request whose load has failed and then tries to admit it with all its tokens, before it
     looks at requests behind it. If those hold the blocks that it lacks, neither ever runs (seen with 0.32). So a
     failure is kept back until the request is sure to fit beside all other holders; when only failed ones hold blocks,
-    they go back one at a time, the last one first: by the time the first one is tried, nobody holds anything.
+    they go back one at a time, the last one first: by the time the first one is tried, nobody holds anything. No load
+    should begin meanwhile, so that this ends when those do that have begun.
 
     Args:
         num_blocks: blocks of the engine's pool that requests can have.
@@ -45,6 +46,11 @@ class BlockHolders:
         """Return whether a request's load has failed and it has not been given back."""
         holder = self._holders.get(request_id)
         return holder is not None and holder.failed
+
+    @property
+    def keeps_back(self) -> bool:
+        """Whether some failed request waits to be given back."""
+        return any(holder.failed for holder in self._holders.values())
 
     def remove(self, request_ids: Collection[str]) -> None:
         """Note requests that run, have ended, or have been given back."""

@@ -161,6 +161,8 @@ class SchedulerHalf:
             if state.request.request_id not in self._recomputing:
                 return self._ask_again(state, "load")
             state.offers_left -= 1
+        if boundary > computed_tokens and self._holders.keeps_back:  # it would wait for this load too
+            return self._ask_again(state, "load")
         if self._loading and not self._loading.keys().isdisjoint(
             state.needed_refs(self._planner, computed_tokens, boundary)
         ):

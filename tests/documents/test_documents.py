@@ -304,7 +304,9 @@ def test_plugin_example_is_proved_as_shown(
     assert result == {"passed": passed, "deselected": 2 - machine, **expected}
 
 
-@pytest.mark.parametrize("test", ["test_a_thousand_examples", "test_what_goes_wrong_is_known"])
+@pytest.mark.parametrize(
+    "test", ["test_a_thousand_examples", "test_what_goes_wrong_is_known", "test_a_script_has_every_kind_of_fault"]
+)
 def test_plugin_example_runs_on_the_harness(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, test: str
 ) -> None:

@@ -14,6 +14,7 @@ from offload_core.testing.engine import (
     RunResult,
     RunSpec,
     disk_transfer_config,
+    install_plugin,
     run_in_process,
     stock_transfer_config,
 )
@@ -126,12 +127,8 @@ def objects(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.kv"))
 
 
-def installed(folder: Path, module: str) -> dict[str, str]:
-    """Install a distribution whose entry point is a module beside this file; return the variables that show it."""
-    name = module.replace("_", "-")
-    info = folder / "site" / f"{module}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[offload_core]\n{name} = tests.engine.{module}\n")
-    path = (str(info.parent), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))
+def installed(folder: Path, module: str, package: str = "tests.engine") -> dict[str, str]:
+    """Install a distribution whose entry point is a module of ``package``; return the variables that show it."""
+    site = install_plugin(folder / "site", module.replace("_", "-"), f"{package}.{module}")
+    path = (str(site), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))
     return {"PYTHONPATH": os.pathsep.join(filter(None, path))}

@@ -28,6 +28,7 @@ from offload_core.testing.faults import (
     FaultPlan,
     FaultyBackend,
     FlipBit,
+    Full,
     GoOn,
     Hang,
     Inject,
@@ -36,6 +37,7 @@ from offload_core.testing.faults import (
     Lose,
     Reorder,
     Slow,
+    Stall,
     Truncate,
 )
 from offload_core.tier import StagedObject, Tier
@@ -120,6 +122,7 @@ LOAD_FAULTS: dict[str, tuple[Inject, list[LoadOutcome | None], list[LoadOutcome 
     # fault, what the load says, what a load without faults says afterwards
     "slow": (Inject(Slow(0.01), "load_into"), [HIT] * 3, [HIT] * 3),
     "late": (Inject(Late(0.01), "load_into"), [HIT] * 3, [HIT] * 3),
+    "stall": (Inject(Stall(0.01), "load_into"), [HIT] * 3, [HIT] * 3),
     "fail": (Inject(Fail(errno.EIO), "load_into"), [None] * 3, [HIT] * 3),
     "fail after": (Inject(Fail(errno.EIO, after=True), "load_into"), [None] * 3, [HIT] * 3),
     "fail to prepare": (Inject(Fail(errno.EIO, after=True), "prepare_load"), [None] * 3, [HIT] * 3),
@@ -173,6 +176,8 @@ STORE_FAULTS: dict[str, tuple[Inject, list[bool], list[LoadOutcome | None]]] = {
     "fail": (Inject(Fail(errno.ENOSPC), "store"), [False] * 3, [MISS] * 3),
     "fail after": (Inject(Fail(errno.EIO, after=True), "store"), [False] * 3, [HIT] * 3),
     "fail to prepare": (Inject(Fail(errno.EIO), "prepare_store"), [False] * 3, [MISS] * 3),
+    "stall": (Inject(Stall(0.01), "store"), [True] * 3, [HIT] * 3),
+    "full": (Inject(Full(), "prepare_store"), [False] * 3, [MISS] * 3),
     "lie": (Inject(Lie(), "store"), [True] * 3, [MISS] * 3),
     "lie in preparation": (Inject(Lie(), "prepare_store"), [True] * 3, [MISS] * 3),
     "truncate": (Inject(Truncate(), "store"), [True] * 3, [CORRUPT] * 3),

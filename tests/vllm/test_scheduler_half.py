@@ -283,6 +283,26 @@ def test_others_wait_for_a_request_whose_load_failed_until_it_has_room_again(hal
     assert half.matched(other) == 64, "a second load, however long it takes, holds nobody up"
 
 
+def test_no_load_begins_while_a_request_whose_load_failed_waits_for_others_loads_to_end(half: Half) -> None:
+    half.follow(request("a", tokens=1520))
+    for family in (1, 2):
+        half.follow(request(f"x{family}", family=family))
+    half.store(a=1520, x1=80, x2=80)
+    large = half.follow(request("b", tokens=1520))
+    first, later = (half.follow(request(f"y{family}", family=family)) for family in (1, 2))
+    for item in (large, first):
+        half.load(item, half.matched(item))
+    half.report([], failed_requests={"b"})
+    for _ in range(20):
+        assert half.step().failures_to_report == [], "it does not fit beside the other load"
+        assert half.half.matched_tokens(later, 0) is None
+    half.half.take_output({"y1"}, set(), None)
+    assert half.step(y1=16).failures_to_report == ["b"]
+    half.half.take_output({"b"}, {"b"}, None)
+    half.step(b=16)
+    assert half.matched(later) == 64
+
+
 def test_a_tier_that_some_rank_does_not_use_is_not_asked_and_not_waited_for(half: Half) -> None:
     half.follow(request("a"))
     half.store(a=80)

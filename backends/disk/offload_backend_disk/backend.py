@@ -103,9 +103,12 @@ class DiskOptions(BackendOptions):
     def _parent_exists(cls, path: Path) -> Path:
         try:
             path = path.expanduser().absolute()
-            exists, is_folder, has_parent = path.exists(), path.is_dir(), path.parent.is_dir()
+            seen = files.look_at(path)
         except (OSError, RuntimeError) as error:  # RuntimeError: ~user for a user that does not exist
             raise ValueError(f"{error}; name a folder that this process may use") from error
+        if seen is None:
+            return path
+        exists, is_folder, has_parent = seen
         if exists and not is_folder:
             raise ValueError(f"{path} is a file; name a folder")
         if not exists and not has_parent:
@@ -131,9 +134,9 @@ class DiskBackend(Backend[DiskOptions]):
 
     def __init__(self, options: DiskOptions, context: BackendContext) -> None:
         super().__init__(options, context)
-        home = Home(options.path)
-        self._home = home
         self._owners = Owners(options.path, secrets.token_hex(8))
+        home = Home(options.path, self._owners.file)
+        self._home = home
         self._folder = ObjectFolder(home, self._owners, options.fsync, options.keep_free)
         self._bounded: BoundedFolder | None = None
         account: Account | None = None

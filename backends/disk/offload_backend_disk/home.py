@@ -15,10 +15,17 @@ from offload_backend_disk import files
 
 
 class Home:
-    """A tier's folder, which stays on the file system that it was on when it was opened."""
+    """A tier's folder, which stays on the file system that it was on when it was opened.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        root: the folder.
+        witness: a file in it that only this process makes. Where it is there, the folder is the same one, even on a
+            mount that does not tell its file system's identity, as those of FUSE do not.
+    """
+
+    def __init__(self, root: Path, witness: Path | None = None) -> None:
         self.root = root
+        self._witness = witness
         self._device: int | None = None
         self._file_system = 0
 
@@ -52,6 +59,8 @@ class Home:
         if device == self._device:
             return
         if self._file_system and os.statvfs(place).f_fsid == self._file_system:  # mounted again, as another device
+            return
+        if self._witness is not None and self._witness.exists():
             return
         raise OSError(
             errno.ENODEV,

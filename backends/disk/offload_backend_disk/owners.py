@@ -48,7 +48,7 @@ class Owners:
             (self.folder / _OWNERS).mkdir(mode=0o700, parents=True, exist_ok=True)
             with self.opening():
                 # Not to write: a file system with files that are open for that cannot be remounted read-only.
-                descriptor = os.open(self._file(self.owner), os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                descriptor = os.open(self.file, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 self._descriptor = descriptor
             return new
@@ -58,7 +58,7 @@ class Owners:
         with self._lock:
             if self._is_held():
                 with suppress(OSError):
-                    self._file(self.owner).unlink(missing_ok=True)
+                    self.file.unlink(missing_ok=True)
             self._let_go()
 
     @contextmanager
@@ -97,6 +97,11 @@ class Owners:
         for owner in owners:
             self._file(owner).unlink(missing_ok=True)
 
+    @property
+    def file(self) -> Path:
+        """The file by which this writer is known; no other process ever makes one of that name."""
+        return self._file(self.owner)
+
     def _file(self, owner: str) -> Path:
         return self.folder / _OWNERS / owner
 
@@ -104,11 +109,16 @@ class Owners:
         if self._descriptor < 0:
             return False
         try:
-            return os.path.samestat(self._file(self.owner).stat(), os.fstat(self._descriptor))
+            locked = os.fstat(self._descriptor)
+        except OSError:  # the mount that it was opened on is gone, whatever is in its place
+            return False
+        try:
+            return os.path.samestat(self.file.stat(), locked)
         except FileNotFoundError:
             return False
 
     def _let_go(self) -> None:
         if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+            descriptor, self._descriptor = self._descriptor, -1
+            with suppress(OSError):  # on a mount that is gone even that is an error
+                os.close(descriptor)

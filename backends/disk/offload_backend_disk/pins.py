@@ -13,7 +13,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 
@@ -109,10 +109,12 @@ class Pins:
             _set(self._pinning, fcntl.F_UNLCK, key)
 
     def _close(self) -> None:
-        for descriptor in (self._pinning, self._evicting):
+        descriptors = self._pinning, self._evicting
+        self._pinning = self._evicting = -1  # first: a close that fails has closed, and the number is another file's
+        for descriptor in descriptors:
             if descriptor >= 0:
-                os.close(descriptor)
-        self._pinning = self._evicting = -1
+                with suppress(OSError):  # on a mount that is gone even that is an error
+                    os.close(descriptor)
 
 
 def _set(descriptor: int, kind: int, key: ObjectKey) -> bool:

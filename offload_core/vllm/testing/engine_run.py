@@ -10,13 +10,15 @@ core to a process of its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import pkgutil
 import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,35 +35,41 @@ from offload_core.testing.engine import (
 from offload_core.testing.workload import Workload, WorkloadResult
 from offload_core.vllm.testing.workload_run import WorkloadDriver
 
+_BEGIN_SECONDS = 60.0
 _DRAIN_SECONDS = 60.0
 _SHUTDOWN_SECONDS = 30.0
 
 
 def run(spec: RunSpec) -> RunResult:
     """Run ``spec`` in this process; at most one call per process, since vLLM keeps global state."""
-    session = EngineSession(spec)
+    started = time.perf_counter()
+    engine = start_engine(spec)
+    start_seconds = time.perf_counter() - started
     try:
+        session = Session(engine, spec.logprobs, spec.around_workloads)
+        warm_up_seconds = session.warm_up() if spec.warm_up else 0.0
         rounds = [session.run_round(index, item) for index, item in enumerate(spec.rounds)]
         workloads = [session.run_workload(item) for item in spec.workloads]
-        metrics, facts = session.metrics(), session.facts()
+        metrics, facts = engine_metrics(), _engine_facts(engine)
     finally:
         stopping = time.perf_counter()
-        session.shutdown()
+        stop_engine(engine)
         shutdown_seconds = time.perf_counter() - stopping
     return RunResult(
         rounds=rounds,
         workloads=workloads,
         metrics=metrics,
         engine=facts,
-        start_seconds=session.start_seconds,
-        warm_up_seconds=session.warm_up_seconds,
+        start_seconds=start_seconds,
+        warm_up_seconds=warm_up_seconds,
         shutdown_seconds=shutdown_seconds,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         children_peak_rss_bytes=resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
     )
 
 
-def _start_engine(spec: RunSpec) -> Any:
+def start_engine(spec: RunSpec) -> Any:
+    """Start vLLM's engine for ``spec``; :func:`stop_engine` ends it. At most one per process."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -89,45 +97,29 @@ def _start_engine(spec: RunSpec) -> Any:
     return LLMEngine.from_engine_args(EngineArgs(**(arguments | spec.extra_engine_args)))
 
 
+def stop_engine(engine: Any) -> None:
+    """Shut an engine down and wait for its end."""
+    engine.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
+    engine.renderer.shutdown()
+
+
 def _transfer_config(settings: dict[str, Any] | None) -> Any:
     from vllm.config import KVTransferConfig
 
     return None if settings is None else KVTransferConfig(**settings)
 
 
-class EngineSession:
-    """An engine in this process: feeds rounds to it and gathers what comes back.
+class Session:
+    """Feeds rounds to an engine and gathers what comes back."""
 
-    At most one per process, since vLLM keeps global state. ``spec.rounds`` and ``spec.workloads`` are the caller's.
-    """
-
-    def __init__(self, spec: RunSpec) -> None:
-        started = time.perf_counter()
-        self._engine = _start_engine(spec)
-        self.start_seconds = time.perf_counter() - started
-        self._logprobs = spec.logprobs
+    def __init__(self, engine: Any, logprobs: int, around_workloads: str | None = None) -> None:
+        self._engine = engine
+        self._logprobs = logprobs
+        self._around = _nothing if around_workloads is None else pkgutil.resolve_name(around_workloads)
         self._prefill: dict[str, Any] = {}
         self._adapters: dict[str, int] = {}
-        self._get_output = self._engine.engine_core.get_output
-        self._engine.engine_core.get_output = self._tapped_output
-        try:
-            self.warm_up_seconds = self._warm_up() if spec.warm_up else 0.0
-        except BaseException:
-            self.shutdown()
-            raise
-
-    def shutdown(self) -> None:
-        """End the engine, giving what is on its way to storage the time that its configuration allows."""
-        self._engine.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
-        self._engine.renderer.shutdown()
-
-    def metrics(self) -> dict[str, float]:
-        """Return the present values, as :class:`RunResult` has them."""
-        return _metrics()
-
-    def facts(self) -> dict[str, Any]:
-        """Describe the engine, as :class:`RunResult` has it."""
-        return _engine_facts(self._engine)
+        self._get_output = engine.engine_core.get_output
+        engine.engine_core.get_output = self._tapped_output
 
     def _tapped_output(self) -> Any:
         """The engine core's outputs, after noting each request's prefill statistics."""
@@ -137,13 +129,18 @@ class EngineSession:
                 self._prefill.setdefault(output.request_id, output.prefill_stats)
         return outputs
 
-    def _warm_up(self) -> float:
+    def warm_up(self) -> float:
         """Run one request shorter than any block and return the seconds it took."""
         prompt = PromptSpec(name="warm-up", token_ids=[5] * 16, max_tokens=4)
         return self.run_round(-1, Round(name="warm-up", prompts=[prompt])).seconds
 
     def run_round(self, index: int, item: Round) -> RoundResult:
-        """Run one round; RuntimeError if a requested reset of the prefix cache is refused for too long."""
+        """Run one round.
+
+        RuntimeError if it does not begin, or if a requested reset of the prefix cache is refused, for too long.
+        """
+        if item.begin_file is not None:
+            _wait_for(Path(item.begin_file))
         started = time.perf_counter()
         if item.reset_prefix_cache_before or item.reset_connector_before:
             self._reset_prefix_cache(item.reset_connector_before)
@@ -159,7 +156,9 @@ class EngineSession:
     def run_workload(self, workload: Workload) -> WorkloadResult:
         """Run one workload, starting with an empty local prefix cache."""
         self._reset_prefix_cache(reset_connector=False)
-        return WorkloadDriver(self._engine, self._prefill, self._logprobs, self._drain).run(workload)
+        with self._around(workload, self._drain) as notes:
+            result = WorkloadDriver(self._engine, self._prefill, self._logprobs, self._drain).run(workload)
+        return result.model_copy(update={"notes": notes})
 
     def _run_batch(self, prefix: str, round_name: str, prompts: list[PromptSpec]) -> list[PromptResult]:
         submitted = time.perf_counter()
@@ -223,6 +222,18 @@ class EngineSession:
                 raise RuntimeError("vLLM refused to reset the prefix cache: blocks are still in use")
 
 
+def _nothing(workload: Workload, drain: Callable[[], float]) -> contextlib.AbstractContextManager[dict[str, Any]]:
+    return contextlib.nullcontext({})
+
+
+def _wait_for(file: Path) -> None:
+    pause, deadline = threading.Event(), time.perf_counter() + _BEGIN_SECONDS
+    while not file.exists():
+        if time.perf_counter() > deadline:
+            raise RuntimeError(f"nobody has made {file}, with which a round begins")
+        pause.wait(0.005)
+
+
 def _prompt_result(name: str, output: Any, stats: Any, ttft: float, total: float) -> PromptResult:
     completion = output.outputs[0]
     chosen = zip(completion.token_ids, completion.logprobs, strict=True)
@@ -244,7 +255,8 @@ def _report_progress(round_name: str, result: PromptResult) -> None:
     sys.stderr.flush()
 
 
-def _metrics() -> dict[str, float]:
+def engine_metrics() -> dict[str, float]:
+    """Return the process's metrics as ``RunResult.metrics`` has them."""
     from prometheus_client import REGISTRY
 
     values: dict[str, float] = {}

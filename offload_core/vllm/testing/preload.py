@@ -22,6 +22,7 @@ MODULES = (
     "vllm.plugins.lora_resolvers.filesystem_resolver",
     "vllm.renderers.hf",
     "offload_core.vllm.testing.engine_run",
+    "offload_core.vllm.testing.fault_run",
     "offload_core.vllm.testing.poisoning",
     "offload_core.vllm.testing.stock_ram_spec",
     "offload_backend_cpu.plugin",

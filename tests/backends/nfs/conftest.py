@@ -41,9 +41,14 @@ def key(number: int, pack: str = "full-u256") -> ObjectKey:
 
 
 class S3Server:
-    """A server of moto's in a process of its own, which can be killed and started again."""
+    """A server of moto's in a process of its own, which can be killed and started again.
 
-    def __init__(self) -> None:
+    Args:
+        log: file to which it writes a line for each request that it has answered.
+    """
+
+    def __init__(self, log: Path | None = None) -> None:
+        self._log = log
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -52,7 +57,8 @@ class S3Server:
 
     def start(self) -> None:
         command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(self.port)]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with Path(os.devnull if self._log is None else self._log).open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
         deadline = time.monotonic() + START_LIMIT_SECONDS
         while True:
             try:

@@ -1,0 +1,88 @@
+"""Half an hour of random work on the real engine over a disk that is sick in every way, by scripts of faults.
+
+Prints memory and what was served over time. Fails (exit status 1) when, after the warm-up (the first 30 %), the line
+through the samples of resident memory grows by more than 8 MiB and 0.1 MiB per minute; when after a round, its
+faults over, anything is left of threads, tasks, file descriptors or staging leases; when a request waits longer for
+storage than its deadlines and a step; when the counters of jobs do not add up; and when an output differs from that
+without offloading.
+
+    python -m benchmarks.soak [--seconds 1800] [--model gemma3 | qwen3_next] [--capacity 48MiB]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from offload_core.testing import tiny_models
+from offload_core.testing.engine import RunSpec, install_plugin, run_environment
+from offload_core.testing.fault_plugin import TIER_KEYS
+
+RUN_MODULE = "offload_core.vllm.testing.soak_run"
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gemma3": {"write": tiny_models.write_gemma3, "dtype": "float32", "block_size": 128, "blocks": 84},
+    "qwen3_next": {"write": tiny_models.write_qwen3_next, "dtype": "bfloat16", "block_size": 256, "blocks": 28},
+}
+"""The tiny models, and caches for them that a few requests fill."""
+
+
+STEADY = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "VLLM_LOGGING_LEVEL": "WARNING"}
+"""Variables of the run. Without offloading too, oneDNN caches kernels by the shapes that they have seen, which are ever
+new here: some 20 MiB per round. And vLLM is not to tell of its progress."""
+
+
+def spec(name: str, folder: Path, capacity: str) -> RunSpec:
+    """Return a run of a tiny model whose only tier is a disk of a capacity that makes it evict."""
+    model = MODELS[name]
+    tier = {
+        "name": "disk",
+        "type": "disk",
+        "path": str(folder / "kv"),
+        "capacity": capacity,
+        **TIER_KEYS,
+    }
+    return RunSpec(
+        model=str(model["write"](folder / name)),
+        dtype=model["dtype"],
+        max_model_len=1536,
+        num_gpu_blocks_override=model["blocks"],
+        kv_transfer_config={
+            "kv_connector": "WaitingConnector",
+            "kv_connector_module_path": "offload_core.vllm.testing.waiting",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "hybrid_chunk_size": model["block_size"],
+                "load_timeout_seconds_per_mib": 0,
+                "backends": [tier],
+            },
+        },
+        around_workloads="offload_core.vllm.testing.fault_run:under_faults",
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=1800.0)
+    parser.add_argument("--model", choices=list(MODELS), default="gemma3")
+    parser.add_argument("--capacity", default="48MiB")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+        folder = Path(name)
+        run = spec(arguments.model, folder, arguments.capacity)
+        (folder / "spec.json").write_text(run.model_dump_json())
+        site = install_plugin(folder / "site", "fault-plugin", "offload_core.testing.fault_plugin")
+        search_path = os.pathsep.join([str(site), *(entry for entry in sys.path if entry)])
+        return subprocess.call(
+            [sys.executable, "-m", RUN_MODULE, str(folder / "spec.json"), str(arguments.seconds)],
+            env={**run_environment(run), **STEADY, **os.environ, "PYTHONPATH": search_path},
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""The fault workload on one engine for as long as one likes, and whether anything grows, leaks or does not add up.
+
+    python -m offload_core.vllm.testing.soak_run SPEC.json SECONDS
+
+``SPEC.json`` holds a :class:`~offload_core.testing.engine.RunSpec` without rounds and workloads, which names what
+:mod:`.fault_run` asks for. Round after round a new random workload runs under a new script of faults; now and then one
+runs once more without offloading and without a prefix in the cache, to compare the outputs. Prints what it sees, and
+returns 1 when a check fails. See ``benchmarks/soak.py``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from offload_core.testing.engine import RECORD_FORMAT, RunSpec
+from offload_core.testing.fault_plugin import ALLOWANCE_SECONDS, DEADLINE_SECONDS
+from offload_core.testing.steadiness import MemorySample, MemoryTrend, counter_problems, memory_trend, wait_problems
+from offload_core.testing.workload import (
+    Workload,
+    WorkloadResult,
+    compare_workloads,
+    random_workload,
+    treated_alike,
+)
+from offload_core.vllm.testing.engine_run import Session, engine_metrics, start_engine, stop_engine
+
+_LIBC = ctypes.CDLL(None)
+_MIB = 1024 * 1024
+_COMPARED_ROUNDS = 5
+_PRINT_SECONDS = 10.0
+_WARM_UP_SHARE = 0.3
+_PROBLEMS_SHOWN = 20
+
+# What the fitted line may grow from the end of the warm-up to the end: noise of the allocators, and next to nothing
+# per minute. A leak of one object's bytes per round would be some 3 MiB per minute.
+GROWTH_LIMIT_BYTES = 8 * _MIB
+GROWTH_LIMIT_BYTES_PER_MINUTE = 0.1 * _MIB
+
+
+class Soak:
+    """One soak on one engine.
+
+    Args:
+        exact: whether outputs are compared exactly; else only those of requests that both runs treated alike.
+    """
+
+    def __init__(self, session: Session, *, exact: bool) -> None:
+        self.problems: list[str] = []
+        self.samples: list[MemorySample] = []
+        self.injected: dict[str, dict[str, int]] = {}
+        self.rounds = self.served_tokens = self.compared_outputs = 0
+        self._session = session
+        self._exact = exact
+        self._started = time.monotonic()
+
+    def run(self, seconds: float) -> None:
+        """Run rounds until ``seconds`` are over, and one without faults at the end, which takes in the last news."""
+        self._round(_well(0))
+        self._started = time.monotonic()
+        printed = 0.0
+        while (elapsed := time.monotonic() - self._started) < seconds:
+            self.rounds += 1
+            seed = (self.rounds + 1) // 2  # each twice, the second time over a tier that has it
+            workload = random_workload(seed).model_copy(update={"fault_seed": self.rounds})
+            result = self._round(workload)
+            if self.rounds % _COMPARED_ROUNDS == 0:
+                self._compare(workload, result)
+            self._sample()
+            if elapsed - printed >= _PRINT_SECONDS or not printed:
+                printed = elapsed
+                self._print()
+        self._round(_well(1))
+        self._sample()
+        self._print()
+        self.problems += counter_problems(engine_metrics())
+
+    def _round(self, workload: Workload) -> WorkloadResult:
+        result = self._session.run_workload(workload)
+        notes = result.notes
+        self.injected = notes["injected"]
+        self.served_tokens += sum(request.external_cached_tokens for request in result.requests)
+        found = wait_problems(notes["waits"], 2 * DEADLINE_SECONDS, ALLOWANCE_SECONDS)
+        if notes["left"]:
+            found.append(f"left after {notes['settle_seconds']:.1f} s: {notes['left']}")
+        self.problems += [f"round {self.rounds}: {problem}" for problem in found]
+        return result
+
+    def _compare(self, workload: Workload, result: WorkloadResult) -> None:
+        """Compare the outputs with those of a run that opts out of offloading."""
+        opted_out = {"kv_transfer_params": {"hybrid_offload": {"load": False, "store": False}}}
+        requests = [request.model_copy(update=opted_out) for request in workload.requests]
+        alone = self._round(workload.model_copy(update={"requests": requests, "fault_seed": None}))
+        one, two = (result, alone) if self._exact else treated_alike(result, alone)
+        self.problems += [f"round {self.rounds}: {line}" for line in compare_workloads(one, two)]
+        self.compared_outputs += len(one.requests)
+
+    def _sample(self) -> None:
+        """Measure what is really in use: garbage is collected, and the allocator gives back what it keeps for later."""
+        gc.collect()
+        _LIBC.malloc_trim(0)
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        now = time.monotonic() - self._started
+        self.samples.append(MemorySample(now, resident_pages * os.sysconf("SC_PAGE_SIZE")))
+
+    def _print(self) -> None:
+        seconds, rss_bytes = self.samples[-1]
+        threads, files = (len(list(Path("/proc/self", kind).iterdir())) for kind in ("task", "fd"))
+        print(
+            f"{seconds:7.0f} s  round {self.rounds:4}  RSS {rss_bytes / _MIB:8.1f} MiB  {threads} threads  "
+            f"{files} files  {self.served_tokens} tokens served  {len(self.problems)} problems",
+            flush=True,
+        )
+
+
+def _well(number: int) -> Workload:
+    return random_workload(-1 - number, requests=6)
+
+
+def _memory_problem(trend: MemoryTrend) -> str | None:
+    limit_bytes = GROWTH_LIMIT_BYTES + GROWTH_LIMIT_BYTES_PER_MINUTE * trend.seconds / 60
+    print(
+        f"memory: {trend.bytes_per_second * 60 / _MIB:+.3f} MiB per minute after the warm-up, "
+        f"{trend.growth_bytes / _MIB:+.1f} MiB in {trend.seconds:.0f} s (limit {limit_bytes / _MIB:.1f} MiB)"
+    )
+    return "memory grows" if trend.growth_bytes > limit_bytes else None
+
+
+def soak(spec: RunSpec, seconds: float) -> Sequence[str]:
+    """Soak an engine and return what went wrong, one line each. At most one call per process."""
+    engine = start_engine(spec)
+    try:
+        session = Session(engine, spec.logprobs, spec.around_workloads)
+        session.warm_up()
+        gc.collect()
+        gc.freeze()
+        run = Soak(session, exact=spec.dtype == "float32")
+        run.run(seconds)
+        metrics = engine_metrics()
+    finally:
+        stop_engine(engine)
+    print("faults:", *(f"{kind} {sum(calls.values())}" for kind, calls in run.injected.items()), sep="  ")
+    ours = {name.partition("hybrid_offload_")[2]: value for name, value in metrics.items() if value}
+    print("counters:", *(f"{name} {value:g}" for name, value in sorted(ours.items()) if name), sep="  ")
+    print(f"{run.compared_outputs} outputs compared with those without offloading")
+    problems = run.problems
+    if (memory := _memory_problem(memory_trend(run.samples, seconds * _WARM_UP_SHARE))) is not None:
+        problems.append(memory)
+    if not run.served_tokens:
+        problems.append("no token was served from the tier")
+    return problems
+
+
+def main(arguments: list[str]) -> int:
+    """Soak by the spec file ``arguments[0]`` for ``arguments[1]`` seconds and return the exit code."""
+    if len(arguments) != 2:
+        print("usage: soak_run SPEC.json SECONDS", file=sys.stderr)
+        return 2
+    logging.basicConfig(format=RECORD_FORMAT, level=logging.ERROR)
+    spec = RunSpec.model_validate_json(Path(arguments[0]).read_text())
+    problems = soak(spec, float(arguments[1]))
+    for problem in problems[:_PROBLEMS_SHOWN]:
+        print("FAILED:", problem)
+    if len(problems) > _PROBLEMS_SHOWN:
+        print(f"and {len(problems) - _PROBLEMS_SHOWN} more")
+    print("soak failed" if problems else "soak passed", flush=True)
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
