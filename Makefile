@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 ENGINE_TESTS := $(addprefix test-engine-,$(ENGINE_VERSIONS))
 
-.PHONY: help install demo test test-long test-engines $(ENGINE_TESTS) lint format bench bench-scheduler bench-backends soak wheel-check clean
+.PHONY: help install demo test test-long test-engines $(ENGINE_TESTS) lint format bench bench-scheduler bench-backends bench-faults soak wheel-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -66,6 +66,9 @@ bench-scheduler: $(STAMP)  ## measure the scheduler half's lookups and steps aga
 
 bench-backends: $(STAMP)  ## measure the backends against vLLM's file helpers and the limits of the machine
 	$(BIN)/python -m benchmarks.backends
+
+bench-faults: $(STAMP)  ## measure what a slow, a hung and a refused tier cost
+	$(BIN)/python -m benchmarks.faults
 
 soak: $(STAMP)  ## serve random work from a disk with every fault for SOAK_SECONDS; fails when something leaks or grows
 	$(BIN)/python -m benchmarks.soak --seconds $(SOAK_SECONDS)

@@ -1,0 +1,305 @@
+"""What a tier that goes wrong costs: time to first token, and what a healthy tier beside it still serves.
+
+    python -m benchmarks.faults [--only first-tokens] [--samples 120] [--batches 60] [--json FILE]
+
+A tiny Gemma 3 in float32 on one thread; all engines live at once and take turns request by request, so that drift of
+the machine cancels. Every engine has host memory as its first tier. Below it lies a folder whose medium is healthy,
+slow (every call starts 50 ms late) or hung (no call comes back, and none can be cancelled); "without it" that tier is
+not configured. Three kinds of requests: new ones, which no tier has; those that host memory has; and those that only
+that tier has. "hung" is what the first requests see, until the circuit breaker opens: there it never does. Ratios are
+to "without it" on the same prompts; the second engine without it shows what a ratio means here, and "slices" are the
+lowest and the highest ratio of medians over quarters of the run.
+
+Two tiers: a folder that serves whole batches of prompts, alone and below a tier that is hung.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.faults_rig import LoadBatch, Order, percentile
+from benchmarks.faults_setup import (
+    NEVER_OPENS,
+    PROMPT_TOKENS,
+    breaker_is_open,
+    check_same,
+    fill,
+    folder_with,
+    prompt,
+    run_spec,
+    running,
+    trip,
+    victim,
+)
+from offload_core.testing import tiny_models
+from offload_core.testing.engine import PromptResult, RunSpec
+
+SLICES = 4
+BATCH = 8
+BATCH_PROMPT_TOKENS = 4100
+BATCHES_OF_PROMPTS = 3
+BREAKER_AIM = 1.05
+TWO_TIERS_AIM = 0.9
+WITHOUT = "without it"
+
+
+@dataclass(frozen=True)
+class State:
+    """One way that the tier can be.
+
+    Args:
+        tier: it is configured at all.
+        fault: see :class:`Order`.
+        breaker_failures: the tier's key, or ``None`` for the default.
+        until_answered: what hangs is let go when the request has its answer, so that the next one meets it again.
+    """
+
+    name: str
+    tier: bool = True
+    fault: tuple[str, float] = ("none", 0.0)
+    breaker_failures: int | None = None
+    until_answered: bool = False
+
+
+@dataclass
+class Samples:
+    """What was measured of one state and one kind of request, or one state of two tiers."""
+
+    state: str
+    kind: str
+    seconds: list[float] = field(default_factory=list)
+    served_tokens: list[int] = field(default_factory=list)
+
+
+def states(slow_seconds: float) -> list[State]:
+    return [
+        State(WITHOUT, tier=False),
+        State(f"{WITHOUT}, again", tier=False),
+        State("healthy"),
+        State("slow", fault=("slow", slow_seconds)),
+        State("hung", fault=("hung", 0.0), breaker_failures=NEVER_OPENS, until_answered=True),
+        State("breaker open", fault=("hung", 0.0)),
+    ]
+
+
+def measure_first_tokens(
+    model: Path, folder: Path, everything: Sequence[State], samples: int, deadline_seconds: float, console: Console
+) -> list[Samples]:
+    """Ask all engines the same, in a new random order each time, and return what it took, per kind and state."""
+    console.print("storing what only that tier has …")
+    only_there = [prompt(f"there {number}", PROMPT_TOKENS, 1_000_000 + number) for number in range(samples)]
+    fill(model, folder / "objects", only_there)
+    in_memory = [prompt(f"memory {number}", PROMPT_TOKENS, 2_000_000 + number) for number in range(8)]
+    new = [prompt(f"new {number}", PROMPT_TOKENS, 3_000_000 + number) for number in range(samples)]
+    specs: dict[str, RunSpec] = {}
+    for state in everything:
+        tiers: list[dict[str, Any]] = [{"name": "ram", "type": "cpu", "capacity": "256MiB", "promote": False}]
+        if state.tier:
+            path = folder_with(folder / "objects", folder / state.name)
+            tiers.append(victim(path, deadline_seconds, state.breaker_failures))
+        specs[state.name] = run_spec(model, tiers)
+    kinds = {"new": new, "in host memory": in_memory, "in that tier only": only_there}
+    table = {(kind, state.name): Samples(state.name, kind) for kind in kinds for state in everything}
+    shuffled = random.Random(7)
+    console.print(f"starting {len(specs)} engines …")
+    with running(specs, folder) as engines:
+        for state in everything:
+            for one in in_memory:
+                engines[state.name].tell(Order(prompts=[one]))
+            engines[state.name].tell(Order(fault=state.fault))
+            if state.name == "breaker open":
+                trip(engines[state.name])
+        console.print("asking …")
+        for number in range(samples):
+            for kind, prompts in kinds.items():
+                asked = [prompts[number % len(prompts)]]
+                answers: dict[str, Sequence[PromptResult]] = {}
+                for state in shuffled.sample(everything, len(everything)):
+                    answer = engines[state.name].tell(Order(prompts=asked)).prompts
+                    answers[state.name] = answer
+                    if state.until_answered:
+                        engines[state.name].tell(Order(fault=state.fault))
+                    table[kind, state.name].seconds += [one.ttft_seconds for one in answer]
+                    table[kind, state.name].served_tokens += [one.external_cached_tokens for one in answer]
+                for name, answer in answers.items():
+                    check_same(f"{name}, {kind}", answer, answers[WITHOUT])
+        if not breaker_is_open(engines["breaker open"]):
+            raise SystemExit("the breaker did not stay open to the end")
+    return list(table.values())
+
+
+def measure_two_tiers(
+    model: Path, folder: Path, batches: int, deadline_seconds: float, console: Console
+) -> list[tuple[Samples, list[LoadBatch]]]:
+    """Let engines serve the same batches, in a new random order each time; seconds are those of whole batches."""
+    console.print("two tiers: storing what is to be served …")
+    sets = [
+        [prompt(f"{part}.{one}", BATCH_PROMPT_TOKENS, 4_000_000 + BATCH * part + one) for one in range(BATCH)]
+        for part in range(BATCHES_OF_PROMPTS)
+    ]
+    fill(model, folder / "many", [one for part in sets for one in part])
+    good = {"name": "good", "type": "disk", "load_timeout_seconds": 30}
+    above: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
+        "alone": lambda place: [],
+        "alone, again": lambda place: [],
+        "hung tier above": lambda place: [victim(place, deadline_seconds, NEVER_OPENS)],
+        "breaker open": lambda place: [victim(place, deadline_seconds)],
+    }
+    specs: dict[str, RunSpec] = {}
+    for name, tiers in above.items():
+        path = folder_with(folder / "many", folder / "two" / name / "good")
+        specs[name] = run_spec(model, [*tiers(path.with_name("bad")), {**good, "path": str(path)}], max_num_seqs=BATCH)
+    measured = {name: (Samples(name, "batches"), list[LoadBatch]()) for name in above}
+    shuffled = random.Random(7)
+    console.print(f"starting {len(specs)} engines …")
+    with running(specs, folder / "two") as engines:
+        for name, engine in engines.items():
+            engine.tell(Order(fault=("hung", 0.0), prompts=sets[0]))
+            if name == "breaker open":
+                trip(engine)
+            engine.tell(Order(prompts=sets[0]))
+        console.print("asking …")
+        for number in range(batches):
+            asked = sets[number % len(sets)]
+            for name in shuffled.sample(list(engines), len(engines)):
+                answer = engines[name].tell(Order(prompts=asked))
+                samples, loads = measured[name]
+                samples.seconds.append(max(one.total_seconds for one in answer.prompts))
+                samples.served_tokens.append(sum(one.external_cached_tokens for one in answer.prompts))
+                loads += [load for load in answer.loads if load.tier == "good"]
+    return list(measured.values())
+
+
+def slice_ratios(one: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
+    """Return the lowest and the highest ratio of medians over slices of the run."""
+    size = max(1, len(base) // SLICES)
+    ratios = [
+        percentile(one[start : start + size], 50) / percentile(base[start : start + size], 50)
+        for start in range(0, size * (len(base) // size), size)
+    ]
+    return min(ratios), max(ratios)
+
+
+def first_token_table(rows: Sequence[Samples], kind: str) -> Table:
+    mine = [row for row in rows if row.kind == kind]
+    table = _table(
+        f"Time to first token, {PROMPT_TOKENS} tokens, {kind}, {len(mine[0].seconds)} samples each",
+        ("served", "p50 ms", "p99 ms", "p50 ratio", "slices", "p99 ratio"),
+    )
+    base = next(row.seconds for row in mine if row.state == WITHOUT)
+    for row in mine:
+        p50, p99 = (percentile(row.seconds, percent) for percent in (50, 99))
+        low, high = slice_ratios(row.seconds, base)
+        table.add_row(
+            row.state,
+            _span(row.served_tokens),
+            f"{p50 * 1000:.1f}",
+            f"{p99 * 1000:.1f}",
+            f"{p50 / percentile(base, 50):.2f}",
+            f"{low:.2f} to {high:.2f}",
+            f"{p99 / percentile(base, 99):.2f}",
+        )
+    return table
+
+
+def two_tiers_table(rows: Sequence[tuple[Samples, list[LoadBatch]]]) -> Table:
+    table = _table(
+        f"One healthy tier, {len(rows[0][0].seconds)} batches of {BATCH} prompts of {BATCH_PROMPT_TOKENS} tokens",
+        ("served", "tokens/s", "ratio", "slices", "load p50 ms", "p99 ms"),
+    )
+    base = _speeds(rows[0][0])
+    for samples, loads in rows:
+        speeds = _speeds(samples)
+        low, high = slice_ratios(speeds, base)
+        seconds = [load.seconds for load in loads]
+        table.add_row(
+            samples.state,
+            _span(samples.served_tokens),
+            f"{percentile(speeds, 50):,.0f}",
+            f"{percentile(speeds, 50) / percentile(base, 50):.2f}",
+            f"{low:.2f} to {high:.2f}",
+            *(f"{percentile(seconds, percent) * 1000:.2f}" for percent in (50, 99)),
+        )
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title)
+    table.add_column("", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _speeds(samples: Samples) -> list[float]:
+    return [tokens / seconds for tokens, seconds in zip(samples.served_tokens, samples.seconds, strict=True)]
+
+
+def _span(numbers: Iterable[int]) -> str:
+    low, high = min(found := list(numbers)), max(found)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def verdicts(rows: Sequence[Samples], two: Sequence[tuple[Samples, list[LoadBatch]]]) -> Iterator[str]:
+    """Say for every aim whether it was reached."""
+    for kind in dict.fromkeys(row.kind for row in rows):
+        p50 = {row.state: percentile(row.seconds, 50) for row in rows if row.kind == kind}
+        ratio = p50["breaker open"] / p50[WITHOUT]
+        yield f"breaker open, {kind}: {ratio:.3f} of {WITHOUT}; aim at most {BREAKER_AIM}: {ratio <= BREAKER_AIM}"
+    if two:
+        base = percentile(_speeds(two[0][0]), 50)
+        for samples, _ in two[2:]:
+            ratio = percentile(_speeds(samples), 50) / base
+            yield f"{samples.state}: {ratio:.3f} of alone; aim at least {TWO_TIERS_AIM}: {ratio >= TWO_TIERS_AIM}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=120, help="requests per state and kind")
+    parser.add_argument("--batches", type=int, default=60, help="batches per state of two tiers")
+    parser.add_argument(
+        "--only",
+        choices=["first-tokens", "breaker", "two-tiers"],
+        help="one part; of the first tokens, breaker leaves out all but the open one and none",
+    )
+    parser.add_argument("--slow-seconds", type=float, default=0.05, help="how late the slow tier starts every call")
+    parser.add_argument("--deadline-seconds", type=float, default=0.25, help="of the tier's lookups and loads")
+    parser.add_argument("--json", type=Path, help="also write the samples to this file")
+    arguments = parser.parse_args()
+    console = Console(width=120)
+    with tempfile.TemporaryDirectory(prefix="offload-core-bench-") as name:
+        folder = Path(name)
+        model = tiny_models.write_gemma3(folder / "model")
+        rows: list[Samples] = []
+        if arguments.only != "two-tiers":
+            everything = states(arguments.slow_seconds)
+            if arguments.only == "breaker":
+                everything = [state for state in everything if not state.tier or state.name == "breaker open"]
+            rows = measure_first_tokens(
+                model, folder, everything, arguments.samples, arguments.deadline_seconds, console
+            )
+            for kind in dict.fromkeys(row.kind for row in rows):
+                console.print(first_token_table(rows, kind))
+        two: list[tuple[Samples, list[LoadBatch]]] = []
+        if arguments.only in (None, "two-tiers"):
+            two = measure_two_tiers(model, folder, arguments.batches, arguments.deadline_seconds, console)
+            console.print(two_tiers_table(two))
+    for line in verdicts(rows, two):
+        console.print(line)
+    if arguments.json:
+        samples = {"first tokens": [asdict(row) for row in rows], "two tiers": [asdict(row) for row, _ in two]}
+        arguments.json.write_text(json.dumps(samples, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

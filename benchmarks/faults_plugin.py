@@ -1,0 +1,62 @@
+"""The plugin of the engines in ``benchmarks.faults``: one tier's medium goes wrong on command.
+
+It lies in the engine's process, where :mod:`benchmarks.faults_rig` turns the fault on and off.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from offload_core.backend import Backend
+from offload_core.events import Event, LoadsEnded
+from offload_core.hookspecs import TierInfo, hookimpl
+from offload_core.testing.faults import ANSWERS, Fault, FaultPlan, FaultyBackend, Hang, Inject, Slow
+
+OFFLOAD_API_VERSION = 1
+VICTIM = "victim"
+"""The name of the tier that goes wrong."""
+
+_backends: list[FaultyBackend] = []
+_loads: deque[LoadsEnded] = deque()
+
+
+def slow(seconds: float) -> list[Inject]:
+    """Every call starts so much later; a batch that is prepared and then moved pays once."""
+    return _everywhere(Slow(seconds), ("contains", "load_into", "store", "delete"))
+
+
+def hung() -> list[Inject]:
+    """No call comes back, and none can be cancelled, as in a dead mount."""
+    return _everywhere(Hang(deaf=True), (*ANSWERS, "delete"))
+
+
+def inject(faults: Sequence[Inject]) -> None:
+    """From now on new calls have these faults; what hangs is let go."""
+    for backend in _backends:
+        before, backend.plan = backend.plan, FaultPlan(faults)
+        before.release()
+
+
+def take_loads() -> list[LoadsEnded]:
+    """Return what was told of since the last call: batches of loads of all tiers, in order."""
+    return [_loads.popleft() for _ in range(len(_loads))]
+
+
+def _everywhere(fault: Fault, operations: Sequence[str]) -> list[Inject]:
+    return [Inject(fault, operation) for operation in operations]
+
+
+@hookimpl
+def offload_wrap_backend(backend: Backend[Any], tier: TierInfo) -> Backend[Any] | None:
+    if tier.name != VICTIM:
+        return None
+    _backends.append(FaultyBackend(backend, FaultPlan([])))
+    return _backends[-1]
+
+
+@hookimpl
+def offload_observe(event: Event) -> None:
+    if isinstance(event, LoadsEnded):
+        _loads.append(event)

@@ -1,0 +1,183 @@
+"""Engines for ``benchmarks.faults``: several live at once, each in a process of its own, and one works at a time.
+
+So every way to be compared sees the same machine within a fraction of a second, and drift cancels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks import faults_plugin
+from offload_core.testing.engine import PromptResult, PromptSpec, Round, RunSpec, run_environment
+
+START_SECONDS = 180.0
+ANSWER_SECONDS = 120.0
+STOP_SECONDS = 30.0
+DISTRIBUTION = "benchmark-faults"
+
+
+@dataclass(frozen=True)
+class LoadBatch:
+    """A batch of objects that a tier has loaded and checked."""
+
+    tier: str
+    loaded: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Order:
+    """What an engine's process is told; it does all that is set, in this order.
+
+    Args:
+        fault: what the victim's medium does from now on: ``none``, ``hung``, or ``slow`` with a number of seconds.
+        prompts: requests that are submitted together, after the engine's own prefix cache is emptied.
+        metrics: say the present value of every metric.
+    """
+
+    fault: tuple[str, float] | None = None
+    prompts: Sequence[PromptSpec] = ()
+    metrics: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine's process replies to an order."""
+
+    prompts: Sequence[PromptResult] = ()
+    loads: Sequence[LoadBatch] = ()
+    metrics: dict[str, float] | None = None
+
+
+class LiveEngine:
+    """An engine in a process of its own, which does what it is told until it is stopped.
+
+    Args:
+        site: the folder of :func:`write_distribution`.
+    """
+
+    def __init__(self, name: str, spec: RunSpec, site: Path) -> None:
+        self.name = name
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        log = str(site / f"{name.replace(' ', '-')}.log")
+        self._process = context.Process(target=_serve, args=(theirs, spec, str(site), log), daemon=True)
+        self._log = Path(log)
+        self._process.start()
+        theirs.close()
+
+    def wait_until_started(self) -> None:
+        """Wait for the engine.
+
+        Raises:
+            RuntimeError: it did not start; the message ends with what it printed last.
+        """
+        self._receive(START_SECONDS)
+
+    def tell(self, order: Order) -> Answer:
+        """Send an order and wait for the answer.
+
+        Raises:
+            RuntimeError: the process has ended, or does not answer.
+        """
+        self._connection.send(order)
+        return self._receive(ANSWER_SECONDS)
+
+    def stop(self) -> None:
+        """End the engine, by force when it does not end by itself."""
+        with suppress(OSError):
+            self._connection.send(None)
+        self._process.join(STOP_SECONDS)
+        self._process.kill()
+        self._process.join()
+
+    def _receive(self, seconds: float) -> Answer:
+        try:
+            if self._connection.poll(seconds):
+                answer = self._connection.recv()
+                assert isinstance(answer, Answer)
+                return answer
+            problem = f"does not answer for {seconds:g} s"
+        except (EOFError, OSError):
+            problem = "has ended"
+        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
+        raise RuntimeError(f"the engine {self.name!r} {problem}; it printed last:\n{tail}")
+
+
+def write_distribution(site: Path) -> None:
+    """Install the plugin in the folder ``site``, for processes that have it on their search path."""
+    info = site / f"{DISTRIBUTION.replace('-', '_')}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[offload_core]\n{DISTRIBUTION} = {faults_plugin.__name__}\n")
+
+
+def prepare_environment(spec: RunSpec) -> None:
+    """Set the variables that the engines' processes must have from their first import on."""
+    os.environ.update({**run_environment(spec), **os.environ})
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return a percentile by linear interpolation."""
+    ordered = sorted(values)
+    if len(ordered) == 1:
+        return ordered[0]
+    cuts = statistics.quantiles(ordered, n=1000, method="inclusive")
+    return cuts[round(percent * 10) - 1]
+
+
+def _serve(connection: Connection, spec: RunSpec, site: str, log: str) -> None:
+    with open(log, "wb", buffering=0) as file:  # noqa: PTH123 - a descriptor for all that the process prints
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    sys.path.insert(0, site)
+    from offload_core.vllm.testing.engine_run import Session, start_engine, stop_engine
+
+    engine = start_engine(spec)
+    try:
+        session = Session(engine, spec.logprobs)
+        session.warm_up()
+        connection.send(Answer())
+        for number in itertools.count():
+            order = _next_order(connection)
+            if order is None:
+                break
+            connection.send(_do(session, number, order))
+    finally:
+        faults_plugin.inject([])
+        stop_engine(engine)
+
+
+def _next_order(connection: Connection) -> Order | None:
+    """Return the next order, or ``None`` when the engine is to end."""
+    try:
+        order = connection.recv()
+    except EOFError:
+        return None
+    assert order is None or isinstance(order, Order)
+    return order
+
+
+def _do(session: Any, number: int, order: Order) -> Answer:
+    from offload_core.vllm.testing.engine_run import engine_metrics
+
+    if order.fault is not None:
+        kind, seconds = order.fault
+        faults_plugin.inject({"none": [], "slow": faults_plugin.slow(seconds), "hung": faults_plugin.hung()}[kind])
+    prompts: Sequence[PromptResult] = ()
+    if order.prompts:
+        batch = Round(name="batch", prompts=list(order.prompts), reset_prefix_cache_before=True, one_at_a_time=False)
+        prompts = session.run_round(number, batch).prompts
+    loads = [LoadBatch(one.tier, one.loaded, one.nbytes, one.seconds) for one in faults_plugin.take_loads()]
+    return Answer(prompts, loads, engine_metrics() if order.metrics else None)
