@@ -134,7 +134,7 @@ def test_a_short_call_is_not_stuck(rig: Rig) -> None:
 
 def test_a_tier_counts_its_stuck_threads_while_they_are(io: IoLoop, counters: Counters) -> None:
     config, made = memory_tier(io_threads=1)
-    short = {f"{name}_timeout_seconds": STUCK_AFTER_SECONDS for name in ("open", "lookup", "load", "close")}
+    short = {f"{name}_timeout_seconds": STUCK_AFTER_SECONDS for name in ("open", "lookup", "load", "store", "close")}
     tier = Tier(config, TierLimits(**short), counters)  # type: ignore[arg-type]  # by name
     gate = made[0].gates["contains"]
     gate.shut()
@@ -168,7 +168,7 @@ def hang(backend):
 
 config, _ = memory_tier(prepare=hang, lookup_timeout_seconds=0.02, breaker_failures=2, io_threads=2)
 settings = OffloadSettings(backends=[config.common], open_timeout_seconds=0.05, load_timeout_seconds=0.05,
-                           close_timeout_seconds=0.05)
+                           store_timeout_seconds=0.05, close_timeout_seconds=0.05)
 io, counters, counted = IoLoop.acquire(), Counters(), {}
 tiers = open_tiers(OffloadConfig(settings, (config,)), io, counters)
 lookups = [io.submit(tiers[0].lookup([key(number)])) for number in range(4)]
