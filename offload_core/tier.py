@@ -171,8 +171,11 @@ class Tier:
                 tier's own deadline. The call goes on, and while a few are late no more are begun.
         """
         max_overdue = _MAX_OVERDUE_LOOKUPS + self._executor.stuck  # those whose threads have been replaced
-        if self._pending_lookups >= _MAX_PENDING_LOOKUPS or len(self._overdue_lookups) >= max_overdue:
+        hangs = len(self._overdue_lookups) >= max_overdue
+        if hangs or self._pending_lookups >= _MAX_PENDING_LOOKUPS:
             self._counters.add("lookup_failures", self.name)
+            if hangs:  # what it would come to, if it were begun
+                self.health.timed_out("lookup", keys[0] if keys else None)
             return [False] * len(keys)
         call = self._begin("lookup")
         if call is None:

@@ -260,6 +260,18 @@ def test_half_open_only_one_load_at_a_time_reaches_the_medium(made: Callable[...
     staged.lease.release()
 
 
+def test_lookups_that_are_refused_since_others_hang_open_the_breaker(made: Callable[..., Rig]) -> None:
+    rig = made(breaker_failures=6, lookup_timeout_seconds=SHORT_SECONDS)
+    rig.backend.gates["contains"].shut()
+    for number in range(1, 5):
+        rig.io.submit(rig.tier.lookup([key(1)]))
+        until(lambda: rig.total("lookup_timeouts") == number)  # noqa: B023  # called before the next number
+    assert rig.lookup(1) == [False]
+    assert rig.tier.health.admits("lookup")
+    assert rig.lookup(1) == [False]
+    assert not rig.tier.health.admits("lookup")
+
+
 def test_lookups_past_their_deadline_do_not_pile_up(made: Callable[..., Rig]) -> None:
     rig = made(breaker_failures=1000, lookup_timeout_seconds=SHORT_SECONDS)
     rig.store(1)
