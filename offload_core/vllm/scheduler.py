@@ -6,7 +6,6 @@ import math
 import secrets
 import time
 from collections import Counter
-from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -202,8 +201,9 @@ class SchedulerHalf:
         self._holders.load_begins(request.request_id, *_held_and_needed_blocks(self._planner, request, blocks))
         state.loading = [item.chunk for item in chunks or ()]
         self._loading.update(state.loading)
-        load = RequestLoad(state.job_id, request.request_id, offer.tier, tuple(chunks or ()), chunks is None)
-        self._new_loads.append(replace(load, waited_seconds=state.wait.seconds("load")))
+        waited = state.wait.seconds("load")
+        load = RequestLoad(state.job_id, request.request_id, offer.tier, tuple(chunks or ()), chunks is None, waited)
+        self._new_loads.append(load)
         state.wait.begin("load")
         state.lookup = None
 

@@ -19,7 +19,18 @@ BACKENDS = sorted([*(ROOT / "backends").rglob("*.py"), *TEMPLATE.rglob("*.py")])
 ADAPTER = ROOT / "offload_core" / "vllm"
 PUBLIC_MODULES = {
     f"offload_core.{name}"
-    for name in ("backend", "errors", "events", "hookspecs", "keys", "pinning", "quantities", "testing", "wrapper")
+    for name in (
+        "backend",
+        "errors",
+        "events",
+        "folder_check",
+        "hookspecs",
+        "keys",
+        "pinning",
+        "quantities",
+        "testing",
+        "wrapper",
+    )
 }
 """What plugin authors are promised; the bundled backends use nothing else."""
 

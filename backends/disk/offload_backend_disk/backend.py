@@ -36,6 +36,7 @@ from offload_core.backend import (
     StoreOutcome,
     StoreReservation,
 )
+from offload_core.folder_check import check_folder
 from offload_core.keys import ObjectKey
 from offload_core.quantities import Bytes
 
@@ -103,18 +104,9 @@ class DiskOptions(BackendOptions):
     def _parent_exists(cls, path: Path) -> Path:
         try:
             path = path.expanduser().absolute()
-            seen = files.look_at(path)
         except (OSError, RuntimeError) as error:  # RuntimeError: ~user for a user that does not exist
             raise ValueError(f"{error}; name a folder that this process may use") from error
-        if seen is None:
-            return path
-        exists, is_folder, has_parent = seen
-        if exists and not is_folder:
-            raise ValueError(f"{path} is a file; name a folder")
-        if not exists and not has_parent:
-            raise ValueError(
-                f"the parent folder {path.parent} does not exist; create it, or mount the disk that should be there"
-            )
+        check_folder(path, "create it, or mount the disk that should be there")
         return path
 
     @field_validator("low_watermark")

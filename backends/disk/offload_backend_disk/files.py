@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -17,30 +15,6 @@ FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 
 Fsync = Literal["none", "data", "data and folder"]
-
-_LOOK_SECONDS = 2.0
-
-
-def look_at(path: Path) -> tuple[bool, bool, bool] | None:
-    """Return whether ``path`` exists, whether it is a folder, and whether its parent is one.
-
-    ``None`` where the file system does not answer soon: it hangs, which is seen again, under a deadline, when the tier
-    is opened.
-
-    Raises:
-        OSError: the file system has refused to tell.
-    """
-    answer: Future[tuple[bool, bool, bool]] = Future()
-
-    def look() -> None:
-        try:
-            answer.set_result((path.exists(), path.is_dir(), path.parent.is_dir()))
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=look, name=f"look at {path}", daemon=True).start()
-    wait([answer], timeout=_LOOK_SECONDS)
-    return answer.result() if answer.done() else None
 
 
 def exists(name: str) -> bool:

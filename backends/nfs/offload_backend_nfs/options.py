@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -15,6 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pydantic import Field, field_validator, model_validator
 
 from offload_core.backend import BackendOptions
+from offload_core.folder_check import check_folder
 from offload_core.quantities import Bytes, Seconds
 
 Kind = Literal["share", "s3", "store", "renaming"]
@@ -40,7 +39,6 @@ _CREDENTIALS_CURE = (
     "configuration (~/.config/fsspec), not from this one, which vLLM logs"
 )
 MIN_PART_BYTES = 5 * 1024**2
-_LOOK_SECONDS = 2.0
 """What S3 wants of every part but the last."""
 
 
@@ -156,40 +154,8 @@ class NfsOptions(BackendOptions):
 
 def _checked_folder(url: str) -> Path:
     folder = Path(LocalFileSystem._strip_protocol(url))
-    try:
-        seen = _look_at(folder)
-    except OSError as error:
-        raise ValueError(f"{error}; name a folder that this process may use") from error
-    if seen is None:
-        return folder
-    exists, is_folder, has_parent = seen
-    if exists and not is_folder:
-        raise ValueError(f"{folder} is a file; name a folder")
-    if not exists and not has_parent:
-        raise ValueError(f"the parent folder {folder.parent} does not exist; mount the share that should be there")
+    check_folder(folder, "mount the share that should be there")
     return folder
-
-
-def _look_at(folder: Path) -> tuple[bool, bool, bool] | None:
-    """Return whether ``folder`` exists, whether it is a folder, and whether its parent is one.
-
-    ``None`` where the file system does not answer soon: it hangs, which is seen again, under a deadline, when the tier
-    is opened.
-
-    Raises:
-        OSError: the file system has refused to tell.
-    """
-    answer: Future[tuple[bool, bool, bool]] = Future()
-
-    def look() -> None:
-        try:
-            answer.set_result((folder.exists(), folder.is_dir(), folder.parent.is_dir()))
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=look, name=f"look at {folder}", daemon=True).start()
-    wait([answer], timeout=_LOOK_SECONDS)
-    return answer.result() if answer.done() else None
 
 
 def _credentials(value: Any, place: str) -> Iterator[str]:
