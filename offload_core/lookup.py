@@ -6,6 +6,7 @@ answered with something to load; then for a short grace, as long as another tier
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -182,14 +183,20 @@ class LookupService:
         self._unavailable = unavailable
         self._answered = threading.Event()
 
-    def start(self, question: PrefixQuestion) -> Lookup:
-        """Ask every tier that is available; of the others there is no answer, at once."""
+    def start(self, question: PrefixQuestion, patience_seconds: float = math.inf) -> Lookup:
+        """Ask every tier that is available; of the others there is no answer, at once.
+
+        Args:
+            patience_seconds: how long the caller can wait for answers, where that is less than the tiers' deadlines; it
+                is no fault of a tier when it answers after this.
+        """
         started = time.monotonic()
         answers = []
         for tier in self._tiers:
-            deadline = started + tier.limits.lookup_timeout_seconds
-            answer = self._answer(tier, question, deadline)
-            answers.append(TierAnswer(tier.name, tier.load_weight, answer, deadline))
+            timeout_seconds = tier.limits.lookup_timeout_seconds
+            answer = self._answer(tier, question, started + timeout_seconds)
+            wanted_until = started + min(timeout_seconds, patience_seconds)
+            answers.append(TierAnswer(tier.name, tier.load_weight, answer, wanted_until))
             answer.add_done_callback(log_unexpected)
             answer.add_done_callback(lambda _: self._answered.set())
         reachable_tokens = self._planner.storable_prefix(question.limit_tokens)

@@ -340,7 +340,7 @@ class SchedulerHalf:
             adapter=adapter,
             mistrusted=self._ledger.mistrusted | state.not_loaded,
         )
-        state.lookup = self._lookups.start(question)
+        state.lookup = self._lookups.start(question, self._lookup_seconds - state.wait.seconds("lookup"))
         return True
 
     def _take_answers(self, state: RequestState, lookup: Lookup) -> Offer | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
@@ -215,6 +216,19 @@ def test_each_tier_has_its_own_deadline_and_those_without_an_answer_then_have_no
     wait_until_done(service, lookup)
     assert lookup.best() == ("fast", 0)
     assert lookup.missing() == {ref(0), ref(1), ref(2)}
+
+
+def test_a_caller_with_less_patience_than_a_tier_has_time_goes_without_it_and_the_tier_is_not_blamed(
+    start: Start, backends: dict[str, MemoryBackend], counters: Counters
+) -> None:
+    hit_on_fast_while_slow_hangs(backends, 1)
+    service = start(SECONDS)
+    lookup = wait_until_done(service, service.start(question(), patience_seconds=0.1))
+    assert lookup.best() == ("fast", 16)
+    assert time.monotonic() - lookup.started < SECONDS
+    backends["slow"].gates["contains"].open()
+    assert wait_for_all(service, lookup).best() == ("slow", 48), "what comes all the same is used"
+    assert ("lookup_timeouts", "slow") not in counters.take()
 
 
 def test_a_tier_whose_breaker_is_open_is_answered_for_at_once_and_has_no_say_in_what_is_missing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -159,6 +160,20 @@ def test_no_lookup_begins_once_they_have_taken_as_long_as_one_may(half: ClockedH
     half.half._requests["a"].wait.begin("lookup")
     half.clock.now += LOOKUP_SECONDS
     assert half.asked(item, 3) == [0, 0, 0]
+
+
+def test_a_lookup_that_begins_late_is_waited_for_only_as_long_as_is_left(half: ClockedHalf) -> None:
+    half.backend.gates["contains"].shut()
+    item = half.follow(request("a"))
+    wait = half.half._requests["a"].wait
+    wait.begin("lookup")
+    half.clock.now += LOOKUP_SECONDS - 0.1
+    began = time.monotonic()
+    try:
+        assert half.matched(item) == 0
+        assert time.monotonic() - began < LOOKUP_SECONDS
+    finally:
+        half.backend.gates["contains"].open()
 
 
 def test_time_without_room_in_the_engine_is_no_wait_for_a_lookup(half: ClockedHalf, monkeypatch: Any) -> None:
