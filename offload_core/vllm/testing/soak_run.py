@@ -34,6 +34,7 @@ from offload_core.vllm.testing.engine_run import Session, engine_metrics, start_
 _LIBC = ctypes.CDLL(None)
 _MIB = 1024 * 1024
 _COMPARED_ROUNDS = 5
+_WORKLOADS = 30
 _PRINT_SECONDS = 10.0
 _WARM_UP_SHARE = 0.3
 _PROBLEMS_SHOWN = 20
@@ -52,7 +53,7 @@ class Soak:
     """
 
     def __init__(self, session: Session, *, exact: bool) -> None:
-        self.problems: list[str] = []
+        self.problems = 0
         self.samples: list[MemorySample] = []
         self.injected: dict[str, dict[str, int]] = {}
         self.rounds = self.served_tokens = self.compared_outputs = 0
@@ -67,7 +68,9 @@ class Soak:
         printed = 0.0
         while (elapsed := time.monotonic() - self._started) < seconds:
             self.rounds += 1
-            seed = (self.rounds + 1) // 2  # each twice, the second time over a tier that has it
+            # Each twice, the second time over a tier that has it; and all of them again and again, so that the engine's
+            # bounded memory of chunks is full before the warm-up is over, and growth is a leak.
+            seed = (self.rounds + 1) // 2 % _WORKLOADS
             workload = random_workload(seed).model_copy(update={"fault_seed": self.rounds})
             result = self._round(workload)
             if self.rounds % _COMPARED_ROUNDS == 0:
@@ -79,7 +82,13 @@ class Soak:
         self._round(_well(1))
         self._sample()
         self._print()
-        self.problems += counter_problems(engine_metrics())
+        self.failed(counter_problems(engine_metrics()))
+
+    def failed(self, problems: Sequence[str]) -> None:
+        """Count what went wrong and print it, one line each, as long as there are not too many lines."""
+        for problem in problems[: max(0, _PROBLEMS_SHOWN - self.problems)]:
+            print(f"FAILED: round {self.rounds}: {problem}", flush=True)
+        self.problems += len(problems)
 
     def _round(self, workload: Workload) -> WorkloadResult:
         result = self._session.run_workload(workload)
@@ -89,7 +98,7 @@ class Soak:
         found = wait_problems(notes["waits"], 2 * DEADLINE_SECONDS, ALLOWANCE_SECONDS)
         if notes["left"]:
             found.append(f"left after {notes['settle_seconds']:.1f} s: {notes['left']}")
-        self.problems += [f"round {self.rounds}: {problem}" for problem in found]
+        self.failed(found)
         return result
 
     def _compare(self, workload: Workload, result: WorkloadResult) -> None:
@@ -98,7 +107,7 @@ class Soak:
         requests = [request.model_copy(update=opted_out) for request in workload.requests]
         alone = self._round(workload.model_copy(update={"requests": requests, "fault_seed": None}))
         one, two = (result, alone) if self._exact else treated_alike(result, alone)
-        self.problems += [f"round {self.rounds}: {line}" for line in compare_workloads(one, two)]
+        self.failed(compare_workloads(one, two))
         self.compared_outputs += len(one.requests)
 
     def _sample(self) -> None:
@@ -114,7 +123,7 @@ class Soak:
         threads, files = (len(list(Path("/proc/self", kind).iterdir())) for kind in ("task", "fd"))
         print(
             f"{seconds:7.0f} s  round {self.rounds:4}  RSS {rss_bytes / _MIB:8.1f} MiB  {threads} threads  "
-            f"{files} files  {self.served_tokens} tokens served  {len(self.problems)} problems",
+            f"{files} files  {self.served_tokens} tokens served  {self.problems} problems",
             flush=True,
         )
 
@@ -132,8 +141,8 @@ def _memory_problem(trend: MemoryTrend) -> str | None:
     return "memory grows" if trend.growth_bytes > limit_bytes else None
 
 
-def soak(spec: RunSpec, seconds: float) -> Sequence[str]:
-    """Soak an engine and return what went wrong, one line each. At most one call per process."""
+def soak(spec: RunSpec, seconds: float) -> int:
+    """Soak an engine and return how many things went wrong; prints them. At most one call per process."""
     engine = start_engine(spec)
     try:
         session = Session(engine, spec.logprobs, spec.around_workloads)
@@ -149,12 +158,11 @@ def soak(spec: RunSpec, seconds: float) -> Sequence[str]:
     ours = {name.partition("hybrid_offload_")[2]: value for name, value in metrics.items() if value}
     print("counters:", *(f"{name} {value:g}" for name, value in sorted(ours.items()) if name), sep="  ")
     print(f"{run.compared_outputs} outputs compared with those without offloading")
-    problems = run.problems
     if (memory := _memory_problem(memory_trend(run.samples, seconds * _WARM_UP_SHARE))) is not None:
-        problems.append(memory)
+        run.failed([memory])
     if not run.served_tokens:
-        problems.append("no token was served from the tier")
-    return problems
+        run.failed(["no token was served from the tier"])
+    return run.problems
 
 
 def main(arguments: list[str]) -> int:
@@ -165,11 +173,7 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(format=RECORD_FORMAT, level=logging.ERROR)
     spec = RunSpec.model_validate_json(Path(arguments[0]).read_text())
     problems = soak(spec, float(arguments[1]))
-    for problem in problems[:_PROBLEMS_SHOWN]:
-        print("FAILED:", problem)
-    if len(problems) > _PROBLEMS_SHOWN:
-        print(f"and {len(problems) - _PROBLEMS_SHOWN} more")
-    print("soak failed" if problems else "soak passed", flush=True)
+    print(f"soak failed: {problems} problems" if problems else "soak passed", flush=True)
     return bool(problems)
 
 
