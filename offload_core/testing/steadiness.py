@@ -17,7 +17,7 @@ _METRIC = re.compile(r'vllm:hybrid_offload_(\w+?)(?:_total)?\{.*?tier="([^"]*)"'
 
 
 class MemorySample(NamedTuple):
-    """Resident memory of a process at one moment."""
+    """Resident memory of a process at one moment; pages of mapped files, which the kernel can drop, need not count."""
 
     seconds: float
     rss_bytes: int

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -114,18 +113,24 @@ class Soak:
         """Measure what is really in use: garbage is collected, and the allocator gives back what it keeps for later."""
         gc.collect()
         _LIBC.malloc_trim(0)
-        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
         now = time.monotonic() - self._started
-        self.samples.append(MemorySample(now, resident_pages * os.sysconf("SC_PAGE_SIZE")))
+        self.samples.append(MemorySample(now, _resident_bytes("RssAnon") + _resident_bytes("RssShmem")))
 
     def _print(self) -> None:
         seconds, rss_bytes = self.samples[-1]
+        files_mib = _resident_bytes("RssFile") / _MIB
         threads, files = (len(list(Path("/proc/self", kind).iterdir())) for kind in ("task", "fd"))
         print(
-            f"{seconds:7.0f} s  round {self.rounds:4}  RSS {rss_bytes / _MIB:8.1f} MiB  {threads} threads  "
-            f"{files} files  {self.served_tokens} tokens served  {self.problems} problems",
+            f"{seconds:7.0f} s  round {self.rounds:4}  RSS {rss_bytes / _MIB:7.1f} + {files_mib:.1f} MiB of files  "
+            f"{threads} threads  {files} files  {self.served_tokens} tokens served  {self.problems} problems",
             flush=True,
         )
+
+
+def _resident_bytes(kind: str) -> int:
+    """Return this process's resident memory of one of the kinds that ``proc_pid_status(5)`` lists in kB."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"\n{kind}:")[2].split(maxsplit=1)[0]) * 1024
 
 
 def _well(number: int) -> Workload:
