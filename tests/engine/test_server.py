@@ -1,4 +1,4 @@
-"""`vllm serve` over HTTP with the openai client: it is served from disk what another process has stored."""
+"""`vllm serve` over HTTP with the openai client: on what another process has stored, and on storage that hangs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import openai
@@ -20,8 +21,13 @@ import pytest
 
 from offload_core.testing.engine import PromptSpec, Round
 from tests.engine.lab import Lab, objects, ours
+from tests.faultfs.mount import FaultFs, wait_until
 
 START_SECONDS = 180.0
+HANG_SECONDS = 1.0
+"""For what a request waits on storage that hangs: a lookup, a load."""
+SLACK_SECONDS = 10.0
+"""For a busy machine. What hangs here would hang for ever."""
 
 # Compiled operations and a second thread, which waits busily, cost a start on a busy machine a minute.
 LEAN = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -87,6 +93,12 @@ def _complete(url: str, words: list[str]) -> tuple[str, int]:
     return answer.choices[0].text, (details.cached_tokens or 0) if details else 0
 
 
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.monotonic()
+    call()
+    return time.monotonic() - began
+
+
 def _metric(url: str, name: str) -> float:
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
         text = response.read().decode()
@@ -97,6 +109,12 @@ def _configured(folder: Path) -> Path:
     path = folder / "offload.yaml"
     path.write_text("lookup_timeout_seconds: 30\nbackends:\n  - {name: disk, type: disk, path: ./kv-cache}\n")
     return path
+
+
+def _forget_prefixes(url: str) -> None:
+    """Empty the engine's own prefix cache, so that a prefix can come from a tier only."""
+    with urllib.request.urlopen(f"{url}/reset_prefix_cache", data=b"", timeout=10) as response:
+        assert response.status == 200
 
 
 def _check_log(log: Path) -> None:
@@ -143,3 +161,40 @@ def test_two_server_lifetimes(lab: Lab, tmp_path: Path) -> None:
     assert loaded > 0
     for log in ("first.log", "second.log"):
         _check_log(tmp_path / log)
+
+
+@pytest.mark.long
+def test_a_server_answers_while_its_storage_hangs_and_is_served_from_it_afterwards(
+    lab: Lab, fault_fs: FaultFs, tmp_path: Path
+) -> None:
+    folder, config, log = fault_fs.path / "kv", tmp_path / "offload.yaml", tmp_path / "server.log"
+    config.write_text(
+        f"lookup_timeout_seconds: {HANG_SECONDS}\nload_timeout_seconds: {HANG_SECONDS}\n"
+        "breaker_pause_seconds: 0.1\nbreaker_max_pause_seconds: 0.2\n"
+        f"backends:\n  - {{name: files, type: disk, path: {folder}}}\n"
+    )
+    words = [f"w{4 + 7 * index % 1000}" for index in range(1500)]
+
+    with _server(lab, config, log, {**LEAN, "VLLM_SERVER_DEV_MODE": "1"}) as url:
+
+        def ask() -> int:
+            """Ask without a prefix in the engine's own cache; returns how many tokens came from the tier."""
+            _forget_prefixes(url)
+            answer, cached = _complete(url, words)
+            assert answer == expected
+            return cached
+
+        expected, _ = _complete(url, words)
+        healthy = _seconds(ask)
+        wait_until(lambda: ask() == 1280, "the server is not served from its disk")
+
+        fault_fs.pause()
+        waited = _seconds(ask)
+        assert waited < 2 * HANG_SECONDS + healthy + SLACK_SECONDS
+        wait_until(lambda: ask() == 0 and _metric(url, "vllm:hybrid_offload_breaker_open") == 1, "no breaker opened")
+        assert _seconds(ask) < HANG_SECONDS + healthy, "an open breaker makes no request wait"
+
+        fault_fs.resume()
+        wait_until(lambda: ask() == 1280, "the server is not served from its disk again")
+    assert len(re.findall(r"tier 'files'.* is not used for now", log.read_text())) == 1
+    _check_log(log)
