@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import errno
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from offload_core.transfer import LoadResult
 from tests.faultfs.conftest import TierOn
 from tests.faultfs.mount import FaultFs
+from tests.faultfs.rig_steps import DEADLINE_SECONDS, KEYS, cache_untouched, fill, in_time, is_well, load_four, until
 from tests.faultfs.rules import Fault
-from tests.unit.memory_backend import key
-from tests.unit.transfer_rig import PACK, SECONDS, Rig, disk_tier, item
-
-DEADLINE_SECONDS = 0.3
-SLACK_SECONDS = 5.0
-"""A busy machine's; what hangs here hangs until the test lets it go."""
+from tests.unit.transfer_rig import Rig, disk_tier, item
 
 KINDS = ("disk", "disk-bounded", "nfs")
-KEYS = tuple(key(number, PACK) for number in range(4))
 
 
 @pytest.fixture(params=KINDS)
@@ -35,58 +26,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 def started(rig: Rig, tier_on: TierOn, kind: str) -> Rig:
     """A rig with a tier on the fault file system that has objects 0 to 3, and whose loads have a short deadline."""
     rig.add_tier(tier_on(kind, load_timeout_seconds=DEADLINE_SECONDS))
-    _fill(rig)
+    fill(rig)
     return rig
-
-
-def _fill(rig: Rig) -> None:
-    rig.start()
-    assert rig.store_all(*(item(number, block=number) for number in range(4))) == dict.fromkeys(range(4), True)
-
-
-def _load(rig: Rig, tier: str = "files") -> LoadResult:
-    """Load the four objects into other blocks; return how it ended."""
-    rig.load(*(item(number, block=8 + number) for number in range(4)), tier=tier)
-    return rig.result()
-
-
-def _is_well(rig: Rig) -> None:
-    """The tier loads what it had, stores and loads what is new, byte for byte.
-
-    Not at once, where the machine is too busy for the deadline or the tier is not trusted yet.
-    """
-    expected = rig.kv_cache.clone()
-    expected[8:12] = rig.kv_cache[0:4]
-    rig.kv_cache[8:12] = 0
-    _until(lambda: _load(rig).status == "loaded", "no load succeeds")
-    assert torch.equal(rig.kv_cache, expected)
-    _until(lambda: rig.store_all(item(99, block=0)) == {99: True}, "no store succeeds")
-    rig.kv_cache[9] = 0
-    rig.load(item(99, block=9), tier="files")
-    assert rig.result().status == "loaded"
-    assert torch.equal(rig.kv_cache[9], rig.kv_cache[0])
-    rig.all_leases_are_back()
-
-
-def _until(succeeds: Callable[[], bool], problem: str) -> None:
-    limit = time.monotonic() + SECONDS
-    while not succeeds():
-        assert time.monotonic() < limit, problem
-
-
-@contextmanager
-def _in_time() -> Iterator[None]:
-    """What is in the block ends at its deadline, and not when the test lets the file system go."""
-    started = time.monotonic()
-    yield
-    assert time.monotonic() - started < DEADLINE_SECONDS + SLACK_SECONDS
-
-
-@contextmanager
-def _cache_untouched(rig: Rig) -> Iterator[None]:
-    before = rig.kv_cache.clone()
-    yield
-    assert torch.equal(rig.kv_cache, before)
 
 
 def _objects(fault_fs: FaultFs) -> list[Path]:
@@ -97,20 +38,20 @@ def _objects(fault_fs: FaultFs) -> list[Path]:
 def test_i3_load_that_hangs_ends_at_its_deadline_and_its_buffers_when_the_call_does(
     started: Rig, fault_fs: FaultFs, operation: str
 ) -> None:
-    with _cache_untouched(started):
+    with cache_untouched(started):
         if operation == "all of them":
             fault_fs.pause()
         else:
             rule = fault_fs.add(operation, "*.kv", "hang")
-        with _in_time():
-            result = _load(started)
+        with in_time():
+            result = load_four(started)
         assert (result.status, result.failed_keys) == ("timed out", KEYS)
         assert started.counted("load_timeouts", "files") == 1
         if operation != "all of them":
             fault_fs.wait_for_hit(rule)
         assert started.staging.used_bytes > 0, "timed out is not ended: the kernel may still write into the buffers"
     started.kv_cache[8:12].random_()  # the blocks belong to other requests by now
-    with _cache_untouched(started):
+    with cache_untouched(started):
         assert started.engine.poll() == []
         assert started.staging.used_bytes > 0
         fault_fs.clear()
@@ -118,34 +59,34 @@ def test_i3_load_that_hangs_ends_at_its_deadline_and_its_buffers_when_the_call_d
         started.all_leases_are_back()
         assert started.engine.poll() == []
     assert started.counted("load_late", "files") > 0
-    _is_well(started)
+    is_well(started)
 
 
 @pytest.mark.parametrize(
     ("operation", "number"), [("read", errno.EIO), ("open", errno.EIO), ("read", errno.ESTALE), ("open", errno.ESTALE)]
 )
 def test_i5_load_that_fails_is_told_at_once(started: Rig, fault_fs: FaultFs, operation: str, number: int) -> None:
-    with _cache_untouched(started):
+    with cache_untouched(started):
         rule = fault_fs.add(operation, "*.kv", "error", number=number)
-        result = _load(started)
+        result = load_four(started)
         assert (result.status, result.failed_keys) == ("failed", KEYS)
         assert fault_fs.hits(rule)
         started.all_leases_are_back()
     fault_fs.clear()
-    _is_well(started)
+    is_well(started)
 
 
 @pytest.mark.parametrize("fault", ["cut", "flip"])
 def test_i1_missing_and_wrong_bytes_are_never_served(started: Rig, fault_fs: FaultFs, fault: Fault) -> None:
-    with _cache_untouched(started):
+    with cache_untouched(started):
         fault_fs.add("read", "*.kv", fault)
-        assert _load(started).status == "failed"
+        assert load_four(started).status == "failed"
         started.all_leases_are_back()
     assert started.counted("load_corrupt", "files") == 4
     fault_fs.clear()
-    _until(lambda: not _objects(fault_fs), "what was read as damaged is not deleted")
+    until(lambda: not _objects(fault_fs), "what was read as damaged is not deleted")
     assert all(started.store_all(*(item(number, block=number) for number in range(4))).values()), "and is stored anew"
-    _is_well(started)
+    is_well(started)
 
 
 def test_reads_and_writes_that_do_a_part_of_what_they_are_asked_for_are_gone_on_with(
@@ -153,7 +94,7 @@ def test_reads_and_writes_that_do_a_part_of_what_they_are_asked_for_are_gone_on_
 ) -> None:
     read = fault_fs.add("read", "*", "part")
     written = fault_fs.add("write", "*", "part")
-    _is_well(started)
+    is_well(started)
     assert fault_fs.hits(read)
     assert fault_fs.hits(written)
 
@@ -162,10 +103,10 @@ def test_i1_what_was_written_wrong_is_never_served(started: Rig, fault_fs: Fault
     with fault_fs.fault("write", "*/*.*", "flip") as rule:
         started.store_all(item(30, block=5))
         assert fault_fs.hits(rule)
-    with _cache_untouched(started):
+    with cache_untouched(started):
         started.load(item(30, block=9), tier="files")
         assert started.result().status == "failed"
-    _is_well(started)
+    is_well(started)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE])
@@ -175,12 +116,12 @@ def test_store_that_fails_leaves_nothing_behind(started: Rig, fault_fs: FaultFs,
         assert fault_fs.hits(rule)
         started.all_leases_are_back()
         assert len(_objects(fault_fs)) == 4
-    _is_well(started)
+    is_well(started)
     assert [path.name for path in fault_fs.backing.rglob("*") if "tmp" in path.suffix] == []
 
 
 def test_mount_vanishes_in_the_middle_of_a_load_and_comes_back(started: Rig, fault_fs: FaultFs) -> None:
-    with _cache_untouched(started):
+    with cache_untouched(started):
         rule = fault_fs.add("read", "*.kv", "hang")
         started.load(*(item(number, block=8 + number) for number in range(4)), tier="files")
         fault_fs.wait_for_hit(rule)
@@ -189,19 +130,19 @@ def test_mount_vanishes_in_the_middle_of_a_load_and_comes_back(started: Rig, fau
         assert result.status in ("failed", "timed out")
         started.all_leases_are_back()
         assert started.store_all(item(50, block=5)) == {50: False}
-        assert _load(started).status == "failed"
+        assert load_four(started).status == "failed"
     fault_fs.clear()
     fault_fs.mount()
-    _is_well(started)
+    is_well(started)
 
 
 def test_i3_store_that_hangs_ends_at_its_deadline_and_its_buffers_when_the_call_does(
     rig: Rig, tier_on: TierOn, kind: str, fault_fs: FaultFs
 ) -> None:
     rig.add_tier(tier_on(kind, store_timeout_seconds=DEADLINE_SECONDS))
-    _fill(rig)
+    fill(rig)
     rule = fault_fs.add("write", "*/*.*", "hang")
-    with _in_time():
+    with in_time():
         rig.engine.submit_stores([item(60, block=5)])
         told: dict[int, bool] = {}
         rig.step_until(lambda: bool(told.update(rig.store_results()) or told))
@@ -213,7 +154,7 @@ def test_i3_store_that_hangs_ends_at_its_deadline_and_its_buffers_when_the_call_
     rig.all_leases_are_back()
     assert rig.store_results() == {}, "each object has one result"
     assert rig.counted("store_late", "files") == 1
-    _is_well(rig)
+    is_well(rig)
 
 
 @pytest.mark.parametrize("hangs", ["every operation", "a read"])
@@ -222,19 +163,19 @@ def test_i4_a_healthy_tier_serves_while_another_hangs(
 ) -> None:
     rig.add_tier(tier_on(kind, load_timeout_seconds=DEADLINE_SECONDS))
     rig.add_tier(disk_tier("healthy", str(tmp_path / "healthy")))
-    _fill(rig)
+    fill(rig)
     if hangs == "a read":
         rule = fault_fs.add("read", "*.kv", "hang")
     else:
         fault_fs.pause()
-    assert _load(rig).status == "timed out"
+    assert load_four(rig).status == "timed out"
     held = rig.staging.used_bytes
     assert held > 0
     expected = rig.kv_cache.clone()
     expected[8:12] = rig.kv_cache[0:4]
     for _ in range(20):
         rig.kv_cache[8:12] = 0
-        assert _load(rig, "healthy").status == "loaded"
+        assert load_four(rig, "healthy").status == "loaded"
         assert torch.equal(rig.kv_cache, expected)
     numbers = range(70, 90)
     for number in numbers:
@@ -247,4 +188,4 @@ def test_i4_a_healthy_tier_serves_while_another_hangs(
     if hangs == "a read":
         fault_fs.wait_for_hit(rule)
     rig.all_leases_are_back()
-    _is_well(rig)
+    is_well(rig)
