@@ -50,6 +50,16 @@ def is_well(rig: Rig) -> None:
     rig.all_leases_are_back()
 
 
+def keeps_serving(rig: Rig, tier: str) -> None:
+    """The tier serves objects 0 to 3 again and again, byte for byte."""
+    expected = rig.kv_cache.clone()
+    expected[8:12] = rig.kv_cache[0:4]
+    for _ in range(20):
+        rig.kv_cache[8:12] = 0
+        assert load_four(rig, tier).status == "loaded"
+        assert torch.equal(rig.kv_cache, expected)
+
+
 def until(succeeds: Callable[[], bool], problem: str) -> None:
     """Try again and again."""
     limit = time.monotonic() + SECONDS

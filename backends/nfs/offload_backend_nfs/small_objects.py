@@ -49,7 +49,10 @@ class ObjectStore(Protocol):
         ...
 
     def remove(self, keys: Sequence[ObjectKey]) -> list[int | None]:
-        """Remove objects; returns the bytes of each, ``None`` where it was not there. Nobody else removes them now."""
+        """Remove objects that are there; returns the bytes of each, ``None`` where it was not there.
+
+        Nobody else removes them now. One that is written only while this goes on stays.
+        """
         ...
 
     def unfinished_bytes(self) -> int:

@@ -199,9 +199,9 @@ class Host:
     def remove(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         self._gate()
         sizes = [self.world.objects[key][0] if key in self.world.objects else None for key in keys]
-        for key in keys:
+        for key in (key for key, size in zip(keys, sizes, strict=True) if size is not None):
             failure = self._gate()
-            self.world.objects.pop(key, None)
+            del self.world.objects[key]
             if key in self.pinned and not self.deleting:
                 self.removed_own_pin.append(key)
             self._end(failure)
