@@ -16,6 +16,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from offload_backend_nfs.generations import Edit, Generations
@@ -94,6 +95,7 @@ class Claim:
         self._drawn_on = False
         self._renewed_seconds = -float("inf")
         self._renewals = 0
+        record.watchers.append(self._beat_along)
 
     @property
     def fit(self) -> bool:
@@ -173,6 +175,11 @@ class Claim:
             self._renewals += 1
             self._small.write(f"{OWNERS}/{self.owner}", b"%d" % self._renewals)
             self._renewed_seconds = started
+
+    def _beat_along(self, _: AccountState) -> None:
+        """Renew the lease while a change of the record takes long because others are faster."""
+        with suppress(OSError):  # the next renewal tells
+            self.beat()
 
     def reserve(self, sizes: Sequence[int]) -> list[Room | None]:
         """Take room for objects of these bytes each, in order, from the claim; claim more where that is needed.

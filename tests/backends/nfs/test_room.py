@@ -179,6 +179,26 @@ def test_a_process_that_was_stopped_for_long_writes_nothing_before_it_has_joined
     assert put(sleeper, [2], size=300) == [STORED]
 
 
+def test_a_process_keeps_its_lease_while_others_are_always_faster_to_change_the_account(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = AccountOptions(1000, grace_seconds=0, lease_seconds=6)
+    keeper, slow = joined(world, options), joined(world, options)
+    outcomes: list[StoreOutcome] = []
+    slow.start(lambda: outcomes.extend(slow.put([key(0)], [100])))
+    for second in range(18):
+        world.seconds += 1
+        keeper.do(keeper.place.step)
+        put(keeper, [1 + second], size=10)
+        for _ in range(3):  # it creates what is there by now, lists, and reads
+            slow.advance()
+    slow.finish()
+    keeper.do(keeper.place.step)
+    slow.do(slow.place.step)
+    assert outcomes == [STORED]
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("turns", range(5))
 def test_an_object_that_two_processes_delete_is_taken_out_once(world: World, turns: int) -> None:
     one, other = joined(world), joined(world)
