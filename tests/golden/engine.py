@@ -1,0 +1,71 @@
+"""The entrance that vLLM uses: the connector's class, its metrics, and a request's own wishes. This imports vLLM."""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from tests.golden import subject
+from tests.golden.masks import without_prose
+
+LABELS = {"model_name": "golden", "engine": "0"}
+
+
+def connector() -> Any:
+    """Return the class that ``--kv-transfer-config`` names."""
+    return importlib.import_module(subject.ENGINE_MODULE).HybridOffloadConnector
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return every metric that the connector registers in vLLM: name, type and labels; sorted by name."""
+    registry = CollectorRegistry()
+    registered: list[dict[str, Any]] = []
+
+    def register(metric: Any, **fields: Any) -> Any:
+        made = metric(**fields, registry=registry)
+        (family,) = made.describe()
+        registered.append({"name": family.name, "type": family.type, "labels": list(fields["labelnames"])})
+        return made
+
+    types = {metric: partial(register, metric) for metric in (Counter, Gauge, Histogram)}
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    connector().build_prom_metrics(config, types, list(LABELS), {0: list(LABELS.values())})
+    return sorted(registered, key=lambda metric: str(metric["name"]))
+
+
+def exposition(reports: list[dict[str, Any]]) -> str:
+    """Return what a server shows after workers have sent ``reports``, without the texts."""
+    registry = CollectorRegistry()
+    types = {metric: partial(metric, registry=registry) for metric in (Counter, Gauge, Histogram)}
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    shown = connector().build_prom_metrics(config, types, list(LABELS), {0: list(LABELS.values())})
+    for report in reports:
+        shown.observe(connector().build_kv_connector_stats(report).data, 0)
+    lines = generate_latest(registry).decode().splitlines()
+    return "\n".join(line for line in lines if not line.startswith("#") and "_created{" not in line)
+
+
+def request_options(folder: Path) -> dict[str, Any]:
+    """Return the keys that a request may have in its ``kv_transfer_params``, and how some are read."""
+    key, model = subject.request_options()
+    examples: dict[str, Any] = {
+        "nothing": None,
+        "others' keys": {"do_remote_prefill": True},
+        "no wish": {key: {}},
+        "no load": {key: {"load": False}},
+        "no store": {key: {"store": False}},
+        "neither": {key: {"load": False, "store": False}},
+        "an unknown key": {key: {"stor": False}},
+        "another type": {key: {"load": "no"}},
+        "no mapping": {key: True},
+    }
+    read = {
+        name: model.of(SimpleNamespace(request_id="r", kv_transfer_params=params)).model_dump()
+        for name, params in examples.items()
+    }
+    return {"key": key, "schema": without_prose(model.model_json_schema()), "read": read}
