@@ -33,14 +33,14 @@ $(STAMP): pyproject.toml Makefile .ci/vllm_requirements.py
 	@touch $@
 
 demo: $(STAMP)  ## run two hybrid models on the real engine, twice each, the second time from disk
-	$(BIN)/python examples/demo.py
+	$(BIN)/python -m examples.demo
 
 test: $(STAMP)  ## run all tests but the long ones
 	$(BIN)/python -m pytest -m 'not long'
 
 test-long: $(STAMP)  ## run the tests that take minutes each, and the unit tests with all random examples
 	$(BIN)/python -m pytest -m long
-	$(BIN)/python -m pytest -m 'not long' --hypothesis-profile=thorough tests/unit
+	$(BIN)/python -m pytest -m 'not long' --hypothesis-profile=thorough tests/core
 
 test-engines: $(ENGINE_TESTS)  ## run the tests marked every_version on each supported vLLM, in an environment each
 
@@ -59,7 +59,7 @@ format: $(STAMP)  ## mend style
 	$(BIN)/ruff format .
 
 bench: $(STAMP)  ## measure time to first token against recompute, local hits and the stock connector
-	$(BIN)/python benchmarks/ttft.py
+	$(BIN)/python -m benchmarks.ttft
 
 bench-scheduler: $(STAMP)  ## measure the scheduler half's lookups and steps against the stock connector's
 	$(BIN)/python -m benchmarks.scheduler

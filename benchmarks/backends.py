@@ -44,7 +44,7 @@ from benchmarks.backends_rig import (
     Sample,
     VllmHelpers,
 )
-from offload_core.plugins import load_plugins
+from offload_core.plugins.registry import load_plugins
 
 PAGE_BYTES = 256 * 1024
 THREADS = (1, 4)

@@ -17,7 +17,7 @@ from rich.console import Console
 from vllm.fs_io_C import batch_load_block, batch_lookup, batch_store_block
 
 from benchmarks.backends_rig import CHUNK_BYTES, NAMESPACE, Contender, Memory, OurTier, VllmHelpers
-from offload_core.backend import (
+from offload_core.api.backend import (
     Backend,
     BackendContext,
     BackendOptions,
@@ -27,9 +27,9 @@ from offload_core.backend import (
     StoreOutcome,
     StoreReservation,
 )
-from offload_core.config import load_config
-from offload_core.keys import ObjectKey
-from offload_core.runtime import DaemonExecutor
+from offload_core.api.keys import ObjectKey
+from offload_core.config.model import load_config
+from offload_core.runtime.threads import DaemonExecutor
 
 OBJECT_BYTES = 5 * 1024
 SAMPLES = 100

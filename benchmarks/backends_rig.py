@@ -21,17 +21,17 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from vllm.fs_io_C import batch_load_block, batch_store_block
 
-from offload_core import object_format
-from offload_core.backend import LoadOutcome, StoreOutcome
-from offload_core.config import load_config
-from offload_core.keys import ObjectKey
-from offload_core.limits import TierLimits
-from offload_core.object_format import HEADER_BYTES
-from offload_core.runtime import DaemonExecutor, IoLoop
-from offload_core.staging import Lease, StagingPool
-from offload_core.staging_size import BATCH_BYTES, BATCH_OBJECTS
-from offload_core.stats import Counters
-from offload_core.tier import StagedObject, Tier
+from offload_core.api.backend import LoadOutcome, StoreOutcome
+from offload_core.api.keys import ObjectKey
+from offload_core.config.model import load_config
+from offload_core.config.tier_limits import TierLimits
+from offload_core.memory.staging_pool import Lease, StagingPool
+from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS
+from offload_core.objects import format as object_format
+from offload_core.objects.format import HEADER_BYTES
+from offload_core.runtime.metrics import Counters
+from offload_core.runtime.threads import DaemonExecutor, IoLoop
+from offload_core.tiers.tier import StagedObject, Tier
 
 MIB = 1024 * 1024
 CHUNK_BYTES = 2 * MIB

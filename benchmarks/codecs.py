@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from offload_core import object_format
-from offload_core.compressed_object import compress, restore
-from offload_core.keys import ObjectKey
-from offload_core.object_format import HEADER_BYTES, Codec
+from offload_core.api.keys import ObjectKey
+from offload_core.objects import format as object_format
+from offload_core.objects.compression import compress, restore
+from offload_core.objects.format import HEADER_BYTES, Codec
 
 _KEY = ObjectKey("ab" * 32, "bench", bytes(32))
 _CHANNELS = 128

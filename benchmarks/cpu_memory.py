@@ -30,9 +30,9 @@ from offload_backend_cpu import CpuBackend, CpuOptions
 from rich.console import Console
 from rich.table import Table
 
-from offload_core.backend import BackendContext, LoadOutcome, StoreOutcome
-from offload_core.keys import ObjectKey
-from offload_core.runtime import DaemonExecutor
+from offload_core.api.backend import BackendContext, LoadOutcome, StoreOutcome
+from offload_core.api.keys import ObjectKey
+from offload_core.runtime.threads import DaemonExecutor
 
 KIB, MIB = 1024, 1024 * 1024
 SIZES_BYTES = (256 * KIB, 2 * MIB, 8 * MIB)

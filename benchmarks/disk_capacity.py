@@ -23,9 +23,9 @@ from typing import Any
 
 from offload_backend_disk import DiskBackend, DiskOptions
 
-from offload_core.backend import BackendContext
-from offload_core.keys import ObjectKey
-from offload_core.runtime import DaemonExecutor
+from offload_core.api.backend import BackendContext
+from offload_core.api.keys import ObjectKey
+from offload_core.runtime.threads import DaemonExecutor
 
 PROCESSES = 4
 THREADS = 4

@@ -18,12 +18,12 @@ import tempfile
 import time
 from pathlib import Path
 
-import offload_backend_disk.files as disk_files
+import offload_backend_disk.folder.files as disk_files
 from offload_backend_disk import DiskBackend, DiskOptions
 
-from offload_core.backend import BackendContext, StoreOutcome
-from offload_core.keys import ObjectKey
-from offload_core.runtime import DaemonExecutor
+from offload_core.api.backend import BackendContext, StoreOutcome
+from offload_core.api.keys import ObjectKey
+from offload_core.runtime.threads import DaemonExecutor
 
 NAMESPACE = "ab" * 32
 PACK = "full-u256"

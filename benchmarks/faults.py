@@ -41,8 +41,8 @@ from benchmarks.faults_setup import (
     trip,
     victim,
 )
-from offload_core.testing import tiny_models
-from offload_core.testing.engine import PromptResult, RunSpec
+from tests.support import tiny_models
+from tests.support.engine.spec import PromptResult, RunSpec
 
 SLICES = 4
 BATCH = 8

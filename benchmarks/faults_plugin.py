@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from offload_core.backend import Backend
-from offload_core.events import Event, LoadsEnded
-from offload_core.hookspecs import TierInfo, hookimpl
-from offload_core.testing.faults import ANSWERS, Fault, FaultPlan, FaultyBackend, Hang, Inject, Slow
+from offload_core.api.backend import Backend
+from offload_core.api.events import Event, LoadsEnded
+from offload_core.api.hooks import TierInfo, hookimpl
+from offload_core.testing.faults.kinds import ANSWERS, Fault, FaultPlan, FaultyBackend, Hang, Inject, Slow
 
 OFFLOAD_API_VERSION = 1
 VICTIM = "victim"

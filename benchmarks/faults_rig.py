@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import faults_plugin
-from offload_core.testing.engine import PromptResult, PromptSpec, Round, RunSpec, run_environment
+from tests.support.engine.spec import PromptResult, PromptSpec, Round, RunSpec, run_environment
 
 START_SECONDS = 180.0
 ANSWER_SECONDS = 120.0
@@ -142,7 +142,7 @@ def _serve(connection: Connection, spec: RunSpec, site: str, log: str) -> None:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     sys.path.insert(0, site)
-    from offload_core.vllm.testing.engine_run import Session, start_engine, stop_engine
+    from tests.support.engine.engine_run import Session, start_engine, stop_engine
 
     engine = start_engine(spec)
     try:
@@ -170,7 +170,7 @@ def _next_order(connection: Connection) -> Order | None:
 
 
 def _do(session: Any, number: int, order: Order) -> Answer:
-    from offload_core.vllm.testing.engine_run import engine_metrics
+    from tests.support.engine.engine_run import engine_metrics
 
     if order.fault is not None:
         kind, seconds = order.fault

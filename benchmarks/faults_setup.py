@@ -11,8 +11,8 @@ from typing import Any
 
 from benchmarks.faults_plugin import VICTIM
 from benchmarks.faults_rig import DISTRIBUTION, LiveEngine, Order, prepare_environment, write_distribution
-from offload_core.testing import tiny_models
-from offload_core.testing.engine import PromptResult, PromptSpec, Round, RunSpec, disk_transfer_config, run_in_process
+from tests.support import tiny_models
+from tests.support.engine.spec import PromptResult, PromptSpec, Round, RunSpec, disk_transfer_config, run_in_process
 
 PROMPT_TOKENS = 1100
 CHUNK_TOKENS = 256

@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from offload_core.backend import (
+from offload_core.api.backend import (
     Backend,
     BackendContext,
     BackendOptions,
@@ -42,15 +42,15 @@ from offload_core.backend import (
     LoadOutcome,
     StoreOutcome,
 )
-from offload_core.config import BackendConfig, OffloadConfig, OffloadSettings, TierConfig
-from offload_core.fingerprint import fingerprint
-from offload_core.keys import ObjectKey, object_keys
-from offload_core.testing import tiny_models
-from offload_core.testing.engine import stock_transfer_config
-from offload_core.tier_index import TierChange
-from offload_core.vllm.identity import build_planner
+from offload_core.api.keys import ObjectKey, object_keys
+from offload_core.config.model import BackendConfig, OffloadConfig, OffloadSettings, TierConfig
+from offload_core.lookup.local_index import TierChange
+from offload_core.objects.fingerprint import fingerprint
 from offload_core.vllm.metadata import StepReport
-from offload_core.vllm.scheduler import SchedulerHalf
+from offload_core.vllm.model.identity import build_planner
+from offload_core.vllm.scheduler.half import SchedulerHalf
+from tests.support import tiny_models
+from tests.support.engine.spec import stock_transfer_config
 
 VOCABULARY = 512
 ATTENTION = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}

@@ -19,11 +19,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from offload_core.testing import tiny_models
-from offload_core.testing.engine import RunSpec, install_plugin, run_environment
-from offload_core.testing.fault_plugin import TIER_KEYS
+from offload_core.testing.faults.plugin import TIER_KEYS
+from tests.support import tiny_models
+from tests.support.engine.spec import RunSpec, install_plugin, run_environment
 
-RUN_MODULE = "offload_core.vllm.testing.soak_run"
+RUN_MODULE = "tests.support.engine.soak_run"
 
 MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {"write": tiny_models.write_gemma3, "dtype": "float32", "block_size": 128, "blocks": 84},
@@ -54,7 +54,7 @@ def spec(name: str, folder: Path, capacity: str) -> RunSpec:
         num_gpu_blocks_override=model["blocks"],
         kv_transfer_config={
             "kv_connector": "WaitingConnector",
-            "kv_connector_module_path": "offload_core.vllm.testing.waiting",
+            "kv_connector_module_path": "tests.support.engine.waiting",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
                 "hybrid_chunk_size": model["block_size"],
@@ -62,7 +62,7 @@ def spec(name: str, folder: Path, capacity: str) -> RunSpec:
                 "backends": [tier],
             },
         },
-        around_workloads="offload_core.vllm.testing.fault_run:under_faults",
+        around_workloads="tests.support.engine.fault_run:under_faults",
     )
 
 
@@ -76,7 +76,7 @@ def main() -> int:
         folder = Path(name)
         run = spec(arguments.model, folder, arguments.capacity)
         (folder / "spec.json").write_text(run.model_dump_json())
-        site = install_plugin(folder / "site", "fault-plugin", "offload_core.testing.fault_plugin")
+        site = install_plugin(folder / "site", "fault-plugin", "offload_core.testing.faults.plugin")
         search_path = os.pathsep.join([str(site), *(entry for entry in sys.path if entry)])
         return subprocess.call(
             [sys.executable, "-m", RUN_MODULE, str(folder / "spec.json"), str(arguments.seconds)],

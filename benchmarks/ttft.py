@@ -4,7 +4,7 @@ A Gemma 3 of some 76 million parameters with seeded random weights, prompts of 3
 one run on the same machine. "page cache" reads objects that the operating system still holds; "cold" has asked it to
 drop them first. Ratios are of medians, to the local prefix cache.
 
-    python benchmarks/ttft.py [--prompts 8] [--repeats 3] [--json FILE]
+    python -m benchmarks.ttft [--prompts 8] [--repeats 3] [--json FILE]
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from offload_core.testing import tiny_models
-from offload_core.testing.engine import (
+from tests.support import tiny_models
+from tests.support.engine.spec import (
     PromptSpec,
     Round,
     RunResult,

@@ -4,7 +4,7 @@ For a Gemma 3 (sliding windows and full attention) and a Qwen3-Next (recurrent s
 random weights: one process without offloading for reference, one that stores to disk, and one that is served from it.
 Exits with 1 when any output differs or nothing was served.
 
-    python examples/demo.py [--folder FOLDER]
+    python -m examples.demo [--folder FOLDER]
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from offload_core.testing import tiny_models
-from offload_core.testing.engine import (
+from tests.support import tiny_models
+from tests.support.engine.spec import (
     PromptResult,
     PromptSpec,
     Round,

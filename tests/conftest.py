@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 
-from offload_core.runtime import IoLoop
-from tests import random_examples
+from offload_core.runtime.threads import IoLoop
+from tests.support import random_examples
 
 __all__ = ["random_examples"]
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from offload_core.quantities import Bytes, Seconds
+from offload_core.api.options import Bytes, Seconds
 
 _BYTES: TypeAdapter[int] = TypeAdapter(Bytes)
 _SECONDS: TypeAdapter[float] = TypeAdapter(Seconds)

@@ -6,10 +6,10 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from offload_core import object_format
+from offload_core.api.keys import ObjectKey
 from offload_core.cli.output import note
-from offload_core.cli.tiers import OperationError, WatchedTier
-from offload_core.keys import ObjectKey
+from offload_core.cli.watched_tier import OperationError, WatchedTier
+from offload_core.objects import format as object_format
 
 PROBE_NAMESPACE = "0" * 64
 """An engine's namespace is a SHA-256 digest, which is never this. ``prune`` and ``ls`` take it as a fingerprint."""

@@ -19,13 +19,13 @@ from typing import Any, Generic, TypeVar
 
 import typer
 
+from offload_core.api.errors import ConfigError, did_you_mean
 from offload_core.cli.output import note, print_json
-from offload_core.cli.tiers import OperationError, WatchedTier
-from offload_core.config import OffloadConfig, TierConfig, load_config
-from offload_core.errors import ConfigError, did_you_mean
-from offload_core.plugin_loading import FOREIGN_ERRORS
-from offload_core.runtime import IoLoop
-from offload_core.tier_opening import close_tiers
+from offload_core.cli.watched_tier import OperationError, WatchedTier
+from offload_core.config.model import OffloadConfig, TierConfig, load_config
+from offload_core.plugins.loading import FOREIGN_ERRORS
+from offload_core.runtime.threads import IoLoop
+from offload_core.tiers.opening import close_tiers
 
 EXIT_TROUBLE = 1
 EXIT_USAGE = 2

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from hypothesis import strategies as st
 
-from offload_core.keys import ObjectKey
+from offload_core.api.keys import ObjectKey
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offload_core.backend import Backend, LoadOutcome, StoreOutcome
-from offload_core.keys import ObjectKey
+from offload_core.api.backend import Backend, LoadOutcome, StoreOutcome
+from offload_core.api.keys import ObjectKey
 
 MIB = 1024 * 1024
 OBJECTS = ((64 * 1024, 128), (2 * MIB, 32))

@@ -18,15 +18,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from offload_core.config import load_config
-from offload_core.errors import ConfigError
+from offload_core.api.errors import ConfigError
+from offload_core.config.model import load_config
+from offload_core.transfer.write_policy import nothing_stored_problem
 from offload_core.vllm.compat import cache_hit_source, for_this_engine, version_problem
-from offload_core.vllm.identity import build_planner, engine_identity, hash_seed_problem, misaligned_states_problem
 from offload_core.vllm.metadata import StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.metrics import HybridOffloadPromMetrics, HybridOffloadStats
-from offload_core.vllm.scheduler import SchedulerHalf
-from offload_core.vllm.worker import WorkerHalf
-from offload_core.write_policy import nothing_stored_problem
+from offload_core.vllm.model.identity import (
+    build_planner,
+    engine_identity,
+    hash_seed_problem,
+    misaligned_states_problem,
+)
+from offload_core.vllm.scheduler.half import SchedulerHalf
+from offload_core.vllm.worker.half import WorkerHalf
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from offload_core.stats import COUNTERS, GAUGES
+from offload_core.runtime.metrics import COUNTERS, GAUGES
 
 _SEPARATOR = "|"
 
@@ -21,7 +21,7 @@ class HybridOffloadStats(KVConnectorStats):
 
     @classmethod
     def from_counts(cls, counts: dict[tuple[str, str], int]) -> HybridOffloadStats:
-        """Wrap what :meth:`offload_core.stats.Counters.take` returns."""
+        """Wrap what :meth:`offload_core.runtime.metrics.Counters.take` returns."""
         return cls({_SEPARATOR.join(key): count for key, count in counts.items()})
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class HybridOffloadStats(KVConnectorStats):
 
 
 class HybridOffloadPromMetrics(KVConnectorPromMetrics):
-    """A Prometheus counter or gauge per entry of the tables in :mod:`offload_core.stats`, labelled by tier."""
+    """A Prometheus counter or gauge per entry of the tables of :mod:`offload_core.runtime.metrics`, by tier."""
 
     def __init__(
         self,

@@ -13,11 +13,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from offload_core.backend import Backend
-from offload_core.config import load_config
-from offload_core.runtime import IoLoop
-from offload_core.stats import Counters
-from offload_core.tier_opening import close_tiers, open_tiers
+from offload_core.api.backend import Backend
+from offload_core.config.model import load_config
+from offload_core.runtime.metrics import Counters
+from offload_core.runtime.threads import IoLoop
+from offload_core.tiers.opening import close_tiers, open_tiers
 
 SHARE = 0.01
 PAUSE_SECONDS = 0.3

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from offload_core.vllm.metadata import ChunkTransfer
-from offload_core.vllm.testing.poisoning import PoisoningConnector
+from tests.support.engine.poisoning import PoisoningConnector
 
 
 class _Forgetful(PoisoningConnector):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offload_core.backend import (
+from offload_core.api.backend import (
     Backend,
     BackendOptions,
     BackendType,
@@ -12,8 +12,8 @@ from offload_core.backend import (
     LoadOutcome,
     StoreOutcome,
 )
-from offload_core.hookspecs import hookimpl
-from offload_core.keys import ObjectKey
+from offload_core.api.hooks import hookimpl
+from offload_core.api.keys import ObjectKey
 
 OFFLOAD_API_VERSION = 1
 

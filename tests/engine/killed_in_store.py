@@ -9,10 +9,10 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from offload_core.backend import Backend, StoreOutcome
-from offload_core.hookspecs import TierInfo, hookimpl
-from offload_core.keys import ObjectKey
-from offload_core.wrapper import BackendWrapper
+from offload_core.api.backend import Backend, StoreOutcome
+from offload_core.api.hooks import TierInfo, hookimpl
+from offload_core.api.keys import ObjectKey
+from offload_core.api.wrapper import BackendWrapper
 
 OFFLOAD_API_VERSION = 1
 

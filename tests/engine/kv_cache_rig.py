@@ -27,10 +27,10 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, prepare_kernel_block_sizes
 
-from offload_core.canonical import CanonicalKVCaches
-from offload_core.testing import tiny_models
-from offload_core.vllm.pages import layer_pages
-from tests.unit.round_trip import check_regions, check_round_trip
+from offload_core.memory.canonical import CanonicalKVCaches
+from offload_core.vllm.worker.layer_pages import layer_pages
+from tests.support import tiny_models
+from tests.support.round_trip import check_regions, check_round_trip
 
 Specs = dict[str, KVCacheSpec]
 LAYOUTS = tuple(KVCacheLayout)

@@ -14,7 +14,7 @@ from typing import Any
 
 import fsspec
 
-from tests.engine.lab import ours
+from tests.support.engine.lab import ours
 
 TierKeys = dict[str, Any]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload_core.testing.engine import PromptSpec, Round, RunResult, compare
-from tests.engine.lab import Lab, served
+from tests.support.engine.lab import Lab, served
+from tests.support.engine.spec import PromptSpec, Round, RunResult, compare
 
 
 def nothing() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from offload_core.testing.engine import Round, RunFailedError
-from tests.engine.lab import Lab, ours
+from tests.support.engine.lab import Lab, ours
+from tests.support.engine.spec import Round, RunFailedError
 
 
 @pytest.mark.parametrize(

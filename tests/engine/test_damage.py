@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from offload_core.object_format import HEADER_BYTES
-from offload_core.testing.engine import Round, compare
-from tests.engine.lab import Lab, count, installed, objects, ours, served
+from offload_core.objects.format import HEADER_BYTES
+from tests.support.engine.lab import Lab, count, installed, objects, ours, served
+from tests.support.engine.spec import Round, compare
 
 
 @pytest.fixture

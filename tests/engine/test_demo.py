@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
 
 
 @pytest.mark.long
 def test_the_demo_is_served_from_disk_with_the_same_outputs(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--folder", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    command = [sys.executable, "-m", "examples.demo", "--folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the same as without offloading" in " ".join(done.stdout.split())

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from offload_core.testing.engine import RunResult
-from offload_core.testing.fault_plugin import ALLOWANCE_SECONDS, DEADLINE_SECONDS, TIER_KEYS
-from offload_core.testing.fault_script import KINDS
-from offload_core.testing.steadiness import counter_problems, wait_problems
-from offload_core.testing.workload import Workload, random_workload
-from tests.engine.lab import Lab, installed, ours
+from offload_core.testing.faults.plugin import ALLOWANCE_SECONDS, DEADLINE_SECONDS, TIER_KEYS
+from offload_core.testing.faults.script import KINDS
 from tests.engine.workloads import SEEDS, check_outputs, run_workloads
+from tests.support.engine.lab import Lab, installed, ours
+from tests.support.engine.spec import RunResult
+from tests.support.steadiness import counter_problems, wait_problems
+from tests.support.workload import Workload, random_workload
 
 # Each workload runs once more under other faults, when there is something on the tier from the start. In short these
 # are the two of other tests, whose outputs are known already.
@@ -34,14 +34,14 @@ def _run(lab: Lab, folder: Path, workloads: list[Workload]) -> RunResult:
     transfer = ours(folder, hybrid_chunk_size=lab.block_size, load_timeout_seconds_per_mib=0, backends=[tier])
     transfer |= {
         "kv_connector": "WaitingConnector",
-        "kv_connector_module_path": "offload_core.vllm.testing.waiting",
+        "kv_connector_module_path": "tests.support.engine.waiting",
     }
     result = run_workloads(
         lab,
         [random_workload(-1, requests=6), *workloads, random_workload(-2, requests=6)],
         transfer,
         env=installed(folder, "fault_plugin", "offload_core.testing"),
-        around_workloads="offload_core.vllm.testing.fault_run:under_faults",
+        around_workloads="tests.support.engine.fault_run:under_faults",
     )
     return result.model_copy(update={"workloads": result.workloads[1:-1]})
 

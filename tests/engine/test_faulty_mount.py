@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from offload_core.testing.engine import RunResult, logged_problems
-from tests.engine.lab import Lab, count, ours
 from tests.engine.phases import Phase, PhasedRun
-from tests.faultfs.mount import FaultFs
+from tests.media.fuse.mount import FaultFs
+from tests.support.engine.lab import Lab, count, ours
+from tests.support.engine.spec import RunResult, logged_problems
 
 LOOKUP_SECONDS = 1.5
 LOAD_SECONDS = 1.0

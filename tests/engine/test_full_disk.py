@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from offload_core.testing.engine import Round, RunResult, compare, logged_problems
 from tests.backends.disk.conftest import tmpfs
-from tests.engine.lab import Lab, count, objects, ours, served
+from tests.support.engine.lab import Lab, count, objects, ours, served
+from tests.support.engine.spec import Round, RunResult, compare, logged_problems
 
 pytestmark = pytest.mark.long
 

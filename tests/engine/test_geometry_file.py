@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from offload_core.geometry import load_geometry
-from offload_core.testing.engine import Round
-from tests.engine.lab import Lab, objects, ours
+from offload_core.config.geometry_file import load_geometry
+from tests.support.engine.lab import Lab, objects, ours
+from tests.support.engine.spec import Round
 
 COMMAND = Path(sys.executable).with_name("offload-core")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from offload_core.testing import tiny_models
-from offload_core.testing.engine import compare
-from tests.engine.lab import Lab, ours, served
+from tests.support import tiny_models
+from tests.support.engine.lab import Lab, ours, served
+from tests.support.engine.spec import compare
 
 
 @pytest.mark.parametrize("lab", ["gemma3"], indirect=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from offload_core.testing.engine import Round, compare
-from tests.engine.lab import Lab, count, installed, ours, served
+from tests.support.engine.lab import Lab, count, installed, ours, served
+from tests.support.engine.spec import Round, compare
 
 ONE_GROUP: dict[str, Any] = {"extra_engine_args": {"disable_hybrid_kv_cache_manager": True}}
 

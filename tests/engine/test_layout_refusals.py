@@ -17,9 +17,9 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from offload_core.errors import PlanError, UnsupportedLayoutError
-from offload_core.vllm.identity import build_planner
-from offload_core.vllm.pages import layer_pages
+from offload_core.api.errors import PlanError, UnsupportedLayoutError
+from offload_core.vllm.model.identity import build_planner
+from offload_core.vllm.worker.layer_pages import layer_pages
 from tests.engine.kv_cache_rig import ATTENTION, Specs, allocate, vllm_config
 
 

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import add_kv_sharing_layers_to_kv_cache_groups
 
-from offload_core.errors import UnsupportedLayoutError
+from offload_core.api.errors import UnsupportedLayoutError
 from tests.engine.kv_cache_rig import (
     ATTENTION,
     BLOCK_COMPACT,

@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttent
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import customize_attention_spec
 
-from offload_core.vllm.identity import worker_identity
+from offload_core.vllm.model.identity import worker_identity
 from tests.engine.kv_cache_rig import ATTENTION, LAYOUTS, allocate, by_name, every, vllm_config
 
 ATTENTION_BACKENDS = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from offload_core.testing.engine import PromptSpec, Round, compare
-from offload_core.testing.lora_folder import write_lora
-from tests.engine.lab import Lab, ours, served
+from tests.support.engine.lab import Lab, ours, served
+from tests.support.engine.spec import PromptSpec, Round, compare
+from tests.support.lora_folder import write_lora
 
 LORA: dict[str, Any] = {"extra_engine_args": {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}}
 

@@ -10,12 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from offload_core.cli import app
-from offload_core.object_format import HEADER_BYTES
-from offload_core.testing.engine import Round, RunFailedError, RunResult, compare, logged_problems
-from offload_core.testing.workload import random_workload
-from tests.engine.lab import STANDARD_LENGTHS, Lab, count, installed, served
+from offload_core.objects.format import HEADER_BYTES
 from tests.engine.media import ALL, LASTING, SMALL_BYTES, Storage
 from tests.engine.workloads import SEEDS, check_outputs, run_workloads
+from tests.support.engine.lab import STANDARD_LENGTHS, Lab, count, installed, served
+from tests.support.engine.spec import Round, RunFailedError, RunResult, compare, logged_problems
+from tests.support.workload import random_workload
 
 Stores = Callable[[str], Storage]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from offload_core.testing.engine import RunResult
-from offload_core.testing.workload import Workload, WorkloadRequest
-from tests.engine.lab import Lab, objects, ours
+from tests.support.engine.lab import Lab, objects, ours
+from tests.support.engine.spec import RunResult
+from tests.support.workload import Workload, WorkloadRequest
 
 
 def _run(lab: Lab, folder: Path, requests: list[WorkloadRequest], **config: bool) -> RunResult:

@@ -6,8 +6,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from offload_core.testing.engine import RunResult, compare
-from tests.engine.lab import Lab, count, installed, objects, ours, served
+from tests.support.engine.lab import Lab, count, installed, objects, ours, served
+from tests.support.engine.spec import RunResult, compare
 
 
 def test_a_plugin_wraps_every_tier_and_observes_what_happens(gemma3: Lab, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from offload_core.testing.engine import compare
-from tests.engine.lab import Lab, ours, served
+from tests.support.engine.lab import Lab, ours, served
+from tests.support.engine.spec import compare
 
 
 @pytest.mark.parametrize("fault", [None, "ForgetsFirstChunk", "ForgetsLastChunk"])

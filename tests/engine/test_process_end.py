@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from offload_core.testing.engine import RunSpec, run_environment
-from tests.engine.lab import Lab, objects, ours
+from tests.support.engine.lab import Lab, objects, ours
+from tests.support.engine.spec import RunSpec, run_environment
 
 _SCRIPT = """
 import json, sys

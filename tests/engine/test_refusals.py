@@ -16,8 +16,8 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 
-from offload_core.errors import PlanError
-from offload_core.vllm.identity import build_planner, hash_seed_problem, misaligned_states_problem
+from offload_core.api.errors import PlanError
+from offload_core.vllm.model.identity import build_planner, hash_seed_problem, misaligned_states_problem
 
 pytestmark = pytest.mark.every_version
 

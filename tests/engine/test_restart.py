@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from offload_core.testing.engine import Round, RunResult, compare
-from tests.engine.lab import Lab, count, objects, ours, served, stock
+from tests.support.engine.lab import Lab, count, objects, ours, served, stock
+from tests.support.engine.spec import Round, RunResult, compare
 
 
 def _rounds(lab: Lab) -> list[Round]:

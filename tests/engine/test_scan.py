@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from offload_backend_disk.layout import Layout
-from offload_backend_disk.owners import FOLDER_NAME
+from offload_backend_disk.capacity.processes import FOLDER_NAME
+from offload_backend_disk.folder.layout import Layout
 
-from offload_core.keys import ObjectKey
-from offload_core.testing.engine import Round, compare, logged_problems
-from tests.engine.lab import Lab, count, objects, ours, served
+from offload_core.api.keys import ObjectKey
+from tests.support.engine.lab import Lab, count, objects, ours, served
+from tests.support.engine.spec import Round, compare, logged_problems
 
 pytestmark = pytest.mark.long
 

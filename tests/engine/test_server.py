@@ -19,9 +19,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from offload_core.testing.engine import PromptSpec, Round
-from tests.engine.lab import Lab, objects, ours
-from tests.faultfs.mount import FaultFs, wait_until
+from tests.media.fuse.mount import FaultFs, wait_until
+from tests.support.engine.lab import Lab, objects, ours
+from tests.support.engine.spec import PromptSpec, Round
+from tests.support.paths import ROOT
 
 START_SECONDS = 180.0
 HANG_SECONDS = 1.0
@@ -65,7 +66,7 @@ def _server(lab: Lab, config_file: Path, log: Path, variables: Mapping[str, str]
 
 def _command_of_the_readme(model: Path) -> list[str]:
     """Return the README's ``vllm serve MODEL …``, with the model in its place; it names ``offload.yaml``."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
     (line,) = re.findall(r"^```console\n\$ (vllm serve .*?)^```", readme, re.MULTILINE | re.DOTALL)
     vllm, serve, name, *words = shlex.split(line)
     assert (vllm, serve, name) == ("vllm", "serve", "MODEL")

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from offload_core.testing.engine import Round, RunResult, compare, logged_problems
-from tests.engine.lab import Lab, count, served
 from tests.engine.media import SMALL_BYTES, Storage
+from tests.support.engine.lab import Lab, count, served
+from tests.support.engine.spec import Round, RunResult, compare, logged_problems
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.long
 
@@ -38,7 +39,7 @@ def _evicting(storage: Storage) -> Iterator[list[int]]:
     """Another process that deletes objects at random; gives how many it has deleted, when the block has ended."""
     deleted: list[int] = []
     command = [sys.executable, "-m", "tests.engine.evictor", str(storage.config_file()), "7"]
-    root, search_path = Path(__file__).parents[2], [entry for entry in sys.path if entry]
+    root, search_path = ROOT, [entry for entry in sys.path if entry]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *search_path])}
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)

@@ -16,11 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 from offload_core.cli import app
-from offload_core.testing.engine import RunSpec, run_environment
 from tests.engine import stalled
-from tests.engine.lab import Lab, installed
 from tests.engine.test_faulty_mount import TIERS, transfer
-from tests.faultfs.mount import FaultFs, process_state, wait_until
+from tests.media.fuse.mount import FaultFs, process_state, wait_until
+from tests.support.engine.lab import Lab, installed
+from tests.support.engine.spec import RunSpec, run_environment
 
 EXIT_SECONDS = 10.0
 LIMIT_SECONDS = 120.0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from offload_core.testing.engine import Round, compare
-from tests.engine.lab import Lab, count, objects, ours, served
+from tests.support.engine.lab import Lab, count, objects, ours, served
+from tests.support.engine.spec import Round, compare
 
 
 @pytest.mark.long

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from offload_core.testing.engine import RunResult
-from offload_core.testing.workload import Workload, WorkloadAction, random_workload
-from tests.engine.lab import Lab, installed, ours, stock
 from tests.engine.workloads import SEEDS, check_against_stock, check_outputs, run_workloads
+from tests.support.engine.lab import Lab, installed, ours, stock
+from tests.support.engine.spec import RunResult
+from tests.support.workload import Workload, WorkloadAction, random_workload
 
 LONG_SEEDS = tuple(range(3, 13))
 

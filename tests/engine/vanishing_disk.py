@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from offload_backend_disk import DiskBackend, DiskOptions
 
-from offload_core.backend import BackendType, LoadReservation
-from offload_core.hookspecs import hookimpl
-from offload_core.keys import ObjectKey
+from offload_core.api.backend import BackendType, LoadReservation
+from offload_core.api.hooks import hookimpl
+from offload_core.api.keys import ObjectKey
 
 OFFLOAD_API_VERSION = 1
 

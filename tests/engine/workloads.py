@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from offload_core.testing.engine import RunResult
-from offload_core.testing.workload import (
+from tests.support.engine.lab import Lab
+from tests.support.engine.spec import RunResult
+from tests.support.workload import (
     Workload,
     WorkloadResult,
     compare_workloads,
@@ -19,7 +20,6 @@ from offload_core.testing.workload import (
     score_gaps,
     treated_alike,
 )
-from tests.engine.lab import Lab
 
 SEEDS = (1, 2)
 SMALL_CACHE_BLOCKS = {"gemma3": 84, "qwen3_next": 28}

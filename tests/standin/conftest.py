@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from offload_core.runtime import IoLoop
-from offload_core.testing.tiny_models import write_gemma3
-from offload_core.vllm.testing.standin_io import CallWatch
+from offload_core.runtime.threads import IoLoop
 from tests.standin.rig import Rig
+from tests.support.standin.io import CallWatch
+from tests.support.tiny_models import write_gemma3
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from offload_core.vllm.testing.standin import StandInEngine
-from offload_core.vllm.testing.standin_geometries import StandInModel
-from offload_core.vllm.testing.standin_io import CallWatch
-from offload_core.vllm.testing.standin_workload import Arrival, Workload, drive
 from tests.standin.scripted_disk import SCRIPTS, Script
+from tests.support.standin.engine import StandInEngine
+from tests.support.standin.geometries import StandInModel
+from tests.support.standin.io import CallWatch
+from tests.support.standin.workload import Arrival, Workload, drive
 
 NEVER_SECONDS = 600.0
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from offload_backend_disk import DiskBackend, DiskOptions
 
-from offload_core.backend import BackendContext, BackendType, LoadOutcome, StoreOutcome
-from offload_core.hookspecs import hookimpl
-from offload_core.keys import ObjectKey
+from offload_core.api.backend import BackendContext, BackendType, LoadOutcome, StoreOutcome
+from offload_core.api.hooks import hookimpl
+from offload_core.api.keys import ObjectKey
 
 OFFLOAD_API_VERSION = 1
 

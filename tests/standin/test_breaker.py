@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from offload_core.vllm.testing.standin import StandInEngine
-from offload_core.vllm.testing.standin_geometries import MODELS, StandInModel
-from offload_core.vllm.testing.standin_workload import reference
 from tests.standin.rig import Rig
+from tests.support.standin.engine import StandInEngine
+from tests.support.standin.geometries import MODELS, StandInModel
+from tests.support.standin.workload import reference
 
 MAX_FAILURES = 2
 NEVER_SECONDS = 3600.0

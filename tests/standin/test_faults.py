@@ -6,13 +6,13 @@ import shutil
 
 import pytest
 
-from offload_core.packs import CpuBlockCopier
-from offload_core.vllm.testing.standin import StandInEngine
-from offload_core.vllm.testing.standin_cache import WrongBytesError
-from offload_core.vllm.testing.standin_geometries import MODELS, StandInModel
-from offload_core.vllm.testing.standin_workload import Arrival, check_outputs, make_workload, reference
+from offload_core.memory.payload_layout import CpuBlockCopier
 from tests.standin.rig import Rig
 from tests.standin.scripted_disk import Script
+from tests.support.standin.cache import WrongBytesError
+from tests.support.standin.engine import StandInEngine
+from tests.support.standin.geometries import MODELS, StandInModel
+from tests.support.standin.workload import Arrival, check_outputs, make_workload, reference
 
 NAMES = ["gemma3", "gpt_oss", "qwen3_next", "mla", "deepseek_v4"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from offload_core.vllm.testing.standin_geometries import MODELS, StandInModel
-from offload_core.vllm.testing.standin_workload import make_workload, reference
 from tests.standin.rig import Rig
 from tests.standin.scripted_disk import Script
+from tests.support.standin.geometries import MODELS, StandInModel
+from tests.support.standin.workload import make_workload, reference
 
 
 @pytest.fixture(params=list(MODELS))

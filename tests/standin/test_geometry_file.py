@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from offload_core.geometry import KVCacheGeometry, load_geometry
-from offload_core.plan_report import plan_report
-from offload_core.vllm import geometry_file
-from offload_core.vllm.identity import build_planner
-from offload_core.vllm.testing.standin_geometries import MODELS
+from offload_core.cli.plan_report import plan_report
+from offload_core.config.geometry_file import KVCacheGeometry, load_geometry
+from offload_core.vllm.model.identity import build_planner
+from offload_core.vllm.worker import geometry_export as geometry_file
 from tests.standin.rig import Rig
+from tests.support.standin.geometries import MODELS
 
 
 def wait_until_written() -> None:

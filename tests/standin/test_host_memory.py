@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 
-from offload_core.errors import ConfigError
-from offload_core.vllm.testing.standin_geometries import MODELS
-from offload_core.vllm.testing.standin_workload import make_workload, reference
+from offload_core.api.errors import ConfigError
 from tests.standin.rig import Rig
 from tests.standin.scripted_disk import Script
+from tests.support.standin.geometries import MODELS
+from tests.support.standin.workload import make_workload, reference
 
 RAM = {"name": "ram", "type": "cpu", "capacity": "64MiB"}
 TIGHT = {"name": "ram", "type": "cpu", "capacity": "2MiB"}

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from offload_core.vllm.testing.standin_geometries import MODELS
-from offload_core.vllm.testing.standin_workload import make_workload
 from tests.standin.rig import Rig
 from tests.standin.scripted_disk import CALLS, Script
+from tests.support.standin.geometries import MODELS
+from tests.support.standin.workload import make_workload
 
 
 @pytest.mark.long

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from offload_core.vllm.testing.standin import StandInEngine
-from offload_core.vllm.testing.standin_geometries import MODELS
-from offload_core.vllm.testing.standin_workload import reference
 from tests.standin.rig import Rig
 from tests.standin.test_faults import prompt
+from tests.support.standin.engine import StandInEngine
+from tests.support.standin.geometries import MODELS
+from tests.support.standin.workload import reference
 
 CHUNKS = 6
 

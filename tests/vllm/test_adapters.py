@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from vllm.lora.request import LoRARequest
 
-from offload_core.vllm.adapters import Adapter, AdapterIdentities
+from offload_core.vllm.model.lora import Adapter, AdapterIdentities
 
 SECONDS = 30.0
 

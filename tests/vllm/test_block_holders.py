@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_core.vllm.block_holders import BlockHolders
+from offload_core.vllm.scheduler.block_holders import BlockHolders
 
 
 @dataclass

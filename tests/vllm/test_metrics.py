@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from offload_core.stats import COUNTERS, GAUGES
+from offload_core.runtime.metrics import COUNTERS, GAUGES
 from offload_core.vllm.metrics import HybridOffloadPromMetrics, HybridOffloadStats
 
 

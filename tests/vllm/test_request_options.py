@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offload_core.vllm.requests import RequestOptions
+from offload_core.vllm.scheduler.request_state import RequestOptions
 
 BOTH = RequestOptions(load=True, store=True)
 NEITHER = RequestOptions(load=False, store=False)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from offload_core.config import OffloadConfig, OffloadSettings
-from offload_core.keys import ChunkRef, ObjectKey
-from offload_core.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
+from offload_core.api.keys import ChunkRef, ObjectKey
+from offload_core.config.model import OffloadConfig, OffloadSettings
+from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.vllm.metadata import StepMetadata, StepReport
-from offload_core.vllm.scheduler import SchedulerHalf
-from tests.unit.memory_backend import MemoryBackend, memory_tier
+from offload_core.vllm.scheduler.half import SchedulerHalf
+from tests.support.memory_backend import MemoryBackend, memory_tier
 
 SECONDS = 30
 BLOCK = 16

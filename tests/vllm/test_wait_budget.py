@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from offload_core.keys import ChunkRef
-from offload_core.storage_wait import StorageWait
+from offload_core.api.keys import ChunkRef
+from offload_core.lookup.wait_clock import StorageWait
 from offload_core.vllm.metadata import StepReport
 from tests.vllm.test_scheduler_half import Half, request
 
@@ -177,7 +177,7 @@ def test_a_lookup_that_begins_late_is_waited_for_only_as_long_as_is_left(half: C
 
 
 def test_time_without_room_in_the_engine_is_no_wait_for_a_lookup(half: ClockedHalf, monkeypatch: Any) -> None:
-    monkeypatch.setattr("offload_core.vllm.scheduler._ANSWER_LIFE_SECONDS", 0.0)
+    monkeypatch.setattr("offload_core.vllm.scheduler.half._ANSWER_LIFE_SECONDS", 0.0)
     item = half.follow(request("a"))
     for _ in range(5):
         half.half._requests["a"].wait.begin("lookup")

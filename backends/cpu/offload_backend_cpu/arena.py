@@ -1,7 +1,7 @@
 """Host memory in pages of one size, copied to and from in runs of neighbouring pages.
 
 An object lies in one run of pages, or in several, in their order. Which pages are whose is for one thread to decide
-(:mod:`offload_backend_cpu.extents`); the copies may run on others, since no two of them share a page.
+(:mod:`offload_backend_cpu.free_pages`); the copies may run on others, since no two of them share a page.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from offload_backend_cpu.extents import FreePages, Run
+from offload_backend_cpu.free_pages import FreePages, Run
 
 PAGE_BYTES = 4096
 

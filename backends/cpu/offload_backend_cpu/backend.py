@@ -12,11 +12,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from offload_backend_cpu.arena import Arena
-from offload_backend_cpu.extents import Run
+from offload_backend_cpu.eviction import Recency
+from offload_backend_cpu.free_pages import Run
+from offload_backend_cpu.memory_setup import Preparation
 from offload_backend_cpu.options import CpuOptions
-from offload_backend_cpu.recency import Recency
-from offload_backend_cpu.setting_up import Preparation
-from offload_core.backend import (
+from offload_core.api.backend import (
     Backend,
     BackendContext,
     Capabilities,
@@ -26,9 +26,9 @@ from offload_core.backend import (
     StoreOutcome,
     StoreReservation,
 )
-from offload_core.errors import BackendError
-from offload_core.keys import ObjectKey
-from offload_core.pinning import HostPinning
+from offload_core.api.errors import BackendError
+from offload_core.api.keys import ObjectKey
+from offload_core.api.pinned_memory import HostPinning
 
 _LIST_BATCH = 1000
 # One batch of the transfer engine: 2 MiB and headers, copied in some 0.15 ms. Handing it to a thread was seen to cost

@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import Field
 
 from offload_backend_cpu.arena import PAGE_BYTES
-from offload_core.backend import BackendOptions
-from offload_core.quantities import Bytes
+from offload_core.api.backend import BackendOptions
+from offload_core.api.options import Bytes
 
 
 class CpuOptions(BackendOptions):

@@ -15,17 +15,17 @@ from typing import Annotated
 from aiofiles.base import wrap
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator
 
-from offload_backend_disk import files
-from offload_backend_disk.account import Account
-from offload_backend_disk.bounded import BoundedFolder, Room
-from offload_backend_disk.direct import DirectIo, choose
-from offload_backend_disk.eviction import Limits, Policy
-from offload_backend_disk.folder import ObjectFolder
-from offload_backend_disk.home import Home
-from offload_backend_disk.keeper import Keeper
-from offload_backend_disk.owners import Owners
-from offload_backend_disk.sweep import Sweep
-from offload_core.backend import (
+from offload_backend_disk.capacity.account import Account
+from offload_backend_disk.capacity.bounded_folder import BoundedFolder, Room
+from offload_backend_disk.capacity.eviction import Limits, Policy
+from offload_backend_disk.capacity.processes import Owners
+from offload_backend_disk.folder import files
+from offload_backend_disk.folder.direct_io import DirectIo, choose
+from offload_backend_disk.folder.mount_guard import Home
+from offload_backend_disk.folder.object_folder import ObjectFolder
+from offload_backend_disk.housekeeping import Keeper
+from offload_backend_disk.scan import Sweep
+from offload_core.api.backend import (
     Backend,
     BackendContext,
     BackendOptions,
@@ -36,9 +36,9 @@ from offload_core.backend import (
     StoreOutcome,
     StoreReservation,
 )
-from offload_core.folder_check import check_folder
-from offload_core.keys import ObjectKey
-from offload_core.quantities import Bytes
+from offload_core.api.folder_check import check_folder
+from offload_core.api.keys import ObjectKey
+from offload_core.api.options import Bytes
 
 # aiofiles turns a blocking function into a coroutine function that runs it as one call on the given executor.
 _load = wrap(ObjectFolder.load)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from offload_backend_disk.backend import DiskBackend, DiskOptions
-from offload_core.backend import BackendType
-from offload_core.hookspecs import hookimpl
+from offload_core.api.backend import BackendType
+from offload_core.api.hooks import hookimpl
 
 OFFLOAD_API_VERSION = 1
 

@@ -1,7 +1,7 @@
 """The ``nfs`` backend: the contract's coroutines, each a few calls on the tier's threads.
 
 An object is one thread call, and those of a batch run at once as far as the tier has threads. A call that fails for a
-passing reason is tried again on its thread (:mod:`offload_backend_nfs.retrying`).
+passing reason is tried again on its thread (:mod:`offload_backend_nfs.storage.retry`).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any, TypeVar
 import fsspec
 from aiofiles.base import wrap
 
-from offload_backend_nfs import layout
-from offload_backend_nfs.account_medium import AccountMedium
-from offload_backend_nfs.bounded import BoundedPlace
-from offload_backend_nfs.bounded_tier import BoundedTier
-from offload_backend_nfs.claim import AccountOptions
-from offload_backend_nfs.known import KnownKeys
-from offload_backend_nfs.medium import Medium
-from offload_backend_nfs.object_store import ObjectStore, RenamingStore
+from offload_backend_nfs.capacity.bounded_store import BoundedPlace
+from offload_backend_nfs.capacity.lease import AccountOptions
+from offload_backend_nfs.capacity.medium_adapter import AccountMedium
+from offload_backend_nfs.capacity.reservations import BoundedTier
+from offload_backend_nfs.lookup_cache import KnownKeys
 from offload_backend_nfs.options import NfsOptions
-from offload_backend_nfs.posix_share import PosixShare
-from offload_backend_nfs.retrying import Retrier
-from offload_backend_nfs.s3 import S3Store, s3_options
-from offload_core.backend import (
+from offload_backend_nfs.storage import layout
+from offload_backend_nfs.storage.base import Medium
+from offload_backend_nfs.storage.fsspec_store import ObjectStore, RenamingStore
+from offload_backend_nfs.storage.posix import PosixShare
+from offload_backend_nfs.storage.retry import Retrier
+from offload_backend_nfs.storage.s3 import S3Store, s3_options
+from offload_core.api.backend import (
     Backend,
     BackendContext,
     Capabilities,
@@ -38,7 +38,7 @@ from offload_core.backend import (
     StoreOutcome,
     StoreReservation,
 )
-from offload_core.keys import ObjectKey
+from offload_core.api.keys import ObjectKey
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import Field, field_validator, model_validator
 
-from offload_core.backend import BackendOptions
-from offload_core.folder_check import check_folder
-from offload_core.quantities import Bytes, Seconds
+from offload_core.api.backend import BackendOptions
+from offload_core.api.folder_check import check_folder
+from offload_core.api.options import Bytes, Seconds
 
 Kind = Literal["share", "s3", "store", "renaming"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from offload_backend_nfs.backend import NfsBackend
 from offload_backend_nfs.options import NfsOptions
-from offload_core.backend import BackendType
-from offload_core.hookspecs import hookimpl
+from offload_core.api.backend import BackendType
+from offload_core.api.hooks import hookimpl
 
 OFFLOAD_API_VERSION = 1
 

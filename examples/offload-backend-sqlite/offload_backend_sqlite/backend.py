@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from pydantic import Field, field_validator
 
 from offload_backend_sqlite.database import Database
-from offload_core.backend import (
+from offload_core.api.backend import (
     Backend,
     BackendContext,
     BackendOptions,
@@ -28,8 +28,8 @@ from offload_core.backend import (
     StoreReservation,
     to_the_end,
 )
-from offload_core.keys import ObjectKey
-from offload_core.quantities import Bytes, Seconds
+from offload_core.api.keys import ObjectKey
+from offload_core.api.options import Bytes, Seconds
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -15,15 +15,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from offload_core import object_format
-from offload_core.config import load_config
-from offload_core.keys import ObjectKey
-from offload_core.limits import TierLimits
-from offload_core.object_format import HEADER_BYTES
-from offload_core.staging import Lease, StagingPool
-from offload_core.staging_size import BATCH_OBJECTS, STORE_SHARE
-from offload_core.stats import Counters
-from offload_core.tier import StagedObject, Tier
+from offload_core.api.keys import ObjectKey
+from offload_core.config.model import load_config
+from offload_core.config.tier_limits import TierLimits
+from offload_core.memory.staging_pool import Lease, StagingPool
+from offload_core.memory.staging_size import BATCH_OBJECTS, STORE_SHARE
+from offload_core.objects import format as object_format
+from offload_core.objects.format import HEADER_BYTES
+from offload_core.runtime.metrics import Counters
+from offload_core.tiers.tier import StagedObject, Tier
 
 PAYLOADS_BYTES = (4096, 20_000, 256 * 1024, 2 * 1024 * 1024)
 CLIENTS = 6

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offload_backend_cpu import CpuBackend, CpuOptions
 from offload_backend_cpu.arena import PAGE_BYTES, Arena
-from offload_backend_cpu.extents import Run
+from offload_backend_cpu.free_pages import Run
 
-from offload_core.backend import BackendContext, StoreOutcome
-from offload_core.config import load_config
-from offload_core.errors import BackendError, ConfigError
-from offload_core.keys import ObjectKey
-from offload_core.runtime import DaemonExecutor
+from offload_core.api.backend import BackendContext, StoreOutcome
+from offload_core.api.errors import BackendError, ConfigError
+from offload_core.api.keys import ObjectKey
+from offload_core.config.model import load_config
+from offload_core.runtime.threads import DaemonExecutor
 
 STORED, ALREADY_PRESENT, REJECTED = StoreOutcome.STORED, StoreOutcome.ALREADY_PRESENT, StoreOutcome.REJECTED
 

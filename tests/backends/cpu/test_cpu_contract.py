@@ -9,8 +9,8 @@ import pytest
 from offload_backend_cpu.arena import PAGE_BYTES
 from offload_backend_cpu.plugin import CPU
 
-from offload_core.testing.contract import BackendContract
-from offload_core.testing.machine import EXAMPLES
+from offload_core.testing.contract.suite import BackendContract
+from offload_core.testing.state_machine.machine import EXAMPLES
 
 
 class TestCpu(BackendContract):

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from offload_backend_cpu import CpuBackend, CpuOptions
 from offload_backend_cpu.arena import PAGE_BYTES, Arena
-from offload_backend_cpu.setting_up import PIECE_BYTES
+from offload_backend_cpu.memory_setup import PIECE_BYTES
 
-from offload_core.backend import BackendContext, LoadOutcome, StoreOutcome
-from offload_core.keys import ObjectKey
-from offload_core.runtime import DaemonExecutor
+from offload_core.api.backend import BackendContext, LoadOutcome, StoreOutcome
+from offload_core.api.keys import ObjectKey
+from offload_core.runtime.threads import DaemonExecutor
 
 KEY = ObjectKey("ab" * 32, "full-u256", bytes(32))
 CAPACITY = 2 * PIECE_BYTES + PAGE_BYTES

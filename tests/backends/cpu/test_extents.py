@@ -7,7 +7,7 @@ import sys
 
 from hypothesis import given
 from hypothesis import strategies as st
-from offload_backend_cpu.extents import FreePages, Run
+from offload_backend_cpu.free_pages import FreePages, Run
 
 PAGES = 24
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import ROOT
+
 MIB = 1024 * 1024
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(

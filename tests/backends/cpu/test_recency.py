@@ -8,9 +8,9 @@ from typing import Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from offload_backend_cpu.recency import Recency
+from offload_backend_cpu.eviction import Recency
 
-from offload_core.keys import ObjectKey
+from offload_core.api.keys import ObjectKey
 
 CAPACITY = 6
 

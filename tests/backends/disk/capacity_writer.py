@@ -19,10 +19,10 @@ import traceback
 
 from offload_backend_disk import DiskBackend, DiskOptions
 
-from offload_core.backend import BackendContext
+from offload_core.api.backend import BackendContext
+from offload_core.api.keys import ObjectKey
 from offload_core.cli.probes import sealed
-from offload_core.keys import ObjectKey
-from offload_core.runtime import DaemonExecutor
+from offload_core.runtime.threads import DaemonExecutor
 
 NAMESPACE = "ab" * 32
 PACK = "full-u256"

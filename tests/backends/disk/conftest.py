@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 from offload_backend_disk import DiskBackend, DiskOptions
-from offload_backend_disk.account import Account
-from offload_backend_disk.eviction import Limits
-from offload_backend_disk.home import Home
-from offload_backend_disk.layout import Layout
-from offload_backend_disk.owners import FOLDER_NAME, Owners
-from offload_backend_disk.sweep import Sweep
+from offload_backend_disk.capacity.account import Account
+from offload_backend_disk.capacity.eviction import Limits
+from offload_backend_disk.capacity.processes import FOLDER_NAME, Owners
+from offload_backend_disk.folder.layout import Layout
+from offload_backend_disk.folder.mount_guard import Home
+from offload_backend_disk.scan import Sweep
 
-from offload_core.backend import BackendContext
-from offload_core.keys import ObjectKey
-from offload_core.runtime import DaemonExecutor
+from offload_core.api.backend import BackendContext
+from offload_core.api.keys import ObjectKey
+from offload_core.runtime.threads import DaemonExecutor
 
 Disk = Callable[..., DiskBackend]
 

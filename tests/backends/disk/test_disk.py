@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from offload_backend_disk import DiskBackend
-from offload_backend_disk.owners import FOLDER_NAME
+from offload_backend_disk.capacity.processes import FOLDER_NAME
 
-from offload_core.backend import LoadOutcome, StoreOutcome
-from offload_core.keys import ObjectKey
+from offload_core.api.backend import LoadOutcome, StoreOutcome
+from offload_core.api.keys import ObjectKey
 from tests.backends.disk.conftest import Disk, files_under, key
 
 MISS = LoadOutcome.MISS

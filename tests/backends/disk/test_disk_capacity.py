@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offload_backend_disk import DiskBackend, DiskOptions
-from offload_backend_disk.layout import Layout
+from offload_backend_disk.folder.layout import Layout
 
-from offload_core.backend import BackendContext, LoadOutcome, StoreOutcome
-from offload_core.keys import ObjectKey
-from offload_core.runtime import DaemonExecutor
+from offload_core.api.backend import BackendContext, LoadOutcome, StoreOutcome
+from offload_core.api.keys import ObjectKey
+from offload_core.runtime.threads import DaemonExecutor
 from tests.backends.disk.conftest import open_account, settled, tmpfs, used
 
 KIB = 1024

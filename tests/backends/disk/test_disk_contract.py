@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from offload_backend_disk.plugin import DISK
 
-from offload_core.keys import ObjectKey
-from offload_core.testing.contract import BackendContract
-from offload_core.testing.machine import EXAMPLES
+from offload_core.api.keys import ObjectKey
+from offload_core.testing.contract.suite import BackendContract
+from offload_core.testing.state_machine.machine import EXAMPLES
 
 
 class TestDisk(BackendContract):

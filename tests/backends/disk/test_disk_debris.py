@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 from offload_backend_disk import DiskBackend
-from offload_backend_disk.account import Account
-from offload_backend_disk.home import Home
-from offload_backend_disk.layout import Layout
-from offload_backend_disk.owners import FOLDER_NAME, Owners
-from offload_backend_disk.sweep import Sweep
+from offload_backend_disk.capacity.account import Account
+from offload_backend_disk.capacity.processes import FOLDER_NAME, Owners
+from offload_backend_disk.folder.layout import Layout
+from offload_backend_disk.folder.mount_guard import Home
+from offload_backend_disk.scan import Sweep
 
-from offload_core.backend import LoadOutcome, StoreOutcome
-from offload_core.keys import ObjectKey
+from offload_core.api.backend import LoadOutcome, StoreOutcome
+from offload_core.api.keys import ObjectKey
 from tests.backends.disk.conftest import Disk, files_under, key, mount, open_account, used
 
 KIB = 1024

@@ -20,7 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from offload_backend_disk import DiskBackend, DiskOptions
 
-from offload_core.backend import LoadOutcome, StoreOutcome
+from offload_core.api.backend import LoadOutcome, StoreOutcome
 from tests.backends.disk.conftest import Disk, files_under, key, mount, tmpfs
 
 HIT, CORRUPT = LoadOutcome.HIT, LoadOutcome.CORRUPT

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from offload_backend_disk import DiskBackend
 
-from offload_core.backend import StoreOutcome
-from offload_core.keys import ObjectKey
+from offload_core.api.backend import StoreOutcome
+from offload_core.api.keys import ObjectKey
 from tests.backends.disk.conftest import Disk, files_under, key, open_account, tmpfs
 
 KIB = 1024

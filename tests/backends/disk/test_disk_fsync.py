@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_core.backend import StoreOutcome
+from offload_core.api.backend import StoreOutcome
 from tests.backends.disk.conftest import Disk, key
 
 

@@ -13,9 +13,9 @@ from types import TracebackType
 
 import pytest
 
-from offload_core.backend import LoadOutcome
+from offload_core.api.backend import LoadOutcome
+from offload_core.api.keys import ObjectKey
 from offload_core.cli.probes import sealed
-from offload_core.keys import ObjectKey
 from tests.backends.disk.capacity_writer import NAMESPACE, PACK, SIZES
 from tests.backends.disk.conftest import Disk, files_under, key, settled, used
 

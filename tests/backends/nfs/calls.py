@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from offload_backend_nfs import NfsBackend
 
-from offload_core.backend import LoadOutcome, StoredObject, StoreOutcome
+from offload_core.api.backend import LoadOutcome, StoredObject, StoreOutcome
 from tests.backends.nfs.conftest import key
 
 T = TypeVar("T")

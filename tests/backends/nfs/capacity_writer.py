@@ -17,9 +17,9 @@ from collections import deque
 
 from offload_backend_nfs import NfsBackend, NfsOptions
 
-from offload_core.backend import BackendContext, LoadOutcome, StoreOutcome
-from offload_core.keys import ObjectKey
-from offload_core.runtime import DaemonExecutor
+from offload_core.api.backend import BackendContext, LoadOutcome, StoreOutcome
+from offload_core.api.keys import ObjectKey
+from offload_core.runtime.threads import DaemonExecutor
 
 
 async def main(options: str, seed: int) -> None:

@@ -20,9 +20,9 @@ import pytest
 from botocore.config import Config
 from offload_backend_nfs import NfsBackend, NfsOptions
 
-from offload_core.backend import BackendContext
-from offload_core.keys import ObjectKey
-from offload_core.runtime import DaemonExecutor
+from offload_core.api.backend import BackendContext
+from offload_core.api.keys import ObjectKey
+from offload_core.runtime.threads import DaemonExecutor
 
 Nfs = Callable[..., NfsBackend]
 

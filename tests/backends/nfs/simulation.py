@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from offload_backend_nfs.bounded import BoundedPlace
-from offload_backend_nfs.claim import AccountOptions
+from offload_backend_nfs.capacity.bounded_store import BoundedPlace
+from offload_backend_nfs.capacity.lease import AccountOptions
 
-from offload_core.backend import StoredObject, StoreOutcome
-from offload_core.keys import ObjectKey
+from offload_core.api.backend import StoredObject, StoreOutcome
+from offload_core.api.keys import ObjectKey
 
 LIMIT_SECONDS = 20
 

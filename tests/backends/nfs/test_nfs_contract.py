@@ -10,12 +10,12 @@ from typing import Any
 import boto3
 import fsspec
 import pytest
-from offload_backend_nfs import layout
 from offload_backend_nfs.plugin import NFS
+from offload_backend_nfs.storage import layout
 
-from offload_core.keys import ObjectKey
-from offload_core.testing.contract import BackendContract
-from offload_core.testing.machine import EXAMPLES
+from offload_core.api.keys import ObjectKey
+from offload_core.testing.contract.suite import BackendContract
+from offload_core.testing.state_machine.machine import EXAMPLES
 
 
 class TestShare(BackendContract):

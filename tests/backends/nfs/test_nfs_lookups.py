@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from offload_backend_nfs import NfsBackend
-from offload_backend_nfs.known import KnownKeys
+from offload_backend_nfs.lookup_cache import KnownKeys
 
-from offload_core.backend import LoadOutcome
+from offload_core.api.backend import LoadOutcome
 from tests.backends.nfs.calls import contains, load, run, store
 from tests.backends.nfs.conftest import Nfs, key
 
@@ -103,9 +103,9 @@ def test_c5_backends_of_one_process_see_each_others_stores_at_once(nfs: Nfs, tmp
 _OTHER = """
     import asyncio, sys
     from offload_backend_nfs import NfsBackend, NfsOptions
-    from offload_core.backend import BackendContext
-    from offload_core.keys import ObjectKey
-    from offload_core.runtime import DaemonExecutor
+    from offload_core.api.backend import BackendContext
+    from offload_core.api.keys import ObjectKey
+    from offload_core.runtime.threads import DaemonExecutor
 
     async def main():
         backend = NfsBackend(NfsOptions(url=sys.argv[1]), BackendContext("other", DaemonExecutor(1, "other")))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from offload_backend_nfs import NfsOptions
 
-from offload_core.config import load_config
-from offload_core.errors import ConfigError
+from offload_core.api.errors import ConfigError
+from offload_core.config.model import load_config
 
 
 def options(**given: Any) -> NfsOptions:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from offload_backend_nfs import NfsBackend
 
-from offload_core.backend import LoadOutcome, StoreOutcome
+from offload_core.api.backend import LoadOutcome, StoreOutcome
 from tests.backends.nfs.calls import contains, listed, load, run, store
 from tests.backends.nfs.conftest import Nfs, S3Server, key
 

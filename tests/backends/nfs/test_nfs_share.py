@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 from offload_backend_nfs import NfsBackend
-from offload_backend_nfs.medium import TEMPORARY_FOLDER
-from offload_backend_nfs.posix_share import MARKER, PosixShare
+from offload_backend_nfs.storage.base import TEMPORARY_FOLDER
+from offload_backend_nfs.storage.posix import MARKER, PosixShare
 
-from offload_core.backend import LoadOutcome, StoreOutcome
+from offload_core.api.backend import LoadOutcome, StoreOutcome
 from tests.backends.disk.conftest import mount, small_disk
 from tests.backends.nfs.calls import contains, listed, load, run, store
 from tests.backends.nfs.conftest import Nfs, key
@@ -147,9 +147,9 @@ def test_leftovers_and_foreign_files_are_not_listed(share: NfsBackend, root: Pat
 _KILLED = """
     import asyncio, os, sys, time
     from offload_backend_nfs import NfsBackend, NfsOptions
-    from offload_core.backend import BackendContext
-    from offload_core.keys import ObjectKey
-    from offload_core.runtime import DaemonExecutor
+    from offload_core.api.backend import BackendContext
+    from offload_core.api.keys import ObjectKey
+    from offload_core.runtime.threads import DaemonExecutor
 
     def stop(descriptor):
         print("written", flush=True)

@@ -16,10 +16,10 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from offload_backend_nfs import NfsBackend
-from offload_backend_nfs.medium import TEMPORARY_FOLDER, Medium
-from offload_backend_nfs.object_store import ObjectStore, RenamingStore
+from offload_backend_nfs.storage.base import TEMPORARY_FOLDER, Medium
+from offload_backend_nfs.storage.fsspec_store import ObjectStore, RenamingStore
 
-from offload_core.backend import LoadOutcome
+from offload_core.api.backend import LoadOutcome
 from tests.backends.nfs.calls import contains, listed, load, run, store
 from tests.backends.nfs.conftest import Nfs, key
 

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Sequence
 
 import pytest
-from offload_backend_nfs.claim import AccountOptions, Room
-from offload_backend_nfs.generations import Generations
-from offload_backend_nfs.shared_state import AccountState, DamagedError, UnknownVersionError, decode, encode
+from offload_backend_nfs.capacity.account_state import AccountState, DamagedError, UnknownVersionError, decode, encode
+from offload_backend_nfs.capacity.lease import AccountOptions, Room
+from offload_backend_nfs.capacity.shared_record import Generations
 
-from offload_core.backend import StoreOutcome
-from offload_core.keys import ObjectKey
+from offload_core.api.backend import StoreOutcome
+from offload_core.api.keys import ObjectKey
 from tests.backends.nfs.conftest import key
 from tests.backends.nfs.simulation import Host, World
 

@@ -16,7 +16,7 @@ import boto3
 import pytest
 from offload_backend_nfs import NfsBackend
 
-from offload_core.backend import StoreOutcome
+from offload_core.api.backend import StoreOutcome
 from tests.backends.nfs.conftest import Nfs, key
 
 WRITER = Path(__file__).with_name("capacity_writer.py")

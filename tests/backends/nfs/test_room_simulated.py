@@ -13,9 +13,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from offload_backend_nfs.claim import AccountOptions
+from offload_backend_nfs.capacity.lease import AccountOptions
 
-from offload_core.keys import ObjectKey
+from offload_core.api.keys import ObjectKey
 from tests.backends.nfs.simulation import Host, World
 
 CAPACITY = 1000

@@ -1,0 +1,112 @@
+"""What happens to the memory of a ``cpu`` tier around its use: pinned, or taken from the system, and let go of again.
+
+Both take a second for a few GiB. So they go piece by piece, in the background and between the tier's own calls, except
+where pinning is demanded: whether that works is to be known when the tier opens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from offload_backend_cpu.arena import PAGE_BYTES, Arena
+from offload_backend_cpu.options import CpuOptions
+from offload_core.api.pinned_memory import HostPinning, demand_pinning, pinning_in_use
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 64 * 1024 * 1024
+"""Small enough that a tier's thread is back within about a tenth of a second."""
+
+
+class Preparation:
+    """Pins or populates an arena. For the event loop; construct it on the thread that has chosen the GPU.
+
+    Args:
+        name: the tier's, for messages.
+        run_blocking: the backend's.
+        pinning: how to pin; by default by CUDA, where there is some use for it.
+    """
+
+    def __init__(
+        self, options: CpuOptions, name: str, run_blocking: Callable[..., Awaitable[Any]], pinning: HostPinning | None
+    ) -> None:
+        self._options = options
+        self._name = name
+        self._run_blocking = run_blocking
+        self._pinning = None if options.pin == "off" else pinning or pinning_in_use()
+        self._arena: Arena | None = None  # kept for as long as something of it is pinned
+        self._pinned: list[int] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, arena: Arena) -> None:
+        """Pin now what must be pinned, and begin with the rest. Cancelled, it ends with the piece in hand.
+
+        Raises:
+            OSError: the memory must be pinned and cannot be; nothing of it is then.
+        """
+        self._arena = arena
+        if self._options.pin == "on":
+            try:
+                if self._pinning is None:
+                    self._pinning = await self._run_blocking(demand_pinning)
+                await self._each_piece(arena, self._pin)
+            except OSError as error:
+                await self.undo()
+                raise OSError(f"{error}; pin: {self._options.pin} needs that, pin: auto does without") from error
+        elif self._pinning is not None:
+            self._task = asyncio.create_task(self._in_background(arena, self._pin))
+        elif self._options.prefault:
+            self._task = asyncio.create_task(self._in_background(arena, _populate))
+
+    def stop(self) -> None:
+        """Begin no further piece."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def undo(self) -> None:
+        """Wait for the piece in hand and unpin all. Cancelled, it leaves the rest pinned; another call goes on."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+            self._task = None
+        while self._pinned and self._pinning is not None:
+            try:
+                await self._run_blocking(self._pinning.unregister, self._pinned[-1])
+            except OSError as error:
+                logger.warning("tier %r: %s; it stays pinned until the process ends", self._name, error)
+            self._pinned.pop()
+        self._arena = None
+
+    async def _in_background(self, arena: Arena, prepare: Callable[[Arena, int, int], bool]) -> None:
+        try:
+            await self._each_piece(arena, prepare)
+        except OSError as error:
+            logger.warning(
+                "tier %r: %s. The tier works without, more slowly while its memory fills; lower its capacity of %d "
+                "bytes if there is not so much memory.",
+                self._name, error, self._options.capacity,
+            )  # fmt: skip
+
+    async def _each_piece(self, arena: Arena, prepare: Callable[[Arena, int, int], bool]) -> None:
+        step = PIECE_BYTES // PAGE_BYTES
+        for start in range(0, arena.pages.num_pages, step):
+            if not await self._run_blocking(prepare, arena, start, min(step, arena.pages.num_pages - start)):
+                logger.info(
+                    "tier %r: the system gives memory only when it is written to, so that it is then", self._name
+                )
+                return
+
+    def _pin(self, arena: Arena, start_page: int, num_pages: int) -> bool:
+        """Pin one piece; runs on one of the tier's threads."""
+        assert self._pinning is not None
+        address = arena.address + start_page * PAGE_BYTES
+        self._pinning.register(address, num_pages * PAGE_BYTES)
+        self._pinned.append(address)
+        arena.note_there(start_page + num_pages)
+        return True
+
+
+def _populate(arena: Arena, start_page: int, num_pages: int) -> bool:
+    return arena.populate(start_page, num_pages)

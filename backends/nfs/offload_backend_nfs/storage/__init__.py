@@ -1,0 +1,1 @@
+"""The media that objects lie on: a mounted share, or an object store that fsspec speaks to."""

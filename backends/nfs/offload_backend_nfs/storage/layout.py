@@ -1,0 +1,39 @@
+"""Where objects lie under the root: ``namespace/pack/ab/abcdef….kv``.
+
+``ab`` are the first two digits of the chunk hash, so that no folder grows beyond a 256th of a pack, and a listing that
+goes folder by folder has short pages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from offload_backend_nfs.storage.base import Entry
+from offload_core.api.backend import StoredObject
+from offload_core.api.keys import ObjectKey
+
+OBJECT_SUFFIX = ".kv"
+
+FOLDERS = (re.compile(r"[0-9a-f]{64}"), re.compile(r"[a-z0-9-]{1,64}"), re.compile(r"[0-9a-f]{2}"))
+"""Names of the folders above an object, from the root down."""
+_DIGEST = re.compile(r"(?:[0-9a-f]{2}){1,64}")
+
+
+def name_of(key: ObjectKey) -> str:
+    """Return the name of ``key``'s object."""
+    digest = key.chunk_hash.hex()
+    return f"{key.namespace}/{key.pack}/{digest[:2]}/{digest}{OBJECT_SUFFIX}"
+
+
+def objects_in(folder: str, entries: Iterable[Entry]) -> list[StoredObject]:
+    """Return the objects among the entries of ``namespace/pack/ab``; anything else there is passed over."""
+    namespace, pack, prefix = folder.split("/")
+    found = []
+    for entry in entries:
+        digest = entry.name.removesuffix(OBJECT_SUFFIX)
+        if entry.is_folder or digest == entry.name or not _DIGEST.fullmatch(digest) or digest[:2] != prefix:
+            continue
+        key = ObjectKey(namespace, pack, bytes.fromhex(digest))
+        found.append(StoredObject(key, entry.nbytes, entry.modified_seconds))
+    return found

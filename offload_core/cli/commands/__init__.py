@@ -1,0 +1,1 @@
+"""The commands of ``offload-core``, one module each."""

@@ -1,0 +1,98 @@
+"""``offload-core check``: does every tier of a configuration work?"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from offload_core.api.backend import LoadOutcome, StoreOutcome
+from offload_core.api.errors import ObjectFormatError
+from offload_core.cli.application import app
+from offload_core.cli.arguments import AsJson, ConfigFile, TierNames
+from offload_core.cli.output import human_milliseconds, print_json, print_table
+from offload_core.cli.probes import probe_key, removed_on_failure, sealed
+from offload_core.cli.session import TierReport, finish, open_session
+from offload_core.cli.watched_tier import OperationError, WatchedTier
+from offload_core.objects import format as object_format
+
+_PAYLOAD_BYTES = 64 * 1024
+_STEPS = ("store", "load", "delete")
+
+
+@dataclass
+class _Checked:
+    seconds: dict[str, float] = field(default_factory=dict)
+    evicted: int = 0
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+
+
+@app.command()
+def check(config: ConfigFile, tier: TierNames = None, as_json: AsJson = False) -> None:
+    """Try every tier: open it, write a probe, read it back, verify it and delete it; show how long each step took.
+
+    The probe is an object of 68 KiB with a random name, under a fingerprint of zeros, which no engine has; it is
+    deleted whatever happens. A tier with a limit on its bytes may evict an older object to make room for it. Each step
+    has the deadline that the configuration gives it (stores and deletions have that of loads).
+
+    Exits with 1 when a tier failed, with 2 when the configuration is wrong, after printing all its problems.
+
+    Example: `offload-core check offload.yaml`
+    """
+    with open_session(config, tier, as_json=as_json) as session:
+        reports = session.each(
+            lambda watched, result: _probe(watched, result, session.cleanup_seconds), new_result=_Checked
+        )
+    if as_json:
+        print_json({"tiers": [_document(report) for report in reports]})
+    else:
+        columns = ["tier", "type", "status", *(f"{step} ms|" for step in ("open", *_STEPS))]
+        print_table(columns, map(_row, reports))
+    finish(reports)
+
+
+async def _probe(tier: WatchedTier, result: _Checked, cleanup_seconds: float) -> None:
+    key = probe_key("check")
+    written = sealed(key, os.urandom(_PAYLOAD_BYTES))
+    read = memoryview(bytearray(len(written)))
+    async with removed_on_failure(tier, [key], cleanup_seconds):
+        with result.step("store"):
+            stored = await tier.store([key], [written])
+            result.evicted = stored.evicted
+            if stored.outcomes != [StoreOutcome.STORED]:
+                raise OperationError(f"store: {stored.outcomes[0].value}; is there room for {len(written)} bytes?")
+        with result.step("load"):
+            (outcome,) = await tier.load([key], [read])
+            if outcome is not LoadOutcome.HIT:
+                raise OperationError(f"load: {outcome.value} right after the probe was stored")
+            try:
+                object_format.verify(read, key)
+            except ObjectFormatError as error:
+                raise OperationError(f"load: other bytes came back: {error}") from error
+        with result.step("delete"):
+            await tier.delete([key])
+        if await tier.contains([key]) != [False]:
+            raise OperationError("delete: the probe is still there afterwards")
+
+
+def _document(report: TierReport[_Checked]) -> dict[str, object]:
+    latencies = {f"{step}_seconds": report.result.seconds.get(step) for step in _STEPS}
+    return report.document(
+        type=report.type,
+        ok=report.error is None,
+        open_seconds=report.open_seconds,
+        **latencies,
+        evicted_objects=report.result.evicted,
+    )
+
+
+def _row(report: TierReport[_Checked]) -> list[object]:
+    latencies = [report.open_seconds, *(report.result.seconds.get(step) for step in _STEPS)]
+    return [report.tier, report.type, "failed" if report.error else "ok", *map(human_milliseconds, latencies)]

@@ -1,0 +1,59 @@
+"""``offload-core plugins``: what is installed, and what failed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+import typer
+
+from offload_core.cli.application import app
+from offload_core.cli.arguments import AsJson
+from offload_core.cli.output import note, print_json, print_table
+from offload_core.cli.session import EXIT_TROUBLE
+from offload_core.plugins.registry import PluginReport, load_plugins
+
+
+@app.command()
+def plugins(
+    as_json: AsJson = False,
+    strict: Annotated[bool, typer.Option("--strict", help="exit with code 1 when a plugin failed")] = False,
+) -> None:
+    """List the installed plugins: who provides which backend types, and what failed and why.
+
+    A plugin that failed never stops the others, so the exit code is 0 unless `--strict` asks for more.
+
+    Example: `offload-core plugins --strict`
+    """
+    found = [_document(report) for report in load_plugins().reports]
+    failed = [plugin for plugin in found if plugin["error"]]
+    if as_json:
+        print_json({"plugins": found})
+    else:
+        columns = ["plugin", "distribution", "version", "API", "backend types", "hooks", "error"]
+        print_table(columns, ([_cell(value) for key, value in p.items() if key != "module"] for p in found))
+    if failed:
+        note(f"{len(failed)} of {len(found)} plugins failed; a configuration that needs one of them will not start")
+    if failed and strict:
+        raise typer.Exit(EXIT_TROUBLE)
+
+
+def _document(report: PluginReport) -> dict[str, Any]:
+    fields = dataclasses.asdict(report)
+    distribution, _, version = fields["distribution"].partition(" ")
+    return {
+        "name": fields["name"],
+        "distribution": distribution,
+        "version": fields.get("version", version),
+        "module": fields.get("module"),
+        "api_version": fields.get("api_version"),
+        "backend_types": list(fields["backend_types"]),
+        "hooks": list(fields.get("hooks", ())),
+        "error": fields["error"],
+    }
+
+
+def _cell(value: object) -> str:
+    if value is None or value == []:
+        return "-"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

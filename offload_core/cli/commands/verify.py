@@ -1,0 +1,215 @@
+"""``offload-core verify``: is every byte of every object what was written?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.progress import Progress
+
+from offload_core.api.backend import LoadOutcome, StoredObject
+from offload_core.api.errors import ObjectFormatError
+from offload_core.api.keys import ObjectKey
+from offload_core.cli.application import app
+from offload_core.cli.arguments import AsJson, ConfigFile, TierNames
+from offload_core.cli.output import human_bytes, note, print_json, print_table, progress
+from offload_core.cli.parallel import ByteBudget, in_parallel
+from offload_core.cli.session import TierReport, finish, open_session
+from offload_core.cli.watched_tier import OperationError, WatchedTier
+from offload_core.objects import compression as compressed_object
+
+_BATCH_BYTES = 8 * 1024 * 1024
+_BATCH_OBJECTS = 64
+
+
+class _Bad(NamedTuple):
+    key: ObjectKey
+    nbytes: int
+    reason: str
+    damaged: bool
+    """Its bytes are wrong; otherwise they could not be read, and may be right."""
+
+
+@dataclass
+class _Verified:
+    objects: int = 0
+    nbytes: int = 0
+    vanished: int = 0
+    """Listed, and gone before they were read: evicted, or deleted by somebody else."""
+    deleted: int = 0
+    bad: list[_Bad] = field(default_factory=list)
+
+
+@app.command()
+def verify(
+    config: ConfigFile,
+    tier: TierNames = None,
+    delete: Annotated[bool, typer.Option("--delete", help="delete damaged objects; engines store them again")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bar")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Load every object, check its size, name and checksums, decompress it, and print those that are damaged.
+
+    Engines do the same with every object they load, so damage never reaches a model; this finds it earlier, and shows
+    what a disk is worth. At most `staging_bytes` of memory are used. Objects that vanish meanwhile are no error.
+
+    Objects that cannot be read, or that are larger than `staging_bytes`, are printed too, but never deleted. Exits with
+    1 when there are any of these or damaged ones (deleted or not), when a tier failed, and when no tier can list.
+
+    Example: `offload-core verify offload.yaml --tier nvme --delete`
+    """
+    with open_session(config, tier, as_json=as_json) as session, progress(quiet=quiet) as bar:
+        budget = ByteBudget(session.settings.staging_bytes)
+
+        async def work(watched: WatchedTier, result: _Verified) -> None:
+            await _Verification(watched, result, budget, session.settings.staging_bytes, delete, bar).run()
+
+        reports = session.each(work, _Verified, lists=True)
+    if as_json:
+        print_json({"tiers": [_document(report) for report in reports]})
+    else:
+        found = [(report.tier, bad) for report in reports for bad in report.result.bad]
+        if found:
+            print_table(
+                ["tier", "object", "bytes|", "what is wrong"], [(t, b.key.path, b.nbytes, b.reason) for t, b in found]
+            )
+    for report in reports:
+        if not report.skipped and (report.error is None or report.result != _Verified()):
+            note(_summary(report))
+    finish(reports, trouble=any(report.result.bad for report in reports))
+
+
+class _Verification:
+    """All objects of one tier."""
+
+    def __init__(
+        self, tier: WatchedTier, result: _Verified, budget: ByteBudget, limit_bytes: int, delete: bool, bar: Progress
+    ) -> None:
+        self._tier = tier
+        self._result = result
+        self._budget = budget
+        self._limit_bytes = limit_bytes
+        self._delete = delete
+        self._bar = bar
+        self._line = bar.add_task(tier.name, total=None)
+
+    async def run(self) -> None:
+        """Verify, io_threads batches at a time."""
+        if not self._bar.disable:
+            total = 0
+            async for listed in self._tier.objects():
+                total += len(listed)
+            self._bar.update(self._line, total=total)
+        await in_parallel(self._batches(), self._verify, self._tier.io_threads)
+
+    async def _batches(self) -> AsyncIterator[list[StoredObject]]:
+        """Cut the listing into batches of a bounded size."""
+        most_bytes = min(_BATCH_BYTES, self._limit_bytes)
+        batch: list[StoredObject] = []
+        nbytes = 0
+        async for listed in self._tier.objects():
+            for stored in listed:
+                if stored.nbytes > self._limit_bytes:
+                    size = f"{stored.nbytes} bytes are more than staging_bytes = {self._limit_bytes}"
+                    self._add_bad(stored, f"not read: {size}; raise it to verify this object", damaged=False)
+                    continue
+                if batch and (len(batch) == _BATCH_OBJECTS or nbytes + stored.nbytes > most_bytes):
+                    yield batch
+                    batch, nbytes = [], 0
+                batch.append(stored)
+                nbytes += stored.nbytes
+        if batch:
+            yield batch
+
+    async def _verify(self, batch: Sequence[StoredObject]) -> None:
+        async with self._budget.hold(sum(stored.nbytes for stored in batch)):
+            found = await self._load(batch)
+        damaged = [stored.key for stored, bad in zip(batch, found, strict=True) if bad]
+        if damaged and self._delete:
+            await self._tier.delete(damaged)
+            self._result.deleted += len(damaged)
+        self._bar.advance(self._line, len(batch))
+
+    async def _load(self, batch: Sequence[StoredObject]) -> list[bool]:
+        """Load and check a batch; returns, per object, whether it is damaged. An error is traced to its objects."""
+        keys = [stored.key for stored in batch]
+        buffers = [memoryview(bytearray(stored.nbytes)) for stored in batch]
+        try:
+            outcomes = await self._tier.load(keys, buffers)
+        except OperationError as error:
+            if error.late:
+                raise
+            if len(batch) > 1:
+                return [damaged for stored in batch for damaged in await self._load([stored])]
+            self._add_bad(batch[0], str(error), damaged=False)
+            return [False]
+        reasons = await asyncio.to_thread(_reasons, keys, buffers, outcomes)
+        for stored, outcome, reason in zip(batch, outcomes, reasons, strict=True):
+            self._result.vanished += outcome is LoadOutcome.MISS
+            if reason is not None:
+                self._add_bad(stored, reason, damaged=True)
+            elif outcome is LoadOutcome.HIT:
+                self._result.objects += 1
+                self._result.nbytes += stored.nbytes
+        return [reason is not None for reason in reasons]
+
+    def _add_bad(self, stored: StoredObject, reason: str, *, damaged: bool) -> None:
+        self._result.bad.append(_Bad(stored.key, stored.nbytes, reason, damaged))
+
+
+def _reasons(
+    keys: Sequence[ObjectKey], buffers: Sequence[memoryview], outcomes: Sequence[LoadOutcome]
+) -> list[str | None]:
+    """Return, per object, what is damaged about it, or ``None``."""
+    reasons: list[str | None] = []
+    for key, buffer, outcome in zip(keys, buffers, outcomes, strict=True):
+        reason = None
+        if outcome is LoadOutcome.CORRUPT:
+            reason = f"the backend calls it corrupt, or it is not {len(buffer)} bytes long any more"
+        elif outcome is LoadOutcome.HIT:
+            try:
+                compressed_object.verify_any(buffer, key)
+            except ObjectFormatError as error:
+                reason = str(error).removeprefix(f"{key}: ")
+        reasons.append(reason)
+    return reasons
+
+
+def _document(report: TierReport[_Verified]) -> dict[str, object]:
+    result = report.result
+    bad = [
+        {
+            "fingerprint": bad.key.namespace,
+            "pack": bad.key.pack,
+            "hash": bad.key.chunk_hash.hex(),
+            "bytes": bad.nbytes,
+            "damaged": bad.damaged,
+            "reason": bad.reason,
+        }
+        for bad in result.bad
+    ]
+    return report.document(
+        verified_objects=result.objects,
+        verified_bytes=result.nbytes,
+        vanished_objects=result.vanished,
+        deleted_objects=result.deleted,
+        bad=bad,
+    )
+
+
+def _summary(report: TierReport[_Verified]) -> str:
+    result = report.result
+    damaged = sum(bad.damaged for bad in result.bad)
+    text = (
+        f"tier {report.tier!r}: {result.objects} objects with {human_bytes(result.nbytes)} are sound, {damaged} damaged"
+    )
+    if result.deleted:
+        text += f" ({result.deleted} deleted)"
+    if unread := len(result.bad) - damaged:
+        text += f", {unread} could not be read"
+    if result.vanished:
+        text += f", {result.vanished} vanished meanwhile"
+    return text

@@ -1,0 +1,150 @@
+"""What a plan means in objects and bytes: the numbers behind ``offload-core plan``.
+
+Counts are taken by asking the planner about every unit of a long prompt, the way the engine does, and not from a
+formula of their own. The prompt has whole periods of the plan and at least 100,000 tokens, or as many as
+``max_model_len`` leaves. "Per 1,000 tokens" is that count divided by the prompt's length.
+
+Of a recurrent group every boundary is counted. The engine hands over a state only where one of its steps ends, so of a
+prompt that it computes in long steps it stores fewer of these objects, never more.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from offload_core.config.geometry_file import KVCacheGeometry, policy_text
+from offload_core.objects.format import object_bytes
+from offload_core.planning.chunk_size import ChunkSizes
+from offload_core.planning.packs import Pack
+from offload_core.planning.planner import HybridOffloadPlanner
+
+_PROMPT_TOKENS = 100_000
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """One group: how many tokens it counts in, and where its blocks go."""
+
+    index: int
+    name: str
+    policy: str
+    block_size_tokens: int
+    block_bytes: int
+    """On one rank, over all layers."""
+    unit_tokens: int
+    hash_factor: int
+    """Engine block hashes per unit."""
+    pack: str | None
+    """Name of its pack; ``None`` where no boundary needs anything of the group, so that nothing is stored."""
+    blocks_per_object: int
+
+
+@dataclass(frozen=True)
+class PackReport:
+    """One pack: its objects, and what they cost."""
+
+    name: str
+    groups: tuple[int, ...]
+    unit_tokens: int
+    payload_bytes: int
+    """Of one object, that is of one rank."""
+    object_bytes: int
+    """With the object's header."""
+    objects_per_1000_tokens: float
+    """Of all ranks."""
+    bytes_per_1000_tokens: float
+    """Of all ranks, headers included."""
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The plan for one chunk size."""
+
+    hybrid_chunk_size: int
+    default_hybrid_chunk_size: int | None
+    """What the engine would take by itself; ``None`` where no chunk size fits every group."""
+    hash_block_size_tokens: int
+    boundary_tokens: int
+    """A loaded prefix has a multiple of this many tokens."""
+    shortest_served_prompt_tokens: int
+    """A prompt of fewer tokens is always computed: it holds no boundary before its last token."""
+    prompt_tokens: int
+    """What the numbers per 1,000 tokens were counted over."""
+    ranks: int
+    groups: tuple[GroupReport, ...]
+    packs: tuple[PackReport, ...]
+    objects_per_1000_tokens: float
+    bytes_per_1000_tokens: float
+    warnings: tuple[str, ...]
+
+
+def plan_report(
+    geometry: KVCacheGeometry, hybrid_chunk_size: int | None, prompt_tokens: int = _PROMPT_TOKENS
+) -> PlanReport:
+    """Plan for ``hybrid_chunk_size`` (``None``: the default) and count over at least ``prompt_tokens`` tokens.
+
+    Raises:
+        PlanError: the engine would refuse this chunk size; why, and one that works.
+    """
+    planner = geometry.planner(hybrid_chunk_size)
+    tokens = _counted_tokens(planner, prompt_tokens)
+    packs = tuple(_pack_report(planner, pack, geometry, tokens) for pack in planner.packs)
+    return PlanReport(
+        hybrid_chunk_size=planner.hybrid_chunk_size,
+        default_hybrid_chunk_size=ChunkSizes(planner.groups, planner.max_model_len).default,
+        hash_block_size_tokens=planner.hash_block_size,
+        boundary_tokens=planner.boundary_tokens,
+        shortest_served_prompt_tokens=planner.boundary_tokens + 1,
+        prompt_tokens=tokens,
+        ranks=geometry.ranks,
+        groups=_group_reports(planner, geometry),
+        packs=packs,
+        objects_per_1000_tokens=sum(pack.objects_per_1000_tokens for pack in packs),
+        bytes_per_1000_tokens=sum(pack.bytes_per_1000_tokens for pack in packs),
+        warnings=planner.warnings,
+    )
+
+
+def _counted_tokens(planner: HybridOffloadPlanner, at_least: int) -> int:
+    """Return a prompt length of whole periods of the plan, as far as ``max_model_len`` has room for it."""
+    chunked = [g.policy.attention_chunk_tokens for g in planner.groups if g.policy.kind == "chunked"]
+    period = math.lcm(planner.boundary_tokens, *chunked)
+    return min(-(-at_least // period) * period, planner.storable_prefix(planner.max_model_len))
+
+
+def _pack_report(planner: HybridOffloadPlanner, pack: Pack, geometry: KVCacheGeometry, tokens: int) -> PackReport:
+    block_bytes = {index: group.block_bytes for index, group in geometry.indexed_groups()}
+    payload = sum(pack.stored_blocks(group) * block_bytes[group.index] for group in pack.groups)
+    objects = geometry.ranks * sum(planner.ever_needed(pack, unit) for unit in range(pack.units_in(tokens)))
+    return PackReport(
+        name=pack.name,
+        groups=tuple(group.index for group in pack.groups),
+        unit_tokens=pack.unit_tokens,
+        payload_bytes=payload,
+        object_bytes=object_bytes(payload),
+        objects_per_1000_tokens=objects * 1000 / tokens,
+        bytes_per_1000_tokens=objects * object_bytes(payload) * 1000 / tokens,
+    )
+
+
+def _group_reports(planner: HybridOffloadPlanner, geometry: KVCacheGeometry) -> tuple[GroupReport, ...]:
+    pack_of = {group.index: (pack, pack.stored_blocks(group)) for pack in planner.packs for group in pack.groups}
+    reports: list[GroupReport] = []
+    for index, group in geometry.indexed_groups():
+        pack, blocks = pack_of.get(index, (None, 0))
+        factor = planner.group_hash_factors[index]
+        reports.append(
+            GroupReport(
+                index=index,
+                name=group.name,
+                policy=policy_text(group.policy),
+                block_size_tokens=group.block_size_tokens,
+                block_bytes=group.block_bytes,
+                unit_tokens=factor * planner.hash_block_size,
+                hash_factor=factor,
+                pack=pack.name if pack is not None else None,
+                blocks_per_object=blocks,
+            )
+        )
+    return tuple(reports)

@@ -1,0 +1,219 @@
+"""A tier as the commands use it: opened through the engine's door, every call with a deadline and a named error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+from offload_core.api.backend import Backend, LoadOutcome, StoredObject, StoreOutcome
+from offload_core.api.errors import BackendError, ObjectFormatError
+from offload_core.api.keys import ObjectKey
+from offload_core.config.model import OffloadConfig, TierConfig
+from offload_core.objects import compression as compressed_object
+from offload_core.objects.format import HEADER_BYTES
+from offload_core.runtime.metrics import Counters
+from offload_core.tiers.tier import Tier
+
+T = TypeVar("T")
+
+
+class OperationError(BackendError):
+    """A call of a backend failed or was late. The message names the operation and the cause."""
+
+    def __init__(self, message: str, *, late: bool = False) -> None:
+        super().__init__(message)
+        self.late = late
+        """The call may still be running."""
+
+
+class Stored(NamedTuple):
+    """What became of a batch that was to be stored."""
+
+    outcomes: list[StoreOutcome]
+    evicted: int
+    """Objects that the backend removed to make room."""
+
+
+class WatchedTier:
+    """One entry of ``backends``. All coroutines run on the I/O loop and raise only :class:`OperationError`.
+
+    A call that is late or cancelled is given up at once, and goes on by itself until :meth:`settle` finds it ended: the
+    buffers it was given must not be used again.
+    """
+
+    def __init__(self, config: TierConfig, whole: OffloadConfig) -> None:
+        self._config = config
+        self._whole = whole
+        self.tier = Tier(config, whole.settings.limits, Counters(), whole.plugins)
+        self.name = self.tier.name
+        self.type_name = config.common.type
+        self.io_threads = config.common.io_threads
+        self.capabilities = self.tier.capabilities
+        self._running: dict[asyncio.Task[Any], str] = {}
+
+    @property
+    def running(self) -> list[str]:
+        """The operations that have not ended yet, late ones included."""
+        return list(self._running.values())
+
+    async def open(self) -> None:
+        """Open the backend, within ``open_timeout_seconds``."""
+        seconds = self.tier.limits.open_timeout_seconds
+        await self._call("open", self.tier.open(), seconds, "open_timeout_seconds")
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Return, per key, whether it is there, within ``lookup_timeout_seconds``."""
+        seconds = self.tier.limits.lookup_timeout_seconds
+        return await self._call("lookup", self._contains(keys), seconds, "lookup_timeout_seconds")
+
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Stored:
+        """Store sealed objects, compressed as the tier is configured, within its deadline for loading as many bytes."""
+        return await self._transfer("store", self._store(keys, buffers), sum(map(len, buffers)))
+
+    async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+        """Load objects into ``buffers``, unverified, within the tier's deadline for loading them.
+
+        A buffer is as large as the object on the medium, and gets that, or as the sealed object, and gets that.
+        """
+        return await self._transfer("load", self._load(keys, buffers), sum(map(len, buffers)))
+
+    async def delete(self, keys: Sequence[ObjectKey], seconds: float | None = None) -> None:
+        """Remove objects, within ``seconds`` or the tier's ``load_timeout_seconds``."""
+        own, setting = self.tier.limits.load_timeout_seconds, "load_timeout_seconds"
+        limit = (own, setting) if seconds is None else (seconds, "clean-up")
+        await self._call("delete", self._delete(keys), *limit)
+
+    async def delete_on_new_threads(self, keys: Sequence[ObjectKey], seconds: float) -> None:
+        """Remove objects through another instance of the backend, for when all threads of this one hang."""
+        other = WatchedTier(self._config, self._whole)
+        try:
+            await other._call("open", other.tier.open(), seconds, "clean-up")
+            await other.delete(keys, seconds)
+        finally:
+            with suppress(OperationError):
+                await other._call("close", other.tier.close(), seconds, "clean-up")
+
+    async def objects(self) -> AsyncGenerator[Sequence[StoredObject], None]:
+        """Yield what the backend lists, each batch within the tier's ``load_timeout_seconds``."""
+        batches = _batches(self.tier.backend)
+        while (batch := await self._transfer("list", _next(batches), 0)) is not None:
+            yield batch
+
+    async def settle(self, operation: str, seconds: float) -> bool:
+        """Wait until the calls of ``operation`` that were given up have ended; returns whether all have."""
+        calls = [task for task, running in self._running.items() if running == operation]
+        return not calls or not (await asyncio.wait(calls, timeout=seconds))[1]
+
+    async def _transfer(self, operation: str, call: Coroutine[Any, Any, T], nbytes: int) -> T:
+        seconds = self.tier.limits.load_seconds(nbytes)
+        return await self._call(operation, call, seconds, "load_timeout_seconds")
+
+    async def _call(self, operation: str, call: Coroutine[Any, Any, T], seconds: float, setting: str) -> T:
+        task = asyncio.ensure_future(call)
+        self._running[task] = operation
+        task.add_done_callback(self._ended)
+        done, _ = await asyncio.wait([task], timeout=seconds)
+        if not done:
+            raise OperationError(
+                f"{operation}: no answer within {round(seconds, 2):g} s ({setting}); "
+                "check that the medium answers, or raise the limit if it is merely slow",
+                late=True,
+            )
+        if task.cancelled():
+            raise OperationError(f"{operation}: the backend cancelled its own call")
+        try:
+            return task.result()
+        except Exception as error:  # a plugin may raise anything
+            reason = str(error) if isinstance(error, OSError) and str(error) else f"{type(error).__name__}: {error}"
+            raise OperationError(f"{operation}: {reason}") from error
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        del self._running[task]
+        if not task.cancelled():
+            task.exception()  # retrieved, so that asyncio does not log it as lost
+
+    async def _contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        return _one_per_key(keys, await self.tier.backend.contains(keys), "contains")
+
+    async def _store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Stored:
+        if self.tier.compresses:
+            buffers = await self.tier.backend.run_blocking(self.tier.codec.compressed_copies, keys, buffers)
+        reservation = await self.tier.backend.prepare_store(keys, [len(buffer) for buffer in buffers])
+        try:
+            prepared = _one_per_key(keys, reservation.outcomes, "prepare_store")
+            wanted = [index for index, outcome in enumerate(prepared) if outcome is None]
+            wanted_keys = [keys[index] for index in wanted]
+            stored: Sequence[StoreOutcome] = []
+            if wanted:
+                stored = await self.tier.backend.store(wanted_keys, [buffers[index].toreadonly() for index in wanted])
+            outcomes = iter(_one_per_key(wanted_keys, stored, "store"))
+            return Stored([next(outcomes) if o is None else o for o in prepared], len(reservation.evicted))
+        finally:
+            await reservation.release()
+
+    async def _load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+        reservation = await self.tier.backend.prepare_load(keys)
+        try:
+            present = _one_per_key(keys, reservation.present, "prepare_load")
+            wanted = [index for index, there in enumerate(present) if there]
+            wanted_keys = [keys[index] for index in wanted]
+            sizes = _one_per_key(keys, reservation.nbytes, "prepare_load (nbytes)")
+            views = [_place(buffers[index], sizes[index] if self.capabilities.sizes else None) for index in wanted]
+            loaded: Sequence[LoadOutcome] = []
+            if wanted:
+                loaded = await self.tier.backend.load_into(wanted_keys, views)
+            answers = _one_per_key(wanted_keys, loaded, "load_into")
+            if any(view is not buffers[index] for index, view in zip(wanted, views, strict=True)):
+                targets = [buffers[index] for index in wanted]
+                answers = await self.tier.backend.run_blocking(_restore_all, wanted_keys, views, targets, answers)
+            outcomes = iter(answers)
+            return [next(outcomes) if there else LoadOutcome.MISS for there in present]
+        finally:
+            await reservation.release()
+
+    async def _delete(self, keys: Sequence[ObjectKey]) -> None:
+        await self.tier.backend.delete(keys)
+
+
+async def _batches(backend: Backend[Any]) -> AsyncIterator[Sequence[StoredObject]]:
+    async for batch in backend.list_objects():  # called here, so that what it raises is an error of the first batch
+        yield batch
+
+
+async def _next(batches: AsyncIterator[T]) -> T | None:
+    return await anext(batches, None)
+
+
+def _place(buffer: memoryview, nbytes: int | None) -> memoryview:
+    """Return where an object of ``nbytes`` on the medium is to be loaded: ``buffer``, or new memory beside it."""
+    if nbytes is None or not HEADER_BYTES < nbytes < len(buffer):
+        return buffer
+    return memoryview(bytearray(nbytes))
+
+
+def _restore_all(
+    keys: Sequence[ObjectKey],
+    views: Sequence[memoryview],
+    buffers: Sequence[memoryview],
+    outcomes: Sequence[LoadOutcome],
+) -> list[LoadOutcome]:
+    """Decompress what was loaded beside its buffer."""
+    restored: list[LoadOutcome] = []
+    for key, view, buffer, outcome in zip(keys, views, buffers, outcomes, strict=True):
+        if outcome is LoadOutcome.HIT and view is not buffer:
+            try:
+                compressed_object.restore(view, buffer, key)
+            except ObjectFormatError:
+                outcome = LoadOutcome.CORRUPT
+        restored.append(outcome)
+    return restored
+
+
+def _one_per_key(keys: Sequence[ObjectKey], results: Sequence[T], call: str) -> list[T]:
+    if len(results) != len(keys):
+        raise BackendError(
+            f"{call} returned {len(results)} results for {len(keys)} keys; clause C2 asks for one per key"
+        )
+    return list(results)

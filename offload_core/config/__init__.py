@@ -1,0 +1,1 @@
+"""Operators' files and keys, checked and turned into values."""

@@ -1,0 +1,192 @@
+"""Reads a file that operators write: YAML, TOML or JSON by its ending, into a dictionary.
+
+Nothing that the operator wrote is lost without a word: keys written twice are refused (YAML's and JSON's readers take
+the last one), and so are keys that YAML does not read as text. No message quotes the file's text, which may hold what
+should be secret: errors give line and column instead.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from offload_core.api.errors import ConfigError
+from offload_core.config.problems import kind_of, shown
+
+_MAX_YAML_NODES = 100_000
+
+
+class _UnreadableError(ValueError):
+    """One or more problems of a file's text."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+        self.problems = problems
+
+
+def read_keys(file: object, name: str = "config_file", source: str = "kv_connector_extra_config") -> dict[str, Any]:
+    """Return the keys and values of the file; ``~`` is the home folder, a relative path starts at the working folder.
+
+    Args:
+        file: its path, as it was written.
+        name: what messages call the file.
+        source: where the path was written.
+
+    Raises:
+        ConfigError: there is no such file, or it cannot be read as what its ending says.
+    """
+    try:
+        return _read(file)
+    except _UnreadableError as error:
+        raise ConfigError([f"{name}: {problem}" for problem in error.problems], source) from None
+
+
+def _read(file: object) -> dict[str, Any]:
+    if not isinstance(file, str | Path):
+        raise _UnreadableError(f"{shown(file)} is not a path; write the file's name as a string")
+    readers: dict[str, Callable[[str], object]] = {
+        ".yaml": _read_yaml,
+        ".yml": _read_yaml,
+        ".json": _read_json,
+        ".toml": tomllib.loads,
+    }
+    prefix = repr(str(file))
+    reader = readers.get(Path(file).suffix.lower())
+    if reader is None:
+        raise _UnreadableError(f"{prefix} must end in {', '.join(readers)}")
+    kind = Path(file).suffix[1:]
+    try:
+        path = Path(file).expanduser()
+        content = reader(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        looked_in = "" if path.is_absolute() else f" (looked in {Path.cwd()})"
+        raise _UnreadableError(f"{prefix} does not exist{looked_in}; write its absolute path") from None
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise _UnreadableError(f"{prefix} cannot be read as {kind}: {reason}") from None
+    except _UnreadableError as error:
+        raise _UnreadableError(
+            *(f"{prefix} cannot be read as {kind}: {problem}" for problem in error.problems)
+        ) from None
+    except ValueError as error:
+        raise _UnreadableError(f"{prefix} cannot be read as {kind}: {_without_quotes(str(error))}") from None
+    if content is None:
+        raise _UnreadableError(f"{prefix} is empty; it must hold keys and values")
+    if not isinstance(content, dict):
+        raise _UnreadableError(f"{prefix} holds {kind_of(content)}; it must hold keys and values")
+    return content
+
+
+def _read_json(text: str) -> object:
+    if not text.strip():
+        return None
+    twice: list[str] = []
+
+    def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) != len(pairs):
+            keys = [key for key, _ in pairs]
+            twice.extend(f"the key {key!r} is written twice; remove one" for key in content if keys.count(key) > 1)
+        return content
+
+    content = json.loads(text, object_pairs_hook=without_repeats)
+    if twice:
+        raise _UnreadableError(*twice)
+    return content
+
+
+def _read_yaml(text: str) -> object:
+    try:
+        loader = yaml.SafeLoader(text)
+        try:
+            root = loader.get_single_node()
+            if root is None:
+                return None
+            _check_size(root)
+            problems = list(_key_problems(root, set()))
+            if problems:
+                raise _UnreadableError(*problems)
+            return loader.construct_document(root)
+        except (LookupError, AttributeError, TypeError):  # PyYAML's way to say it, for "!!bool maybe" and its like
+            raise _UnreadableError("a value is not of the kind that its tag (!!…) says") from None
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        raise _UnreadableError(_at(error)) from None
+    except yaml.YAMLError as error:  # characters that YAML does not know
+        raise _UnreadableError(_without_quotes(str(error))) from None
+
+
+def _at(error: yaml.MarkedYAMLError) -> str:
+    """Describe the error with its place; its own text would quote the line, which may hold a secret."""
+    mark = error.problem_mark or error.context_mark
+    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    reason = ", ".join(part for part in (error.context, error.problem) if part)
+    cure = "; indent with spaces" if r"'\t'" in reason else ""
+    return f"{place}{_without_quotes(reason)}{cure}"
+
+
+def _without_quotes(reason: str) -> str:
+    """Take out what a reader's message quotes from the file; single characters and names of syntax stay."""
+
+    def mask(quoted: re.Match[str]) -> str:
+        inner = quoted[0][1:-1]
+        return quoted[0] if len(inner) <= 1 or inner[0] in "\\<" else "'…'"
+
+    return re.sub(r"""'[^']*'|"[^"]*\"""", mask, reason)
+
+
+def _check_size(root: yaml.Node) -> None:
+    """Refuse aliases that stand for more values than anybody writes, or for themselves."""
+    sizes: dict[int, int] = {}
+    open_nodes: set[int] = set()
+
+    def size(node: yaml.Node) -> int:
+        if id(node) in open_nodes:
+            raise _UnreadableError(f"line {node.start_mark.line + 1}: an alias refers to what it is part of")
+        if id(node) not in sizes:
+            open_nodes.add(id(node))
+            sizes[id(node)] = 1 + sum(map(size, _children(node)))
+            open_nodes.discard(id(node))
+        return sizes[id(node)]
+
+    if size(root) > _MAX_YAML_NODES:
+        raise _UnreadableError(f"it stands for more than {_MAX_YAML_NODES} values; use fewer aliases")
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [child for pair in node.value for child in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+
+
+def _key_problems(node: yaml.Node, seen: set[int]) -> Iterator[str]:
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.MappingNode):
+        lines: dict[str, list[int]] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            kind = key.tag.rpartition(":")[2]
+            if not isinstance(key, yaml.ScalarNode):
+                yield f"line {line}: a key is a {key.id}; keys are words"
+            elif kind not in ("str", "merge"):
+                yield f"line {line}: the key {key.value!r} is read as {kind}; put it in quotes"
+            else:
+                lines.setdefault(key.value, []).append(line)
+        for name, places in lines.items():
+            if len(places) > 1:
+                yield f"the key {name!r} is written {len(places)} times, in lines {_listed(places)}; keep one"
+    for child in _children(node):
+        yield from _key_problems(child, seen)
+
+
+def _listed(lines: list[int]) -> str:
+    return f"{', '.join(map(str, lines[:-1]))} and {lines[-1]}"

@@ -1,0 +1,98 @@
+"""A JSON schema of the configuration file, for editors and for checks before an engine starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.errors import PydanticInvalidForJsonSchema
+
+from offload_core.api.backend import BackendType
+from offload_core.config.model import BackendConfig, OffloadSettings
+from offload_core.config.problems import written_key
+from offload_core.config.secrets import secret_fields, variable_name
+from offload_core.plugins.registry import PluginRegistry
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def config_schema(registry: PluginRegistry) -> dict[str, Any]:
+    """Return the JSON schema of a whole configuration file, with the options of every backend type of ``registry``.
+
+    What :func:`~offload_core.config.model.load_config` accepts, the schema accepts, secrets aside: these come from the
+    environment and are refused in a file by both. It cannot say that tiers' names differ, that a size or a duration in
+    words is within a field's limits, or what a plugin's own validators check.
+    """
+    schema, definitions = _model_schema(OffloadSettings, "")
+    del definitions["BackendConfig"]
+    entries = []
+    for name, backend_type in sorted(registry.backend_types.items()):
+        definitions[name], own = _entry_schema(backend_type)
+        definitions.update(own)
+        entries.append({"$ref": f"#/$defs/{name}"})
+    schema["properties"]["backends"]["items"] = {"oneOf": entries} if entries else False
+    return {
+        "$schema": DIALECT,
+        **schema,
+        "title": "offload-core configuration",
+        "description": "The file that `config_file` in vLLM's kv_connector_extra_config names.",
+        "$defs": definitions,
+    }
+
+
+def _entry_schema(backend_type: BackendType) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the schema of one entry of ``backends``, and the definitions that it refers to."""
+    common, _ = _model_schema(BackendConfig, "")
+    secrets = secret_fields(backend_type.options)
+    description = f"A tier of type {backend_type.name}."
+    try:
+        own, definitions = _model_schema(backend_type.options, f"{backend_type.name}.")
+    except PydanticInvalidForJsonSchema:  # a type of the plugin's own; only this type's options stay unknown
+        own, definitions = {"additionalProperties": True}, {}
+        description += " JSON schema cannot describe its options."
+    if secrets:
+        variables = ", ".join(f"{secret.name} ({variable_name(None, secret.name)})" for secret in secrets)
+        description += f" Secrets are read from the environment, never from a file: {variables}."
+    hidden = {name for secret in secrets for name in (secret.name, secret.key)}
+    properties = {key: value for key, value in own.get("properties", {}).items() if key not in hidden}
+    required = [key for key in own.get("required", []) if key not in hidden]
+    entry = {
+        "title": f"{backend_type.name} tier",
+        "description": description,
+        "type": "object",
+        "properties": {
+            **properties,
+            **common["properties"],
+            "type": {"const": backend_type.name, "description": common["properties"]["type"]["description"]},
+        },
+        "required": [*common["required"], *required],
+        "additionalProperties": own.get("additionalProperties", False),
+    }
+    if entry["additionalProperties"] is not False:
+        entry["properties"].update(dict.fromkeys(hidden, False))
+    return entry, definitions
+
+
+def _model_schema(model: type[BaseModel], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the model's schema and what it refers to, as definitions whose names begin with ``prefix``."""
+    schema = model.model_json_schema(ref_template=f"#/$defs/{prefix}{{model}}")
+    definitions = {f"{prefix}{name}": value for name, value in schema.pop("$defs", {}).items()}
+    if "$ref" in schema:  # a model that holds itself
+        schema = dict(definitions[schema["$ref"].removeprefix("#/$defs/")])
+    for name, field in model.model_fields.items():
+        written = schema["properties"].get(written_key(name, field))
+        if written is not None:
+            _add_limits(written, field.metadata)
+    return schema, definitions
+
+
+def _add_limits(schema: dict[str, Any], metadata: list[Any]) -> None:
+    """Write a field's limits beside the alternatives of its type, where pydantic leaves them out; they bind numbers."""
+    words = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+    for limit in metadata:
+        for attribute, word in words.items():
+            bound = getattr(limit, attribute, None)
+            if "anyOf" in schema and bound is not None:
+                schema[word] = bound
+                for alternative in schema["anyOf"]:
+                    alternative.pop(attribute, None)

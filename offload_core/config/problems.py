@@ -1,0 +1,137 @@
+"""Turns what pydantic reports into lines for the operator: the path, the bad value, what is valid, the cure.
+
+A value is shown only where a field that is no secret holds it, and only when it is a single value: a list or a mapping
+in a wrong place may hold anything.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from offload_core.api.errors import did_you_mean
+from offload_core.api.options import DURATION_ERROR, SIZE_ERROR
+
+M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Secrets:
+    """What must not be printed.
+
+    Args:
+        variables: for each secret key, the environment variable that holds it.
+        values: the secrets, taken out of every message of a plugin's own.
+        reported: secret keys that are missing for a reason that is reported elsewhere.
+    """
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    values: Collection[str] = field(default=(), repr=False)
+    reported: Collection[str] = ()
+
+    def hide(self, text: str) -> str:
+        """Return ``text`` without the secrets, as they are or with their odd characters escaped by ``repr``."""
+        forms = {form for value in self.values for form in (value, repr(value)[1:-1])}
+        for form in sorted(forms, key=len, reverse=True):
+            text = text.replace(form, "**********")
+        return text
+
+
+def validate(
+    model: type[M],
+    raw: Mapping[str, Any],
+    prefix: str,
+    valid_keys: Iterable[str] | None = None,
+    secrets: Secrets | None = None,
+) -> tuple[M | None, list[str]]:
+    """Return ``raw`` as a ``model``, or ``None`` and one line per problem, each with its dotted path."""
+    try:
+        return model.model_validate(raw), []
+    except ValidationError as error:
+        keys = sorted(valid_keys if valid_keys is not None else model.model_fields)
+        details = error.errors(include_url=False)
+    # Outside of the except clause: a traceback of what is raised later must not show pydantic's text, with its inputs.
+    secrets = secrets or Secrets()
+    return None, [
+        _describe(dict(detail), prefix, keys if len(detail["loc"]) == 1 else _keys_at(detail["loc"], model), secrets)
+        for detail in details
+        if not (detail["type"] == "missing" and detail["loc"][0] in secrets.reported)
+    ]
+
+
+def _keys_at(loc: Sequence[int | str], model: type[BaseModel]) -> list[str]:
+    """Return the keys of the model, inside of ``model`` and its lists, in which ``loc`` ends; none if there is none."""
+    place: Any = model
+    for part in loc[:-1]:
+        if isinstance(part, int):
+            place = next(iter(get_args(place)), None)
+        else:
+            fields = getattr(place, "model_fields", {})
+            place = fields[part].annotation if part in fields else None
+    return sorted(getattr(place, "model_fields", ()))
+
+
+def _describe(detail: dict[str, Any], prefix: str, valid_keys: Sequence[str], secrets: Secrets) -> str:
+    loc = detail["loc"]
+    path = (prefix + ".".join(str(part) for part in loc)).rstrip(".")
+    kind = detail["type"]
+    variable = secrets.variables.get(loc[0]) if loc and isinstance(loc[0], str) else None
+    if kind == "extra_forbidden":
+        return f"{path}: unknown key{_hint(str(loc[-1]), valid_keys, secrets) if valid_keys else '; remove it'}"
+    if kind == "invalid_key":
+        return f"{path}: a key must be text; put it in quotes"
+    if kind == "missing":
+        return f"{path}: missing; set the environment variable {variable}" if variable else f"{path}: missing; add it"
+    message = secrets.hide(detail["msg"].removeprefix("Value error, "))
+    if variable:
+        return f"{path}: the value of the environment variable {variable} is not valid: {message}"
+    if kind in ("model_type", "model_attributes_type"):
+        return f"{path}: {kind_of(detail['input'])} is not valid: it must hold keys and values"
+    if path == "backends":
+        return f"{path}: {kind_of(detail['input'])} is not valid: {message}"
+    if not loc:  # a check of the whole entry
+        return f"{path}: {message}"
+    value = secrets.hide(shown(detail["input"]))
+    if kind in (SIZE_ERROR, DURATION_ERROR):
+        return f"{path}: {value} is {message}"
+    return f"{path}: {value} is not valid: {message}"
+
+
+def _hint(key: str, valid_keys: Sequence[str], secrets: Secrets) -> str:
+    close = difflib.get_close_matches(key, [*valid_keys, *secrets.variables], n=1)
+    if close and close[0] in secrets.variables:
+        hint = f" (did you mean the secret {close[0]!r}? set the environment variable {secrets.variables[close[0]]})"
+    else:
+        hint = did_you_mean(key, valid_keys)
+    return f"{hint}; valid keys: {', '.join(valid_keys)}"
+
+
+def written_key(name: str, field: FieldInfo) -> str:
+    """Return what operators write for a field: its alias if it has one."""
+    return field.validation_alias if isinstance(field.validation_alias, str) else name
+
+
+def shown(value: object) -> str:
+    """Return a single value as text, and only the kind of anything that holds others."""
+    if isinstance(value, Mapping) or (isinstance(value, Collection) and not isinstance(value, str | bytes)):
+        return kind_of(value)
+    return repr(value)
+
+
+def kind_of(value: object) -> str:
+    """Return what kind of value it is, in an operator's words, without the value."""
+    if value is None:
+        return "nothing"
+    kinds: list[tuple[type | tuple[type, ...], str]] = [
+        (bool, "a truth value"),
+        ((int, float), "a number"),
+        (str, "text"),
+        (Mapping, "a mapping"),
+        ((list, tuple), "a list"),
+    ]
+    return next((word for kind, word in kinds if isinstance(value, kind)), type(value).__name__)

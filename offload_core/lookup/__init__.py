@@ -1,0 +1,1 @@
+"""How deep a prefix of a request the tiers hold."""

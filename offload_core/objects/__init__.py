@@ -1,0 +1,1 @@
+"""A stored object, byte by byte: format, codecs, compression and fingerprint."""

@@ -1,0 +1,1 @@
+"""The tokens that make an object and the objects that make a hit: pure arithmetic."""

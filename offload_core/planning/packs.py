@@ -1,0 +1,97 @@
+"""Groups of the engine, and the packs in which their blocks are stored: one object per pack and unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload_core.planning.hit_policy import HitPolicy
+
+
+@dataclass(frozen=True)
+class GroupGeometry:
+    """One KV cache group as the engine describes it.
+
+    Args:
+        index: the group's position in the engine's list of groups.
+        block_size_tokens: tokens per block.
+        policy: what a hit needs of this group.
+    """
+
+    index: int
+    block_size_tokens: int
+    policy: HitPolicy
+
+    def block_slice(self, reference_block_tokens: int, start: int, stop: int) -> range:
+        """Return the positions in this group's block table that reference blocks ``[start, stop)`` complete.
+
+        Where this group's blocks are a multiple of the reference block its indices are divided by the ratio, where they
+        are a fraction of it they are multiplied. A block belongs to the slice that it ends in: so a block that is not
+        whole at ``stop`` is not claimed, and consecutive slices share out every whole block exactly once.
+        """
+        return range(
+            start * reference_block_tokens // self.block_size_tokens,
+            stop * reference_block_tokens // self.block_size_tokens,
+        )
+
+
+def usable_reference_blocks(
+    groups: Sequence[GroupGeometry], num_blocks: Sequence[int], reference_block_tokens: int
+) -> int:
+    """Return how many leading reference blocks are whole in every group.
+
+    Args:
+        groups: all groups of a request; with none there is nothing to use.
+        num_blocks: how many blocks each of ``groups`` has; a group without blocks makes the answer zero.
+        reference_block_tokens: tokens per reference block.
+    """
+    covered = (group.block_size_tokens * blocks for group, blocks in zip(groups, num_blocks, strict=True))
+    return min(covered, default=0) // reference_block_tokens
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Groups stored together: one object per unit of ``unit_tokens`` tokens."""
+
+    name: str
+    unit_tokens: int
+    policy: HitPolicy
+    hash_factor: int
+    """Hash blocks per unit: ``unit_tokens / hash_block_size``."""
+    groups: tuple[GroupGeometry, ...]
+
+    def units_in(self, tokens: int) -> int:
+        """Return how many leading units are whole after ``tokens`` tokens."""
+        return tokens // self.unit_tokens
+
+    def tokens_in(self, units: int) -> int:
+        """Return how many tokens the first ``units`` units hold."""
+        return units * self.unit_tokens
+
+    def hash_index(self, unit: int) -> int:
+        """Return which of the engine's block hashes names ``unit``: the one at the unit's last hash block."""
+        return (unit + 1) * self.hash_factor - 1
+
+    def stored_blocks(self, group: GroupGeometry) -> int:
+        """Return how many trailing blocks of ``group`` one unit's object holds.
+
+        A window shorter than the unit needs only the unit's tail, and the engine may have freed the rest by the time
+        the unit is complete. A recurrent group has one block per boundary.
+        """
+        blocks_per_unit = self.unit_tokens // group.block_size_tokens
+        if self.policy.kind == "state":
+            return 1
+        if self.policy.kind == "window":
+            return min(blocks_per_unit, -(-(self.policy.window_tokens - 1) // group.block_size_tokens))
+        return blocks_per_unit
+
+    def block_range(self, group: GroupGeometry, unit: int) -> range:
+        """Return the positions in ``group``'s block table that ``unit``'s object holds."""
+        return group.block_slice(self.unit_tokens, unit, unit + 1)[-self.stored_blocks(group) :]
+
+    def needed_units(self, computed_tokens: int, boundary_tokens: int) -> range:
+        """Return the units to load so that a prefix of ``computed_tokens`` becomes one of ``boundary_tokens``."""
+        first = max(computed_tokens, self.policy.first_needed_token(boundary_tokens))
+        if first >= boundary_tokens:
+            return range(0)
+        return range(first // self.unit_tokens, boundary_tokens // self.unit_tokens)

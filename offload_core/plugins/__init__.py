@@ -1,0 +1,1 @@
+"""Finds plugins, loads them and tells them of events."""

@@ -1,0 +1,1 @@
+"""Threads, the I/O loop, counters and gauges."""

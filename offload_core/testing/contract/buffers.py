@@ -1,0 +1,256 @@
+"""Clause C7: whose a buffer is. Also C13, since what runs when a backend is closed has a buffer too.
+
+Each test looks at the moment at which a call of the backend stands at the gate, on its thread, before it has begun: if
+the coroutine ends at that moment, the thread was left behind. The gate is then opened and the buffer watched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
+from typing import Any
+
+from offload_core.api.backend import LoadOutcome
+from offload_core.api.keys import ObjectKey
+from offload_core.testing.contract.checks import contract_test, expect
+from offload_core.testing.rig.clients import Client, Rig, content, ended, held_or_done, turns, until
+
+SIZE = 5000
+POISON = 0xEE
+MOST_CALLS = 4
+"""Of an operation in several thread calls, these many are held one by one."""
+MOST_TURNS = 8
+"""Operations are also cancelled after this many turns of the event loop, for backends without threads."""
+
+Operation = Callable[[Client, list[ObjectKey], list[memoryview]], Coroutine[Any, Any, Any]]
+
+
+class BuffersContract:
+    """Nothing touches a buffer once its call has ended."""
+
+    @contract_test
+    async def test_c07_a_load_that_returned_does_not_touch_its_buffer_afterwards(self, rig: Rig) -> None:
+        async for call in _ended_calls(rig, "load", _returned):
+            await call.expect_buffers_left_alone()
+
+    @contract_test
+    async def test_c07_a_load_that_failed_does_not_touch_its_buffer_afterwards(self, rig: Rig) -> None:
+        async for call in _ended_calls(rig, "load", _failed):
+            await call.expect_buffers_left_alone()
+
+    @contract_test
+    async def test_c07_a_cancelled_load_does_not_touch_its_buffer_afterwards(self, rig: Rig) -> None:
+        for cancel in (_cancelled, _cancelled_twice, _cancelled_with_one_ending):
+            async for call in _ended_calls(rig, "load", cancel):
+                await call.expect_buffers_left_alone()
+        async for call in _cancelled_after_turns(rig, "load"):
+            await call.expect_buffers_left_alone()
+
+    @contract_test
+    async def test_c07_a_store_that_returned_does_not_read_its_buffer_afterwards(self, rig: Rig) -> None:
+        async for call in _ended_calls(rig, "store", _returned):
+            await call.expect_new_bytes_not_stored()
+
+    @contract_test
+    async def test_c07_a_store_that_failed_does_not_read_its_buffer_afterwards(self, rig: Rig) -> None:
+        async for call in _ended_calls(rig, "store", _failed):
+            await call.expect_new_bytes_not_stored()
+
+    @contract_test
+    async def test_c07_a_cancelled_store_does_not_read_its_buffer_afterwards(self, rig: Rig) -> None:
+        for cancel in (_cancelled, _cancelled_twice, _cancelled_with_one_ending):
+            async for call in _ended_calls(rig, "store", cancel):
+                await call.expect_new_bytes_not_stored()
+        async for call in _cancelled_after_turns(rig, "store"):
+            await call.expect_new_bytes_not_stored()
+
+    @contract_test
+    async def test_c13_close_waits_for_a_running_load(self, rig: Rig) -> None:
+        await _expect_close_to_wait(rig, "load")
+
+    @contract_test
+    async def test_c13_close_waits_for_a_running_store(self, rig: Rig) -> None:
+        await _expect_close_to_wait(rig, "store")
+
+    @contract_test
+    async def test_c13_closing_again_is_harmless(self, rig: Rig) -> None:
+        client = await rig.client()
+        await client.put({rig.key(): content(10)})
+        await client.close()
+        await client.close()
+
+    @contract_test
+    async def test_c13_closing_what_was_never_opened_is_harmless(self, rig: Rig) -> None:
+        client = rig.construct()
+        await client.close()
+
+
+class _Call:
+    """One load or store of a batch of three; ``how`` it ended, for messages."""
+
+    def __init__(self, rig: Rig, client: Client, kind: str) -> None:
+        self.rig, self.client, self.kind, self.how = rig, client, kind, ""
+        self.keys = rig.keys(3)
+        self.contents = [content(SIZE, seed) for seed in range(3)]
+        self.buffers = [bytearray(SIZE) if kind == "load" else bytearray(wanted) for wanted in self.contents]
+
+    async def prepare(self) -> Any:
+        """Store what is to be loaded, and return the reservation to hold."""
+        if self.kind == "store":
+            return self.client.storing(self.keys, [SIZE] * 3)
+        await self.client.put(dict(zip(self.keys, self.contents, strict=True)))
+        return self.client.loading(self.keys)
+
+    def start(self) -> Coroutine[Any, Any, Any]:
+        """Return the coroutine of the load or store."""
+        views = [memoryview(buffer) for buffer in self.buffers]
+        run: Operation = Client.load_into if self.kind == "load" else Client.store_from
+        return run(self.client, self.keys, views)
+
+    def give_buffers_to_another(self) -> None:
+        """Fill the buffers as their next owner would."""
+        for buffer in self.buffers:
+            buffer[:] = bytes([POISON]) * SIZE
+
+    async def expect_buffers_left_alone(self) -> None:
+        for number, buffer in enumerate(self.buffers):
+            changed = next((index for index, byte in enumerate(buffer) if byte != POISON), None)
+            expect(
+                changed is None,
+                f"C7: {self.how}, the load wrote to buffer {number} of 3 after it had ended: "
+                f"byte {changed} went from 0x{POISON:02x} to 0x{buffer[changed or 0]:02x}",
+            )
+
+    async def expect_new_bytes_not_stored(self) -> None:
+        for number, (key, wanted) in enumerate(zip(self.keys, self.contents, strict=True)):
+            outcome, got = await self.client.get(key, SIZE)
+            late = outcome is LoadOutcome.HIT and got != wanted
+            count = sum(one != two for one, two in zip(got, wanted, strict=True))
+            expect(
+                not late,
+                f"C7: {self.how}, the store read buffer {number} of 3 after it had ended: "
+                f"{count} of {SIZE} stored bytes are those of the buffer's next owner (0x{POISON:02x})",
+            )
+
+
+async def _ended_calls(
+    rig: Rig, kind: str, end: Callable[[_Call, int], Awaitable[asyncio.Task[Any] | None]]
+) -> AsyncIterator[_Call]:
+    """Yield calls that ``end`` has ended, with each of their thread calls held in turn, and all threads idle again."""
+    client = await rig.client()
+    for number in range(1, MOST_CALLS + 1):
+        call = _Call(rig, client, kind)
+        async with await call.prepare():
+            task = await end(call, number)
+            reached = client.calls.count >= number
+            if task is not None:
+                call.give_buffers_to_another()
+            client.calls.open()
+            await rig.settle()
+        if task is not None:
+            yield call
+        if not reached:
+            break
+    await client.close()
+
+
+async def _held(call: _Call, *, hold: set[int] | None, fail: Collection[int] = ()) -> asyncio.Task[Any]:
+    await call.rig.settle()
+    call.client.calls.script(hold=hold, fail=fail)
+    return await held_or_done(call.client, call.start())
+
+
+async def _to_its_end(call: _Call, task: asyncio.Task[Any]) -> BaseException | None:
+    """Open the gate, unless the call ended while it was shut and left a thread standing there."""
+    if not task.done():
+        call.client.calls.open()
+    return await ended(task)
+
+
+async def _returned(call: _Call, number: int) -> asyncio.Task[Any] | None:
+    call.how = "after it returned"
+    task = await _held(call, hold={number})
+    return task if await _to_its_end(call, task) is None else None
+
+
+async def _failed(call: _Call, number: int) -> asyncio.Task[Any] | None:
+    call.how = f"after its thread call {number + 1} failed while call {number} ran"
+    task = await _held(call, hold={number}, fail={number + 1})
+    return task if await _to_its_end(call, task) is not None else None
+
+
+async def _cancelled(call: _Call, number: int, times: int = 1) -> asyncio.Task[Any] | None:
+    call.how = f"cancelled {times} times while its thread call {number} ran"
+    task = await _held(call, hold={number})
+    if task.done():
+        await ended(task)
+        return None
+    for _ in range(times):
+        task.cancel()
+        await turns()
+    await _to_its_end(call, task)
+    return task
+
+
+async def _cancelled_twice(call: _Call, number: int) -> asyncio.Task[Any] | None:
+    return await _cancelled(call, number, times=2)
+
+
+async def _cancelled_with_one_ending(call: _Call, number: int) -> asyncio.Task[Any] | None:
+    call.how = f"cancelled while all its thread calls ran, of which number {number} ended first"
+    task = await _held(call, hold=None)
+    if task.done():
+        await ended(task)
+        return None
+    running = call.client.calls.unfinished
+    task.cancel()
+    call.client.calls.let_pass(number)
+    await until(lambda: task.done() or call.client.calls.unfinished < running or number > running)
+    await turns()
+    await _to_its_end(call, task)
+    return task
+
+
+async def _cancelled_after_turns(rig: Rig, kind: str) -> AsyncIterator[_Call]:
+    client = await rig.client()
+    for count in range(MOST_TURNS):
+        call = _Call(rig, client, kind)
+        call.how = f"cancelled after {count} turns of the event loop"
+        async with await call.prepare():
+            task = asyncio.ensure_future(call.start())
+            await turns(count)
+            cancelled = task.cancel()
+            await ended(task)
+            if cancelled:
+                call.give_buffers_to_another()
+            await rig.settle()
+        if cancelled:
+            yield call
+    await client.close()
+
+
+async def _expect_close_to_wait(rig: Rig, kind: str) -> None:
+    for count in range(MOST_TURNS):
+        client = await rig.client()
+        call = _Call(rig, client, kind)
+        async with await call.prepare():
+            if count == 0:
+                client.calls.script(hold={1})
+                task = await held_or_done(client, call.start())
+                what = f"a {kind} held in a thread"
+            else:
+                client.calls.script()
+                task = asyncio.ensure_future(call.start())
+                await turns(count)
+                what = f"a {kind} begun {count} turns of the event loop before"
+            closing = asyncio.ensure_future(client.close())
+            await turns()
+            closed = closing.done()
+            await turns()  # the coroutine that close waited for may need some more to return
+            early = closed and (client.calls.waiting > 0 or client.calls.unfinished > 0 or not task.done())
+            client.calls.open()
+            await ended(task)
+            failure = await ended(closing)
+        expect(not early, f"C13: close returned before {what} had ended")
+        if failure is not None:
+            raise failure

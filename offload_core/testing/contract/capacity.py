@@ -1,0 +1,244 @@
+"""Clauses about reservations and limits: C9 to C11. All but one need the capability ``bounded``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from offload_core.api.backend import LoadOutcome, StoreOutcome, StoreReservation
+from offload_core.api.keys import ObjectKey
+from offload_core.testing.contract.checks import contract_test, expect, expect_bytes
+from offload_core.testing.rig.clients import Client, Rig, content, ended, held_or_done
+
+CAPACITY_BYTES = 1024 * 1024
+"""The limit that ``bounded_options`` is asked to set."""
+OBJECT_BYTES = 64 * 1024
+MOST_OBJECTS = CAPACITY_BYTES // OBJECT_BYTES
+FEWEST_OBJECTS = 4
+"""What a medium adds to each object may cost room, but not nearly all of it."""
+
+
+class RoomContract:
+    """A limit holds at every moment, and what was given back is there again."""
+
+    @contract_test
+    async def test_c09_what_is_pinned_survives_eviction(self, bounded_rig: Rig) -> None:
+        client = await bounded_rig.client()
+        key, wanted = bounded_rig.key(), content(OBJECT_BYTES)
+        await client.put({key: wanted})
+        async with client.loading([key]):
+            await _fill(bounded_rig, client)
+            await _expect_pinned(client, key, wanted, "while a reservation held it")
+
+    @contract_test
+    async def test_c09_what_is_pinned_twice_survives_until_both_are_released(self, bounded_rig: Rig) -> None:
+        client = await bounded_rig.client()
+        key, wanted = bounded_rig.key(), content(OBJECT_BYTES)
+        await client.put({key: wanted})
+        async with client.loading([key, key]):
+            async with client.loading([key]):
+                pass
+            await _fill(bounded_rig, client)
+            await _expect_pinned(client, key, wanted, "while the first of two reservations held it")
+
+    @contract_test
+    async def test_c10_releasing_works_after_success_failure_and_cancellation(self, rig: Rig) -> None:
+        client = await rig.client()
+        for how, end in _ENDINGS.items():
+            key = rig.key()
+            store = await client.prepare_store([key], [OBJECT_BYTES])
+            await end(client, client.store_from([key], [memoryview(bytearray(OBJECT_BYTES))]))
+            await _release(store, f"a store that {how}")
+            await client.put({key: bytes(OBJECT_BYTES)})
+            load = await client.prepare_load([key])
+            await end(client, client.load_into([key], [memoryview(bytearray(OBJECT_BYTES))]))
+            await _release(load, f"a load that {how}")
+
+    @contract_test
+    async def test_c10_reservations_that_were_not_used_give_their_room_back(self, bounded_rig: Rig) -> None:
+        await _expect_room_back(bounded_rig, "was never begun")
+
+    @contract_test
+    async def test_c10_stores_that_failed_give_their_room_back(self, bounded_rig: Rig) -> None:
+        await _expect_room_back(bounded_rig, "failed")
+
+    @contract_test
+    async def test_c10_stores_that_were_cancelled_give_their_room_back(self, bounded_rig: Rig) -> None:
+        await _expect_room_back(bounded_rig, "was cancelled")
+
+    @contract_test
+    async def test_c10_stored_objects_give_their_room_back_when_deleted(self, bounded_rig: Rig) -> None:
+        await _expect_room_back(bounded_rig, "succeeded")
+
+    @contract_test
+    async def test_c10_what_was_pinned_makes_room_after_its_release(self, bounded_rig: Rig) -> None:
+        client = await bounded_rig.client()
+        keys = [*await _fill(bounded_rig, client), bounded_rig.key()]
+        if not await _store_one(client, keys[-1]):
+            return  # it does not evict, so pins change nothing
+        there = [key for key, present in zip(keys, await client.contains(keys), strict=True) if present]
+        for end in _ENDINGS.values():
+            async with client.loading(there):
+                await end(client, client.load_into(there, [memoryview(bytearray(OBJECT_BYTES)) for _ in there]))
+        expect(
+            await _store_one(client, bounded_rig.key()),
+            f"C10: {len(there)} objects were pinned and released 4 times, and no room can be made any more",
+        )
+
+    @contract_test
+    async def test_c11_reservations_together_never_exceed_the_limit(self, bounded_rig: Rig) -> None:
+        client = await bounded_rig.client()
+        await _fill(bounded_rig, client)
+        held = await _reserve_all(bounded_rig, client)
+        count = len(held)
+        for reservation in held.values():
+            await reservation.release()
+        expect(
+            count <= MOST_OBJECTS,
+            f"C11: {count} reservations of {OBJECT_BYTES} bytes were granted at once under a limit of {CAPACITY_BYTES}",
+        )
+
+    @contract_test
+    async def test_c11_one_batch_is_never_granted_more_than_the_limit(self, bounded_rig: Rig) -> None:
+        client = await bounded_rig.client()
+        keys = bounded_rig.keys(2 * MOST_OBJECTS)
+        async with client.storing(keys, [OBJECT_BYTES] * len(keys)) as reservation:
+            granted = reservation.outcomes.count(None)
+        expect(
+            granted <= MOST_OBJECTS,
+            f"C11: one batch was granted {granted} objects of {OBJECT_BYTES} bytes under a limit of {CAPACITY_BYTES}",
+        )
+        async with client.storing(keys[:1], [2 * CAPACITY_BYTES]) as reservation:
+            outcome = reservation.outcomes[0]
+        expect(
+            outcome is StoreOutcome.REJECTED,
+            f"C11: an object of {2 * CAPACITY_BYTES} bytes under a limit of {CAPACITY_BYTES} was answered {outcome}, "
+            "not REJECTED",
+        )
+
+    @contract_test
+    async def test_c11_what_was_granted_can_be_stored(self, bounded_rig: Rig) -> None:
+        client = await bounded_rig.client()
+        keys = bounded_rig.keys(MOST_OBJECTS)
+        held = {key: await client.prepare_store([key], [OBJECT_BYTES]) for key in keys}
+        granted = [key for key, reservation in held.items() if reservation.outcomes == (None,)]
+        for number, key in enumerate(granted, 1):
+            (outcome,) = await client.store_from([key], [memoryview(bytearray(OBJECT_BYTES))])
+            expect(
+                outcome is StoreOutcome.STORED,
+                f"C11: room for {len(granted)} objects was granted, but storing number {number} was {outcome.name}",
+            )
+        for reservation in held.values():
+            await reservation.release()
+
+
+async def _unused(client: Client, operation: Any) -> None:
+    operation.close()
+
+
+async def _succeed(client: Client, operation: Any) -> None:
+    await operation
+
+
+async def _fail(client: Client, operation: Any) -> None:
+    client.calls.script(fail=range(1, 100))
+    await ended(await held_or_done(client, operation))
+    client.calls.open()
+
+
+async def _cancel(client: Client, operation: Any) -> None:
+    client.calls.script(hold={1})
+    task = await held_or_done(client, operation)
+    task.cancel()
+    client.calls.open()
+    await ended(task)
+
+
+_ENDINGS: dict[str, Callable[[Client, Any], Awaitable[None]]] = {
+    "was never begun": _unused,
+    "succeeded": _succeed,
+    "failed": _fail,
+    "was cancelled": _cancel,
+}
+
+
+async def _release(reservation: Any, what: str) -> None:
+    try:
+        await reservation.release()
+    except Exception as error:
+        raise AssertionError(f"C10: releasing {what} raised {type(error).__name__}: {error}") from error
+
+
+async def _expect_room_back(rig: Rig, how: str) -> None:
+    client = await rig.client()
+    before = await _room(rig, client)
+    expect(
+        before >= FEWEST_OBJECTS,
+        f"C11: a limit of {CAPACITY_BYTES} bytes has room for only {before} objects of {OBJECT_BYTES} bytes",
+    )
+    rounds = 2 * MOST_OBJECTS
+    for _ in range(rounds):
+        keys = rig.keys(2)
+        async with client.storing(keys, [OBJECT_BYTES] * 2) as reservation:
+            granted = [key for key, outcome in zip(keys, reservation.outcomes, strict=True) if outcome is None]
+            sources = [memoryview(bytearray(OBJECT_BYTES)) for _ in granted]
+            await _ENDINGS[how](client, client.store_from(granted, sources))
+        await rig.settle()
+        await _delete_all(client, keys)
+    after = await _room(rig, client)
+    expect(
+        after == before,
+        f"C10: {rounds} reservations for stores, each of which {how}, were released and their objects deleted; "
+        f"there is room for {after} objects where {before} fitted before",
+    )
+
+
+async def _room(rig: Rig, client: Client) -> int:
+    """Count for how many objects there is room at once, store them and delete them again."""
+    held = await _reserve_all(rig, client)
+    for key, reservation in held.items():
+        await client.store_from([key], [memoryview(bytearray(OBJECT_BYTES))])
+        await reservation.release()
+    await _delete_all(client, list(held))
+    return len(held)
+
+
+async def _reserve_all(rig: Rig, client: Client) -> dict[ObjectKey, StoreReservation]:
+    """Hold one reservation after the other until one is refused."""
+    held: dict[ObjectKey, StoreReservation] = {}
+    for key in rig.keys(2 * MOST_OBJECTS):
+        reservation = await client.prepare_store([key], [OBJECT_BYTES])
+        if reservation.outcomes != (None,):
+            await reservation.release()
+            break
+        held[key] = reservation
+    return held
+
+
+async def _delete_all(client: Client, keys: list[ObjectKey]) -> None:
+    await client.delete([key for key, there in zip(keys, await client.contains(keys), strict=True) if there])
+
+
+async def _store_one(client: Client, key: ObjectKey) -> bool:
+    return await client.store({key: bytes(OBJECT_BYTES)}) == [StoreOutcome.STORED]
+
+
+async def _fill(rig: Rig, client: Client) -> list[ObjectKey]:
+    """Store three times what the medium takes, one by one and some at once."""
+    keys = rig.keys(3 * MOST_OBJECTS)
+    for key in keys[:-MOST_OBJECTS]:
+        await client.store({key: bytes(OBJECT_BYTES)})
+    await asyncio.gather(*(client.store({key: bytes(OBJECT_BYTES)}) for key in keys[-MOST_OBJECTS:]))
+    return keys
+
+
+async def _expect_pinned(client: Client, key: ObjectKey, wanted: bytes, when: str) -> None:
+    target = bytearray(len(wanted))
+    (outcome,) = await client.load_into([key], [memoryview(target)])
+    expect(
+        outcome is LoadOutcome.HIT,
+        f"C9: a pinned object of {len(wanted)} bytes was gone ({outcome.name}) {when} and "
+        f"{3 * MOST_OBJECTS} others of its size were stored under a limit of {CAPACITY_BYTES}",
+    )
+    expect_bytes("C9", f"a pinned object, {when},", target, wanted)

@@ -1,0 +1,75 @@
+"""What the tests of the contract have in common: how they run, and what they say when they fail."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from offload_core.testing.rig.clients import Rig
+
+Test = Callable[..., None]
+
+
+def contract_test(test: Callable[..., Coroutine[Any, Any, None]]) -> Test:
+    """Make a coroutine function a plain test that runs on the :class:`Rig` that is its one fixture.
+
+    What the backend raises where it should not becomes a failure that names the clause.
+    """
+    clause = clause_of(test.__name__)
+
+    @functools.wraps(test)
+    def run(self: object, *fixture: Rig, **named_fixture: Rig) -> None:
+        (rig,) = (*fixture, *named_fixture.values())
+        try:
+            rig.run(test(self, rig))
+        except AssertionError as error:
+            if re.match(r"C\d+: ", str(error)):
+                raise
+            raise AssertionError(f"{clause}: {error}") from error
+        except Exception as error:
+            raise AssertionError(f"{clause}: the backend raised {type(error).__name__}: {error}") from error
+
+    return run
+
+
+def clause_of(test_name: str) -> str:
+    """Return the clause that a test is named after: ``C7`` for ``test_c07_…``."""
+    match = re.match(r"test_c(\d\d)_", test_name)
+    if match is None:
+        raise ValueError(f"{test_name!r} does not name a clause; write test_cNN_…")
+    return f"C{int(match[1])}"
+
+
+def expect(condition: object, message: str) -> None:
+    """Fail with ``message``, which starts with the clause, unless ``condition`` holds."""
+    __tracebackhide__ = True
+    if not condition:
+        raise AssertionError(message)
+
+
+def expect_results(clause: str, call: str, got: Sequence[object], wanted: Sequence[object]) -> None:
+    """Fail unless a call returned what it should, key by key."""
+    __tracebackhide__ = True
+    expect(
+        list(got) == list(wanted),
+        f"{clause}: {call} returned {_words(got)}; it should return {_words(wanted)}",
+    )
+
+
+def expect_bytes(clause: str, what: str, got: bytes | bytearray, wanted: bytes) -> None:
+    """Fail unless ``got`` is ``wanted``, and name the first byte that differs."""
+    __tracebackhide__ = True
+    if len(got) != len(wanted):
+        raise AssertionError(f"{clause}: {what} has {len(got)} bytes in place of {len(wanted)}")
+    if got != wanted:
+        index = next(i for i, (one, two) in enumerate(zip(got, wanted, strict=True)) if one != two)
+        raise AssertionError(
+            f"{clause}: {what}: byte {index} of {len(wanted)} is 0x{got[index]:02x} in place of 0x{wanted[index]:02x}"
+        )
+
+
+def _words(results: Sequence[object]) -> str:
+    names = (getattr(result, "name", None) or repr(result) for result in results)
+    return f"[{', '.join(names)}]"

@@ -1,0 +1,45 @@
+"""The state machine and the throughput report as tests of the contract class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import hypothesis
+import pytest
+
+from offload_core.api.backend import BackendType
+from offload_core.testing.rig.clients import Rig
+from offload_core.testing.state_machine.machine import CAPACITY_BYTES, EXAMPLES, SETTINGS, check_with_machine
+from offload_core.testing.throughput import OBJECTS, Throughput, measure
+
+
+class MachineContract:
+    """All clauses together, in random order."""
+
+    machine_capacity_bytes = CAPACITY_BYTES
+    """The limit that a bounded medium is given for the state machine: small, so that it evicts often."""
+
+    machine_examples = EXAMPLES
+    """How many random examples the state machine runs: lower it where a medium takes minutes for them."""
+
+    if TYPE_CHECKING:  # given by the class that puts the contract together
+        backend_type: ClassVar[BackendType]
+
+        def bounded_options(self, options: Mapping[str, Any], capacity_bytes: int) -> dict[str, Any]: ...
+
+    def test_state_machine_finds_no_broken_clause(self, rig: Rig, options: Mapping[str, Any]) -> None:
+        capacity = self.machine_capacity_bytes if rig.capabilities().bounded else None
+        if capacity is not None:
+            options = self.bounded_options(options, capacity)
+        settings = hypothesis.settings(SETTINGS, max_examples=self.machine_examples)
+        check_with_machine(self.backend_type, options, capacity_bytes=capacity, settings=settings)
+
+    @pytest.mark.offload_throughput
+    def test_throughput(self, rig: Rig, offload_throughput: list[tuple[str, Throughput]]) -> None:
+        async def measured() -> list[Throughput]:
+            backend = (await rig.client()).backend
+            return [one for size, count in OBJECTS for one in await measure(backend, size, count)]
+
+        name = f"{type(self).__name__} ({self.backend_type.name})"
+        offload_throughput += [(name, one) for one in rig.run(measured())]

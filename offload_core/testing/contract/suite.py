@@ -1,0 +1,188 @@
+"""The contract of a backend as a pytest class: subclass it, and clauses C1 to C19 of plugins.md are tested.
+
+A whole test file::
+
+    import pytest
+    from offload_core.testing.contract.suite import BackendContract
+    from offload_backend_sqlite.plugin import SQLITE
+
+    class TestSqlite(BackendContract):
+        backend_type = SQLITE
+
+        @pytest.fixture
+        def options(self, tmp_path):
+            return {"path": str(tmp_path / "kv.db")}
+
+The tests are plain functions; no plugin for asynchronous tests is needed. Clauses about something that a backend does
+not declare (:class:`offload_core.api.backend.Capabilities`) are skipped. Any other clause is opted out of in one way::
+
+    @pytest.mark.xfail(reason="the server cannot say an object's size")
+    def test_c16_an_object_of_another_size_is_corrupt(self, rig):
+        super().test_c16_an_object_of_another_size_is_corrupt(rig)
+
+Everything else that would leave a clause untested is refused: :func:`weakened`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, NoReturn
+
+import pytest
+
+from offload_core.api.backend import BackendType, Capabilities
+from offload_core.testing.contract.buffers import BuffersContract
+from offload_core.testing.contract.bytes import BytesContract
+from offload_core.testing.contract.capacity import CAPACITY_BYTES, RoomContract
+from offload_core.testing.contract.loop import LoopContract
+from offload_core.testing.contract.machine import MachineContract
+from offload_core.testing.contract.options import OptionsContract
+from offload_core.testing.contract.visibility import VisibilityContract
+from offload_core.testing.rig.clients import Rig
+
+
+class BackendContract(
+    BytesContract, VisibilityContract, BuffersContract, LoopContract, RoomContract, OptionsContract, MachineContract
+):  # fmt: skip
+    """Base of a backend's tests. Set ``backend_type``, write the fixture ``options``, and you are done.
+
+    Optional: override ``damage`` to have damaged objects tested, ``bounded_options`` where the key for a limit is not
+    ``capacity``, and ``largest_object_bytes`` where objects of 64 MiB are too much.
+    """
+
+    backend_type: ClassVar[BackendType]
+    """What the plugin registers."""
+
+    @pytest.fixture
+    def options(self) -> Mapping[str, Any]:
+        """The tier's own keys, for a medium with nothing on it; every test gets one of its own."""
+        _refuse(
+            self,
+            "a fixture `options` that returns the tier's own keys, for a fresh medium each time",
+            """
+    @pytest.fixture
+    def options(self, tmp_path):
+        return {"path": str(tmp_path / "objects")}""",
+        )
+
+    def bounded_options(self, options: Mapping[str, Any], capacity_bytes: int) -> dict[str, Any]:
+        """Return ``options`` with a limit of ``capacity_bytes``, for a backend that declares ``bounded``."""
+        return {**options, "capacity": capacity_bytes}
+
+    @pytest.fixture
+    def rig(self, options: Mapping[str, Any]) -> Iterator[Rig]:
+        """Clients of the medium of ``options``, and the loop they run on."""
+        if not isinstance(getattr(self, "backend_type", None), BackendType):
+            _refuse(
+                self,
+                "a class attribute `backend_type`, the BackendType that your plugin registers",
+                """
+    backend_type = BackendType("word", YourBackend, YourOptions)""",
+            )
+        with Rig(self.backend_type, options) as rig:
+            yield rig
+
+    @pytest.fixture
+    def persistent_rig(self, rig: Rig) -> Rig:
+        """A rig whose medium outlives its clients."""
+        return _needs(rig, "persistent")
+
+    @pytest.fixture
+    def shared_rig(self, rig: Rig) -> Rig:
+        """A rig whose medium has room for several clients at once."""
+        return _needs(rig, "shared")
+
+    @pytest.fixture
+    def listing_rig(self, rig: Rig) -> Rig:
+        """A rig whose clients list their objects."""
+        return _needs(rig, "lists")
+
+    @pytest.fixture
+    def sizing_rig(self, rig: Rig) -> Rig:
+        """A rig whose clients know how large objects are before they are loaded."""
+        return _needs(rig, "sizes")
+
+    @pytest.fixture
+    def not_listing_rig(self, rig: Rig) -> Rig:
+        """A rig whose clients do not list their objects."""
+        if rig.capabilities().lists:
+            pytest.skip("capability lists is declared")
+        return rig
+
+    @pytest.fixture
+    def bounded_rig(self, rig: Rig, options: Mapping[str, Any]) -> Iterator[Rig]:
+        """A rig whose medium has a limit of 1 MiB."""
+        _needs(rig, "bounded")
+        with Rig(self.backend_type, self.bounded_options(options, CAPACITY_BYTES)) as bounded:
+            yield bounded
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        for name in _required_tests():
+            reason = weakened(cls, name, _marks(cls))
+            if reason is not None:
+                raise TypeError(reason)
+
+
+def contract_tests() -> dict[str, Any]:
+    """Return every test of one clause by its name."""
+    return {name: test for name, test in _required_tests().items() if name.startswith("test_c")}
+
+
+@functools.cache
+def _required_tests() -> Mapping[str, Any]:
+    """Return what may not be left out: the tests of single clauses and the state machine, which tests them all."""
+    names = [name for name in dir(BackendContract) if name.startswith(("test_c", "test_state_machine"))]
+    return MappingProxyType({name: inspect.getattr_static(BackendContract, name) for name in names})
+
+
+def weakened(item_class: type | None, test_name: str, marks: Iterable[pytest.Mark]) -> str | None:
+    """Say what is wrong when a test of the contract is not run as it stands; ``None`` when all is well.
+
+    A test is left out by a capability that is not declared, or opted out of by ``xfail`` with a reason. Refused are a
+    test that is replaced by something else, and marks ``skip`` and ``skipif``, wherever they stand.
+
+    Args:
+        item_class: the class that pytest collected the test from, if any.
+        test_name: the test's function.
+        marks: all marks that apply to it: its own, its class's and its module's.
+    """
+    if item_class is None or not issubclass(item_class, BackendContract) or test_name not in _required_tests():
+        return None
+    what = f"{item_class.__name__}.{test_name}"
+    cure = "a clause is opted out of by a capability that is not declared, or by pytest.mark.xfail(reason='why')"
+    found = inspect.getattr_static(item_class, test_name)
+    own = _marks(found)
+    marks = [*marks, *own]
+    for mark in marks:
+        if mark.name in ("skip", "skipif"):
+            return f"{what} is marked {mark.name}; {cure}"
+        if mark.name == "xfail" and not str(mark.kwargs.get("reason") or "").strip():
+            return f"{what} is marked xfail without a reason; {cure}"
+    if found is _required_tests()[test_name]:
+        return None
+    if not callable(found) or not any(mark.name == "xfail" for mark in own):
+        return f"{what} is replaced by {found!r}; {cure}"
+    return None
+
+
+def _marks(found: Any) -> list[pytest.Mark]:
+    marks = getattr(found, "pytestmark", [])
+    return [
+        mark.mark if isinstance(mark, pytest.MarkDecorator) else mark
+        for mark in (marks if isinstance(marks, list) else [marks])
+    ]
+
+
+def _needs(rig: Rig, capability: str) -> Rig:
+    declared: Capabilities = rig.capabilities()
+    if not getattr(declared, capability):
+        pytest.skip(f"capability {capability} is not declared")
+    return rig
+
+
+def _refuse(test: object, what: str, example: str) -> NoReturn:
+    pytest.fail(f"{type(test).__name__} needs {what}, for example:\n{example}", pytrace=False)

@@ -1,0 +1,210 @@
+"""Clauses about what is seen, when and by whom: C5, C6 and C18."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from offload_core.api.backend import LoadOutcome
+from offload_core.api.keys import ObjectKey
+from offload_core.testing.contract.checks import contract_test, expect, expect_bytes, expect_results
+from offload_core.testing.rig.clients import Client, Rig, content, ended, held_or_done, until
+
+HIT, MISS = LoadOutcome.HIT, LoadOutcome.MISS
+MOST_CALLS = 6
+"""Of a store in several thread calls, these many are looked at one by one."""
+DAY_SECONDS = 86_400
+
+
+class VisibilityContract:
+    """What was stored is seen, whole, by everybody who should see it."""
+
+    @contract_test
+    async def test_c05_what_is_stored_is_visible_at_once(self, rig: Rig) -> None:
+        client = await rig.client()
+        key, wanted = rig.key(), content(2000)
+        async with client.storing([key], [2000]):
+            await client.store_from([key], [memoryview(bytearray(wanted))])
+            await _expect_visible(client, key, wanted, "right after store returned, its reservation still held")
+        await _expect_visible(client, key, wanted, "after the reservation was released")
+
+    @contract_test
+    async def test_c05_what_is_stored_is_there_after_reopening(self, persistent_rig: Rig) -> None:
+        key, wanted = persistent_rig.key(), content(2000)
+        for number in range(2):
+            client = await persistent_rig.client()
+            if number == 0:
+                await client.put({key: wanted})
+            await client.close()
+        await _expect_visible(await persistent_rig.client(), key, wanted, "after closing and opening the medium")
+
+    @contract_test
+    async def test_c05_what_is_stored_is_visible_to_a_second_client(self, shared_rig: Rig) -> None:
+        writer, reader = await shared_rig.client(), await shared_rig.client()
+        for seed in range(2):
+            key, wanted = shared_rig.key(), content(2000, seed)
+            expect_results("C5", "contains", await reader.contains([key]), [False])
+            await writer.put({key: wanted})
+            await _expect_visible(reader, key, wanted, "from a second client")
+            writer, reader = reader, writer
+
+    @contract_test
+    async def test_c06_readers_see_whole_objects_while_others_write(self, rig: Rig) -> None:
+        size, rounds = 128 * 1024, 12
+        writers = [await rig.client()]
+        shared = writers[0].backend.capabilities.shared
+        if shared:
+            writers.append(await rig.client())
+        reader = await rig.client() if shared else writers[0]
+        key = rig.key()
+        torn: list[str] = []
+
+        async def write(client: Client, letter: bytes) -> None:
+            for _ in range(rounds):
+                with suppress(OSError):  # whether that is allowed is not the question here
+                    await client.store({key: letter * size})
+                    await client.delete([key])
+
+        async def read(until: asyncio.Future[list[None]]) -> None:
+            while not until.done() and not torn:
+                await asyncio.sleep(0)  # a backend may answer without ever waiting
+                outcome, got = await reader.get(key, size, fill=0xA5)
+                if outcome is not MISS and (outcome is not HIT or len(set(got)) > 1):
+                    seen = Counter(got)
+                    torn.append(f"{outcome.name} with {', '.join(f'{n} bytes {chr(b)!r}' for b, n in seen.items())}")
+
+        with _threads_that_alternate():
+            writing = asyncio.gather(*(write(client, b"%d" % index) for index, client in enumerate(writers * 2)))
+            await asyncio.gather(read(writing), read(writing))
+            await writing
+        expect(not torn, f"C6: while {size} equal bytes were stored and deleted, a load answered {''.join(torn[:1])}")
+
+    @contract_test
+    async def test_c06_between_the_steps_of_a_store_others_see_all_or_nothing(self, shared_rig: Rig) -> None:
+        writer, reader = await shared_rig.client(), await shared_rig.client()
+        key, wanted = shared_rig.key(), content(10_000)
+        async with writer.storing([key], [10_000]):
+            writer.calls.script(hold=None)
+            store = await held_or_done(writer, writer.store_from([key], [memoryview(bytearray(wanted))]))
+            for number in range(1, MOST_CALLS):
+                if store.done():
+                    break
+                await _expect_whole_or_absent(reader, key, wanted, f"before thread call {number} of its store")
+                writer.calls.let_pass(number)
+                await until(partial(_next_call_or_end, writer, store, number))
+            writer.calls.open()
+            await store
+        await _expect_whole_or_absent(reader, key, wanted, "after its store")
+
+    @contract_test
+    async def test_c06_a_store_that_fails_or_is_cancelled_leaves_all_or_nothing(self, rig: Rig) -> None:
+        client = await rig.client()
+        wanted = content(10_000)
+        for how in ("failed", "was cancelled"):
+            for number in range(1, MOST_CALLS):
+                key, other = rig.keys(2)
+                async with client.storing([key, other], [10_000] * 2):
+                    client.calls.script(**{"fail" if how == "failed" else "hold": {number}})
+                    sources = [memoryview(bytearray(wanted)) for _ in range(2)]
+                    store = await held_or_done(client, client.store_from([key, other], sources))
+                    reached = client.calls.count >= number
+                    if how != "failed":
+                        store.cancel()
+                    client.calls.open()
+                    await ended(store)
+                    await rig.settle()
+                for one in (key, other):
+                    await _expect_whole_or_absent(client, one, wanted, f"after its store {how} at thread call {number}")
+                if not reached:
+                    break
+
+    @contract_test
+    async def test_c18_a_listing_names_what_is_there_once_with_its_size(self, listing_rig: Rig) -> None:
+        client = await listing_rig.client()
+        expect_results("C18", "list_objects, on a fresh medium,", await client.listed(), [])
+        objects = {key: content(100 + 7 * seed) for seed, key in enumerate(listing_rig.keys(20))}
+        objects[next(iter(objects))._replace(pack="state-u16")] = content(5)
+        objects[next(iter(objects))._replace(namespace="cd" * 32)] = content(6)
+        await client.put(objects)
+        await client.delete(list(objects)[:3])
+        there = [key for key, present in zip(objects, await client.contains(list(objects)), strict=True) if present]
+        listed = await client.listed()
+        counts = Counter(found.key for found in listed)
+        for key in [*there, *counts]:
+            expect(
+                counts[key] == (key in there),
+                f"C18: list_objects listed {key} {counts[key]} times; contains says {key in there}",
+            )
+        for found in listed:
+            size = len(objects[found.key])
+            expect(found.nbytes == size, f"C18: list_objects gave {found.key} {found.nbytes} bytes; it has {size}")
+
+    @contract_test
+    async def test_c18_a_listing_says_when_objects_were_stored(self, listing_rig: Rig) -> None:
+        client = await listing_rig.client()
+        await client.put({listing_rig.key(): content(10)})
+        for found in await client.listed():
+            expect(
+                abs(found.stored_at_seconds - time.time()) < DAY_SECONDS,
+                f"C18: list_objects says that an object was stored at {found.stored_at_seconds}; "
+                f"it is {time.time():.0f} seconds since the epoch",
+            )
+
+    @contract_test
+    async def test_c18_a_listing_may_be_left_at_any_batch(self, listing_rig: Rig) -> None:
+        client = await listing_rig.client()
+        await client.put({key: content(10) for key in listing_rig.keys(3)})
+        for _ in range(3):
+            async for _batch in client.backend.list_objects():
+                break
+            await listing_rig.settle()
+            count = len({found.key for found in await client.listed()})
+            expect(count == 3, f"C18: after a listing that was left, list_objects lists {count} of 3 objects")
+
+    @contract_test
+    async def test_c18_a_backend_that_cannot_list_says_so(self, not_listing_rig: Rig) -> None:
+        client = await not_listing_rig.client()
+        try:
+            listed = await client.listed()
+        except NotImplementedError:
+            return
+        raise AssertionError(
+            f"C18: capability lists is not declared, but list_objects yielded {listed}; "
+            "declare it, or let it raise NotImplementedError"
+        )
+
+
+async def _expect_visible(client: Client, key: ObjectKey, wanted: bytes, when: str) -> None:
+    expect_results("C5", f"contains ({when})", await client.contains([key]), [True])
+    async with client.loading([key]) as reservation:
+        expect_results("C5", f"prepare_load ({when})", [bool(there) for there in reservation.present], [True])
+        target = bytearray(len(wanted))
+        expect_results("C5", f"load_into ({when})", await client.load_into([key], [memoryview(target)]), [HIT])
+    expect_bytes("C5", f"an object {when}", target, wanted)
+
+
+async def _expect_whole_or_absent(client: Client, key: ObjectKey, wanted: bytes, when: str) -> None:
+    outcome, got = await client.get(key, len(wanted))
+    expect(outcome in (HIT, MISS), f"C6: loading an object {when} answered {outcome.name}; it must be whole or absent")
+    if outcome is HIT:
+        expect_bytes("C6", f"an object {when}", got, wanted)
+
+
+def _next_call_or_end(client: Client, task: asyncio.Task[object], number: int) -> bool:
+    return task.done() or (client.calls.waiting > 0 and client.calls.count > number)
+
+
+@contextmanager
+def _threads_that_alternate() -> Iterator[None]:
+    """Let threads take turns far more often than usual, so that a race is run, not waited for."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

@@ -1,0 +1,419 @@
+"""Media that misbehave on purpose: a wrapper for any backend, and small faults that compose.
+
+A :class:`FaultPlan` says which fault happens in which calls. Its choices depend on the seed, the keys and how often
+they were asked for, never on time or on the order in which calls of other keys come, so a run can be repeated::
+
+    plan = FaultPlan([Inject(FlipBit(), "load_into", chance=0.1), Inject(Fail(errno.EIO), "store", calls={3})], seed=7)
+    backend = FaultyBackend(DiskBackend(options, context), plan)
+    ...
+    assert plan.injected  # what really happened, in order
+
+Calls are counted from 1, per entry of the plan. The first entry is the outermost: a ``Slow`` before a ``Fail`` fails
+late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from offload_core.api.backend import Backend, LoadOutcome, LoadReservation, StoreOutcome, StoreReservation, to_the_end
+from offload_core.api.keys import ObjectKey
+from offload_core.api.wrapper import BackendWrapper
+from offload_core.testing.faults.plan import ANSWERS, OPERATIONS, Call, Fault, FaultPlan, GoOn, Inject, Injected
+
+__all__ = [
+    "ANSWERS",
+    "OPERATIONS",
+    "Call",
+    "Fail",
+    "Fault",
+    "FaultPlan",
+    "FaultyBackend",
+    "FlipBit",
+    "Full",
+    "GoOn",
+    "Hang",
+    "Inject",
+    "Injected",
+    "Late",
+    "Lie",
+    "Lose",
+    "Reorder",
+    "Slow",
+    "Stall",
+    "Truncate",
+]
+
+
+@dataclass(frozen=True)
+class Slow(Fault):
+    """The call starts ``seconds`` late. Cancellation ends the wait."""
+
+    seconds: float
+    per_object: ClassVar[bool] = False
+
+    async def apply(self, call: Call, go_on: GoOn) -> list[Any]:
+        """See :meth:`Fault.apply`."""
+        call.happened(self, call.chosen)
+        await asyncio.sleep(self.seconds)
+        return await go_on(call)
+
+
+@dataclass(frozen=True)
+class Hang(Fault):
+    """The call does not start until :meth:`FaultPlan.release`, or until the backend is closed.
+
+    Args:
+        deaf: hold a cancellation back until then, as a thread in a dead mount does; else cancellation ends the wait.
+    """
+
+    deaf: bool = False
+    per_object: ClassVar[bool] = False
+
+    async def apply(self, call: Call, go_on: GoOn) -> list[Any]:
+        """See :meth:`Fault.apply`."""
+        call.happened(self, call.chosen)
+        released = call.plan.wait_for_release()
+        await (to_the_end(released) if self.deaf else released)
+        return await go_on(call)
+
+
+@dataclass(frozen=True)
+class Stall(Fault):
+    """One of the tier's own threads hangs for ``seconds`` before the call starts, as in a mount that is stuck.
+
+    Calls that find no other thread wait behind it. It holds a cancellation back until its end.
+    """
+
+    seconds: float
+    per_object: ClassVar[bool] = False
+
+    async def apply(self, call: Call, go_on: GoOn) -> list[Any]:
+        """See :meth:`Fault.apply`."""
+        call.happened(self, call.chosen)
+        await call.backend.run_blocking(time.sleep, self.seconds)
+        return await go_on(call)
+
+
+@dataclass(frozen=True)
+class Late(Fault):
+    """The call holds its buffers for ``seconds``, is done after them, and holds a cancellation back until its end."""
+
+    seconds: float
+    per_object: ClassVar[bool] = False
+
+    async def apply(self, call: Call, go_on: GoOn) -> list[Any]:
+        """See :meth:`Fault.apply`."""
+        call.happened(self, call.chosen)
+        return await to_the_end(self._late(call, go_on))
+
+    async def _late(self, call: Call, go_on: GoOn) -> list[Any]:
+        await asyncio.sleep(self.seconds)
+        return await go_on(call)
+
+
+@dataclass(frozen=True)
+class Fail(Fault):
+    """The call raises ``OSError`` of the given ``errno``.
+
+    Args:
+        error: of :mod:`errno`.
+        after: do the work first, so that only the answer is lost.
+    """
+
+    error: int
+    after: bool = False
+    per_object: ClassVar[bool] = False
+
+    async def apply(self, call: Call, go_on: GoOn) -> list[Any]:
+        """See :meth:`Fault.apply`."""
+        if self.after:
+            await go_on(call)
+        call.happened(self, call.chosen)
+        raise OSError(self.error, f"{os.strerror(self.error)} (injected into {call.operation})")
+
+
+@dataclass(frozen=True)
+class Full(Fault):
+    """The medium has no room: ``prepare_store`` says ``REJECTED``, also for what is there already."""
+
+    operations: ClassVar[Collection[str]] = ("prepare_store",)
+
+    async def apply(self, call: Call, go_on: GoOn) -> list[Any]:
+        """See :meth:`Fault.apply`."""
+        outcomes = await go_on(call)
+        call.happened(self, call.chosen)
+        return [StoreOutcome.REJECTED if index in call.chosen else outcome for index, outcome in enumerate(outcomes)]
+
+
+@dataclass(frozen=True)
+class Lie(Fault):
+    """The medium says yes without looking.
+
+    ``contains`` and ``prepare_load`` say that the object is there, ``load_into`` says ``HIT`` and fills nothing,
+    ``store`` says ``STORED`` and keeps nothing, ``prepare_store`` says ``ALREADY_PRESENT``.
+    """
+
+    operations: ClassVar[Collection[str]] = ANSWERS
+    _ANSWERS: ClassVar[dict[str, Any]] = {
+        "contains": True,
+        "prepare_load": True,
+        "load_into": LoadOutcome.HIT,
+        "store": StoreOutcome.STORED,
+        "prepare_store": StoreOutcome.ALREADY_PRESENT,
+    }
+
+    async def apply(self, call: Call, go_on: GoOn) -> list[Any]:
+        """See :meth:`Fault.apply`."""
+        lie = self._ANSWERS[call.operation]
+        if call.operation in ("load_into", "store"):
+            rest = iter(await go_on(call.without(call.chosen)))
+            call.happened(self, call.chosen)
+            return [lie if index in call.chosen else next(rest) for index in range(len(call.keys))]
+        truth = await go_on(call)
+        wrong = [index for index in call.chosen if truth[index] != lie]
+        if wrong:
+            call.happened(self, wrong)
+        return [lie if index in call.chosen else answer for index, answer in enumerate(truth)]
+
+
+@dataclass(frozen=True)
+class Lose(Fault):
+    """The object vanishes right after ``contains`` or ``prepare_load`` has found it, pinned or not."""
+
+    operations: ClassVar[Collection[str]] = ("contains", "prepare_load")
+
+    async def apply(self, call: Call, go_on: GoOn) -> list[Any]:
+        """See :meth:`Fault.apply`."""
+        there = await go_on(call)
+        lost = [index for index in call.chosen if there[index]]
+        if lost:
+            await call.backend.delete([call.keys[index] for index in lost])
+            call.happened(self, lost)
+        return there
+
+
+@dataclass(frozen=True)
+class Truncate(Fault):
+    """Only a prefix arrives: in the buffer of a ``HIT``, or on the medium of what is ``STORED``.
+
+    Args:
+        share: the part that arrives, at least 0 and less than 1; at least one byte is missing.
+    """
+
+    share: float = 0.5
+    operations: ClassVar[Collection[str]] = ("load_into", "store")
+
+    def _cut(self, buffer: memoryview) -> int:
+        return min(int(len(buffer) * self.share), max(len(buffer) - 1, 0))
+
+    async def apply(self, call: Call, go_on: GoOn) -> list[Any]:
+        """See :meth:`Fault.apply`."""
+        if call.operation == "store":
+            call.happened(self, call.chosen)
+            cut = [b[: self._cut(b)] if i in call.chosen else b for i, b in enumerate(call.buffers)]
+            return await go_on(replace(call, buffers=cut))
+        before = {index: bytes(call.buffers[index]) for index in call.chosen}
+        outcomes = await go_on(call)
+        hit = [index for index in call.chosen if outcomes[index] is LoadOutcome.HIT]
+        for index in hit:
+            cut_at = self._cut(call.buffers[index])
+            call.buffers[index][cut_at:] = before[index][cut_at:]
+        if hit:
+            call.happened(self, hit)
+        return outcomes
+
+
+@dataclass(frozen=True)
+class FlipBit(Fault):
+    """One bit is wrong: in the buffer of a ``HIT``, or on the medium of what is ``STORED``."""
+
+    operations: ClassVar[Collection[str]] = ("load_into", "store")
+
+    async def apply(self, call: Call, go_on: GoOn) -> list[Any]:
+        """See :meth:`Fault.apply`."""
+        buffers = list(call.buffers)
+        if call.operation == "store":
+            for index in call.chosen:
+                buffers[index] = memoryview(bytearray(buffers[index]))
+        else:
+            outcomes = await go_on(call)
+        hit = [i for i in call.chosen if buffers[i] and (call.operation == "store" or outcomes[i] is LoadOutcome.HIT)]
+        for index in hit:
+            buffers[index][call.random.randrange(len(buffers[index]))] ^= 1 << call.random.randrange(8)
+        if hit:
+            call.happened(self, hit)
+        return await go_on(replace(call, buffers=buffers)) if call.operation == "store" else outcomes
+
+
+@dataclass(frozen=True)
+class Reorder(Fault):
+    """The answers of a batch come in another order.
+
+    Args:
+        buffers: objects change places too: each of the batch's objects is loaded into, or stored from, the buffer of
+            another one. Only for ``load_into`` and ``store``.
+    """
+
+    buffers: bool = False
+    operations: ClassVar[Collection[str]] = ANSWERS
+    per_object: ClassVar[bool] = False
+
+    async def apply(self, call: Call, go_on: GoOn) -> list[Any]:
+        """See :meth:`Fault.apply`."""
+        if len(call.keys) < 2:
+            return await go_on(call)
+        shift = call.random.randrange(1, len(call.keys))
+        order = [(index + shift) % len(call.keys) for index in range(len(call.keys))]
+        call.happened(self, call.chosen)
+        if self.buffers and call.buffers:
+            return await go_on(call.with_keys(order))
+        answers = await go_on(call)
+        return [answers[index] for index in order]
+
+
+class FaultyBackend(BackendWrapper):
+    """Hands calls on to ``inner`` with the faults of ``plan``.
+
+    Closing releases the calls that hang, waits for all that run (C13) and closes the backend inside.
+    """
+
+    def __init__(self, inner: Backend[Any], plan: FaultPlan) -> None:
+        super().__init__(inner)
+        self.plan = plan
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def open(self) -> None:
+        """See :meth:`Backend.open`."""
+
+        async def operate(call: Call) -> list[Any]:
+            await self.inner.open()
+            return []
+
+        await self._call("open", operate)
+
+    async def close(self) -> None:
+        """See :meth:`Backend.close`. Cancellation while calls run leaves the backend inside open."""
+        self.plan.release()
+        await self._idle.wait()
+        await self.inner.close()
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
+        """See :meth:`Backend.contains`."""
+
+        async def operate(call: Call) -> list[Any]:
+            return list(await self.inner.contains(call.keys))
+
+        return await self._call("contains", operate, keys)
+
+    async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
+        """See :meth:`Backend.load_into`."""
+
+        async def operate(call: Call) -> list[Any]:
+            return list(await self.inner.load_into(call.keys, call.buffers))
+
+        return await self._call("load_into", operate, keys, buffers)
+
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
+        """See :meth:`Backend.store`."""
+
+        async def operate(call: Call) -> list[Any]:
+            return list(await self.inner.store(call.keys, call.buffers))
+
+        return await self._call("store", operate, keys, buffers)
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        """See :meth:`Backend.delete`."""
+
+        async def operate(call: Call) -> list[Any]:
+            await self.inner.delete(call.keys)
+            return []
+
+        await self._call("delete", operate, keys)
+
+    async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
+        """See :meth:`Backend.prepare_load`. What the backend inside has pinned is unpinned when a fault raises."""
+        held: list[LoadReservation] = []
+
+        async def operate(call: Call) -> list[Any]:
+            held.append(await self.inner.prepare_load(call.keys))
+            return list(held[-1].present)
+
+        present = await self._prepare("prepare_load", operate, held, keys)
+        return _ChangedLoad(present, held)
+
+    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+        """See :meth:`Backend.prepare_store`. What the backend inside has reserved is released when a fault raises."""
+        held: list[StoreReservation] = []
+
+        async def operate(call: Call) -> list[Any]:
+            held.append(await self.inner.prepare_store(call.keys, nbytes))
+            return list(held[-1].outcomes)
+
+        outcomes = await self._prepare("prepare_store", operate, held, keys)
+        return _ChangedStore(outcomes, held)
+
+    async def _prepare(
+        self,
+        operation: str,
+        operate: GoOn,
+        held: Sequence[LoadReservation | StoreReservation],
+        keys: Sequence[ObjectKey],
+    ) -> list[Any]:
+        try:
+            return await self._call(operation, operate, keys)
+        except BaseException:
+            for reservation in held:
+                await to_the_end(reservation.release())
+            raise
+
+    async def _call(
+        self, operation: str, operate: GoOn, keys: Sequence[ObjectKey] = (), buffers: Sequence[memoryview] = ()
+    ) -> list[Any]:
+        """Send a call through the faults that the plan has chosen for it, the first of them outermost."""
+        call = Call(operation, keys, buffers, self.inner, self.plan, range(len(keys)))
+        self._running += 1
+        self._idle.clear()
+        try:
+            for fault, mine in reversed(self.plan.choose(call)):
+                operate = _around(fault, mine, operate)
+            return await operate(call)
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+
+def _around(fault: Fault, mine: Call, inner: GoOn) -> GoOn:
+    async def operate(call: Call) -> list[Any]:
+        chosen = [index for index, position in enumerate(call.positions) if position in mine.chosen]
+        return await fault.apply(replace(call, chosen=chosen, random=mine.random), inner)
+
+    return operate
+
+
+class _ChangedLoad(LoadReservation):
+    def __init__(self, present: Sequence[bool], held: Sequence[LoadReservation]) -> None:
+        super().__init__(present, nbytes=held[-1].nbytes if held else None)
+        self._held = held
+
+    async def release(self) -> None:
+        for reservation in self._held:
+            await reservation.release()
+
+
+class _ChangedStore(StoreReservation):
+    def __init__(self, outcomes: Sequence[StoreOutcome | None], held: Sequence[StoreReservation]) -> None:
+        super().__init__(outcomes, [key for reservation in held for key in reservation.evicted])
+        self._held = held
+
+    async def release(self) -> None:
+        for reservation in self._held:
+            await reservation.release()

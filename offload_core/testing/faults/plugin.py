@@ -1,0 +1,46 @@
+"""A plugin that puts one script of faults around every tier of a process, for runs on a real engine.
+
+Name this module as an entry point (:func:`tests.support.engine.spec.install_plugin`), and give the tiers
+:data:`TIER_KEYS`. The script stands still until somebody in the process starts :data:`SCRIPT`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offload_core.api.backend import Backend
+from offload_core.api.hooks import TierInfo, hookimpl
+from offload_core.testing.faults.script import FaultScript, ScriptSettings
+
+OFFLOAD_API_VERSION = 1
+
+DEADLINE_SECONDS = 0.3
+"""Of a lookup, a load and a store of a tier under the script; what hangs does so for longer."""
+TIER_KEYS: dict[str, Any] = {
+    "lookup_timeout_seconds": DEADLINE_SECONDS,
+    "load_timeout_seconds": DEADLINE_SECONDS,
+    "store_timeout_seconds": DEADLINE_SECONDS,
+    "breaker_pause_seconds": 0.1,
+    "breaker_max_pause_seconds": 0.4,
+}
+"""The keys of a tier under the script. The breaker's pauses are short, so that most calls reach the faults."""
+ALLOWANCE_SECONDS = 0.2
+"""What a request may wait longer than its deadlines and a step, on a machine that is busy with other work."""
+
+SCRIPT = FaultScript(
+    ScriptSettings(
+        deadline_seconds=DEADLINE_SECONDS,
+        hang_seconds=(0.5, 2.5),
+        sick_seconds=(0.3, 1.0),
+        sick_calls=(5, 20),
+        well_seconds=(0.2, 0.6),
+        well_calls=(3, 15),
+        kinds_at_once=5,
+    )
+)
+
+
+@hookimpl
+def offload_wrap_backend(backend: Backend[Any], tier: TierInfo) -> Backend[Any] | None:
+    """Put the script around every tier."""
+    return SCRIPT.wrap(backend)

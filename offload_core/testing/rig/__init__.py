@@ -1,0 +1,1 @@
+"""Clients of a backend under test, and watches on their threads and calls."""

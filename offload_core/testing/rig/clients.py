@@ -1,0 +1,301 @@
+"""Clients of one medium whose threads a test can hold up, and an event loop to run them on.
+
+A client calls its backend as the core does: every load and every store under a reservation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any, TypeVar
+
+from offload_core.api.backend import (
+    Backend,
+    BackendContext,
+    BackendType,
+    Capabilities,
+    LoadOutcome,
+    LoadReservation,
+    StoredObject,
+    StoreOutcome,
+    StoreReservation,
+)
+from offload_core.api.keys import ObjectKey
+from offload_core.testing.rig.watched_calls import Calls, WatchedLoopThreads, WatchedThreads, current_calls
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+THREADS = 4
+"""Threads of each client: the default of ``io_threads``."""
+TEST_LIMIT_SECONDS = 60
+
+
+class Rig:
+    """Makes clients of one medium and runs coroutines on one event loop; use it as a context manager.
+
+    Args:
+        backend_type: what is tested.
+        options: the tier's own keys, which name the medium.
+    """
+
+    def __init__(self, backend_type: BackendType, options: Mapping[str, Any]) -> None:
+        self.backend_type = backend_type
+        self.options = dict(options)
+        self._validated = backend_type.options.model_validate(self.options)
+        self.clients: list[Client] = []
+        self._loop_calls = Calls()
+        self._runner = asyncio.Runner()
+        loop = self._runner.get_loop()
+        loop.set_default_executor(WatchedLoopThreads(self._loop_calls))
+        # By default asyncio logs a lost error with its traceback, whenever garbage is collected; the parser that this
+        # calls breaks the one that pytest may be running just then (python/cpython#106905).
+        loop.set_exception_handler(lambda _, context: logger.debug("%s", context.get("message")))
+        self._numbers = itertools.count()
+        self._stuck = False
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if not self._stuck:
+                self.run(self._close_clients())
+        finally:
+            if not self._stuck:  # else closing the loop would wait for what does not end
+                self._runner.close()
+
+    def run(self, coroutine: Coroutine[Any, Any, T], limit_seconds: float = TEST_LIMIT_SECONDS) -> T:
+        """Run ``coroutine`` to its end.
+
+        Raises:
+            AssertionError: it took longer than ``limit_seconds``, or the loop stood still while a call was held.
+        """
+
+        async def limited() -> T:
+            task = asyncio.ensure_future(coroutine)
+            await asyncio.wait({task}, timeout=limit_seconds)
+            if not task.done():
+                self._stuck = True
+                self._open_gates()
+                task.cancel()
+                raise AssertionError(f"the operations under test did not end within {limit_seconds} s")
+            gave_up = [calls for calls in self._all_calls() if calls.gave_up]
+            for calls in gave_up:
+                calls.gave_up = False
+            if gave_up:
+                raise AssertionError("C8: the event loop stood still for as long as a call was held in a thread")
+            return task.result()
+
+        return self._runner.run(limited())
+
+    def construct(self, threads: int = THREADS) -> Client:
+        """Construct a backend, without opening it."""
+        calls = Calls()
+        context = BackendContext("contract", WatchedThreads(threads, "contract", calls))
+        client = Client(self.backend_type.backend(self._validated, context), calls)
+        self.clients.append(client)
+        return client
+
+    async def client(self) -> Client:
+        """Construct a backend and open it; the rig closes it in the end."""
+        client = self.construct()
+        await client.open()
+        return client
+
+    def capabilities(self) -> Capabilities:
+        """What the backend declares."""
+
+        async def declared() -> Capabilities:
+            return self.construct().backend.capabilities
+
+        return self.run(declared())
+
+    def key(self) -> ObjectKey:
+        """Return a key that was not used before."""
+        digest = hashlib.sha256(b"contract %d" % next(self._numbers)).digest()
+        return ObjectKey("ab" * 32, "full-u256", digest)
+
+    def keys(self, count: int) -> list[ObjectKey]:
+        """Return ``count`` keys that were not used before."""
+        return [self.key() for _ in range(count)]
+
+    async def settle(self) -> None:
+        """Wait until no thread runs a call, then let the loop turn."""
+        await until(lambda: all(calls.unfinished == 0 for calls in self._all_calls()))
+        await turns()
+
+    def _all_calls(self) -> list[Calls]:
+        return [self._loop_calls, *(client.calls for client in self.clients)]
+
+    def _open_gates(self) -> None:
+        for calls in self._all_calls():
+            calls.open()
+
+    async def _close_clients(self) -> None:
+        self._open_gates()
+        for client in self.clients:
+            if client.opened and not client.closed:
+                with suppress(Exception):  # a test of C13 says what is wrong with it
+                    await client.close()
+            client.backend.context.executor.shutdown()
+
+
+class Client:
+    """A backend with its own threads; each call counts its thread work in :attr:`calls`."""
+
+    def __init__(self, backend: Backend[Any], calls: Calls) -> None:
+        self.backend = backend
+        self.calls = calls
+        self.opened = False
+        self.closed = False
+
+    async def open(self) -> None:
+        """See :meth:`Backend.open`."""
+        with self._counted():
+            await self.backend.open()
+        self.opened = True
+
+    async def close(self) -> None:
+        """See :meth:`Backend.close`."""
+        self.closed = True
+        with self._counted():
+            await self.backend.close()
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """See :meth:`Backend.contains`."""
+        with self._counted():
+            return list(await self.backend.contains(keys))
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        """See :meth:`Backend.delete`."""
+        with self._counted():
+            await self.backend.delete(keys)
+
+    async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
+        """See :meth:`Backend.prepare_load`; the caller releases it."""
+        with self._counted():
+            return await self.backend.prepare_load(keys)
+
+    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+        """See :meth:`Backend.prepare_store`; the caller releases it."""
+        with self._counted():
+            return await self.backend.prepare_store(keys, nbytes)
+
+    async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+        """See :meth:`Backend.load_into`; the caller holds a reservation."""
+        with self._counted():
+            return list(await self.backend.load_into(keys, buffers))
+
+    async def store_from(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+        """See :meth:`Backend.store`; the caller holds a reservation that granted all of it."""
+        with self._counted():
+            return list(await self.backend.store(keys, buffers))
+
+    @asynccontextmanager
+    async def loading(self, keys: Sequence[ObjectKey]) -> AsyncIterator[LoadReservation]:
+        """Hold a reservation for loads."""
+        reservation = await self.prepare_load(keys)
+        try:
+            yield reservation
+        finally:
+            await self._release(reservation)
+
+    @asynccontextmanager
+    async def storing(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> AsyncIterator[StoreReservation]:
+        """Hold a reservation for stores."""
+        reservation = await self.prepare_store(keys, nbytes)
+        try:
+            yield reservation
+        finally:
+            await self._release(reservation)
+
+    async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+        """Load every key under a reservation, whatever that says is there."""
+        async with self.loading(keys):
+            return await self.load_into(keys, buffers)
+
+    async def get(self, key: ObjectKey, nbytes: int, fill: int = 0) -> tuple[LoadOutcome, bytes]:
+        """Load one object into a buffer of ``nbytes`` bytes that holds ``fill`` before."""
+        buffer = bytearray([fill]) * nbytes
+        (outcome,) = await self.load([key], [memoryview(buffer)])
+        return outcome, bytes(buffer)
+
+    async def store(self, objects: Mapping[ObjectKey, bytes]) -> list[StoreOutcome]:
+        """Store objects as the core does: reserve, store what is wanted, release."""
+        keys = list(objects)
+        async with self.storing(keys, [len(objects[key]) for key in keys]) as reservation:
+            outcomes = list(reservation.outcomes)
+            wanted = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is None]
+            stored: dict[ObjectKey, StoreOutcome] = {}
+            if wanted:
+                sources = [memoryview(bytearray(objects[key])) for key in wanted]
+                stored = dict(zip(wanted, await self.store_from(wanted, sources), strict=True))
+            return [stored[key] if outcome is None else outcome for key, outcome in zip(keys, outcomes, strict=True)]
+
+    async def put(self, objects: Mapping[ObjectKey, bytes]) -> None:
+        """Store objects that a test needs.
+
+        Raises:
+            AssertionError: one was rejected.
+        """
+        for (key, content), outcome in zip(objects.items(), await self.store(objects), strict=True):
+            if outcome is StoreOutcome.REJECTED:
+                raise AssertionError(
+                    f"{key} of {len(content)} bytes was rejected, on a fresh medium; give it more room in `options`"
+                )
+
+    async def listed(self) -> list[StoredObject]:
+        """Return everything that :meth:`Backend.list_objects` yields."""
+        with self._counted():
+            return [found async for batch in self.backend.list_objects() for found in batch]
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        token = current_calls.set(self.calls)
+        try:
+            yield
+        finally:
+            current_calls.reset(token)
+
+    async def _release(self, reservation: LoadReservation | StoreReservation) -> None:
+        with self._counted(), suppress(Exception):  # the tests of C10 say what is wrong with it
+            await reservation.release()
+
+
+def content(nbytes: int, seed: int = 0) -> bytes:
+    """Return bytes that depend on ``seed`` and look random."""
+    return random.Random(f"content:{seed}:{nbytes}").randbytes(nbytes)
+
+
+async def turns(count: int = 20) -> None:
+    """Let the event loop turn."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the event loop turn until ``condition`` holds."""
+    while not condition():  # noqa: ASYNC110 - what it waits for happens on other threads
+        await asyncio.sleep(0.0005)
+
+
+async def held_or_done(client: Client, operation: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Start ``operation`` and wait until one of its calls stands at the gate and no other runs, or it has ended."""
+    task = asyncio.ensure_future(operation)
+    calls = client.calls
+    await until(lambda: task.done() or (calls.waiting > 0 and calls.waiting == calls.unfinished))
+    await turns()
+    return task
+
+
+async def ended(task: asyncio.Task[Any]) -> BaseException | None:
+    """Wait for ``task`` and return how it failed, if it did."""
+    await asyncio.wait({task})
+    return asyncio.CancelledError() if task.cancelled() else task.exception()

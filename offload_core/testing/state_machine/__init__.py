@@ -1,0 +1,1 @@
+"""Random operations on a backend, checked against an oracle."""

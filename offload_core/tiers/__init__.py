@@ -1,0 +1,1 @@
+"""One backend in service: its calls, accounting, health, circuit breaker and compression."""

@@ -1,0 +1,1 @@
+"""Loads and stores of a worker, between the engine's blocks and the tiers."""

@@ -1,0 +1,44 @@
+"""What the transfer engine moves, and in which portions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from offload_core.api.keys import ObjectKey
+from offload_core.memory.payload_layout import BlockSlice, PackLayout
+from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS
+
+
+@dataclass(frozen=True)
+class TransferObject:
+    """One object to load or store: its key and, per group of its pack, the KV cache blocks it belongs to."""
+
+    key: ObjectKey
+    blocks: tuple[BlockSlice, ...]
+
+
+class Keyed(Protocol):
+    """Anything that has an object's key."""
+
+    @property
+    def key(self) -> ObjectKey:
+        """The object's name."""
+
+
+Item = TypeVar("Item", bound=Keyed)
+
+
+def in_batches(objects: Sequence[Item], layouts: Mapping[str, PackLayout]) -> Iterator[list[Item]]:
+    """Yield ``objects``, in order, in batches of a few objects and bytes; ``layouts`` is per pack name."""
+    batch: list[Item] = []
+    nbytes = 0
+    for item in objects:
+        batch.append(item)
+        nbytes += layouts[item.key.pack].payload_bytes
+        if len(batch) == BATCH_OBJECTS or nbytes >= BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch

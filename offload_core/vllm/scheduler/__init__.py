@@ -1,0 +1,1 @@
+"""The scheduler half: offers loads to the engine and plans loads and stores."""

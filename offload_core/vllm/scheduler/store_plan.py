@@ -1,0 +1,114 @@
+"""Which units a step completes, and which of their blocks are to be stored."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from offload_core.lookup.chunk_ledger import ChunkLedger
+from offload_core.memory.payload_layout import BlockSlice
+from offload_core.planning.planner import HybridOffloadPlanner
+from offload_core.vllm.metadata import ChunkTransfer
+from offload_core.vllm.scheduler.load_plan import NULL_BLOCK_ID
+from offload_core.vllm.scheduler.request_state import RequestState
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+class StorePlan:
+    """Finds what to store in each step.
+
+    Blocks are read right after the step's forward pass, so they must be taken in that step: the engine may reuse a
+    sliding-window block in the next one, and a recurrent state's block is only promised until the end of this one.
+
+    Args:
+        prompt_only: store no chunk that reaches into the generated tokens.
+    """
+
+    def __init__(self, planner: HybridOffloadPlanner, ledger: ChunkLedger, *, prompt_only: bool) -> None:
+        self._planner = planner
+        self._ledger = ledger
+        self._prompt_only = prompt_only
+        self._attention_packs = tuple(pack for pack in planner.packs if pack.policy.kind != "state")
+        self._state_packs = tuple(pack for pack in planner.packs if pack.policy.kind == "state")
+
+    def look_from_start(self, state: RequestState) -> None:
+        """Look at all units of a request: at its start, and again when a load has failed and they are computed."""
+        state.next_unit = {pack.name: 0 for pack in self._attention_packs}
+        self._set_next_tokens(state)
+
+    def stores(self, output: SchedulerOutput, requests: Mapping[str, RequestState]) -> Iterator[ChunkTransfer]:
+        """Yield the chunks that this step completes and that are not known to be stored."""
+        block_state = output.kv_connector_block_state
+        if block_state is None:
+            return
+        for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
+            state = requests.get(request_id)
+            if state is None:
+                continue
+            tokens = state.request.num_computed_tokens + scheduled_tokens
+            if tokens < state.next_store_tokens:  # nearly always while decoding: keep it cheap
+                continue
+            tokens = min(tokens, self._storable_tokens(state.request))
+            if tokens >= state.next_store_tokens and _may_store(state):
+                tables = block_state.get_block_ids(request_id)
+                assert tables is not None, "a scheduled request has a block table"
+                yield from self._complete_units(state, tokens, tables)
+        for request_id, states in block_state.boundary_state_offloads.items():
+            state = requests.get(request_id)
+            if state is not None and _may_store(state):
+                yield from self._boundary_states(state, states)
+
+    def _storable_tokens(self, request: Request) -> int:
+        """Speculated tokens past ``num_tokens`` may be rejected: their blocks are stored once they are known."""
+        return int(request.num_prompt_tokens if self._prompt_only else request.num_tokens)
+
+    def _complete_units(
+        self, state: RequestState, tokens: int, tables: Sequence[Sequence[int]]
+    ) -> Iterator[ChunkTransfer]:
+        for pack in self._attention_packs:
+            hashed = len(state.request.block_hashes) // pack.hash_factor
+            end = min(tokens // pack.unit_tokens, hashed)
+            for unit in range(state.next_unit[pack.name], end):
+                ref = state.ref(pack, unit)
+                if self._ledger.knows(ref) or not self._planner.ever_needed(pack, unit):
+                    continue
+                slices = [
+                    BlockSlice(0, tuple(tables[group.index][position] for position in pack.block_range(group, unit)))
+                    for group in pack.groups
+                ]
+                if not any(NULL_BLOCK_ID in part.block_ids for part in slices):  # freed or never held
+                    self._ledger.store_begins(ref)
+                    yield ChunkTransfer(ref, tuple(slices))
+            state.next_unit[pack.name] = max(state.next_unit[pack.name], end)
+        self._set_next_tokens(state)
+
+    def _boundary_states(self, state: RequestState, states: Sequence[tuple[int, int, int]]) -> Iterator[ChunkTransfer]:
+        """Yield the recurrent states that the engine hands over, where a whole pack's states are at one boundary."""
+        limit = self._storable_tokens(state.request)
+        by_boundary: dict[int, dict[int, int]] = {}
+        for group_id, block_id, boundary in states:
+            by_boundary.setdefault(boundary, {})[group_id] = block_id
+        for boundary, block_ids in by_boundary.items():
+            for pack in self._state_packs:
+                unit = boundary // pack.unit_tokens - 1
+                if boundary % pack.unit_tokens or boundary > limit or not self._planner.ever_needed(pack, unit):
+                    continue
+                ids = [block_ids.get(group.index, NULL_BLOCK_ID) for group in pack.groups]
+                ref = state.ref(pack, unit)
+                if NULL_BLOCK_ID not in ids and not self._ledger.knows(ref):
+                    self._ledger.store_begins(ref)
+                    yield ChunkTransfer(ref, tuple(BlockSlice(0, (block_id,)) for block_id in ids))
+
+    def _set_next_tokens(self, state: RequestState) -> None:
+        state.next_store_tokens = min(
+            ((state.next_unit[pack.name] + 1) * pack.unit_tokens for pack in self._attention_packs),
+            default=sys.maxsize,
+        )
+
+
+def _may_store(state: RequestState) -> bool:
+    return state.options.store and (state.adapter is None or state.adapter.usable)

@@ -1,1 +1,0 @@
-"""Real engines for tests, the demo and benchmarks: a runner, and the stock connector's peer."""

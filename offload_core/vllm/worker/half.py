@@ -1,0 +1,212 @@
+"""The worker half: copies between the KV cache and staging on the engine thread, I/O on the I/O loop."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from offload_core.api.errors import ConfigError
+from offload_core.api.keys import ChunkRef, ObjectKey
+from offload_core.api.pinned_memory import pinning_in_use
+from offload_core.config.model import OffloadConfig
+from offload_core.memory.canonical import CanonicalKVCaches
+from offload_core.memory.payload_layout import PackLayout, block_copier
+from offload_core.memory.staging_pool import StagingPool
+from offload_core.memory.staging_size import STORE_SHARE, staging_problem
+from offload_core.objects.fingerprint import Json
+from offload_core.planning.planner import HybridOffloadPlanner
+from offload_core.runtime.metrics import Counters
+from offload_core.runtime.threads import IoLoop
+from offload_core.tiers.opening import close_tiers, open_tiers
+from offload_core.transfer.batches import TransferObject
+from offload_core.transfer.engine import LoadJob, LoadResult, TransferEngine
+from offload_core.vllm.metadata import ChunkTransfer, RequestLoad, StepMetadata, StepReport
+from offload_core.vllm.model.identity import worker_identity
+from offload_core.vllm.worker.geometry_export import engine_geometry, write_in_background
+from offload_core.vllm.worker.layer_pages import layer_pages
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_IDLE_WAIT_SECONDS = 0.002
+
+
+class WorkerHalf:
+    """Lives in a worker process; all methods run on that worker's engine thread."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        config: OffloadConfig,
+        planner: HybridOffloadPlanner,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._planner = planner
+        self._rank: int = vllm_config.parallel_config.rank
+        self.counters = Counters()
+        self._io: IoLoop | None = None
+        self._engine: TransferEngine | None = None
+        self._namespaces: dict[str, str] = {}
+        self._adapters: dict[str, str] = {}
+        self._loads: dict[int, RequestLoad] = {}
+        groups = kv_cache_config.kv_cache_groups
+        self._uses_parts = len(groups) == 1 and all(pack.policy.kind == "full" for pack in planner.packs)
+        """Whether the engine can use a part of a load: vLLM is told which blocks are missing, in one group only."""
+        self._missing_blocks: set[int] = set()
+        self._ended: list[tuple[str, bool]] = []
+        self._failed_requests: set[str] = set()
+        self._report = StepReport()
+        self.layout: dict[str, Json] = {}
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Build the canonical caches and open the tiers.
+
+        Raises:
+            UnsupportedLayoutError: a layer's layout cannot be offloaded.
+            ConfigError: a tier cannot be opened, or staging is too small for one object.
+        """
+        group_ids = self._kv_cache_config.prefix_cacheable_group_ids
+        caches = CanonicalKVCaches.build([layer_pages(self._kv_cache_config, index, kv_caches) for index in group_ids])
+        position = {group_id: index for index, group_id in enumerate(group_ids)}
+        layouts = {
+            pack.name: PackLayout.build(pack, caches, [position[group.index] for group in pack.groups])
+            for pack in self._planner.packs
+        }
+        settings = self._config.settings
+        largest = max(layout.payload_bytes for layout in layouts.values())
+        chunk_size, uses = self._planner.hybrid_chunk_size, settings.staging_uses
+        if problem := staging_problem(settings.staging_bytes, largest, chunk_size, uses):
+            raise ConfigError([problem])
+        self.layout = {"layers": worker_identity(self._vllm_config, kv_caches), "pages": caches.describe()}
+        if settings.geometry_file is not None and self._rank == 0:
+            geometry = engine_geometry(self._vllm_config, self._kv_cache_config, self._planner, caches)
+            write_in_background(geometry, settings.geometry_file)
+        atexit.register(self.shutdown)  # a script may end without shutting its engine down
+        self._io = IoLoop.acquire()
+        self._tiers = open_tiers(self._config, self._io, self.counters)
+        self._staging = StagingPool(settings.staging_bytes, STORE_SHARE, pinning_in_use())
+        self._engine = TransferEngine(
+            io=self._io,
+            tiers=self._tiers,
+            staging=self._staging,
+            copier=block_copier(caches),
+            layouts=layouts,
+            counters=self.counters,
+        )
+
+    def start_loads(self, metadata: StepMetadata) -> None:
+        """Start this step's loads and drop the cancelled ones."""
+        engine = self._transfers
+        for adapter, namespaces in metadata.namespaces.items():
+            self._namespaces[adapter] = namespaces[self._rank]
+            self._adapters[namespaces[self._rank]] = adapter
+        for load in metadata.loads:
+            if load.impossible:
+                self._load_failed(load.request_id)
+                continue
+            self._loads[load.job_id] = load
+            engine.submit_load(LoadJob(load.job_id, load.tier, self._objects(load.chunks), load.waited_seconds))
+        for request_id in metadata.failures_to_report:
+            if request_id in self._failed_requests:  # on other ranks the load may have gone well
+                self._failed_requests.discard(request_id)
+                self._ended.append((request_id, True))
+        for job_id in metadata.cancelled_jobs:  # after the loads: a request can end in the step that starts its load
+            engine.cancel_load(job_id)
+
+    def store(self, metadata: StepMetadata) -> None:
+        """Copy this step's finished blocks to staging; called after the forward pass, before any block is reused."""
+        if metadata.stores:
+            self._transfers.submit_stores(self._objects(metadata.stores))
+
+    def collect(self, metadata: StepMetadata) -> tuple[set[str], set[str]]:
+        """Copy what has arrived into the KV cache.
+
+        Returns:
+            Requests whose load has ended, and those among them whose load has failed.
+        """
+        engine = self._transfers
+        results = engine.poll()
+        if metadata.idle and not self._ended:
+            # Copy what arrives as it arrives, without a step of the engine in between: it would only be in the way.
+            end = time.monotonic() + _IDLE_WAIT_SECONDS
+            while not results and engine.has_wanted_loads and (seconds := end - time.monotonic()) > 0:
+                engine.wait_for_arrival(seconds)
+                results = engine.poll()
+        for result in results:
+            self._end(result)
+        for stored in engine.take_store_results():
+            ref = self._ref(stored.key)
+            self._report.stores_ended[ref] += 1
+            if not stored.stored:
+                self._report.not_stored.add(ref)
+        for tier in self._tiers:
+            self._report.changes += tier.take_changes()
+            if change := tier.health.take_change():
+                self._report.refusals[tier.name] += change
+        ended, self._ended = self._ended, []
+        return {request for request, _ in ended}, {request for request, failed in ended if failed}
+
+    def take_missing_blocks(self) -> set[int]:
+        """Return the blocks that loads which have ended, and of which the engine uses a part, did not fill."""
+        missing, self._missing_blocks = self._missing_blocks, set()
+        return missing
+
+    def take_report(self) -> StepReport | None:
+        """Return what the scheduler half should know, or ``None``."""
+        report, self._report = self._report, StepReport()
+        problems = report.failed or report.failed_requests or report.partial_requests or report.refusals
+        return report if problems or report.stores_ended or report.changes else None
+
+    def shutdown(self) -> None:
+        """Give stores on their way a moment, then let go of everything. Idempotent; never waits for a hung medium."""
+        if self._engine is None or self._io is None:
+            return
+        self._engine.drain_stores(self._config.settings.shutdown_timeout_seconds)
+        self._engine.close()
+        close_tiers(self._tiers, self._io)
+        self._staging.close()
+        self._io.release()
+        self._engine = self._io = None
+        atexit.unregister(self.shutdown)
+
+    @property
+    def _transfers(self) -> TransferEngine:
+        assert self._engine is not None, "vLLM registers the KV caches before the first step"
+        return self._engine
+
+    def _end(self, result: LoadResult) -> None:
+        load = self._loads.pop(result.job_id)
+        self._report.failed.update((load.tier, self._ref(key)) for key in result.failed_keys)
+        if result.status == "loaded":
+            self._ended.append((load.request_id, False))
+        elif self._uses_parts and result.arrived_objects and result.status != "cancelled":
+            for item in load.chunks[result.arrived_objects :]:
+                self._missing_blocks.update(*(part.block_ids for part in item.blocks))
+            self._report.partial_requests.add(load.request_id)
+            self.counters.add("load_partial", load.tier)
+            self._ended.append((load.request_id, False))
+        else:
+            self._load_failed(load.request_id)
+
+    def _load_failed(self, request_id: str) -> None:
+        """Note a failed load; the scheduler half says when the engine may learn of it."""
+        self._failed_requests.add(request_id)
+        self._report.failed_requests.add(request_id)
+
+    def _objects(self, chunks: list[ChunkTransfer] | tuple[ChunkTransfer, ...]) -> tuple[TransferObject, ...]:
+        return tuple(
+            TransferObject(
+                ObjectKey(self._namespaces[item.chunk.adapter], item.chunk.pack, item.chunk.chunk_hash), item.blocks
+            )
+            for item in chunks
+        )
+
+    def _ref(self, key: ObjectKey) -> ChunkRef:
+        return ChunkRef(key.pack, key.chunk_hash, self._adapters[key.namespace])

@@ -1,0 +1,32 @@
+"""Names of objects: made in bulk and from a view of the engine's hashes, they are the same names."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload_core.api.keys import ChunkHashes, ObjectKey, object_keys
+
+block_hashes = st.integers(0, 40).map(lambda count: [number.to_bytes(8, "big") for number in range(count)])
+
+
+def test_keys_made_in_bulk_are_keys_like_any_other() -> None:
+    keys = list(object_keys("ab" * 32, "full-u16", [b"\1", b"\2"]))
+    assert keys == [ObjectKey("ab" * 32, "full-u16", b"\1"), ObjectKey("ab" * 32, "full-u16", b"\2")]
+    assert [type(key) for key in keys] == [ObjectKey, ObjectKey]
+    assert keys[1].path == "ab" * 32 + "/full-u16/02"
+
+
+@given(block_hashes, st.integers(1, 5), st.slices(20).filter(lambda part: part.step is None or part.step > 0))
+def test_a_chunk_is_named_by_the_hash_at_its_end(hashes: list[bytes], factor: int, part: slice) -> None:
+    names = hashes[factor - 1 :: factor]
+    view = ChunkHashes(hashes, factor)
+    assert list(view) == names
+    assert list(view[part]) == names[part]
+
+
+def test_hashes_that_come_later_name_more_chunks() -> None:
+    hashes = [b"0", b"1", b"2"]
+    view = ChunkHashes(hashes, 2)
+    hashes.append(b"3")
+    assert (len(view), view[1]) == (2, b"3")

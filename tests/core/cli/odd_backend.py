@@ -1,0 +1,117 @@
+"""A plugin for the tests: the disk backend, with faults and gates that its options describe."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from offload_backend_disk import DiskBackend, DiskOptions
+from pydantic import Field
+
+from offload_core.api.backend import (
+    BackendContext,
+    BackendType,
+    Capabilities,
+    LoadOutcome,
+    StoredObject,
+    StoreOutcome,
+    StoreReservation,
+)
+from offload_core.api.hooks import hookimpl
+from offload_core.api.keys import ObjectKey
+
+OFFLOAD_API_VERSION = 1
+
+
+class OddOptions(DiskOptions):
+    lists: bool = Field(True, description="declare that it lists")
+    per_process: bool = Field(False, description="declare a medium of one process")
+    gate: Path | None = Field(None, description="a FIFO at which calls of `gated` wait until it was written and closed")
+    gated: str = Field("", description="operation that waits at the gate")
+    blocks: bool = Field(False, description="wait at the gate on the event loop, against C8")
+    fails: str = Field("", description="operation that raises an I/O error")
+    unreadable: str = Field("", description="hash of an object that fails every batch in which it is loaded")
+    lies: str = Field("", description="operation whose answer is wrong")
+
+
+class OddBackend(DiskBackend):
+    options: OddOptions
+    loading_bytes: ClassVar = 0
+    peak_loading_bytes: ClassVar = 0
+
+    def __init__(self, options: OddOptions, context: BackendContext) -> None:
+        super().__init__(options, context)
+        if options.fails == "construct":
+            raise RuntimeError("no device")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        mine = not self.options.per_process
+        return Capabilities(medium="disk", persistent=mine, shared=mine, lists=self.options.lists)
+
+    async def open(self) -> None:
+        await self._step("open")
+        await super().open()
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
+        await self._step("contains")
+        return [True] * len(keys) if self.options.lies == "contains" else await super().contains(keys)
+
+    async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
+        await self._step("load")
+        if self.options.unreadable in [key.chunk_hash.hex() for key in keys]:
+            raise OSError(errno.EIO, "a bad sector")
+        if self.options.lies == "load":
+            return [LoadOutcome.HIT] * len(keys)
+        if self.options.lies == "corrupt":
+            return [LoadOutcome.CORRUPT] * len(keys)
+        if self.options.lies == "load count":
+            return []
+        if self.options.lies == "vanish":
+            await super().delete(keys)
+        nbytes = sum(map(len, buffers))
+        OddBackend.loading_bytes += nbytes
+        OddBackend.peak_loading_bytes = max(OddBackend.peak_loading_bytes, OddBackend.loading_bytes)
+        try:
+            return await super().load_into(keys, buffers)
+        finally:
+            OddBackend.loading_bytes -= nbytes
+
+    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+        if self.options.lies == "room":
+            return StoreReservation([StoreOutcome.REJECTED] * len(keys))
+        evicted = []
+        if self.options.lies == "keep one":
+            evicted = [stored.key async for batch in super().list_objects() for stored in batch]
+            await super().delete(evicted)
+        return StoreReservation([None] * len(keys), evicted)
+
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
+        await self._step("store")
+        return await super().store(keys, buffers)
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        await self._step("delete")
+        await super().delete(keys)
+
+    async def list_objects(self) -> AsyncIterator[Sequence[StoredObject]]:
+        await self._step("list")
+        async for batch in super().list_objects():
+            yield batch
+
+    async def _step(self, operation: str) -> None:
+        gate = self.options.gate
+        if gate is not None and self.options.gated == operation:
+            if self.options.blocks:
+                gate.read_bytes()
+            else:
+                await self.run_blocking(gate.read_bytes)
+        if self.options.fails == operation:
+            raise OSError(errno.EIO, f"the {operation} failed")
+
+
+@hookimpl
+def offload_register_backends() -> list[BackendType]:
+    return [BackendType("odd", OddBackend, OddOptions)]

@@ -1,0 +1,249 @@
+"""The staging pool: budgets, leases, and waiting for room."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from offload_core.memory.staging_pool import Lease, StagingPool
+from offload_core.memory.staging_size import ALIGNMENT_BYTES
+
+PAGES = 16
+STORE_PAGES = 5
+OWN_PAGES = (2, 3)
+LIMIT_PAGES = (6, 11)
+
+
+class Pool(RuleBasedStateMachine):
+    """Leases against a model: who holds which bytes. Each lease's memory is filled with its own number.
+
+    There are three kinds of holders: the loads of two tiers, each with a limit and a piece of its own, and stores.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # 100 bytes too many, which rounding takes away; a share of 5 pages and a bit.
+        self.pool = StagingPool(PAGES * ALIGNMENT_BYTES + 100, (STORE_PAGES + 0.5) / PAGES)
+        self.shares = [
+            self.pool.add_load_share(limit * ALIGNMENT_BYTES + 7, own * ALIGNMENT_BYTES)
+            for limit, own in zip(LIMIT_PAGES, OWN_PAGES, strict=True)
+        ]
+        self.held: dict[Lease, tuple[int, int | None]] = {}
+        self.number = 0
+
+    def offset(self, lease: Lease) -> int:
+        return (lease.tensor.data_ptr() - self.pool.tensor.data_ptr()) // ALIGNMENT_BYTES
+
+    def pages(self, lease: Lease) -> range:
+        start = self.offset(lease)
+        return range(start, start + -(-lease.nbytes // ALIGNMENT_BYTES))
+
+    def held_pages(self, holder: int | None) -> int:
+        return sum(len(self.pages(lease)) for lease, (_, other) in self.held.items() if other == holder)
+
+    def longest_free_run(self, first_page: int, end_page: int = PAGES) -> int:
+        taken = {page for lease in self.held for page in self.pages(lease)}
+        longest = run = 0
+        for page in range(first_page, end_page):
+            run = 0 if page in taken else run + 1
+            longest = max(longest, run)
+        return longest
+
+    def take(self, lease: Lease, nbytes: int, holder: int | None) -> None:
+        assert lease.nbytes == len(lease.view) == lease.tensor.numel() == nbytes
+        assert lease.tensor.data_ptr() % ALIGNMENT_BYTES == 0
+        self.number = self.number % 127 + 1
+        lease.view[:] = bytes([self.number]) * nbytes
+        self.held[lease] = (self.number, holder)
+
+    @rule(nbytes=st.integers(1, 7 * ALIGNMENT_BYTES))
+    def store(self, nbytes: int) -> None:
+        lease = self.pool.try_acquire(nbytes, for_store=True)
+        pages = -(-nbytes // ALIGNMENT_BYTES)
+        if lease is None:
+            no_room = self.longest_free_run(PAGES - STORE_PAGES) < pages
+            assert no_room or self.held_pages(None) + pages > STORE_PAGES
+            return
+        self.take(lease, nbytes, None)
+
+    @rule(sizes=st.lists(st.integers(1, 5 * ALIGNMENT_BYTES), max_size=3), tier=st.integers(0, 1))
+    def load(self, sizes: list[int], tier: int) -> None:
+        before = self.pool.used_bytes
+        leases = self.pool.try_acquire_all(sizes, self.shares[tier])
+        pages = [-(-nbytes // ALIGNMENT_BYTES) for nbytes in sizes]
+        if leases is None:
+            assert self.pool.used_bytes == before, "all or nothing"
+            if self.held_pages(tier) == 0:
+                assert sum(pages) > min(OWN_PAGES[tier], LIMIT_PAGES[tier]), "a tier's own piece is always there for it"
+            if len(pages) == 1 and self.held_pages(tier) + pages[0] <= LIMIT_PAGES[tier]:
+                assert self.longest_free_run(sum(OWN_PAGES)) < pages[0]
+                own = sum(OWN_PAGES[:tier])
+                assert self.longest_free_run(own, own + OWN_PAGES[tier]) < pages[0]
+            return
+        for lease, nbytes in zip(leases, sizes, strict=True):
+            self.take(lease, nbytes, tier)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def keep_for_store(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(sorted(self.held, key=self.offset)))
+        number, holder = self.held[lease]
+        nobodys = self.offset(lease) >= sum(OWN_PAGES)
+        room = self.held_pages(None) + len(self.pages(lease)) <= STORE_PAGES
+        assert self.pool.keep_for_store(lease) == (holder is not None and nobodys and room)
+        if holder is not None and nobodys and room:
+            self.held[lease] = (number, None)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(sorted(self.held, key=self.offset)))
+        number, _ = self.held.pop(lease)
+        assert bytes(lease.view) == bytes([number]) * lease.nbytes
+        assert lease.tensor.tolist() == [number] * lease.nbytes
+        lease.release()
+        used = self.pool.used_bytes
+        for use in (lease.release, lambda: lease.view, lambda: lease.tensor, lambda: self.pool.keep_for_store(lease)):
+            with pytest.raises(RuntimeError, match="used after its release"):
+                use()
+        assert self.pool.used_bytes == used
+
+    @invariant()
+    def budgets_are_kept(self) -> None:
+        assert self.pool.used_bytes == sum(len(self.pages(lease)) for lease in self.held) * ALIGNMENT_BYTES
+        assert self.pool.used_bytes <= self.pool.capacity_bytes == PAGES * ALIGNMENT_BYTES
+        assert self.pool.store_bytes == self.held_pages(None) * ALIGNMENT_BYTES <= STORE_PAGES * ALIGNMENT_BYTES
+        for tier, share in enumerate(self.shares):
+            assert share.held_bytes == self.held_pages(tier) * ALIGNMENT_BYTES <= share.limit_bytes
+
+    @invariant()
+    def leases_do_not_overlap_and_keep_out_of_others_pieces(self) -> None:
+        taken = [page for lease in self.held for page in self.pages(lease)]
+        assert len(taken) == len(set(taken))
+        assert all(0 <= page < PAGES for page in taken)
+        for lease, (_, holder) in self.held.items():
+            for tier, own in enumerate(OWN_PAGES):
+                piece = range(sum(OWN_PAGES[:tier]), sum(OWN_PAGES[:tier]) + own)
+                assert holder == tier or not set(piece) & set(self.pages(lease))
+
+    def teardown(self) -> None:
+        for lease in self.held:
+            lease.release()
+        assert self.pool.used_bytes == self.pool.store_bytes == 0
+        everything = self.pool.try_acquire((PAGES - sum(OWN_PAGES)) * ALIGNMENT_BYTES, for_store=False)
+        assert everything is not None, "free pieces were not joined"
+        everything.release()
+
+
+TestPool = Pool.TestCase
+TestPool.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+def acquired(pool: StagingPool, nbytes: int, *, for_store: bool) -> Lease:
+    lease = pool.try_acquire(nbytes, for_store=for_store)
+    assert lease is not None
+    return lease
+
+
+def test_stores_that_hang_leave_loads_their_part_in_one_piece() -> None:
+    pool = StagingPool(8 * ALIGNMENT_BYTES, 0.5)
+    load = acquired(pool, 2 * ALIGNMENT_BYTES, for_store=False)
+    stores = [acquired(pool, ALIGNMENT_BYTES, for_store=True) for _ in range(4)]
+    assert pool.try_acquire(1, for_store=True) is None
+    load.release()
+    for ended in stores[::2]:  # the others hang
+        ended.release()
+    acquired(pool, 4 * ALIGNMENT_BYTES, for_store=False)
+
+
+def test_an_empty_lease_is_a_lease() -> None:
+    pool = StagingPool(ALIGNMENT_BYTES, 0.5)
+    lease = acquired(pool, 0, for_store=False)
+    assert (len(lease.view), lease.tensor.numel(), pool.used_bytes) == (0, 0, ALIGNMENT_BYTES)
+    lease.release()
+    assert pool.used_bytes == 0
+
+
+def test_a_pool_without_a_page_is_refused() -> None:
+    with pytest.raises(ValueError, match="staging capacity is 4095 bytes; it must be at least 4096"):
+        StagingPool(4095, 0.5)
+
+
+async def started(pool: StagingPool, nbytes: int) -> asyncio.Task[list[Lease]]:
+    """Start to wait for a lease that has no room yet."""
+    task = asyncio.create_task(pool.acquire_all([nbytes]))
+    await asyncio.sleep(0)  # one turn is all that acquire needs to find the pool full and wait
+    assert not task.done()
+    return task
+
+
+def full_pool() -> tuple[StagingPool, list[Lease]]:
+    pool = StagingPool(4 * ALIGNMENT_BYTES, 0.5)
+    leases = [acquired(pool, ALIGNMENT_BYTES, for_store=False) for _ in range(4)]
+    assert pool.try_acquire(1, for_store=False) is None
+    return pool, leases
+
+
+def test_acquire_waits_and_is_woken_by_a_release_in_another_thread() -> None:
+    pool, leases = full_pool()
+
+    async def main() -> Lease:
+        task = await started(pool, 2 * ALIGNMENT_BYTES)
+        await asyncio.to_thread(leases[1].release)
+        for _ in range(3):  # one page is not enough; it is woken and waits on
+            await asyncio.sleep(0)
+        assert not task.done()
+        await asyncio.to_thread(leases[2].release)
+        (lease,) = await asyncio.wait_for(task, 30)
+        return lease
+
+    lease = asyncio.run(main())
+    assert lease.nbytes == 2 * ALIGNMENT_BYTES
+    assert pool.used_bytes == 4 * ALIGNMENT_BYTES
+    lease.release()  # nobody waits any more, and the loop on which somebody did is closed
+
+
+def test_one_release_wakes_every_waiter_that_finds_room() -> None:
+    pool, leases = full_pool()
+
+    async def main() -> None:
+        tasks = [await started(pool, ALIGNMENT_BYTES) for _ in range(2)]
+        for lease in leases[:2]:
+            threading.Thread(target=lease.release).start()
+        async with asyncio.timeout(30):
+            got = [lease for (lease,) in await asyncio.gather(*tasks)]
+        assert got[0].tensor.data_ptr() != got[1].tensor.data_ptr()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("released_first", [False, True], ids=["while waiting", "when just woken"])
+def test_a_cancelled_acquire_leaves_nothing_leased(released_first: bool) -> None:
+    pool, leases = full_pool()
+
+    async def main() -> None:
+        task = await started(pool, ALIGNMENT_BYTES)
+        if released_first:
+            leases.pop().release()
+            await asyncio.sleep(0)  # the wake-up has been delivered, the task has not run yet
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        for lease in leases:
+            lease.release()
+        assert pool.used_bytes == 0
+        (await asyncio.wait_for(pool.acquire_all([4 * ALIGNMENT_BYTES]), 30))[0].release()
+
+    asyncio.run(main())
+    assert pool.used_bytes == 0
+
+
+def test_acquire_refuses_at_once_what_can_never_fit() -> None:
+    pool = StagingPool(2 * ALIGNMENT_BYTES, 0.5)
+    with pytest.raises(ValueError, match="objects of 12288 bytes do not fit into 8192 bytes of staging"):
+        asyncio.run(pool.acquire_all([8193]))

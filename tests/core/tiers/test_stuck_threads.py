@@ -1,0 +1,192 @@
+"""Threads in calls that never come back: counted, replaced up to a bound, never waited for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from offload_core.config.tier_limits import TierLimits
+from offload_core.runtime.metrics import Counters
+from offload_core.runtime.threads import DaemonExecutor, IoLoop
+from offload_core.tiers.opening import close_tiers
+from offload_core.tiers.tier import Tier
+from tests.support.memory_backend import key, memory_tier
+
+SECONDS = 30
+STUCK_AFTER_SECONDS = 0.02
+
+
+class Rig:
+    """An executor whose calls hang until the test lets them go."""
+
+    def __init__(self, max_threads: int) -> None:
+        self.gate = threading.Event()
+        self.stuck = 0
+        self.most_threads = 0
+        self._running = threading.Semaphore(0)
+        self.threads = DaemonExecutor(max_threads, "test-stuck", STUCK_AFTER_SECONDS, self._count)
+
+    def hang(self, calls: int) -> None:
+        """Submit calls that hang."""
+        self._futures = [self.threads.submit(self._hang) for _ in range(calls)]
+
+    def wait_for(self, running: int) -> None:
+        """Wait until so many more of them run."""
+        for _ in range(running):
+            assert self._running.acquire(timeout=SECONDS)
+
+    def look_until_stuck(self, stuck: int) -> None:
+        until(lambda: self.look() == stuck)
+
+    def look(self) -> int:
+        self.threads.replace_stuck()
+        self.most_threads = max(self.most_threads, len(alive()))
+        return self.stuck
+
+    def end(self) -> None:
+        self.gate.set()
+        for future in self._futures:
+            future.result(SECONDS)
+
+    def _hang(self) -> None:
+        self._running.release()
+        assert self.gate.wait(SECONDS)
+
+    def _count(self, change: int) -> None:
+        self.stuck += change
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig(2)
+    yield rig
+    rig.gate.set()
+    rig.threads.shutdown()
+    until(lambda: not alive())
+
+
+def alive() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("test-stuck-")]
+
+
+def until(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not happened():
+        assert time.monotonic() < end
+        threading.Event().wait(0.001)
+
+
+def test_a_call_gets_a_thread_although_all_threads_hang(rig: Rig) -> None:
+    rig.hang(2)
+    rig.wait_for(2)
+    waiting = rig.threads.submit(str)
+    rig.look_until_stuck(2)
+    assert waiting.result(SECONDS) == ""
+    assert rig.threads.submit(int).result(SECONDS) == 0, "and the next one without another look"
+
+
+def test_no_more_threads_are_replaced_than_there_may_be(rig: Rig) -> None:
+    rig.hang(6)
+    rig.wait_for(2)
+    rig.look_until_stuck(2)
+    rig.wait_for(2)
+    rig.look_until_stuck(4)
+    for _ in range(20):
+        rig.look()
+    assert rig.most_threads == 4
+    rig.end()
+    assert rig.stuck == 0
+
+
+def test_threads_that_come_back_while_there_are_too_many_end(rig: Rig) -> None:
+    rig.hang(4)
+    rig.wait_for(2)
+    rig.look_until_stuck(2)
+    rig.wait_for(2)
+    rig.look_until_stuck(4)
+    rig.end()
+    until(lambda: len(alive()) == 2)
+    assert rig.stuck == 0
+    assert rig.threads.submit(int).result(SECONDS) == 0
+
+
+def test_a_thread_that_comes_back_while_there_are_too_few_goes_on(rig: Rig) -> None:
+    rig.hang(1)
+    rig.wait_for(1)
+    rig.look_until_stuck(1)
+    (thread,) = alive()
+    rig.end()
+    assert rig.threads.submit(threading.current_thread).result(SECONDS) is thread
+    assert rig.stuck == 0
+
+
+def test_a_short_call_is_not_stuck(rig: Rig) -> None:
+    for _ in range(100):
+        rig.threads.submit(int).result(SECONDS)
+    until(lambda: not rig.threads.busy)
+    assert rig.look() == 0
+
+
+def test_a_tier_counts_its_stuck_threads_while_they_are(io: IoLoop, counters: Counters) -> None:
+    config, made = memory_tier(io_threads=1)
+    short = {f"{name}_timeout_seconds": STUCK_AFTER_SECONDS for name in ("open", "lookup", "load", "store", "close")}
+    tier = Tier(config, TierLimits(**short), counters)  # type: ignore[arg-type]  # by name
+    gate = made[0].gates["contains"]
+    gate.shut()
+    lookup = io.submit(tier.lookup([key(1)], within_seconds=SECONDS))
+    stuck = 0
+
+    def count(expected: int) -> bool:
+        nonlocal stuck
+        stuck += counters.take().get(("stuck_threads", "memory"), 0)
+        return stuck == expected
+
+    until(lambda: count(1))
+    gate.open()
+    assert lookup.result(SECONDS) == [False]
+    until(lambda: count(0))
+    close_tiers([tier], io, SECONDS)
+
+
+HANGS = """
+import asyncio, os, sys, threading, time
+from offload_core.config.model import OffloadConfig, OffloadSettings
+from offload_core.runtime.threads import IoLoop
+from offload_core.runtime.metrics import Counters
+from offload_core.tiers.opening import close_tiers, open_tiers
+from tests.support.memory_backend import key, memory_tier
+
+reading, writing = os.pipe()
+
+def hang(backend):
+    backend.gates["contains"].pass_through = lambda: os.read(reading, 1)
+
+config, _ = memory_tier(prepare=hang, lookup_timeout_seconds=0.02, breaker_failures=2, io_threads=2)
+settings = OffloadSettings(backends=[config.common], open_timeout_seconds=0.05, load_timeout_seconds=0.05,
+                           store_timeout_seconds=0.05, close_timeout_seconds=0.05)
+io, counters, counted = IoLoop.acquire(), Counters(), {}
+tiers = open_tiers(OffloadConfig(settings, (config,)), io, counters)
+lookups = [io.submit(tiers[0].lookup([key(number)])) for number in range(4)]
+while counted.get("stuck_threads", 0) < 4:
+    for (name, _), count in counters.take().items():
+        counted[name] = counted.get(name, 0) + count
+    time.sleep(0.01)
+mine = [thread for thread in threading.enumerate() if thread.name.startswith("offload-memory")]
+print("stuck:", counted["stuck_threads"], "threads:", len(mine))
+close_tiers(tiers, io)
+io.release()
+print("the end")
+"""
+
+
+def test_a_process_ends_at_once_although_all_threads_of_a_tier_hang() -> None:
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "stuck: 4 threads: 4\nthe end\n"), done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - started < 30

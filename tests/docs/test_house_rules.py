@@ -1,0 +1,120 @@
+"""Rules of the house that a reader would otherwise have to check in every change."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from offload_core.api.hooks import HookSpecs
+from tests.support.paths import ROOT
+
+CORE = sorted((ROOT / "offload_core").rglob("*.py"))
+TEMPLATE = ROOT / "examples" / "offload-backend-sqlite" / "offload_backend_sqlite"
+BACKENDS = sorted([*(ROOT / "backends").rglob("*.py"), *TEMPLATE.rglob("*.py")])
+ADAPTER = ROOT / "offload_core" / "vllm"
+PUBLIC_MODULES = {
+    f"offload_core.{name}"
+    for name in (
+        "backend",
+        "errors",
+        "events",
+        "folder_check",
+        "hookspecs",
+        "keys",
+        "pinning",
+        "quantities",
+        "testing",
+        "wrapper",
+    )
+}
+"""What plugin authors are promised; the bundled backends use nothing else."""
+
+
+def imports(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield each imported module with the names taken from it, wherever in the file the import stands."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, ()) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide what is imported"
+            yield node.module or "", tuple(alias.name for alias in node.names)
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_the_rules_are_checked_on_the_real_files() -> None:
+    assert ROOT / "offload_core" / "planner.py" in CORE
+    assert ROOT / "backends" / "disk" / "offload_backend_disk" / "backend.py" in BACKENDS
+    assert TEMPLATE / "database.py" in BACKENDS
+
+
+@pytest.mark.parametrize("path", [p for p in CORE + BACKENDS if ADAPTER not in p.parents], ids=relative)
+def test_nothing_outside_the_adapter_imports_vllm(path: Path) -> None:
+    for module, names in imports(path):
+        assert module.split(".")[0] != "vllm"
+        assert not module.startswith("offload_core.vllm")
+        assert not (module == "offload_core" and "vllm" in names)
+
+
+@pytest.mark.parametrize("path", BACKENDS, ids=relative)
+def test_backends_import_only_public_modules_and_names_of_the_core(path: Path) -> None:
+    for module, names in imports(path):
+        if module.split(".")[0] == "offload_core":
+            assert module in PUBLIC_MODULES or module.startswith("offload_core.testing.")
+            assert not [name for name in names if name.startswith("_")]
+
+
+@pytest.mark.parametrize("path", CORE + BACKENDS, ids=relative)
+def test_nothing_stored_can_run_code(path: Path) -> None:
+    loaders = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+    assert not loaders & {module.split(".")[0] for module, _ in imports(path)}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "load":
+            assert ast.unparse(node.func.value) != "torch", "torch.load unpickles"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            assert ast.unparse(node.func) not in {"yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+
+
+@pytest.mark.parametrize("path", CORE + BACKENDS, ids=relative)
+def test_modules_stay_small(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 500
+
+
+def test_the_core_and_the_backends_work_without_vllm() -> None:
+    modules = [
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        for root, paths in ((ROOT, CORE), *((p, sorted(p.rglob("*.py"))) for p in (ROOT / "backends").iterdir()))
+        for path in paths
+        if ADAPTER not in path.parents
+    ]
+    assert {"offload_core", "offload_core.transfer.engine", "offload_backend_disk.plugin"} <= set(modules)
+    script = f"import sys; sys.modules['vllm'] = None\nfor name in {modules!r}: __import__(name)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_plugin_authors_need_neither_torch_nor_vllm() -> None:
+    # The tiny models of offload_core.testing are made with torch.
+    needed = sorted(PUBLIC_MODULES - {"offload_core.testing"} | {"offload_core.testing.contract.suite"})
+    script = f"import sys\nfor name in {needed!r}: __import__(name)\nprint({{'torch', 'vllm'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
+
+
+def test_every_hook_has_a_test_named_after_it() -> None:
+    hooks = [name for name in vars(HookSpecs) if name.startswith("offload_")]
+    assert hooks
+    tests = {
+        node.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert {f"test_{hook}" for hook in hooks} <= tests

@@ -1,7 +1,0 @@
-"""The harness's own tests use the unit tests' loop, counters and hypothesis profile."""
-
-from __future__ import annotations
-
-from tests.unit.conftest import _frozen_imports, counters, io
-
-__all__ = ["_frozen_imports", "counters", "io"]

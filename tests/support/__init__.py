@@ -1,0 +1,1 @@
+"""The project's own labs: engine runs, a stand-in engine, tiny models and random workloads."""

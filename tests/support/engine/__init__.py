@@ -1,0 +1,1 @@
+"""Runs of the real engine in processes of their own."""

@@ -1,0 +1,186 @@
+"""The fault workload on one engine for as long as one likes, and whether anything grows, leaks or does not add up.
+
+    python -m tests.support.engine.soak_run SPEC.json SECONDS
+
+``SPEC.json`` holds a :class:`~tests.support.engine.spec.RunSpec` without rounds and workloads, which names what
+:mod:`.fault_run` asks for. Round after round a new random workload runs under a new script of faults; now and then one
+runs once more without offloading and without a prefix in the cache, to compare the outputs. Prints what it sees, and
+returns 1 when a check fails. See ``benchmarks/soak.py``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from offload_core.testing.faults.plugin import ALLOWANCE_SECONDS, DEADLINE_SECONDS
+from tests.support.engine.engine_run import Session, engine_metrics, start_engine, stop_engine
+from tests.support.engine.spec import RECORD_FORMAT, RunSpec
+from tests.support.steadiness import MemorySample, MemoryTrend, counter_problems, memory_trend, wait_problems
+from tests.support.workload import (
+    Workload,
+    WorkloadResult,
+    compare_workloads,
+    random_workload,
+    treated_alike,
+)
+
+_LIBC = ctypes.CDLL(None)
+_MIB = 1024 * 1024
+_COMPARED_ROUNDS = 5
+_WORKLOADS = 30
+_PRINT_SECONDS = 10.0
+_WARM_UP_SHARE = 0.3
+_PROBLEMS_SHOWN = 20
+
+# What the fitted line may grow from the end of the warm-up to the end: noise of the allocators, and next to nothing
+# per minute. A leak of one object's bytes per round would be some 3 MiB per minute.
+GROWTH_LIMIT_BYTES = 8 * _MIB
+GROWTH_LIMIT_BYTES_PER_MINUTE = 0.1 * _MIB
+
+
+class Soak:
+    """One soak on one engine.
+
+    Args:
+        exact: whether outputs are compared exactly; else only those of requests that both runs treated alike.
+    """
+
+    def __init__(self, session: Session, *, exact: bool) -> None:
+        self.problems = 0
+        self.samples: list[MemorySample] = []
+        self.injected: dict[str, dict[str, int]] = {}
+        self.rounds = self.served_tokens = self.compared_outputs = 0
+        self._session = session
+        self._exact = exact
+        self._started = time.monotonic()
+
+    def run(self, seconds: float) -> None:
+        """Run rounds until ``seconds`` are over, and one without faults at the end, which takes in the last news."""
+        self._round(_well(0))
+        self._started = time.monotonic()
+        printed = 0.0
+        while (elapsed := time.monotonic() - self._started) < seconds:
+            self.rounds += 1
+            # Each twice, the second time over a tier that has it; and all of them again and again, so that the engine's
+            # bounded memory of chunks is full before the warm-up is over, and growth is a leak.
+            seed = (self.rounds + 1) // 2 % _WORKLOADS
+            workload = random_workload(seed).model_copy(update={"fault_seed": self.rounds})
+            result = self._round(workload)
+            if self.rounds % _COMPARED_ROUNDS == 0:
+                self._compare(workload, result)
+            self._sample()
+            if elapsed - printed >= _PRINT_SECONDS or not printed:
+                printed = elapsed
+                self._print()
+        self._round(_well(1))
+        self._sample()
+        self._print()
+        self.failed(counter_problems(engine_metrics()))
+
+    def failed(self, problems: Sequence[str]) -> None:
+        """Count what went wrong and print it, one line each, as long as there are not too many lines."""
+        for problem in problems[: max(0, _PROBLEMS_SHOWN - self.problems)]:
+            print(f"FAILED: round {self.rounds}: {problem}", flush=True)
+        self.problems += len(problems)
+
+    def _round(self, workload: Workload) -> WorkloadResult:
+        result = self._session.run_workload(workload)
+        notes = result.notes
+        self.injected = notes["injected"]
+        self.served_tokens += sum(request.external_cached_tokens for request in result.requests)
+        found = wait_problems(notes["waits"], 2 * DEADLINE_SECONDS, ALLOWANCE_SECONDS)
+        if notes["left"]:
+            found.append(f"left after {notes['settle_seconds']:.1f} s: {notes['left']}")
+        self.failed(found)
+        return result
+
+    def _compare(self, workload: Workload, result: WorkloadResult) -> None:
+        """Compare the outputs with those of a run that opts out of offloading."""
+        opted_out = {"kv_transfer_params": {"hybrid_offload": {"load": False, "store": False}}}
+        requests = [request.model_copy(update=opted_out) for request in workload.requests]
+        alone = self._round(workload.model_copy(update={"requests": requests, "fault_seed": None}))
+        one, two = (result, alone) if self._exact else treated_alike(result, alone)
+        self.failed(compare_workloads(one, two))
+        self.compared_outputs += len(one.requests)
+
+    def _sample(self) -> None:
+        """Measure what is really in use: garbage is collected, and the allocator gives back what it keeps for later."""
+        gc.collect()
+        _LIBC.malloc_trim(0)
+        now = time.monotonic() - self._started
+        self.samples.append(MemorySample(now, _resident_bytes("RssAnon") + _resident_bytes("RssShmem")))
+
+    def _print(self) -> None:
+        seconds, rss_bytes = self.samples[-1]
+        files_mib = _resident_bytes("RssFile") / _MIB
+        threads, files = (len(list(Path("/proc/self", kind).iterdir())) for kind in ("task", "fd"))
+        print(
+            f"{seconds:7.0f} s  round {self.rounds:4}  RSS {rss_bytes / _MIB:7.1f} + {files_mib:.1f} MiB of files  "
+            f"{threads} threads  {files} files  {self.served_tokens} tokens served  {self.problems} problems",
+            flush=True,
+        )
+
+
+def _resident_bytes(kind: str) -> int:
+    """Return this process's resident memory of one of the kinds that ``proc_pid_status(5)`` lists in kB."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"\n{kind}:")[2].split(maxsplit=1)[0]) * 1024
+
+
+def _well(number: int) -> Workload:
+    return random_workload(-1 - number, requests=6)
+
+
+def _memory_problem(trend: MemoryTrend) -> str | None:
+    limit_bytes = GROWTH_LIMIT_BYTES + GROWTH_LIMIT_BYTES_PER_MINUTE * trend.seconds / 60
+    print(
+        f"memory: {trend.bytes_per_second * 60 / _MIB:+.3f} MiB per minute after the warm-up, "
+        f"{trend.growth_bytes / _MIB:+.1f} MiB in {trend.seconds:.0f} s (limit {limit_bytes / _MIB:.1f} MiB)"
+    )
+    return "memory grows" if trend.growth_bytes > limit_bytes else None
+
+
+def soak(spec: RunSpec, seconds: float) -> int:
+    """Soak an engine and return how many things went wrong; prints them. At most one call per process."""
+    engine = start_engine(spec)
+    try:
+        session = Session(engine, spec.logprobs, spec.around_workloads)
+        session.warm_up()
+        gc.collect()
+        gc.freeze()
+        run = Soak(session, exact=spec.dtype == "float32")
+        run.run(seconds)
+        metrics = engine_metrics()
+    finally:
+        stop_engine(engine)
+    print("faults:", *(f"{kind} {sum(calls.values())}" for kind, calls in run.injected.items()), sep="  ")
+    ours = {name.partition("hybrid_offload_")[2]: value for name, value in metrics.items() if value}
+    print("counters:", *(f"{name} {value:g}" for name, value in sorted(ours.items()) if name), sep="  ")
+    print(f"{run.compared_outputs} outputs compared with those without offloading")
+    if (memory := _memory_problem(memory_trend(run.samples, seconds * _WARM_UP_SHARE))) is not None:
+        run.failed([memory])
+    if not run.served_tokens:
+        run.failed(["no token was served from the tier"])
+    return run.problems
+
+
+def main(arguments: list[str]) -> int:
+    """Soak by the spec file ``arguments[0]`` for ``arguments[1]`` seconds and return the exit code."""
+    if len(arguments) != 2:
+        print("usage: soak_run SPEC.json SECONDS", file=sys.stderr)
+        return 2
+    logging.basicConfig(format=RECORD_FORMAT, level=logging.ERROR)
+    spec = RunSpec.model_validate_json(Path(arguments[0]).read_text())
+    problems = soak(spec, float(arguments[1]))
+    print(f"soak failed: {problems} problems" if problems else "soak passed", flush=True)
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

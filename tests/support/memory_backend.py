@@ -1,0 +1,174 @@
+"""A small in-memory backend whose calls tests can hold up, break and watch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
+
+from offload_core.api.backend import (
+    Backend,
+    BackendContext,
+    BackendOptions,
+    BackendType,
+    Capabilities,
+    LoadOutcome,
+    LoadReservation,
+    StoreOutcome,
+    StoreReservation,
+)
+from offload_core.api.keys import ObjectKey
+from offload_core.config.model import BackendConfig, TierConfig
+from offload_core.config.tier_limits import TierLimits
+
+WAIT_SECONDS = 60
+LIMITS = TierLimits(lookup_timeout_seconds=30.0, load_timeout_seconds_per_mib=0.0, breaker_failures=1_000_000)
+"""Limits that no test comes near by itself."""
+
+T = TypeVar("T")
+
+
+def key(number: int, pack: str = "full-u16") -> ObjectKey:
+    return ObjectKey("ab" * 32, pack, number.to_bytes(32, "big"))
+
+
+class MemoryOptions(BackendOptions):
+    """The test backend has no options."""
+
+
+class Gate:
+    """Holds up a kind of call: ``shut``, wait until one ``arrived``, ``open``."""
+
+    def __init__(self) -> None:
+        self.arrived = threading.Event()
+        self._open = threading.Event()
+        self._open.set()
+
+    def shut(self) -> None:
+        self.arrived.clear()
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def wait_for_a_call(self) -> None:
+        assert self.arrived.wait(WAIT_SECONDS), "no call came"
+
+    def pass_through(self) -> None:
+        """Called on a thread of the tier."""
+        self.arrived.set()
+        assert self._open.wait(WAIT_SECONDS), "the test never opened the gate"
+
+
+class CountedLoad(LoadReservation):
+    def __init__(self, present: Sequence[bool], released: Callable[[], None]) -> None:
+        super().__init__(present)
+        self._released = released
+
+    async def release(self) -> None:
+        self._released()
+
+
+class CountedStore(StoreReservation):
+    def __init__(self, outcomes: Sequence[StoreOutcome | None], released: Callable[[], None]) -> None:
+        super().__init__(outcomes)
+        self._released = released
+
+    async def release(self) -> None:
+        self._released()
+
+
+class MemoryBackend(Backend[MemoryOptions]):
+    """A dictionary. ``faults`` holds, per call name, what replaces the call's result or is raised."""
+
+    shared = True
+    """Whether the scheduler half asks it; else it goes by what the workers report."""
+
+    def __init__(self, options: MemoryOptions, context: BackendContext) -> None:
+        super().__init__(options, context)
+        self.objects: dict[ObjectKey, bytes] = {}
+        self.faults: dict[str, object] = {}
+        self.calls: list[str] = []
+        self.reserved = 0
+        self.gates = {name: Gate() for name in ("open", "close", "contains", "load_into", "store")}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(medium="host", persistent=False, shared=self.shared)
+
+    async def open(self) -> None:
+        await self.run_blocking(self.gates["open"].pass_through)
+        self._result("open", None)
+
+    async def close(self) -> None:
+        await self.run_blocking(self.gates["close"].pass_through)
+        self._result("close", None)
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
+        await self.run_blocking(self.gates["contains"].pass_through)
+        return self._result("contains", [key in self.objects for key in keys])
+
+    async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
+        await self.run_blocking(self.gates["load_into"].pass_through)
+        outcomes = await self.run_blocking(lambda: list(map(self._load, keys, buffers)))
+        return self._result("load_into", outcomes)
+
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
+        await self.run_blocking(self.gates["store"].pass_through)
+        assert all(buffer.readonly for buffer in buffers)
+        self.objects.update((key, bytes(buffer)) for key, buffer in zip(keys, buffers, strict=True))
+        return self._result("store", [StoreOutcome.STORED] * len(keys))
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        self._result("delete", None)
+        for gone in keys:
+            self.objects.pop(gone, None)
+
+    async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
+        present = self._result("prepare_load", [key in self.objects for key in keys])
+        reservation = CountedLoad(present, self._released)
+        self.reserved += 1
+        return reservation
+
+    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+        present = [StoreOutcome.ALREADY_PRESENT if key in self.objects else None for key in keys]
+        outcomes = self._result("prepare_store", present)
+        reservation = CountedStore(outcomes, self._released)
+        self.reserved += 1
+        return reservation
+
+    def _released(self) -> None:
+        self.reserved -= 1
+
+    def _load(self, wanted: ObjectKey, buffer: memoryview) -> LoadOutcome:
+        found = self.objects.get(wanted)
+        if found is None:
+            return LoadOutcome.MISS
+        if len(found) != len(buffer):
+            return LoadOutcome.CORRUPT
+        buffer[:] = found
+        return LoadOutcome.HIT
+
+    def _result(self, call: str, result: T) -> T:
+        self.calls.append(call)
+        fault = self.faults.get(call)
+        if isinstance(fault, BaseException):
+            raise fault
+        return result if fault is None else cast("T", fault)
+
+
+def memory_tier(
+    name: str = "memory", prepare: Callable[[MemoryBackend], None] | None = None, **common: object
+) -> tuple[TierConfig, list[MemoryBackend]]:
+    """Return a tier's configuration, and the list in which its backend will be found once it is constructed."""
+    made: list[MemoryBackend] = []
+
+    class Recorded(MemoryBackend):
+        def __init__(self, options: MemoryOptions, context: BackendContext) -> None:
+            super().__init__(options, context)
+            made.append(self)
+            if prepare is not None:
+                prepare(self)
+
+    config = BackendConfig.model_validate({"name": name, "type": "memory", **common})
+    return TierConfig(config, BackendType("memory", Recorded, MemoryOptions), MemoryOptions()), made

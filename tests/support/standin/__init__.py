@@ -1,0 +1,1 @@
+"""vLLM's scheduler and KV cache managers with real tensors and without a forward pass."""

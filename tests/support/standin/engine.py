@@ -1,0 +1,277 @@
+"""An engine without a model, for KV cache geometries that no CPU engine can run.
+
+Real are vLLM's configuration, KV cache specs and groups, scheduler, KV cache managers and allocation of the cache's
+tensors, and both halves of the connector and its tiers. Only the model runner is a stand-in: it writes bytes that are a
+pure function of layer, rank and prefix (:mod:`standin_content`), checks in every step that all that the step would read
+is there, and poisons every block that the block pool hands out. A byte that should have been loaded and was not, or was
+loaded into the wrong place, raises :class:`WrongBytesError` with layer, group, position and request.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.support.standin.cache import RankCache
+from tests.support.standin.config import make_vllm_config, plan_caches
+from tests.support.standin.content import Prefix
+from tests.support.standin.geometries import StandInModel
+from tests.support.standin.runner import StandInRunner
+
+_FIRST_TOKEN = 3
+
+
+@dataclass(frozen=True)
+class Served:
+    """Where a request's prompt tokens came from at its first schedule, and what it gave back."""
+
+    prompt_tokens: int
+    local_tokens: int
+    external_tokens: int
+
+
+class StandInEngine:
+    """One engine's lifetime.
+
+    Args:
+        model: its KV cache.
+        folder: a model folder with a config that vLLM accepts and a vocabulary; its weights give the identity.
+        connector: ``kv_connector_extra_config`` of the connector, or ``None`` for an engine without one.
+        ranks: tensor parallel workers, each with its own cache and connector half.
+        async_scheduling: schedule a step before the previous one's output is known, as vLLM does by default.
+        changes: fields of vLLM's ``EngineArgs`` or of ``KVTransferConfig`` (those that begin with ``kv_``).
+    """
+
+    def __init__(
+        self,
+        model: StandInModel,
+        folder: Path,
+        connector: dict[str, Any] | None,
+        *,
+        ranks: int = 1,
+        async_scheduling: bool = False,
+        **changes: Any,
+    ) -> None:
+        self.model = model
+        self.vllm_config = make_vllm_config(model, folder, connector, async_scheduling, changes)
+        if ranks > 1:  # the platform cannot start two ranks here, but the scheduler only needs to know of them
+            self.vllm_config.parallel_config.tensor_parallel_size = ranks
+            self.vllm_config.parallel_config.world_size = ranks
+        plans, self.kv_cache_config, block_size, hash_block_size = plan_caches(self.vllm_config, model, ranks)
+        self.prefixes: dict[str, Prefix] = {}
+        self.workers: list[StandInRunner] = []
+        for rank, plan in enumerate(plans):
+            rank_config = copy.copy(self.vllm_config)
+            rank_config.parallel_config = copy.copy(self.vllm_config.parallel_config)
+            rank_config.parallel_config.rank = rank
+            self.workers.append(self._worker(rank, rank_config, plan))
+        try:
+            self.scheduler = self.vllm_config.scheduler_config.get_scheduler_cls()(
+                vllm_config=self.vllm_config,
+                kv_cache_config=self.kv_cache_config,
+                structured_output_manager=StructuredOutputManager(self.vllm_config),
+                log_stats=True,
+                block_size=block_size,
+                hash_block_size=hash_block_size,
+            )
+        except BaseException:
+            self._shut_workers_down()
+            raise
+        self.connector = self.scheduler.get_kv_connector()
+        self._aggregator: KVOutputAggregator | None = None
+        if self.connector is not None:
+            self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
+            halves = [worker.connector for worker in self.workers if worker.connector is not None]
+            handshake = {(0, rank): half.get_handshake_metadata() for rank, half in enumerate(halves)}
+            self.connector.set_xfer_handshake_metadata_pp_aware(_sent(handshake))
+        hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_function)
+        self._block_hasher = get_request_block_hasher(hash_block_size, hash_function)
+        self.new_blocks: list[int] = []
+        """What the block pool has handed out in the latest step."""
+        self._watch_allocations()
+        self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._queue_size = self.vllm_config.max_concurrent_batches
+        self._weights = 0
+        self._salts: dict[str, str] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.served: dict[str, Served] = {}
+        self.finished: dict[str, str] = {}
+        self.counters: Counter[str] = Counter()
+        self.steps = 0
+        self._ids = 0
+
+    # Requests
+
+    def add(self, prompt: Sequence[int], max_tokens: int, *, salt: str = "", **changes: Any) -> str:
+        """Add a request and return its id; ``changes`` are further arguments of vLLM's ``Request``."""
+        self._ids += 1
+        request_id = f"r{self._ids}"
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0),
+            pooling_params=None,
+            cache_salt=salt or None,
+            block_hasher=self._block_hasher,
+            **changes,
+        )
+        request.sampling_params.update_from_generation_config({}, eos_token_id=1)
+        vocabulary = self.vllm_config.model_config.get_vocab_size()
+        self._salts[request_id] = salt
+        self.prefixes[request_id] = Prefix(prompt, self._seed(request_id), vocabulary, _FIRST_TOKEN)
+        self.outputs[request_id] = []
+        self.scheduler.add_request(request)
+        return request_id
+
+    def abort(self, *request_ids: str) -> None:
+        """Abort requests, as when their clients hang up."""
+        for request in self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED):
+            self.finished[request.request_id] = "abort"
+
+    def states(self) -> dict[str, str]:
+        """Return the status of every request that the scheduler knows."""
+        return {request_id: request.status.name for request_id, request in self.scheduler.requests.items()}
+
+    def unfinished(self) -> list[str]:
+        """Return the requests that have neither finished nor been aborted."""
+        return [request_id for request_id in self.outputs if request_id not in self.finished]
+
+    def reset_prefix_cache(self, *, running: bool, connector: bool) -> bool:
+        """Reset vLLM's prefix cache; a complete reset stands for new weights, so all bytes change with it."""
+        try:
+            done = bool(self.scheduler.reset_prefix_cache(running, connector))
+        except RuntimeError:  # vLLM does not preempt a request that waits for a load; then it has not reset anything
+            done = False
+        if done and connector:
+            self._weights += 1
+            for request_id, prefix in self.prefixes.items():
+                prefix.reseed(self._seed(request_id))
+        return done
+
+    # Steps
+
+    def step(self) -> None:
+        """Run one step of the engine core, in the order in which vLLM's does."""
+        self.steps += 1
+        if self.scheduler.has_requests() and len(self._queue) < self._queue_size:
+            self.new_blocks.clear()
+            output = self.scheduler.schedule()
+            self._queue.append((output, self._execute(output)))
+            if len(self._queue) < self._queue_size and (
+                output.total_num_scheduled_tokens or self.scheduler.has_requests()
+            ):
+                return
+        if self._queue:
+            output, result = self._queue.popleft()
+            self._take(self.scheduler.update_from_output(output, result))
+
+    @property
+    def busy(self) -> bool:
+        """Whether vLLM's engine core would go on stepping."""
+        return bool(self._queue) or self.scheduler.has_requests()
+
+    def shutdown(self) -> None:
+        """Shut the connector's halves down, the workers' first."""
+        self._shut_workers_down()
+        self.scheduler.shutdown()
+
+    def _shut_workers_down(self) -> None:
+        for worker in self.workers:
+            if worker.connector is not None:
+                worker.connector.shutdown()
+
+    def leftovers(self) -> list[str]:
+        """Return what an engine without work should not hold any more."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        left: list[str] = []
+        if self.scheduler.requests or self.scheduler.running or self.scheduler.waiting:
+            left.append(f"requests {sorted(self.scheduler.requests)}")
+        if pool.get_num_free_blocks() != pool.num_gpu_blocks - 1:
+            left.append(f"{pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()} blocks")
+        for rank, worker in enumerate(self.workers):
+            left.extend(f"rank {rank}: {name} {value}" for name, value in _worker_leftovers(worker.connector))
+        if self.connector is not None and (followed := self.connector._scheduler._requests):
+            left.append(f"followed requests {sorted(followed)}")
+        return left
+
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        results = []
+        for worker in self.workers:
+            results.append(worker.execute(_sent(output), self.new_blocks))
+        if self._aggregator is None:
+            return results[0]
+        aggregated = self._aggregator.aggregate(results)
+        assert aggregated is not None
+        return aggregated
+
+    def _take(self, by_client: dict[int, Any]) -> None:
+        for outputs in by_client.values():
+            stats = outputs.scheduler_stats
+            if stats is not None and stats.kv_connector_stats:
+                self.counters.update(stats.kv_connector_stats)
+            for item in outputs.outputs:
+                self.outputs[item.request_id].extend(item.new_token_ids)
+                if item.prefill_stats is not None:
+                    got = item.prefill_stats
+                    self.served[item.request_id] = Served(
+                        got.num_prompt_tokens, got.num_local_cached_tokens, got.num_external_cached_tokens
+                    )
+                if item.finish_reason is not None:
+                    self.finished[item.request_id] = str(item.finish_reason)
+
+    def _worker(self, rank: int, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> StandInRunner:
+        size = self.model.kernel_block_size
+        kernel_blocks = [size or group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+        cache = RankCache(kv_cache_config, self.model.layout, rank, kernel_blocks)
+        connector = None
+        if vllm_config.kv_transfer_config is not None:
+            connector = KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.WORKER, kv_cache_config)
+            connector.register_kv_caches(cache.tensors)
+        return StandInRunner(cache, connector, self.prefixes)
+
+    def _watch_allocations(self) -> None:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        get_new_blocks = pool.get_new_blocks
+
+        def watched(num_blocks: int) -> list[Any]:
+            blocks: list[Any] = get_new_blocks(num_blocks)
+            self.new_blocks.extend(block.block_id for block in blocks)
+            return blocks
+
+        pool.get_new_blocks = watched
+
+    def _seed(self, request_id: str) -> str:
+        return f"{self._salts[request_id]}/{self._weights}"
+
+
+def _sent(message: Any) -> Any:
+    """Return what arrives in another process."""
+    return ForkingPickler.loads(ForkingPickler.dumps(message))
+
+
+def _worker_leftovers(connector: Any) -> list[tuple[str, object]]:
+    """Look into the worker half for what its public face does not show."""
+    if connector is None or connector._worker_half is None or connector._worker_half._engine is None:
+        return []
+    engine = connector._worker_half._engine
+    held = {"loads": engine.has_wanted_loads, "staging bytes": engine._staging.used_bytes}
+    return [(name, value) for name, value in held.items() if value]

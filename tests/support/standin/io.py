@@ -1,0 +1,57 @@
+"""Makes asynchronous I/O deterministic: between two steps of the stand-in, everything that can end has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from offload_core.runtime.threads import DaemonExecutor, IoLoop
+
+_QUIET_TURNS = 64
+"""Turns of the loop without a call on any thread after which nothing is left to happen."""
+_POLL_SECONDS = 0.0002
+
+
+class CallWatch:
+    """Knows how many blocking calls are on their way on all of the core's threads."""
+
+    def __init__(self) -> None:
+        self._calls: set[Future[Any]] = set()
+
+    @contextmanager
+    def watching(self) -> Iterator[CallWatch]:
+        """Watch every :class:`DaemonExecutor` of the process."""
+        original = DaemonExecutor.submit
+
+        def submit(executor: DaemonExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            future = original(executor, fn, *args, **kwargs)
+            self._calls.add(future)
+            future.add_done_callback(self._calls.discard)
+            return future
+
+        DaemonExecutor.submit = submit  # type: ignore[method-assign]
+        try:
+            yield self
+        finally:
+            DaemonExecutor.submit = original  # type: ignore[method-assign]
+
+    def settle(self) -> None:
+        """Wait until the I/O loop has nothing to do: all that is left waits for something outside of it."""
+        io = IoLoop.acquire()
+        try:
+            io.submit(self._quiet()).result(60)
+        finally:
+            io.release()
+
+    async def _quiet(self) -> None:
+        turns = 0
+        while turns < _QUIET_TURNS:
+            if self._calls:
+                turns = 0
+                await asyncio.sleep(_POLL_SECONDS)
+            else:
+                turns += 1
+                await asyncio.sleep(0)

@@ -1,0 +1,119 @@
+"""Random work for the stand-in: shared prefixes, samples, aborts, resets, small caches; reproducible by its seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tests.support.standin.content import Prefix
+from tests.support.standin.engine import StandInEngine
+from tests.support.standin.geometries import StandInModel
+
+_FIRST_TOKEN = 3
+_VOCABULARY = 1024
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request and the step in which it comes."""
+
+    step: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    salt: str = ""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What happens in which step.
+
+    Args:
+        aborts: steps in which some unfinished request is aborted.
+        resets: by step, whether to preempt what is running and whether to reset the connector too.
+    """
+
+    seed: int
+    arrivals: tuple[Arrival, ...]
+    aborts: frozenset[int] = frozenset()
+    resets: dict[int, tuple[bool, bool]] = field(default_factory=dict)
+
+
+def make_workload(
+    model: StandInModel, seed: int, *, requests: int = 14, aborts: int = 0, resets: int = 0, salts: int = 1
+) -> Workload:
+    """Return random work: prompts of any length in a few families, some of them asked for several times at once."""
+    rng = random.Random(f"{model.name}/{seed}")
+    families = [_tokens(rng, model.max_model_len) for _ in range(3)]
+    step = 0
+    arrivals: list[Arrival] = []
+    while len(arrivals) < requests:
+        step += rng.choice((0, 0, 1, 3, 9))
+        max_tokens = rng.choice((1, 2, 8, 40))
+        longest = model.max_model_len - max_tokens
+        shared = rng.choice((0, rng.randrange(longest), rng.randrange(longest), model.chunk_tokens * rng.randint(1, 3)))
+        length = min(longest, max(1, shared + rng.choice((0, 1, 7, rng.randrange(model.chunk_tokens)))))
+        shared = min(shared, length)
+        prompt = tuple(rng.choice(families)[:shared] + _tokens(rng, length - shared))
+        salt = f"salt{rng.randrange(salts)}" if salts > 1 else ""
+        arrivals += [Arrival(step, prompt, max_tokens, salt)] * rng.choice((1, 1, 1, 3))
+    last = step + 60
+    return Workload(
+        seed,
+        tuple(arrivals),
+        frozenset(rng.randrange(1, last) for _ in range(aborts)),
+        {rng.randrange(1, last): (rng.random() < 0.5, rng.random() < 0.5) for _ in range(resets)},
+    )
+
+
+def reference(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    """Return the tokens that any right engine gives for the prompt."""
+    prefix = Prefix(prompt, "", _VOCABULARY, _FIRST_TOKEN)
+    return [prefix.sample(len(prompt) + index) for index in range(max_tokens)]
+
+
+def drive(
+    engine: StandInEngine, work: Workload, between_steps: Callable[[], None], max_steps: int = 4000
+) -> dict[str, Arrival]:
+    """Run the work to its end; returns the requests by id.
+
+    Args:
+        between_steps: lets the I/O go on.
+
+    Raises:
+        WrongBytesError: the engine would have read wrong bytes.
+        AssertionError: wrong tokens came out, or the work does not come to an end.
+    """
+    rng = random.Random(f"drive/{work.seed}")
+    waiting = list(work.arrivals)
+    asked: dict[str, Arrival] = {}
+    step = 0
+    while waiting or engine.busy:
+        while waiting and waiting[0].step <= step:
+            arrival = waiting.pop(0)
+            asked[engine.add(arrival.prompt, arrival.max_tokens, salt=arrival.salt)] = arrival
+        if step in work.aborts and (unfinished := engine.unfinished()):
+            engine.abort(rng.choice(unfinished))
+        if step in work.resets:
+            running, connector = work.resets[step]
+            engine.reset_prefix_cache(running=running, connector=connector)
+        engine.step()
+        between_steps()
+        step += 1
+        assert step < max_steps, f"no end in sight: {engine.unfinished()} in states {engine.states()}"
+    check_outputs(engine, asked)
+    return asked
+
+
+def check_outputs(engine: StandInEngine, asked: dict[str, Arrival]) -> None:
+    """Check that every request gave the tokens it gives without offloading, an aborted one the first of them."""
+    for request_id, arrival in asked.items():
+        expected = reference(arrival.prompt, arrival.max_tokens)
+        got = engine.outputs[request_id]
+        if engine.finished[request_id] == "abort":
+            expected = expected[: len(got)]
+        assert got == expected, f"request {request_id} gave {got}, expected {expected}"
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(_FIRST_TOKEN, _VOCABULARY) for _ in range(count)]

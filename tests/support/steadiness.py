@@ -1,0 +1,91 @@
+"""Whether a process that has served for long is as it was: waits within deadlines, jobs that add up, memory flat."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+VERDICTS = ("jobs_done", "jobs_failed", "jobs_timed_out", "jobs_cancelled")
+"""Counters of how jobs end; each job ends in exactly one of these ways."""
+AT_REST_ZERO = ("draining_leases", "breaker_open", "stuck_threads")
+"""Gauges that are zero while nothing is going on on a medium that is well."""
+
+_METRIC = re.compile(r'vllm:hybrid_offload_(\w+?)(?:_total)?\{.*?tier="([^"]*)"')
+
+
+class MemorySample(NamedTuple):
+    """Resident memory of a process at one moment; pages of mapped files, which the kernel can drop, need not count."""
+
+    seconds: float
+    rss_bytes: int
+
+
+class MemoryTrend(NamedTuple):
+    """A line through samples."""
+
+    bytes_per_second: float
+    growth_bytes: float
+    """Along the line, from the first of the samples to the last."""
+    seconds: float
+
+
+def memory_trend(samples: Sequence[MemorySample], warm_up_seconds: float) -> MemoryTrend:
+    """Fit a line to the samples after the warm-up, by the median of all slopes, which single peaks do not move.
+
+    Raises:
+        ValueError: fewer than three samples are left.
+    """
+    kept = [sample for sample in samples if sample.seconds >= warm_up_seconds]
+    if len(kept) < 3:
+        raise ValueError(f"{len(kept)} samples after {warm_up_seconds:g} s of warm-up; at least 3 make a trend")
+    slopes = [
+        (late.rss_bytes - early.rss_bytes) / (late.seconds - early.seconds)
+        for index, early in enumerate(kept)
+        for late in kept[index + 1 :]
+        if late.seconds > early.seconds
+    ]
+    slope, seconds = statistics.median(slopes), kept[-1].seconds - kept[0].seconds
+    return MemoryTrend(slope, slope * seconds, seconds)
+
+
+def wait_problems(
+    waits: Mapping[str, Mapping[str, float]], deadlines_seconds: float, allowance_seconds: float
+) -> list[str]:
+    """Return, one line each, the requests that waited longer for storage than they may.
+
+    Args:
+        waits: per request, the fields of :class:`tests.support.engine.waiting.StorageWait`.
+        deadlines_seconds: of a lookup and a load together.
+        allowance_seconds: for a machine that is busy with other work.
+    """
+    lines: list[str] = []
+    for request_id, wait in waits.items():
+        waited = wait["lookups"] + wait["loads"] + wait["kept_back"]
+        limit = deadlines_seconds + wait["longest_step"]
+        if waited > limit + allowance_seconds:
+            fields = ", ".join(f"{name} {value:.3g}" for name, value in wait.items())
+            lines.append(f"{request_id} waited {waited:.3f} s, more than {limit:.3f} s ({fields})")
+    return lines
+
+
+def counter_problems(metrics: Mapping[str, float]) -> list[str]:
+    """Return, one line each, what does not add up in the metrics of an engine that is idle on media that are well.
+
+    Args:
+        metrics: as :class:`tests.support.engine.spec.RunResult` has them.
+    """
+    by_tier: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for name, value in metrics.items():
+        if found := _METRIC.match(name):
+            by_tier[found[2]][found[1]] = value
+    lines: list[str] = []
+    for tier, counts in by_tier.items():
+        jobs, retired = counts.get("jobs", 0), counts.get("jobs_retired", 0)
+        ends = {name: counts.get(name, 0) for name in VERDICTS}
+        if not jobs == sum(ends.values()) == retired:
+            lines.append(f"tier {tier!r}: {jobs:g} jobs, {retired:g} retired, ended: {ends}")
+        lines += [f"tier {tier!r}: {name} is {counts[name]:g}" for name in AT_REST_ZERO if counts.get(name)]
+    return lines

@@ -1,0 +1,335 @@
+"""Which test of the contract fails for which broken backend, and with what words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload_core.api.backend import BackendType
+from tests.testing.contract import broken_bytes as b
+from tests.testing.contract import broken_calls as c
+from tests.testing.contract.reference import ReferenceBackend, ReferenceOptions
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A backend that breaks one clause.
+
+    Args:
+        backend_type: the reference backend but for what its name says.
+        message: a pattern for the failures' messages, all of them.
+        tests: the only tests that fail, ``test_`` left out.
+    """
+
+    backend_type: BackendType
+    message: str
+    tests: tuple[str, ...]
+
+    @property
+    def clause(self) -> str:
+        return self.message.partition(":")[0]
+
+    @property
+    def name(self) -> str:
+        found = self.backend_type
+        return (found.backend if found.options is ReferenceOptions else found.options).__name__
+
+
+def _backend(backend: type[ReferenceBackend], message: str, *tests: str) -> Broken:
+    return Broken(BackendType("broken", backend, ReferenceOptions), message, tests)
+
+
+def _options(options: type[ReferenceOptions], message: str, *tests: str) -> Broken:
+    return Broken(BackendType("broken", ReferenceBackend, options), message, tests)
+
+
+_ROOM_TESTS = (
+    "c10_reservations_that_were_not_used_give_their_room_back",
+    "c10_stores_that_failed_give_their_room_back",
+    "c10_stores_that_were_cancelled_give_their_room_back",
+    "c10_stored_objects_give_their_room_back_when_deleted",
+)
+
+BROKEN = [
+    _backend(
+        b.ForgetsWhatIsBeyond64KiB,
+        r"C1: an object of 65537 bytes: byte 65536 of 65537 is 0x00 in place of 0x\w\w",
+        "c01_a_load_returns_the_bytes_that_were_stored",
+    ),
+    _backend(
+        b.NamesObjectsByANumber,
+        r"C1: abababababab…/full-u256/\w+, which was stored with keys like it,: byte 0 of 64 is 0x\w\w in place of",
+        "c01_keys_that_look_alike_name_objects_of_their_own",
+    ),
+    _backend(
+        b.AnswersHitsFirst,
+        r"C2: load_into returned \[HIT, HIT, MISS, MISS\]; it should return \[MISS, HIT, MISS, HIT\]",
+        "c02_results_are_parallel_to_the_request",
+    ),
+    _backend(
+        b.CannotTakeAnEmptyBatch,
+        r"C2: the backend raised ValueError: max\(\) .* empty",
+        "c02_an_empty_batch_has_an_empty_result",
+    ),
+    _backend(
+        b.AnswersEachKeyOnce,
+        r"C2: load_into returned \[HIT\]; it should return \[HIT, HIT, HIT\]",
+        "c02_a_repeated_key_is_answered_every_time",
+    ),
+    _backend(
+        b.ClearsTheBufferFirst,
+        r"C3: a miss changed byte 0 of its buffer from 0xa5 to 0x00",
+        "c03_a_miss_leaves_its_buffer_untouched",
+    ),
+    _backend(
+        b.TakesASecondStoreForARemoval,
+        r"C4: after .* load answered MISS",
+        "c04_storing_again_is_harmless",
+        "c04_storing_the_same_twice_at_once_is_harmless",
+    ),
+    _backend(
+        b.RefusesASecondWriter,
+        r"C4: the backend raised FileExistsError: .* somebody is storing it",
+        "c04_storing_the_same_twice_at_once_is_harmless",
+    ),
+    _backend(
+        b.ShowsObjectsWhenTheReservationEnds,
+        r"C5: contains \(right after store returned, .*\) returned \[False\]; it should return \[True\]",
+        "c05_what_is_stored_is_visible_at_once",
+    ),
+    _backend(
+        b.ForgetsAllWhenClosed,
+        r"C5: contains \(after closing and opening the medium\) returned \[False\]",
+        "c05_what_is_stored_is_there_after_reopening",
+    ),
+    _backend(
+        b.ReadsTheIndexAtOpenOnly,
+        r"C5: contains \(from a second client\) returned \[False\]",
+        "c05_what_is_stored_is_visible_to_a_second_client",
+    ),
+    _backend(
+        b.WritesInPlace,
+        r"C6: while 131072 equal bytes were stored and deleted, a load answered HIT with \d+ bytes '.*', \d+ bytes '",
+        "c06_readers_see_whole_objects_while_others_write",
+    ),
+    _backend(
+        b.WritesSmallObjectsInTwoSteps,
+        r"C6: loading an object (before thread call 2 of its store|after its store failed at thread call 2) "
+        r"answered CORRUPT",
+        "c06_between_the_steps_of_a_store_others_see_all_or_nothing",
+        "c06_a_store_that_fails_or_is_cancelled_leaves_all_or_nothing",
+    ),
+    _backend(
+        b.KeepsWhatCameBeforeAnError,
+        r"C6: loading an object after its store failed at thread call 1 answered CORRUPT",
+        "c06_a_store_that_fails_or_is_cancelled_leaves_all_or_nothing",
+    ),
+    _backend(
+        c.LoadsAgainBehindTheAnswer,
+        r"C7: after it returned, the load wrote to buffer 0 of 3 after it had ended: byte 0 went from 0xee to 0x",
+        "c07_a_load_that_returned_does_not_touch_its_buffer_afterwards",
+    ),
+    _backend(
+        c.LoadsEachKeyByItself,
+        r"C7: (after its thread call 2 failed while call 1 ran|cancelled while all its thread calls ran, .*), "
+        r"the load wrote to buffer \d of 3",
+        "c07_a_load_that_failed_does_not_touch_its_buffer_afterwards",
+        "c07_a_cancelled_load_does_not_touch_its_buffer_afterwards",
+    ),
+    _backend(
+        c.LeavesLoadsToThemselves,
+        r"C7: cancelled 1 times while its thread call 1 ran, the load wrote to buffer 0 of 3",
+        "c07_a_cancelled_load_does_not_touch_its_buffer_afterwards",
+    ),
+    _backend(
+        c.StoresAgainBehindTheAnswer,
+        r"C7: after it returned, the store read buffer 0 of 3 after it had ended: \d+ of 5000 stored bytes .* \(0xee\)",
+        "c07_a_store_that_returned_does_not_read_its_buffer_afterwards",
+    ),
+    _backend(
+        c.StoresEachKeyByItself,
+        r"C7: (after its thread call 2 failed while call 1 ran|cancelled while all its thread calls ran, .*), "
+        r"the store read buffer \d of 3",
+        "c07_a_store_that_failed_does_not_read_its_buffer_afterwards",
+        "c07_a_cancelled_store_does_not_read_its_buffer_afterwards",
+    ),
+    _backend(
+        c.LeavesStoresToThemselves,
+        r"C7: cancelled 1 times while its thread call 1 ran, the store read buffer 0 of 3",
+        "c07_a_cancelled_store_does_not_read_its_buffer_afterwards",
+    ),
+    _backend(
+        c.OpensAFileOnTheLoop,
+        r"C8: load_into called open\('/dev/null'\) at .*:\d+ on the event loop's thread",
+        "c08_nothing_that_blocks_is_called_on_the_event_loop",
+    ),
+    _backend(
+        c.LooksAtEveryByteOnTheLoop,
+        r"C8: load_into of 1048576 bytes took 0\.\d+ s, and the event loop stood still for 0\.1\d+ s",
+        "c08_the_event_loop_turns_while_a_large_object_is_stored_and_loaded",
+    ),
+    _backend(
+        c.EvictsWhatIsPinned,
+        r"C9: a pinned object of 65536 bytes was gone \(MISS\) .* under a limit of 1048576",
+        "c09_what_is_pinned_survives_eviction",
+        "c09_what_is_pinned_twice_survives_until_both_are_released",
+    ),
+    _backend(
+        c.UnpinsForEverybody,
+        r"C9: a pinned object of 65536 bytes was gone \(MISS\) while the first of two reservations held it",
+        "c09_what_is_pinned_twice_survives_until_both_are_released",
+    ),
+    _backend(
+        c.CannotReleaseAfterAnError,
+        r"C10: releasing a store that failed raised RuntimeError: the transaction has ended already",
+        "c10_releasing_works_after_success_failure_and_cancellation",
+    ),
+    _backend(
+        c.GivesBackWhatWasStoredOnly,
+        r"C10: 32 reservations .* was never begun, .* room for 0 objects where 16 fitted before",
+        "c10_reservations_that_were_not_used_give_their_room_back",
+    ),
+    _backend(
+        c.CountsFailedStores,
+        r"C10: 32 reservations .* failed, .* room for 0 objects where 16 fitted before",
+        "c10_stores_that_failed_give_their_room_back",
+    ),
+    _backend(
+        c.CountsCancelledStores,
+        r"C10: 32 reservations .* was cancelled, .* room for 0 objects where 16 fitted before",
+        "c10_stores_that_were_cancelled_give_their_room_back",
+    ),
+    _backend(
+        c.CountsDeletedObjects, r"C10: 32 reservations .* room for 0 objects where 16 fitted before", *_ROOM_TESTS
+    ),
+    _backend(
+        c.NeverUnpins,
+        r"C10: 16 objects were pinned and released 4 times, and no room can be made",
+        "c10_what_was_pinned_makes_room_after_its_release",
+    ),
+    _backend(
+        c.CountsStoredBytesOnly,
+        r"C11: 32 reservations of 65536 bytes were granted at once under a limit of 1048576",
+        "c11_reservations_together_never_exceed_the_limit",
+    ),
+    _backend(
+        c.CountsABatchAtItsEnd,
+        r"C11: one batch was granted 32 objects of 65536 bytes under a limit of 1048576",
+        "c11_one_batch_is_never_granted_more_than_the_limit",
+    ),
+    _backend(
+        c.GivesGrantedRoomAway,
+        r"C11: room for 16 objects was granted, but storing number 1 was REJECTED",
+        "c11_what_was_granted_can_be_stored",
+    ),
+    _backend(
+        b.FindsNothingToDelete,
+        r"C12: the backend raised FileNotFoundError: .* no object abababababab…/full-u256/",
+        "c12_deleting_what_is_not_there_is_no_error",
+    ),
+    _backend(
+        b.DeletesNothing,
+        r"C12: contains, after a delete of the first, returned \[True, True\]; it should return \[False, True\]",
+        "c12_what_was_deleted_is_gone_and_the_rest_is_not",
+    ),
+    _backend(
+        c.LoadsOnThreadsThatCloseDoesNotKnow,
+        r"C13: close returned before a load held in a thread had ended",
+        "c13_close_waits_for_a_running_load",
+    ),
+    _backend(
+        c.StoresOnThreadsThatCloseDoesNotKnow,
+        r"C13: close returned before a store held in a thread had ended",
+        "c13_close_waits_for_a_running_store",
+    ),
+    _backend(c.ClosesOnce, r"C13: the backend raised ValueError: closed already", "c13_closing_again_is_harmless"),
+    _backend(
+        c.ClosesWhatItNeverOpened,
+        r"C13: the backend raised AttributeError: .*medium",
+        "c13_closing_what_was_never_opened_is_harmless",
+    ),
+    _backend(
+        c.OpensInTheConstructor,
+        r"C14: construction called open\('/dev/null'\) at .*:\d+",
+        "c14_construction_opens_nothing_and_starts_no_thread",
+    ),
+    _backend(
+        c.StartsAThreadInTheConstructor,
+        r"C14: construction started the threads \['reaper'\]",
+        "c14_construction_opens_nothing_and_starts_no_thread",
+    ),
+    _backend(
+        c.NeedsALoopInTheConstructor,
+        r"C14: construction outside of a running event loop raised RuntimeError: no running event loop",
+        "c14_construction_needs_no_event_loop",
+    ),
+    _options(c.LaxOptions, r"C15: LaxOptions took the key no_such_option = 1", "c15_an_unknown_key_is_refused"),
+    _options(
+        c.BareOptions, r"C15: options without a description: BareOptions.retries;", "c15_every_option_is_described"
+    ),
+    _options(
+        c.TalkativeOptions,
+        r"C15: options that hold secrets and would be printed: TalkativeOptions.access_key;",
+        "c15_secrets_are_hidden",
+    ),
+    _options(c.OddOptions, r"C15: OddOptions has no JSON schema: .*Clock", "c15_options_have_a_json_schema"),
+    _backend(
+        b.FillsASmallerBuffer,
+        r"C16: loading an object of 1000 bytes into a buffer of 0 answered HIT, not CORRUPT",
+        "c16_an_object_of_another_size_is_corrupt",
+    ),
+    _backend(
+        b.BelievesItsIndex,
+        r"C16: loading an object that was cut short answered HIT, not CORRUPT",
+        "c16_a_damaged_object_is_corrupt",
+    ),
+    _backend(
+        b.WritesWholeSectors,
+        r"C17: loads of 1 bytes at offsets .* changed byte 1022 beside them from 0xa5 to 0x00",
+        "c17_a_load_writes_nothing_beside_its_buffer",
+    ),
+    _backend(
+        b.NeedsAlignedBuffers,
+        r"C17: the backend raised OSError: .* the buffer's address ends in [1-7]",
+        "c17_a_buffer_may_start_at_any_offset",
+    ),
+    _backend(
+        b.NeedsWritableBuffers,
+        r"C17: the backend raised TypeError: underlying buffer is not writable",
+        "c17_a_store_takes_a_read_only_buffer",
+    ),
+    _backend(
+        b.ListsTwice,
+        r"C18: list_objects listed abababababab…/full-u256/\w+ 2 times; contains says True",
+        "c18_a_listing_names_what_is_there_once_with_its_size",
+    ),
+    _backend(
+        b.ListsTheSizeOnDisk,
+        r"C18: list_objects gave abababababab…/full-u256/\w+ 4096 bytes; it has \d+",
+        "c18_a_listing_names_what_is_there_once_with_its_size",
+    ),
+    _backend(
+        b.ListsMilliseconds,
+        r"C18: list_objects says that an object was stored at 1\d{12}\.\d+; it is 1\d{9} seconds since the epoch",
+        "c18_a_listing_says_when_objects_were_stored",
+    ),
+    _backend(
+        b.GoesOnWhereAListingWasLeft,
+        r"C18: after a listing that was left, list_objects lists 1 of 3 objects",
+        "c18_a_listing_may_be_left_at_any_batch",
+    ),
+    _backend(
+        b.ListsNothingInPlaceOfAnError,
+        r"C18: capability lists is not declared, but list_objects yielded \[\]",
+        "c18_a_backend_that_cannot_list_says_so",
+    ),
+    _backend(
+        b.TellsTheSizeOnDisk,
+        r"C19: prepare_load says that abababababab…/full-u256/\w+ has \d+ bytes; it should say \d+",
+        "c19_prepare_load_tells_the_size_of_what_is_there",
+    ),
+    _backend(
+        b.RemembersSizes,
+        r"C19: prepare_load says \(1000,\) bytes of an object that was deleted and stored with 700",
+        "c19_an_object_that_was_replaced_has_its_new_size",
+    ),
+]

@@ -1,0 +1,274 @@
+"""Backends that break a clause about buffers, the event loop, room or options, each in one way and in no other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, Field
+
+from offload_core.api.backend import BackendContext, LoadOutcome, StoreOutcome, StoreReservation, to_the_end
+from offload_core.api.keys import ObjectKey
+from tests.testing.contract.reference import ReferenceBackend, ReferenceOptions, ReservedStore, Room
+
+Keys = Sequence[ObjectKey]
+Buffers = Sequence[memoryview]
+MIB = 1024 * 1024
+
+
+class WorksBehindTheAnswer(ReferenceBackend):
+    """Its ``close`` waits for all of it."""
+
+    late: asyncio.Future[Any] | None = None
+
+    async def close(self) -> None:
+        await super().close()
+        for _ in range(10):  # the call whose thread has just ended begins its late work a turn of the loop later
+            await asyncio.sleep(0)
+        if self.late is not None:
+            await asyncio.wait({self.late})
+
+
+class LoadsAgainBehindTheAnswer(WorksBehindTheAnswer):
+    async def load_into(self, keys: Keys, buffers: Buffers) -> Sequence[LoadOutcome]:
+        outcomes = await super().load_into(keys, buffers)
+        self.late = asyncio.ensure_future(self.run_blocking(self.load_all, keys, buffers))
+        return outcomes
+
+
+class StoresAgainBehindTheAnswer(WorksBehindTheAnswer):
+    async def store(self, keys: Keys, buffers: Buffers) -> Sequence[StoreOutcome]:
+        outcomes = await super().store(keys, buffers)
+        self.late = asyncio.ensure_future(self.run_blocking(self.again, keys, buffers))
+        return outcomes
+
+    def again(self, keys: Keys, buffers: Buffers) -> None:
+        with self.medium.lock:
+            for key, buffer in zip(keys, buffers, strict=True):
+                found = self.medium.objects.get(key)
+                if found is not None and len(found.content) == len(buffer):
+                    found.content = bytes(buffer)
+
+
+class LoadsEachKeyByItself(ReferenceBackend):
+    async def load_into(self, keys: Keys, buffers: Buffers) -> Sequence[LoadOutcome]:
+        return await asyncio.gather(*map(self.load_one, keys, buffers))
+
+    async def load_one(self, key: ObjectKey, buffer: memoryview) -> LoadOutcome:
+        return await self.run_blocking(self.load, key, buffer)
+
+
+class StoresEachKeyByItself(ReferenceBackend):
+    async def store(self, keys: Keys, buffers: Buffers) -> Sequence[StoreOutcome]:
+        return await asyncio.gather(*map(self.store_by_itself, keys, buffers))
+
+    async def store_by_itself(self, key: ObjectKey, buffer: memoryview) -> StoreOutcome:
+        return await self.run_blocking(self.store_one, key, buffer)
+
+
+class LeavesLoadsToThemselves(ReferenceBackend):
+    async def load_into(self, keys: Keys, buffers: Buffers) -> Sequence[LoadOutcome]:
+        return await asyncio.shield(super().load_into(keys, buffers))
+
+
+class LeavesStoresToThemselves(ReferenceBackend):
+    async def store(self, keys: Keys, buffers: Buffers) -> Sequence[StoreOutcome]:
+        return await asyncio.shield(super().store(keys, buffers))
+
+
+class OpensAFileOnTheLoop(ReferenceBackend):
+    async def load_into(self, keys: Keys, buffers: Buffers) -> Sequence[LoadOutcome]:
+        with Path(os.devnull).open():  # noqa: ASYNC230 - that is what is wrong with it
+            return await super().load_into(keys, buffers)
+
+
+class LooksAtEveryByteOnTheLoop(ReferenceBackend):
+    async def load_into(self, keys: Keys, buffers: Buffers) -> Sequence[LoadOutcome]:
+        end = time.monotonic() + 0.15 * (max(map(len, buffers), default=0) >= MIB)
+        while time.monotonic() < end:
+            pass
+        return await super().load_into(keys, buffers)
+
+
+class EvictsWhatIsPinned(ReferenceBackend):
+    async def prepare_store(self, keys: Keys, nbytes: Sequence[int]) -> StoreReservation:
+        self.medium.pins.clear()
+        return await super().prepare_store(keys, nbytes)
+
+
+class UnpinsForEverybody(ReferenceBackend):
+    def unpin(self, keys: Keys) -> None:
+        for key in keys:
+            self.medium.pins[key] = 0
+
+
+class CannotReleaseAfterAnError(ReferenceBackend):
+    failed = False
+
+    async def store(self, keys: Keys, buffers: Buffers) -> Sequence[StoreOutcome]:
+        self.failed = True
+        outcomes = await super().store(keys, buffers)
+        self.failed = False
+        return outcomes
+
+    def give_back(self, granted: Sequence[tuple[ObjectKey, Room]]) -> None:
+        super().give_back(granted)
+        if self.failed:
+            self.failed = False
+            raise RuntimeError("the transaction has ended already")
+
+
+class GivesBackWhatWasStoredOnly(ReferenceBackend):
+    async def open(self) -> None:
+        await super().open()
+        self.used: set[ObjectKey] = set()
+
+    async def store(self, keys: Keys, buffers: Buffers) -> Sequence[StoreOutcome]:
+        self.used |= set(keys)
+        return await super().store(keys, buffers)
+
+    def give_back(self, granted: Sequence[tuple[ObjectKey, Room]]) -> None:
+        super().give_back([(key, room) for key, room in granted if key in self.used])
+
+
+class CountsFailedStores(ReferenceBackend):
+    async def store(self, keys: Keys, buffers: Buffers) -> Sequence[StoreOutcome]:
+        try:
+            return await super().store(keys, buffers)
+        except OSError:
+            self.keep_room(keys, buffers)
+            raise
+
+    def keep_room(self, keys: Keys, buffers: Buffers) -> None:
+        for key, buffer in zip(keys, buffers, strict=True):
+            self.medium.reserved[key].append(Room(len(buffer)))
+
+
+class CountsCancelledStores(CountsFailedStores):
+    async def store(self, keys: Keys, buffers: Buffers) -> Sequence[StoreOutcome]:
+        try:
+            return await ReferenceBackend.store(self, keys, buffers)
+        except asyncio.CancelledError:
+            self.keep_room(keys, buffers)
+            raise
+
+
+class CountsDeletedObjects(ReferenceBackend):
+    async def delete(self, keys: Keys) -> None:
+        for key in keys:
+            found = self.medium.objects.get(key)
+            if found is not None:
+                self.medium.reserved[key].append(Room(found.nbytes))
+        await super().delete(keys)
+
+
+class NeverUnpins(ReferenceBackend):
+    def unpin(self, keys: Keys) -> None:
+        pass
+
+
+class CountsStoredBytesOnly(ReferenceBackend):
+    async def prepare_store(self, keys: Keys, nbytes: Sequence[int]) -> StoreReservation:
+        self.medium.reserved.clear()
+        return await super().prepare_store(keys, nbytes)
+
+
+class CountsABatchAtItsEnd(ReferenceBackend):
+    async def prepare_store(self, keys: Keys, nbytes: Sequence[int]) -> StoreReservation:
+        reservations = []
+        hidden: list[tuple[ObjectKey, Room]] = []
+        for key, size in zip(keys, nbytes, strict=True):
+            reservations.append(await super().prepare_store([key], [size]))
+            if self.medium.reserved[key]:
+                hidden.append((key, self.medium.reserved[key].pop()))
+        for key, room in hidden:
+            self.medium.reserved[key].append(room)
+
+        def release() -> None:
+            for reservation in reservations:
+                assert isinstance(reservation, ReservedStore)
+                reservation._release()
+
+        outcomes = [outcome for reservation in reservations for outcome in reservation.outcomes]
+        return ReservedStore(outcomes, [key for one in reservations for key in one.evicted], release)
+
+
+class GivesGrantedRoomAway(ReferenceBackend):
+    def store_one(self, key: ObjectKey, buffer: memoryview) -> StoreOutcome:
+        if self.options.capacity and sum(map(len, self.medium.reserved.values())) > 2:
+            return StoreOutcome.REJECTED
+        return super().store_one(key, buffer)
+
+
+class LoadsOnThreadsThatCloseDoesNotKnow(ReferenceBackend):
+    async def load_into(self, keys: Keys, buffers: Buffers) -> Sequence[LoadOutcome]:
+        loop = asyncio.get_running_loop()
+        return await to_the_end(loop.run_in_executor(self.context.executor, self.load_all, keys, buffers))
+
+
+class StoresOnThreadsThatCloseDoesNotKnow(ReferenceBackend):
+    async def store(self, keys: Keys, buffers: Buffers) -> Sequence[StoreOutcome]:
+        return await to_the_end(asyncio.to_thread(self.store_all, keys, buffers))
+
+
+class ClosesOnce(ReferenceBackend):
+    closed = False
+
+    async def close(self) -> None:
+        await super().close()
+        if self.closed:
+            raise ValueError("closed already")
+        self.closed = True
+
+
+class ClosesWhatItNeverOpened(ReferenceBackend):
+    async def close(self) -> None:
+        await super().close()
+        self.medium.pins.clear()
+
+
+class OpensInTheConstructor(ReferenceBackend):
+    def __init__(self, options: ReferenceOptions, context: BackendContext) -> None:
+        super().__init__(options, context)
+        with Path(os.devnull).open():
+            pass
+
+
+class StartsAThreadInTheConstructor(ReferenceBackend):
+    def __init__(self, options: ReferenceOptions, context: BackendContext) -> None:
+        super().__init__(options, context)
+        self.done = threading.Event()
+        threading.Thread(target=self.done.wait, args=(0.2,), name="reaper", daemon=True).start()
+
+
+class NeedsALoopInTheConstructor(ReferenceBackend):
+    def __init__(self, options: ReferenceOptions, context: BackendContext) -> None:
+        super().__init__(options, context)
+        self.loop = asyncio.get_running_loop()
+
+
+class LaxOptions(ReferenceOptions):
+    model_config = ConfigDict(extra="ignore")
+
+
+class BareOptions(ReferenceOptions):
+    retries: int = 3
+
+
+class TalkativeOptions(ReferenceOptions):
+    access_key: str | None = Field(default=None, description="what the server asks for")
+
+
+class Clock:
+    pass
+
+
+class OddOptions(ReferenceOptions):
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    clock: Clock | None = Field(default=None, description="what time it is")

@@ -1,0 +1,189 @@
+"""A backend that keeps the whole contract: memory that many clients share and that outlives them, with a limit."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from offload_core.api.backend import (
+    Backend,
+    BackendOptions,
+    BackendType,
+    Capabilities,
+    LoadOutcome,
+    LoadReservation,
+    StoredObject,
+    StoreOutcome,
+    StoreReservation,
+)
+from offload_core.api.keys import ObjectKey
+
+
+class ReferenceOptions(BackendOptions):
+    medium: str = Field(description="the name of the medium; whoever gives the same one finds the same objects")
+    capacity: int | None = Field(default=None, ge=0, description="how many bytes of objects to keep")
+
+
+@dataclass
+class Stored:
+    content: bytes | bytearray
+    nbytes: int
+    stored_at_seconds: float
+
+
+@dataclass(eq=False)
+class Room:
+    """Reserved for one store to come."""
+
+    nbytes: int
+
+
+class Medium:
+    """Objects, the room they take, and who holds what. Every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.objects: OrderedDict[ObjectKey, Stored] = OrderedDict()
+        self.pins: Counter[ObjectKey] = Counter()
+        self.reserved: defaultdict[ObjectKey, list[Room]] = defaultdict(list)
+
+    def used(self) -> int:
+        stored = sum(found.nbytes for found in self.objects.values())
+        return stored + sum(room.nbytes for rooms in self.reserved.values() for room in rooms)
+
+    def make_room(self, nbytes: int, capacity: int | None) -> tuple[bool, list[ObjectKey]]:
+        """Evict what is unpinned, the oldest first, if that makes room; else nothing."""
+        evicted: list[ObjectKey] = []
+        excess = 0 if capacity is None else self.used() + nbytes - capacity
+        for key, found in self.objects.items():
+            if excess <= 0:
+                break
+            if not self.pins[key]:
+                evicted.append(key)
+                excess -= found.nbytes
+        if excess > 0:
+            return False, []
+        for key in evicted:
+            del self.objects[key]
+        return True, evicted
+
+    def commit(self, key: ObjectKey, content: bytes | bytearray) -> None:
+        """Make an object visible; the room that was reserved for it becomes its own."""
+        with self.lock:
+            if self.reserved[key]:
+                self.reserved[key].pop(0)
+            self.objects[key] = Stored(content, len(content), time.time())
+
+
+MEDIA: defaultdict[str, Medium] = defaultdict(Medium)
+
+
+class PinnedLoad(LoadReservation):
+    def __init__(self, present: Sequence[bool], release: Callable[[], None], nbytes: Sequence[int | None]) -> None:
+        super().__init__(present, nbytes=nbytes)
+        self._release = release
+
+    async def release(self) -> None:
+        self._release()
+
+
+class ReservedStore(StoreReservation):
+    def __init__(
+        self, outcomes: Sequence[StoreOutcome | None], evicted: Sequence[ObjectKey], release: Callable[[], None]
+    ) -> None:
+        super().__init__(outcomes, evicted)
+        self._release = release
+
+    async def release(self) -> None:
+        self._release()
+
+
+class ReferenceBackend(Backend[ReferenceOptions]):
+    capabilities = Capabilities(medium="host", persistent=True, shared=True, bounded=True, lists=True, sizes=True)
+
+    async def open(self) -> None:
+        self.medium = MEDIA[self.options.medium]
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
+        return [key in self.medium.objects for key in keys]
+
+    async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
+        with self.medium.lock:
+            present = [key in self.medium.objects for key in keys]
+            pinned = [key for key, there in zip(keys, present, strict=True) if there]
+            self.medium.pins.update(pinned)
+            sizes = [self.size(key) if there else None for key, there in zip(keys, present, strict=True)]
+        return PinnedLoad(present, lambda: self.unpin(pinned), sizes)
+
+    def size(self, key: ObjectKey) -> int:
+        return len(self.medium.objects[key].content)
+
+    def unpin(self, keys: Sequence[ObjectKey]) -> None:
+        with self.medium.lock:
+            self.medium.pins.subtract(keys)
+
+    async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
+        return await self.run_blocking(self.load_all, keys, buffers)
+
+    def load_all(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+        return [self.load(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
+
+    def load(self, key: ObjectKey, buffer: memoryview) -> LoadOutcome:
+        found = self.medium.objects.get(key)
+        if found is None:
+            return LoadOutcome.MISS
+        if len(found.content) != len(buffer):
+            return LoadOutcome.CORRUPT
+        buffer[:] = found.content
+        return LoadOutcome.HIT
+
+    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+        outcomes: list[StoreOutcome | None] = []
+        evicted: list[ObjectKey] = []
+        granted: list[tuple[ObjectKey, Room]] = []
+        with self.medium.lock:
+            for key, size in zip(keys, nbytes, strict=True):
+                if key in self.medium.objects:
+                    outcomes.append(StoreOutcome.ALREADY_PRESENT)
+                    continue
+                fits, gone = self.medium.make_room(size, self.options.capacity)
+                evicted += gone
+                outcomes.append(None if fits else StoreOutcome.REJECTED)
+                if fits:
+                    granted.append((key, Room(size)))
+                    self.medium.reserved[key].append(granted[-1][1])
+        return ReservedStore(outcomes, evicted, lambda: self.give_back(granted))
+
+    def give_back(self, granted: Sequence[tuple[ObjectKey, Room]]) -> None:
+        with self.medium.lock:
+            for key, room in granted:
+                if room in self.medium.reserved[key]:  # else a store has used it
+                    self.medium.reserved[key].remove(room)
+
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
+        return await self.run_blocking(self.store_all, keys, buffers)
+
+    def store_all(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+        return [self.store_one(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
+
+    def store_one(self, key: ObjectKey, buffer: memoryview) -> StoreOutcome:
+        self.medium.commit(key, bytes(buffer))
+        return StoreOutcome.STORED
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        with self.medium.lock:
+            for key in keys:
+                self.medium.objects.pop(key, None)
+
+    async def list_objects(self) -> AsyncIterator[Sequence[StoredObject]]:
+        found = [StoredObject(key, one.nbytes, one.stored_at_seconds) for key, one in self.medium.objects.items()]
+        for start in range(0, len(found), 2):
+            yield found[start : start + 2]
+
+
+REFERENCE = BackendType("reference", ReferenceBackend, ReferenceOptions)

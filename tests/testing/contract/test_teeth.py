@@ -1,0 +1,88 @@
+"""The contract's tests pass for a backend that keeps it, and each fails for one that breaks just its clause."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from offload_core.testing.contract.checks import clause_of
+from offload_core.testing.contract.suite import contract_tests
+from tests.support.paths import ROOT
+from tests.testing.contract import inner_run
+from tests.testing.contract.broken import BROKEN, Broken
+
+CLAUSES = re.findall(r"^\| (C\d+) \|", (ROOT / "plugins.md").read_text(), re.MULTILINE)
+
+
+class Results:
+    """Collects what became of each test of a pytest run."""
+
+    def __init__(self) -> None:
+        self.passed: set[str] = set()
+        self.skipped: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.rpartition("::")[2]
+        if report.skipped:
+            assert isinstance(report.longrepr, tuple)
+            self.skipped[name] = report.longrepr[2]
+        elif report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.failed[name] = crash.message if crash else str(report.longrepr)
+        elif report.when == "call":
+            self.passed.add(name)
+
+
+def run_contract(class_name: str, tmp_path: Path) -> Results:
+    """Run the tests of single clauses of a class of ``inner_run`` in this process."""
+    results = Results()
+    quiet = ["-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:logging"]
+    arguments = [
+        f"{inner_run.__file__}::{class_name}",
+        "-o",
+        "addopts=",
+        "-k",
+        "test_c",
+        "--basetemp",
+        str(tmp_path / "inner"),
+    ]
+    code = pytest.main([*arguments, *quiet], plugins=[results])
+    assert code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), code
+    return results
+
+
+def test_a_backend_that_keeps_the_contract_passes_all_of_it(tmp_path: Path) -> None:
+    results = run_contract("TestReference", tmp_path)
+    assert results.failed == {}
+    assert results.skipped == {
+        "test_c18_a_backend_that_cannot_list_says_so": "Skipped: capability lists is declared",
+    }
+    assert results.passed | results.skipped.keys() == contract_tests().keys()
+
+
+@pytest.mark.parametrize(
+    ("index", "broken"),
+    list(enumerate(BROKEN)),
+    ids=[f"{broken.clause}-{broken.name}" for broken in BROKEN],
+)
+def test_a_backend_that_breaks_one_clause_fails_its_tests_and_no_other(
+    index: int, broken: Broken, tmp_path: Path
+) -> None:
+    results = run_contract(inner_run.class_name(index), tmp_path)
+    assert {name: text.splitlines()[0] for name, text in results.failed.items() if name[5:] not in broken.tests} == {}
+    assert set(results.failed) == {f"test_{name}" for name in broken.tests}
+    for name, text in results.failed.items():
+        assert clause_of(name) == broken.clause
+        assert re.match(rf"(?:\w+: )?{broken.message}", text), text
+
+
+def test_every_clause_has_a_backend_that_breaks_it() -> None:
+    assert {broken.clause for broken in BROKEN} == set(CLAUSES)
+    assert [f"C{number}" for number in range(1, 20)] == CLAUSES
+
+
+def test_every_test_of_the_contract_fails_for_some_backend() -> None:
+    assert {f"test_{name}" for broken in BROKEN for name in broken.tests} == contract_tests().keys()

@@ -1,0 +1,273 @@
+"""The state machine passes what is right and finds what is wrong, with the clause and the steps."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+from offload_backend_disk.plugin import offload_register_backends
+
+from offload_core.api.backend import (
+    BackendType,
+    Capabilities,
+    LoadOutcome,
+    LoadReservation,
+    StoreOutcome,
+    StoreReservation,
+)
+from offload_core.api.keys import ObjectKey
+from offload_core.testing.state_machine.machine import CAPACITY_BYTES, SETTINGS, check_with_machine
+from tests.testing.contract.reference import MEDIA, REFERENCE
+from tests.testing.shelf import SHELVES, Promised, ShelfBackend, ShelfOptions
+
+ALWAYS_THE_SAME = hypothesis.settings(
+    SETTINGS, derandomize=True, database=None, max_examples=1000, phases=[hypothesis.Phase.generate]
+)
+"""Finds; does not make the steps fewer, which takes longer."""
+
+SOME = hypothesis.settings(ALWAYS_THE_SAME, max_examples=60)
+
+_numbers = itertools.count()
+
+
+def check(backend: type[ShelfBackend], settings: hypothesis.settings = ALWAYS_THE_SAME) -> None:
+    name = f"shelf {next(_numbers)}"
+    bounded = backend.capabilities.bounded
+    try:
+        options = {"name": name, "capacity": CAPACITY_BYTES if bounded else 1 << 40}
+        check_with_machine(
+            BackendType("shelf", backend, ShelfOptions),
+            options,
+            capacity_bytes=CAPACITY_BYTES if bounded else None,
+            settings=settings,
+        )
+    finally:
+        SHELVES.pop(name, None)
+
+
+class Unbounded(ShelfBackend):
+    capabilities = Capabilities(medium="host", persistent=True, shared=True, lists=True)
+
+
+class InOneProcess(ShelfBackend):
+    """Neither shared nor persistent, unbounded, lists nothing."""
+
+    capabilities = Capabilities(medium="host", persistent=False, shared=False)
+
+    async def open(self) -> None:
+        SHELVES.pop(self.options.name, None)
+
+
+@pytest.mark.parametrize("backend", [ShelfBackend, Unbounded, InOneProcess])
+def test_the_machine_passes_a_correct_backend(backend: type[ShelfBackend]) -> None:
+    check(backend, SOME)
+
+
+def test_the_machine_passes_the_contracts_reference_backend() -> None:
+    check_with_machine(
+        REFERENCE, {"medium": "machine", "capacity": CAPACITY_BYTES}, capacity_bytes=CAPACITY_BYTES, settings=SOME
+    )
+    assert not MEDIA.pop("machine").objects
+
+
+@pytest.mark.long  # the disk backend's own tests run it too
+def test_the_machine_passes_the_disk(tmp_path: Path) -> None:
+    (disk,) = offload_register_backends()
+    check_with_machine(disk, {"path": tmp_path / "objects"}, settings=SOME)
+    assert not list(tmp_path.rglob("*.kv")), "every example deletes its objects"
+
+
+class LosesUpdates(Unbounded):
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+        copy = dict(self.shelf.objects)
+        await self.pause()
+        self.shelf.objects = copy | dict(zip(keys, map(bytes, buffers), strict=True))
+        return [StoreOutcome.STORED] * len(keys)
+
+
+class IgnoresThePack(Unbounded):
+    def name_of(self, key: ObjectKey) -> ObjectKey:
+        return key._replace(pack="")
+
+
+class CutsTheHash(Unbounded):
+    def name_of(self, key: ObjectKey) -> ObjectKey:
+        return key._replace(chunk_hash=key.chunk_hash[:32])
+
+
+class FindsWhatWasDeleted(Unbounded):
+    """Keeps a copy of what it has loaded, and forgets to delete that."""
+
+    def _load(self, key: ObjectKey, buffer: memoryview) -> LoadOutcome:
+        copies = self.__dict__.setdefault("copies", {})
+        if key in copies:
+            self.shelf.objects.setdefault(key, copies[key])
+        outcome = super()._load(key, buffer)
+        if outcome is LoadOutcome.HIT:
+            copies[key] = bytes(buffer)
+        return outcome
+
+
+class Tears(Unbounded):
+    """Writes in place, in two halves."""
+
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+        for key, buffer in zip(keys, buffers, strict=True):
+            half = len(buffer) // 2
+            self.shelf.objects[key] = bytes(buffer[:half]) + bytes(len(buffer) - half)
+            await self.pause()
+            rest = self.shelf.objects.get(key, b"")[:half]
+            self.shelf.objects[key] = rest + bytes(buffer[half:])
+        return [StoreOutcome.STORED] * len(keys)
+
+
+class TearsWhenCancelled(Unbounded):
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+        for key, buffer in zip(keys, buffers, strict=True):
+            self.shelf.objects.setdefault(key, bytes(len(buffer)))
+        await self.pause()
+        for key in keys:
+            del self.shelf.objects[key]
+        return await super().store(keys, buffers)
+
+
+class IgnoresPins(ShelfBackend):
+    def is_pinned(self, key: ObjectKey) -> bool:
+        return False
+
+
+class LeaksRoom(ShelfBackend):
+    def give_back(self, granted: dict[ObjectKey, list[int]]) -> None:
+        if len(granted) < 2:
+            super().give_back(granted)
+
+
+class LeaksPins(ShelfBackend):
+    def unpin(self, keys: Sequence[ObjectKey]) -> None:
+        super().unpin(keys[:1])
+
+
+class LeaksRoomWhenCancelled(ShelfBackend):
+    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+        reservation = await super().prepare_store(keys, nbytes)
+        await self.pause()
+        return reservation
+
+
+class PromisesTooMuch(ShelfBackend):
+    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+        full = self.shelf.used >= self.options.capacity
+        return Promised(self, [StoreOutcome.REJECTED if full else None] * len(keys), [], {})
+
+
+class AnswersOutOfOrder(Unbounded):
+    async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+        return sorted(await super().load_into(keys, buffers), key=lambda outcome: outcome.value)
+
+
+class AnswersOncePerKey(Unbounded):
+    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        return await super().contains(list(dict.fromkeys(keys)))
+
+
+class KeepsTheBuffer(Unbounded):
+    """Stores a view in place of a copy."""
+
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+        self.shelf.objects.update(zip(keys, buffers, strict=True))  # type: ignore[arg-type]
+        return [StoreOutcome.STORED] * len(keys)
+
+
+class WritesAfterCancellation(Unbounded):
+    async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+        loading = self.context.executor.submit(lambda: list(map(self._load, keys, buffers)))
+        return await asyncio.wrap_future(loading)
+
+
+class ClearsTheBufferOfAMiss(Unbounded):
+    def _load(self, key: ObjectKey, buffer: memoryview) -> LoadOutcome:
+        if self.name_of(key) not in self.shelf.objects:
+            buffer[:] = bytes(len(buffer))
+        return super()._load(key, buffer)
+
+
+class HitsWithAPrefix(Unbounded):
+    def _load(self, key: ObjectKey, buffer: memoryview) -> LoadOutcome:
+        found = self.shelf.objects.get(key)
+        if found is None or len(found) <= len(buffer):
+            return super()._load(key, buffer)
+        buffer[:] = found[: len(buffer)]
+        return LoadOutcome.HIT
+
+
+class ListsTwice(Unbounded):
+    async def list_objects(self) -> Any:
+        async for batch in super().list_objects():
+            yield batch
+            yield batch[1:2]
+
+
+class ForgetsOnClose(Unbounded):
+    async def close(self) -> None:
+        for key in list(self.shelf.objects)[2:]:
+            del self.shelf.objects[key]
+
+
+class ClosesOnce(Unbounded):
+    async def close(self) -> None:
+        if self.__dict__.setdefault("closed", False):
+            raise RuntimeError("closed already")
+        self.__dict__["closed"] = True
+
+
+class FailsToDeleteTheAbsent(Unbounded):
+    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        for key in keys:
+            del self.shelf.objects[key]
+
+
+class FindsNothingWhenPreparing(Unbounded):
+    async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
+        return LoadReservation([bool(index) for index in range(len(keys))])
+
+
+BROKEN: list[tuple[type[ShelfBackend], str]] = [
+    (LosesUpdates, "C5|C18"),
+    (IgnoresThePack, "C1|C2|C6|C12|C16|C18"),
+    (CutsTheHash, "C1|C2|C6|C12|C16|C18"),
+    (FindsWhatWasDeleted, "C1|C12|C16"),
+    (Tears, "C1|C6"),
+    (TearsWhenCancelled, "C6|C1|C12|C18|C2"),
+    (IgnoresPins, "C9"),
+    (LeaksRoom, "C10|C5"),
+    (LeaksPins, "C10"),
+    (LeaksRoomWhenCancelled, "C10|C5"),
+    (PromisesTooMuch, "C11"),
+    (AnswersOutOfOrder, "C1|C3|C5|C6|C16"),
+    (AnswersOncePerKey, "C2"),
+    (KeepsTheBuffer, "C1|C6"),
+    (WritesAfterCancellation, "C7"),
+    (ClearsTheBufferOfAMiss, "C3"),
+    (HitsWithAPrefix, "C1|C6"),
+    (ListsTwice, "C18"),
+    (ForgetsOnClose, "C5|C18"),
+    (ClosesOnce, "C13"),
+    (FailsToDeleteTheAbsent, "C12"),
+    (FindsNothingWhenPreparing, "C5"),
+]
+
+
+@pytest.mark.parametrize(("backend", "clauses"), BROKEN, ids=lambda value: getattr(value, "__name__", value))
+def test_the_machine_finds_a_broken_backend(backend: type[ShelfBackend], clauses: str) -> None:
+    with pytest.raises(AssertionError) as caught:
+        check(backend)
+    message = str(caught.value)
+    assert re.match(rf"({clauses}): ", message), message
+    assert "\nsteps:\n  1. open client 0" in message
+    assert "\nkeys:\n  k0 = " in message
