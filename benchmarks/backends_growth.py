@@ -20,7 +20,6 @@ from benchmarks.backends_rig import CHUNK_BYTES, NAMESPACE, Contender, Memory, O
 from offload_core.api.backend import (
     Backend,
     BackendContext,
-    BackendOptions,
     Capabilities,
     LoadOutcome,
     LoadReservation,
@@ -28,6 +27,7 @@ from offload_core.api.backend import (
     StoreReservation,
 )
 from offload_core.api.keys import ObjectKey
+from offload_core.api.options import BackendOptions
 from offload_core.config.model import load_config
 from offload_core.runtime.threads import DaemonExecutor
 

@@ -33,19 +33,13 @@ from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from offload_core.api.backend import (
-    Backend,
-    BackendContext,
-    BackendOptions,
-    BackendType,
-    Capabilities,
-    LoadOutcome,
-    StoreOutcome,
-)
-from offload_core.api.keys import ObjectKey, object_keys
+from offload_core.api.backend import Backend, BackendContext, BackendType, Capabilities, LoadOutcome, StoreOutcome
+from offload_core.api.keys import ObjectKey
+from offload_core.api.options import BackendOptions
 from offload_core.config.model import BackendConfig, OffloadConfig, OffloadSettings, TierConfig
 from offload_core.lookup.local_index import TierChange
 from offload_core.objects.fingerprint import fingerprint
+from offload_core.planning.chunk_keys import object_keys
 from offload_core.vllm.metadata import StepReport
 from offload_core.vllm.model.identity import build_planner
 from offload_core.vllm.scheduler.half import SchedulerHalf

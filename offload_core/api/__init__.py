@@ -1,1 +1,89 @@
-"""Everything that a plugin may import."""
+"""Everything that a plugin may import, in one place; ``plugins.md`` explains how to use it."""
+
+from offload_core.api.backend import (
+    Backend,
+    BackendContext,
+    BackendType,
+    Capabilities,
+    LoadOutcome,
+    LoadReservation,
+    StoredObject,
+    StoreOutcome,
+    StoreReservation,
+    to_the_end,
+)
+from offload_core.api.errors import (
+    BackendError,
+    ConfigError,
+    ObjectFormatError,
+    OffloadError,
+    PlanError,
+    PluginError,
+    UnsupportedLayoutError,
+)
+from offload_core.api.events import (
+    Event,
+    LoadsEnded,
+    ObjectsDamaged,
+    ObjectsEvicted,
+    Operation,
+    StoresEnded,
+    TierAvailable,
+    TierClosed,
+    TierFailing,
+    TierOpened,
+    TierRecovered,
+    TierUnavailable,
+)
+from offload_core.api.hooks import API_VERSION, OLDEST_API_VERSION, TierInfo, hookimpl
+from offload_core.api.keys import ObjectKey
+from offload_core.api.options import BackendOptions, Bytes, OptionsT, Seconds, check_folder
+from offload_core.api.pinned_memory import CudaPinning, HostPinning, demand_pinning, pinning_in_use
+from offload_core.api.wrapper import BackendWrapper
+
+__all__ = [
+    "API_VERSION",
+    "OLDEST_API_VERSION",
+    "Backend",
+    "BackendContext",
+    "BackendError",
+    "BackendOptions",
+    "BackendType",
+    "BackendWrapper",
+    "Bytes",
+    "Capabilities",
+    "ConfigError",
+    "CudaPinning",
+    "Event",
+    "HostPinning",
+    "LoadOutcome",
+    "LoadReservation",
+    "LoadsEnded",
+    "ObjectFormatError",
+    "ObjectKey",
+    "ObjectsDamaged",
+    "ObjectsEvicted",
+    "OffloadError",
+    "Operation",
+    "OptionsT",
+    "PlanError",
+    "PluginError",
+    "Seconds",
+    "StoreOutcome",
+    "StoreReservation",
+    "StoredObject",
+    "StoresEnded",
+    "TierAvailable",
+    "TierClosed",
+    "TierFailing",
+    "TierInfo",
+    "TierOpened",
+    "TierRecovered",
+    "TierUnavailable",
+    "UnsupportedLayoutError",
+    "check_folder",
+    "demand_pinning",
+    "hookimpl",
+    "pinning_in_use",
+    "to_the_end",
+]

@@ -18,21 +18,11 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
-from pydantic import BaseModel, ConfigDict
-
 from offload_core.api.keys import ObjectKey
+from offload_core.api.options import BackendOptions, OptionsT
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class BackendOptions(BaseModel):
-    """Base of a backend's options. Unknown keys are refused; give every field a ``description``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-OptionsT = TypeVar("OptionsT", bound=BackendOptions)
 
 
 @dataclass(frozen=True)
@@ -161,7 +151,7 @@ class Backend(ABC, Generic[OptionsT]):
     (C7), nor ever anything beside it (C17); not block the event loop (C8), for which :meth:`run_blocking` is there.
 
     The implementation may not: do I/O in its constructor (C14), or raise for what is an outcome of one key (C2).
-    :class:`offload_core.testing.contract.suite.BackendContract` checks all of it.
+    :class:`offload_core.testing.BackendContract` checks all of it.
 
     When a call is cancelled, an implementation that waits for a thread must wait for that thread to end before it lets
     the cancellation through, because the thread may still be writing into a buffer (C7). :meth:`run_blocking` does.

@@ -1,6 +1,6 @@
-"""Sizes and durations as operators write them, as field types for options. Public for plugin authors.
+"""The base class of a backend's options, field types for sizes and durations, and a check of folders.
 
-Both take a number or a string with a unit, and give a plain number, so that a default is a plain number too::
+Both field types take a number or a string with a unit, and give a plain number, so a default is a plain number too::
 
     class BoxOptions(BackendOptions):
         capacity: Bytes = Field(20 * 1024**3, ge=1, description="room for objects")
@@ -11,11 +11,23 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, TypeGuard
+import threading
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Annotated, TypeGuard, TypeVar
 
 import durationpy
-from pydantic import BeforeValidator, ByteSize, TypeAdapter, ValidationError, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
+
+
+class BackendOptions(BaseModel):
+    """Base of a backend's options. Unknown keys are refused; give every field a ``description``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+OptionsT = TypeVar("OptionsT", bound=BackendOptions)
 
 # Both libraries take more than they should: ByteSize reads "1,5GiB" as one byte, durationpy "1h-30m" as 90 minutes and
 # "5mm" as five months. What they get to see is therefore checked first; the patterns are the JSON schema's as well.
@@ -86,3 +98,39 @@ Seconds = Annotated[
 
 Units are us, ms, s, m (minutes), h, d and w; the parts are added up, to the microsecond.
 """
+
+_LOOK_SECONDS = 2.0
+
+
+def check_folder(folder: Path, cure: str) -> None:
+    """Refuse a folder that cannot be used: something else has its name, or it is not there and nor is its parent.
+
+    One whose file system does not answer soon is let pass: it hangs, which is seen again, under a deadline, when the
+    tier is opened.
+
+    Args:
+        cure: what to do where the parent is missing.
+
+    Raises:
+        ValueError: with the folder, what is wrong with it, and the cure.
+    """
+    answer: Future[tuple[bool, bool, bool]] = Future()
+
+    def look() -> None:
+        try:
+            answer.set_result((folder.exists(), folder.is_dir(), folder.parent.is_dir()))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=look, name=f"look at {folder}", daemon=True).start()
+    wait([answer], timeout=_LOOK_SECONDS)
+    if not answer.done():
+        return
+    try:
+        exists, is_folder, has_parent = answer.result()
+    except OSError as error:
+        raise ValueError(f"{error}; name a folder that this process may use") from error
+    if exists and not is_folder:
+        raise ValueError(f"{folder} is a file; name a folder")
+    if not exists and not has_parent:
+        raise ValueError(f"the parent folder {folder.parent} does not exist; {cure}")

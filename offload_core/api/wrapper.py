@@ -7,7 +7,6 @@ from typing import Any
 
 from offload_core.api.backend import (
     Backend,
-    BackendOptions,
     Capabilities,
     LoadOutcome,
     LoadReservation,
@@ -16,6 +15,7 @@ from offload_core.api.backend import (
     StoreReservation,
 )
 from offload_core.api.keys import ObjectKey
+from offload_core.api.options import BackendOptions
 
 
 class BackendWrapper(Backend[BackendOptions]):

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from offload_core.api.backend import BackendOptions, BackendType
+from offload_core.api.backend import BackendType
 from offload_core.api.errors import ConfigError, PluginError
-from offload_core.api.options import Bytes, Seconds
+from offload_core.api.options import BackendOptions, Bytes, Seconds
 from offload_core.config.file import read_keys
 from offload_core.config.problems import Secrets, shown, validate, written_key
 from offload_core.config.secrets import SecretField, from_environment, secret_fields, variable_name

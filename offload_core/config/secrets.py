@@ -11,7 +11,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, Secret, SecretBytes, SecretStr
 
-from offload_core.api.backend import BackendOptions
+from offload_core.api.options import BackendOptions
 from offload_core.config.problems import written_key
 
 VARIABLE_PREFIX = "OFFLOAD_CORE"

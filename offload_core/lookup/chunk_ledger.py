@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 
-from offload_core.api.keys import ChunkRef
+from offload_core.planning.chunk_keys import ChunkRef
 
 _KNOWN_CHUNKS = 1 << 16
 _MISTRUST_SECONDS = 60.0

@@ -14,8 +14,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
 
-from offload_core.api.keys import ChunkRef, ObjectKey, object_keys
+from offload_core.api.keys import ObjectKey
 from offload_core.lookup.local_index import TierIndex
+from offload_core.planning.chunk_keys import ChunkRef, object_keys
 from offload_core.planning.planner import HybridOffloadPlanner, UnitRange
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.threads import IoLoop, log_unexpected

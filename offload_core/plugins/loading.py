@@ -21,8 +21,9 @@ import pluggy
 
 from offload_core import __version__
 from offload_core.api import hooks as hookspecs
-from offload_core.api.backend import Backend, BackendOptions, BackendType
+from offload_core.api.backend import Backend, BackendType
 from offload_core.api.errors import PluginError, did_you_mean
+from offload_core.api.options import BackendOptions
 
 logger = logging.getLogger(__name__)
 

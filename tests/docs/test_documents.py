@@ -22,19 +22,11 @@ import typer.main
 import yaml
 from pydantic import TypeAdapter
 
-from offload_core.api.backend import (
-    Backend,
-    BackendContext,
-    BackendOptions,
-    BackendType,
-    Capabilities,
-    LoadOutcome,
-    StoreOutcome,
-)
+from offload_core.api.backend import Backend, BackendContext, BackendType, Capabilities, LoadOutcome, StoreOutcome
 from offload_core.api.events import LoadsEnded, TierFailing
 from offload_core.api.hooks import HookSpecs
 from offload_core.api.keys import ObjectKey
-from offload_core.api.options import Bytes, Seconds
+from offload_core.api.options import BackendOptions, Bytes, Seconds
 from offload_core.cli import app
 from offload_core.cli.application import main
 from offload_core.config.file import read_keys

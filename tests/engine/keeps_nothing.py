@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offload_core.api.backend import (
-    Backend,
-    BackendOptions,
-    BackendType,
-    Capabilities,
-    LoadOutcome,
-    StoreOutcome,
-)
+from offload_core.api.backend import Backend, BackendType, Capabilities, LoadOutcome, StoreOutcome
 from offload_core.api.hooks import hookimpl
 from offload_core.api.keys import ObjectKey
+from offload_core.api.options import BackendOptions
 
 OFFLOAD_API_VERSION = 1
 

@@ -9,7 +9,6 @@ from typing import TypeVar, cast
 from offload_core.api.backend import (
     Backend,
     BackendContext,
-    BackendOptions,
     BackendType,
     Capabilities,
     LoadOutcome,
@@ -18,6 +17,7 @@ from offload_core.api.backend import (
     StoreReservation,
 )
 from offload_core.api.keys import ObjectKey
+from offload_core.api.options import BackendOptions
 from offload_core.config.model import BackendConfig, TierConfig
 from offload_core.config.tier_limits import TierLimits
 

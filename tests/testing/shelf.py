@@ -11,7 +11,6 @@ from pydantic import Field
 from offload_core.api.backend import (
     Backend,
     BackendContext,
-    BackendOptions,
     Capabilities,
     LoadOutcome,
     LoadReservation,
@@ -20,6 +19,7 @@ from offload_core.api.backend import (
     StoreReservation,
 )
 from offload_core.api.keys import ObjectKey
+from offload_core.api.options import BackendOptions
 
 
 class ShelfOptions(BackendOptions):

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from offload_core.api.keys import ChunkRef, ObjectKey
+from offload_core.api.keys import ObjectKey
 from offload_core.config.model import OffloadConfig, OffloadSettings
+from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.vllm.metadata import StepMetadata, StepReport
 from offload_core.vllm.scheduler.half import SchedulerHalf

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from offload_core.api.keys import ChunkRef
 from offload_core.lookup.wait_clock import StorageWait
+from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.vllm.metadata import StepReport
 from tests.vllm.test_scheduler_half import Half, request
 

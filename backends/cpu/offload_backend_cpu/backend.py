@@ -16,19 +16,19 @@ from offload_backend_cpu.eviction import Recency
 from offload_backend_cpu.free_pages import Run
 from offload_backend_cpu.memory_setup import Preparation
 from offload_backend_cpu.options import CpuOptions
-from offload_core.api.backend import (
+from offload_core.api import (
     Backend,
     BackendContext,
+    BackendError,
     Capabilities,
+    HostPinning,
     LoadOutcome,
     LoadReservation,
+    ObjectKey,
     StoredObject,
     StoreOutcome,
     StoreReservation,
 )
-from offload_core.api.errors import BackendError
-from offload_core.api.keys import ObjectKey
-from offload_core.api.pinned_memory import HostPinning
 
 _LIST_BATCH = 1000
 # One batch of the transfer engine: 2 MiB and headers, copied in some 0.15 ms. Handing it to a thread was seen to cost

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Literal
 
-from offload_core.api.keys import ObjectKey
+from offload_core.api import ObjectKey
 
 Policy = Literal["lru", "slru"]
 

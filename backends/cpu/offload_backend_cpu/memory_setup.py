@@ -13,7 +13,7 @@ from typing import Any
 
 from offload_backend_cpu.arena import PAGE_BYTES, Arena
 from offload_backend_cpu.options import CpuOptions
-from offload_core.api.pinned_memory import HostPinning, demand_pinning, pinning_in_use
+from offload_core.api import HostPinning, demand_pinning, pinning_in_use
 
 logger = logging.getLogger(__name__)
 

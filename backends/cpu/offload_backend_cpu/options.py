@@ -7,8 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from offload_backend_cpu.arena import PAGE_BYTES
-from offload_core.api.backend import BackendOptions
-from offload_core.api.options import Bytes
+from offload_core.api import BackendOptions, Bytes
 
 
 class CpuOptions(BackendOptions):

@@ -25,20 +25,20 @@ from offload_backend_disk.folder.mount_guard import Home
 from offload_backend_disk.folder.object_folder import ObjectFolder
 from offload_backend_disk.housekeeping import Keeper
 from offload_backend_disk.scan import Sweep
-from offload_core.api.backend import (
+from offload_core.api import (
     Backend,
     BackendContext,
     BackendOptions,
+    Bytes,
     Capabilities,
     LoadOutcome,
     LoadReservation,
+    ObjectKey,
     StoredObject,
     StoreOutcome,
     StoreReservation,
+    check_folder,
 )
-from offload_core.api.folder_check import check_folder
-from offload_core.api.keys import ObjectKey
-from offload_core.api.options import Bytes
 
 # aiofiles turns a blocking function into a coroutine function that runs it as one call on the given executor.
 _load = wrap(ObjectFolder.load)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from offload_backend_disk.backend import DiskBackend, DiskOptions
-from offload_core.api.backend import BackendType
-from offload_core.api.hooks import hookimpl
+from offload_core.api import BackendType, hookimpl
 
 OFFLOAD_API_VERSION = 1
 

@@ -28,17 +28,17 @@ from offload_backend_nfs.storage.fsspec_store import ObjectStore, RenamingStore
 from offload_backend_nfs.storage.posix import PosixShare
 from offload_backend_nfs.storage.retry import Retrier
 from offload_backend_nfs.storage.s3 import S3Store, s3_options
-from offload_core.api.backend import (
+from offload_core.api import (
     Backend,
     BackendContext,
     Capabilities,
     LoadOutcome,
     LoadReservation,
+    ObjectKey,
     StoredObject,
     StoreOutcome,
     StoreReservation,
 )
-from offload_core.api.keys import ObjectKey
 
 logger = logging.getLogger(__name__)
 

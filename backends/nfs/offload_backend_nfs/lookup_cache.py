@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
-from offload_core.api.keys import ObjectKey
+from offload_core.api import ObjectKey
 
 MAX_KEYS = 65_536
 

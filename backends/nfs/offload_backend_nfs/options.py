@@ -12,9 +12,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import Field, field_validator, model_validator
 
-from offload_core.api.backend import BackendOptions
-from offload_core.api.folder_check import check_folder
-from offload_core.api.options import Bytes, Seconds
+from offload_core.api import BackendOptions, Bytes, Seconds, check_folder
 
 Kind = Literal["share", "s3", "store", "renaming"]
 

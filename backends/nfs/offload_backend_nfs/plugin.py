@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from offload_backend_nfs.backend import NfsBackend
 from offload_backend_nfs.options import NfsOptions
-from offload_core.api.backend import BackendType
-from offload_core.api.hooks import hookimpl
+from offload_core.api import BackendType, hookimpl
 
 OFFLOAD_API_VERSION = 1
 

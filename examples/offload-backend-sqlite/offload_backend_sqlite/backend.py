@@ -16,20 +16,21 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from pydantic import Field, field_validator
 
 from offload_backend_sqlite.database import Database
-from offload_core.api.backend import (
+from offload_core.api import (
     Backend,
     BackendContext,
     BackendOptions,
+    Bytes,
     Capabilities,
     LoadOutcome,
     LoadReservation,
+    ObjectKey,
+    Seconds,
     StoredObject,
     StoreOutcome,
     StoreReservation,
     to_the_end,
 )
-from offload_core.api.keys import ObjectKey
-from offload_core.api.options import Bytes, Seconds
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -20,8 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from offload_backend_sqlite.owners import FILE_MODE, Owner, remove_dead
-from offload_core.api.backend import LoadOutcome, StoredObject, StoreOutcome
-from offload_core.api.keys import ObjectKey
+from offload_core.api import LoadOutcome, ObjectKey, StoredObject, StoreOutcome
 
 FORMAT = 0x6B7631  # "kv1"; a database of anything else, or of another version, is left alone
 STEP_BYTES = 1024 * 1024  # copied at once between a buffer and SQLite's pages; no object is in memory twice

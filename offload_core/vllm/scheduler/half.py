@@ -10,13 +10,13 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from offload_core.api.errors import PlanError
-from offload_core.api.keys import ChunkHashes, ChunkRef
 from offload_core.config.model import OffloadConfig
 from offload_core.lookup.chunk_ledger import ChunkLedger
 from offload_core.lookup.local_index import TierIndex
 from offload_core.lookup.service import Lookup, LookupService, PrefixQuestion
 from offload_core.lookup.wait_clock import WaitFor
 from offload_core.objects.fingerprint import Json, fingerprint
+from offload_core.planning.chunk_keys import ChunkHashes, ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.threads import IoLoop

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from offload_core.api.keys import ChunkRef
 from offload_core.lookup.service import Lookup
 from offload_core.lookup.wait_clock import StorageWait
+from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner, Pack
 from offload_core.vllm.model.lora import Adapter
 

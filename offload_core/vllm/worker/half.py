@@ -10,7 +10,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from offload_core.api.errors import ConfigError
-from offload_core.api.keys import ChunkRef, ObjectKey
+from offload_core.api.keys import ObjectKey
 from offload_core.api.pinned_memory import pinning_in_use
 from offload_core.config.model import OffloadConfig
 from offload_core.memory.canonical import CanonicalKVCaches
@@ -18,6 +18,7 @@ from offload_core.memory.payload_layout import PackLayout, block_copier
 from offload_core.memory.staging_pool import StagingPool
 from offload_core.memory.staging_size import STORE_SHARE, staging_problem
 from offload_core.objects.fingerprint import Json
+from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.threads import IoLoop

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_core.api.keys import ChunkHashes, ObjectKey, object_keys
+from offload_core.api.keys import ObjectKey
+from offload_core.planning.chunk_keys import ChunkHashes, object_keys
 
 block_hashes = st.integers(0, 40).map(lambda count: [number.to_bytes(8, "big") for number in range(count)])
 

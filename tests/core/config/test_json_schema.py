@@ -11,9 +11,9 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from pydantic import ConfigDict, Field, SecretStr
 
-from offload_core.api.backend import BackendOptions, BackendType
+from offload_core.api.backend import BackendType
 from offload_core.api.errors import ConfigError
-from offload_core.api.options import Bytes, Seconds
+from offload_core.api.options import BackendOptions, Bytes, Seconds
 from offload_core.config.json_schema import config_schema
 from offload_core.config.model import BackendConfig, OffloadSettings, load_config
 from offload_core.plugins.registry import PluginRegistry

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field, Secret, SecretBytes, SecretStr, model_validator
 from typing_extensions import TypedDict
 
-from offload_core.api.backend import BackendOptions, BackendType
+from offload_core.api.backend import BackendType
 from offload_core.api.errors import ConfigError
+from offload_core.api.options import BackendOptions
 from offload_core.config.model import BackendConfig, OffloadConfig, load_config
 from offload_core.config.secrets import variable_name
 from offload_core.plugins.registry import PluginRegistry

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from offload_core.api.keys import ChunkRef
 from offload_core.lookup.chunk_ledger import ChunkLedger
+from offload_core.planning.chunk_keys import ChunkRef
 
 PATIENCE_SECONDS = 30.0
 NEVER = math.inf

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from offload_core.api.keys import ChunkRef, ObjectKey
+from offload_core.api.keys import ObjectKey
 from offload_core.lookup.service import Lookup, LookupService, PrefixAnswer, PrefixQuestion
+from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.threads import IoLoop

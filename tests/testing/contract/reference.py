@@ -12,7 +12,6 @@ from pydantic import Field
 
 from offload_core.api.backend import (
     Backend,
-    BackendOptions,
     BackendType,
     Capabilities,
     LoadOutcome,
@@ -22,6 +21,7 @@ from offload_core.api.backend import (
     StoreReservation,
 )
 from offload_core.api.keys import ObjectKey
+from offload_core.api.options import BackendOptions
 
 
 class ReferenceOptions(BackendOptions):

@@ -22,7 +22,7 @@ from offload_backend_disk.capacity.rows import PackNames, Records
 from offload_backend_disk.capacity.write_behind import Notes
 from offload_backend_disk.folder.layout import Layout, hash_range
 from offload_backend_disk.folder.mount_guard import Home
-from offload_core.api.keys import ObjectKey
+from offload_core.api import ObjectKey
 
 
 class Account:

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from offload_backend_disk.capacity.account import Account
 from offload_backend_disk.capacity.database import FULL
 from offload_backend_disk.folder.object_folder import ObjectFolder
-from offload_core.api.backend import StoreOutcome
-from offload_core.api.keys import ObjectKey
+from offload_core.api import ObjectKey, StoreOutcome
 
 _TRY_AGAIN_SECONDS = 1.0
 

@@ -16,7 +16,7 @@ from typing import Literal
 from offload_backend_disk.capacity.pins import Pins
 from offload_backend_disk.capacity.rows import Records, Totals
 from offload_backend_disk.folder.layout import Layout
-from offload_core.api.keys import ObjectKey
+from offload_core.api import ObjectKey
 
 Policy = Literal["lru", "slru"]
 

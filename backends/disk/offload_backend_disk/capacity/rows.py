@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from offload_core.api.keys import ObjectKey
+from offload_core.api import ObjectKey
 
 _AT_ONCE = 64
 

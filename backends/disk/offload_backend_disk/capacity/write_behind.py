@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from offload_core.api.keys import ObjectKey
+from offload_core.api import ObjectKey
 
 
 @dataclass

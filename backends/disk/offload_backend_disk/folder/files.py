@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from offload_backend_disk.folder import direct_io
-from offload_core.api.backend import LoadOutcome
+from offload_core.api import LoadOutcome
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from offload_core.api.backend import StoredObject
-from offload_core.api.keys import ObjectKey
+from offload_core.api import ObjectKey, StoredObject
 
 OBJECT_SUFFIX = ".kv"
 TEMPORARY_SUFFIX = ".tmp"

@@ -13,8 +13,7 @@ from offload_backend_disk.folder import files
 from offload_backend_disk.folder.direct_io import is_aligned
 from offload_backend_disk.folder.layout import Layout
 from offload_backend_disk.folder.mount_guard import Home
-from offload_core.api.backend import LoadOutcome, StoredObject, StoreOutcome
-from offload_core.api.keys import ObjectKey
+from offload_core.api import LoadOutcome, ObjectKey, StoredObject, StoreOutcome
 
 logger = logging.getLogger(__name__)
 

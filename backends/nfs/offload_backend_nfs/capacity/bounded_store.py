@@ -19,8 +19,7 @@ from offload_backend_nfs.capacity.pending_evictions import Condemned
 from offload_backend_nfs.capacity.ports import ObjectStore, SmallObjects
 from offload_backend_nfs.capacity.shared_record import Generations
 from offload_backend_nfs.capacity.usage_log import Touches
-from offload_core.api.backend import StoreOutcome
-from offload_core.api.keys import ObjectKey
+from offload_core.api import ObjectKey, StoreOutcome
 
 logger = logging.getLogger(__name__)
 

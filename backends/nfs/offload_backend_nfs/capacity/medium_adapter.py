@@ -9,8 +9,7 @@ from offload_backend_nfs.lookup_cache import KnownKeys
 from offload_backend_nfs.storage import layout
 from offload_backend_nfs.storage.base import TEMPORARY_FOLDER, Entry, Medium
 from offload_backend_nfs.storage.retry import Retrier
-from offload_core.api.backend import StoredObject
-from offload_core.api.keys import ObjectKey
+from offload_core.api import ObjectKey, StoredObject
 
 FOLDER = ".offload-core"
 """Under the root; beside it nothing of the account is written anywhere."""

@@ -22,7 +22,7 @@ from offload_backend_nfs.capacity.account_state import AccountState, Batch
 from offload_backend_nfs.capacity.lease import AccountOptions, Claim
 from offload_backend_nfs.capacity.ports import ObjectStore, SmallObjects
 from offload_backend_nfs.capacity.shared_record import Generations
-from offload_core.api.keys import ObjectKey
+from offload_core.api import ObjectKey
 
 FOLDER = "condemned"
 _HIDDEN_AFTER = 1 / 3

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from offload_core.api.backend import StoredObject
-from offload_core.api.keys import ObjectKey
+from offload_core.api import ObjectKey, StoredObject
 
 
 class SmallObjects(Protocol):

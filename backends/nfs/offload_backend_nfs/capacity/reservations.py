@@ -9,8 +9,7 @@ from typing import Any
 
 from offload_backend_nfs.capacity.bounded_store import BoundedPlace, Rooms
 from offload_backend_nfs.capacity.lease import Room
-from offload_core.api.backend import LoadReservation, StoreOutcome, StoreReservation
-from offload_core.api.keys import ObjectKey
+from offload_core.api import LoadReservation, ObjectKey, StoreOutcome, StoreReservation
 
 logger = logging.getLogger(__name__)
 

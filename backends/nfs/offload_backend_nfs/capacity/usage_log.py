@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 from offload_backend_nfs.capacity.pending_evictions import parse_key
 from offload_backend_nfs.capacity.ports import SmallObjects
-from offload_core.api.keys import ObjectKey
+from offload_core.api import ObjectKey
 
 logger = logging.getLogger(__name__)
 

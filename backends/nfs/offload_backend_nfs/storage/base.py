@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from offload_core.api.backend import LoadOutcome
+from offload_core.api import LoadOutcome
 
 TEMPORARY_FOLDER = ".temporary"
 """Holds what is being written, so that what killed writers left is found without looking at every folder."""

@@ -18,7 +18,7 @@ from fsspec.asyn import AsyncFileSystem, sync
 
 from offload_backend_nfs.storage import temporaries as owners
 from offload_backend_nfs.storage.base import TEMPORARY_FOLDER, TEMPORARY_LIFE_SECONDS, Entry, Medium
-from offload_core.api.backend import LoadOutcome
+from offload_core.api import LoadOutcome
 
 AT_ONCE = 64
 """Small requests that one call has on their way together."""

@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterable
 
 from offload_backend_nfs.storage.base import Entry
-from offload_core.api.backend import StoredObject
-from offload_core.api.keys import ObjectKey
+from offload_core.api import ObjectKey, StoredObject
 
 OBJECT_SUFFIX = ".kv"
 

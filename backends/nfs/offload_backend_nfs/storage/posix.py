@@ -20,7 +20,7 @@ from pathlib import Path
 
 from offload_backend_nfs.storage import temporaries as owners
 from offload_backend_nfs.storage.base import TEMPORARY_FOLDER, TEMPORARY_LIFE_SECONDS, Entry, Medium
-from offload_core.api.backend import LoadOutcome
+from offload_core.api import LoadOutcome
 
 logger = logging.getLogger(__name__)
 
