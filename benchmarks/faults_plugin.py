@@ -12,7 +12,9 @@ from typing import Any
 from offload_core.api.backend import Backend
 from offload_core.api.events import Event, LoadsEnded
 from offload_core.api.hooks import TierInfo, hookimpl
-from offload_core.testing.faults.kinds import ANSWERS, Fault, FaultPlan, FaultyBackend, Hang, Inject, Slow
+from offload_core.testing.faults.faulty_backend import FaultyBackend
+from offload_core.testing.faults.kinds import Hang, Slow
+from offload_core.testing.faults.plan import ANSWERS, Fault, FaultPlan, Inject
 
 OFFLOAD_API_VERSION = 1
 VICTIM = "victim"

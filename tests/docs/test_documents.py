@@ -37,7 +37,7 @@ from offload_core.plugins.registry import PluginRegistry, load_plugins
 from offload_core.runtime.metrics import COUNTERS, Counters
 from offload_core.runtime.threads import DaemonExecutor, IoLoop
 from offload_core.testing.contract.suite import BackendContract, contract_tests
-from offload_core.testing.state_machine.machine import SETTINGS, check_with_machine
+from offload_core.testing.state_machine.machine import STATE_MACHINE_SETTINGS, check_with_state_machine
 from offload_core.tiers.opening import close_tiers, open_tiers
 from tests.docs.test_house_rules import PUBLIC_MODULES
 from tests.support.paths import ROOT, TEMPLATE
@@ -325,9 +325,9 @@ def test_plugins_md_shows_a_report_of_the_state_machine_as_it_is() -> None:
         async def delete(self, keys: Sequence[ObjectKey]) -> None:
             pass
 
-    settings = hypothesis.settings(SETTINGS, derandomize=True, database=None)
+    settings = hypothesis.settings(STATE_MACHINE_SETTINGS, derandomize=True, database=None)
     with pytest.raises(AssertionError) as caught:
-        check_with_machine(BackendType("loses", LosesEverything, BackendOptions), {}, settings=settings)
+        check_with_state_machine(BackendType("loses", LosesEverything, BackendOptions), {}, settings=settings)
     key = r"[0-9a-f]{12}…/[a-z0-9-]+/[0-9a-f]+"
     answers = r"steps:\n  1\. open client 0\n(  \d\. .+ -> .+\n)+"
     report = rf"C5: contains\({key}\) is False; it may hold Content\(\d+, \d\)\n{answers}keys:(\n  k\d = {key})+"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from offload_core.testing.faults.plugin import ALLOWANCE_SECONDS, DEADLINE_SECONDS, TIER_KEYS
-from offload_core.testing.faults.script import KINDS
+from offload_core.testing.faults.script import FAULT_KINDS
 from tests.engine.workloads import SEEDS, check_outputs, run_workloads
 from tests.support.engine.lab import Lab, installed, ours
 from tests.support.engine.spec import RunResult
@@ -61,7 +61,7 @@ def test_outputs_are_those_without_offloading(lab: Lab, workloads: list[Workload
 
 
 def test_every_kind_of_fault_has_happened_and_tokens_are_served_all_the_same(sick: RunResult) -> None:
-    assert sick.workloads[-1].notes["injected"].keys() == KINDS.keys()
+    assert sick.workloads[-1].notes["injected"].keys() == FAULT_KINDS.keys()
     assert _served_tokens(sick) > 0
 
 
@@ -81,7 +81,7 @@ def test_five_more_seeds(lab: Lab, tmp_path: Path, first: int) -> None:
     many = [_faulted(seed, f"{again} {seed}") for again in ("first", "again") for seed in range(first, first + 5)]
     result = _run(lab, tmp_path, many)
     check_outputs(lab, many, result)
-    assert result.workloads[-1].notes["injected"].keys() == KINDS.keys()
+    assert result.workloads[-1].notes["injected"].keys() == FAULT_KINDS.keys()
     assert _served_tokens(result) > 0
     assert _waited_too_long(result) == []
     assert _left(result) == {}

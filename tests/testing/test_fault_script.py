@@ -17,7 +17,7 @@ from offload_backend_disk import DiskBackend, DiskOptions
 from offload_core.api.backend import Backend, BackendContext, LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
-from offload_core.testing.faults.script import KINDS, FaultScript, Phase, ScriptSettings, kind_of, phases
+from offload_core.testing.faults.script import FAULT_KINDS, FaultScript, Phase, ScriptSettings, kind_of, phases
 from tests.support.memory_backend import key
 
 BYTES = 64
@@ -107,9 +107,9 @@ def test_a_seed_has_its_phases_sick_and_well_in_turn(seed: int | str, at_once: i
 @given(seed=st.integers(), at_once=st.integers(1, 20))
 def test_every_kind_comes_up_before_one_comes_up_again(seed: int, at_once: int) -> None:
     hands = [_kinds(phase) for phase in itertools.islice(phases(seed, ScriptSettings(kinds_at_once=at_once)), 0, 40, 2)]
-    assert all(len(hand) == min(at_once, len(KINDS)) for hand in hands)
-    needed = -(-len(KINDS) // min(at_once, len(KINDS)))
-    assert set().union(*hands[:needed]) == set(KINDS)
+    assert all(len(hand) == min(at_once, len(FAULT_KINDS)) for hand in hands)
+    needed = -(-len(FAULT_KINDS) // min(at_once, len(FAULT_KINDS)))
+    assert set().union(*hands[:needed]) == set(FAULT_KINDS)
 
 
 def _kinds(phase: Phase) -> set[str]:
@@ -134,7 +134,7 @@ def test_the_same_calls_meet_the_same_faults_and_every_kind_happens(tmp_path: Pa
         runs.append((_in_a_disk(tmp_path / folder, script, lambda b: _work(b, 40)), script.injected()))
         assert script.phases_begun > 6
     assert runs[0] == runs[1]
-    assert runs[0][1].keys() == KINDS.keys()
+    assert runs[0][1].keys() == FAULT_KINDS.keys()
 
 
 @pytest.mark.parametrize(

@@ -20,26 +20,9 @@ from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.threads import DaemonExecutor, IoLoop
-from offload_core.testing.faults.kinds import (
-    OPERATIONS,
-    Call,
-    Fail,
-    Fault,
-    FaultPlan,
-    FaultyBackend,
-    FlipBit,
-    Full,
-    GoOn,
-    Hang,
-    Inject,
-    Late,
-    Lie,
-    Lose,
-    Reorder,
-    Slow,
-    Stall,
-    Truncate,
-)
+from offload_core.testing.faults.faulty_backend import FaultyBackend
+from offload_core.testing.faults.kinds import Fail, FlipBit, Full, Hang, Late, Lie, Lose, Reorder, Slow, Stall, Truncate
+from offload_core.testing.faults.plan import OPERATIONS, Call, Fault, FaultPlan, GoOn, Inject
 from offload_core.tiers.opening import close_tiers
 from offload_core.tiers.tier import StagedObject, Tier
 from tests.support.memory_backend import LIMITS, key

@@ -12,7 +12,7 @@ pytest_plugins = ["pytester"]
 DISK = """
 import pytest
 from offload_backend_disk.plugin import offload_register_backends
-from offload_core.testing.contract.suite import BackendContract
+from offload_core.testing import BackendContract
 
 class TestDisk(BackendContract):
     backend_type = offload_register_backends()[0]

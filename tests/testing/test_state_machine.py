@@ -22,12 +22,12 @@ from offload_core.api.backend import (
     StoreReservation,
 )
 from offload_core.api.keys import ObjectKey
-from offload_core.testing.state_machine.machine import CAPACITY_BYTES, SETTINGS, check_with_machine
+from offload_core.testing.state_machine.machine import CAPACITY_BYTES, STATE_MACHINE_SETTINGS, check_with_state_machine
 from tests.testing.contract.reference import MEDIA, REFERENCE
 from tests.testing.shelf import SHELVES, Promised, ShelfBackend, ShelfOptions
 
 ALWAYS_THE_SAME = hypothesis.settings(
-    SETTINGS, derandomize=True, database=None, max_examples=1000, phases=[hypothesis.Phase.generate]
+    STATE_MACHINE_SETTINGS, derandomize=True, database=None, max_examples=1000, phases=[hypothesis.Phase.generate]
 )
 """Finds; does not make the steps fewer, which takes longer."""
 
@@ -41,7 +41,7 @@ def check(backend: type[ShelfBackend], settings: hypothesis.settings = ALWAYS_TH
     bounded = backend.capabilities.bounded
     try:
         options = {"name": name, "capacity": CAPACITY_BYTES if bounded else 1 << 40}
-        check_with_machine(
+        check_with_state_machine(
             BackendType("shelf", backend, ShelfOptions),
             options,
             capacity_bytes=CAPACITY_BYTES if bounded else None,
@@ -70,7 +70,7 @@ def test_the_machine_passes_a_correct_backend(backend: type[ShelfBackend]) -> No
 
 
 def test_the_machine_passes_the_contracts_reference_backend() -> None:
-    check_with_machine(
+    check_with_state_machine(
         REFERENCE, {"medium": "machine", "capacity": CAPACITY_BYTES}, capacity_bytes=CAPACITY_BYTES, settings=SOME
     )
     assert not MEDIA.pop("machine").objects
@@ -79,7 +79,7 @@ def test_the_machine_passes_the_contracts_reference_backend() -> None:
 @pytest.mark.long  # the disk backend's own tests run it too
 def test_the_machine_passes_the_disk(tmp_path: Path) -> None:
     (disk,) = offload_register_backends()
-    check_with_machine(disk, {"path": tmp_path / "objects"}, settings=SOME)
+    check_with_state_machine(disk, {"path": tmp_path / "objects"}, settings=SOME)
     assert not list(tmp_path.rglob("*.kv")), "every example deletes its objects"
 
 

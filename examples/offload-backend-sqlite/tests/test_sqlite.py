@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from offload_backend_sqlite.plugin import SQLITE
 
-from offload_core.testing.contract.suite import BackendContract
+from offload_core.testing import BackendContract
 
 
 class TestSqlite(BackendContract):

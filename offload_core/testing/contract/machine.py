@@ -10,7 +10,12 @@ import pytest
 
 from offload_core.api.backend import BackendType
 from offload_core.testing.rig.clients import Rig
-from offload_core.testing.state_machine.machine import CAPACITY_BYTES, EXAMPLES, SETTINGS, check_with_machine
+from offload_core.testing.state_machine.machine import (
+    CAPACITY_BYTES,
+    EXAMPLES,
+    STATE_MACHINE_SETTINGS,
+    check_with_state_machine,
+)
 from offload_core.testing.throughput import OBJECTS, Throughput, measure
 
 
@@ -32,8 +37,8 @@ class MachineContract:
         capacity = self.machine_capacity_bytes if rig.capabilities().bounded else None
         if capacity is not None:
             options = self.bounded_options(options, capacity)
-        settings = hypothesis.settings(SETTINGS, max_examples=self.machine_examples)
-        check_with_machine(self.backend_type, options, capacity_bytes=capacity, settings=settings)
+        settings = hypothesis.settings(STATE_MACHINE_SETTINGS, max_examples=self.machine_examples)
+        check_with_state_machine(self.backend_type, options, capacity_bytes=capacity, settings=settings)
 
     @pytest.mark.offload_throughput
     def test_throughput(self, rig: Rig, offload_throughput: list[tuple[str, Throughput]]) -> None:

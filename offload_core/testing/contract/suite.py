@@ -3,7 +3,7 @@
 A whole test file::
 
     import pytest
-    from offload_core.testing.contract.suite import BackendContract
+    from offload_core.testing import BackendContract
     from offload_backend_sqlite.plugin import SQLITE
 
     class TestSqlite(BackendContract):

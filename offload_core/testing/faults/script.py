@@ -32,19 +32,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offload_core.api.backend import Backend
-from offload_core.testing.faults.kinds import (
-    Fail,
-    FaultyBackend,
-    FlipBit,
-    Full,
-    Late,
-    Lie,
-    Lose,
-    Reorder,
-    Slow,
-    Stall,
-    Truncate,
-)
+from offload_core.testing.faults.faulty_backend import FaultyBackend
+from offload_core.testing.faults.kinds import Fail, FlipBit, Full, Late, Lie, Lose, Reorder, Slow, Stall, Truncate
 from offload_core.testing.faults.plan import Call, Fault, FaultPlan, Inject, Injected
 
 _MEDIUM_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EACCES)
@@ -62,7 +51,7 @@ class ScriptSettings:
         hang_seconds: for how long a thread of the tier hangs.
         well_seconds: how long a phase without faults lasts; it also ends after ``well_calls`` calls.
         sick_seconds: how long a phase with faults lasts; it also ends after ``sick_calls`` calls.
-        kinds: the kinds of fault to use, keys of :data:`KINDS`.
+        kinds: the kinds of fault to use, keys of :data:`FAULT_KINDS`.
         kinds_at_once: how many of them a sick phase has.
         chance: how likely a fault of a sick phase is, per object or per call as the fault has it,
         lookup_share: and what part of that it is in ``contains``, behind which all else stands: nothing is loaded that
@@ -78,14 +67,14 @@ class ScriptSettings:
     well_calls: tuple[int, int] = (5, 40)
     sick_seconds: tuple[float, float] = (0.5, 2.0)
     sick_calls: tuple[int, int] = (5, 40)
-    kinds: Sequence[str] = field(default_factory=lambda: tuple(KINDS))
+    kinds: Sequence[str] = field(default_factory=lambda: tuple(FAULT_KINDS))
     kinds_at_once: int = 3
     chance: tuple[float, float] = (0.1, 0.6)
     lookup_share: float = 0.3
 
     def __post_init__(self) -> None:
-        if not self.kinds or not set(self.kinds) <= set(KINDS) or len(set(self.kinds)) < len(self.kinds):
-            raise ValueError(f"kinds={list(self.kinds)} must be some of {', '.join(KINDS)}, each once")
+        if not self.kinds or not set(self.kinds) <= set(FAULT_KINDS) or len(set(self.kinds)) < len(self.kinds):
+            raise ValueError(f"kinds={list(self.kinds)} must be some of {', '.join(FAULT_KINDS)}, each once")
 
 
 def _delay(draw: random.Random, settings: ScriptSettings) -> list[_Entry]:
@@ -130,7 +119,7 @@ def _full(draw: random.Random, settings: ScriptSettings) -> list[_Entry]:
     return [(Full(), "prepare_store"), (Fail(errno.ENOSPC), "store")]
 
 
-KINDS: Mapping[str, Callable[[random.Random, ScriptSettings], list[_Entry]]] = {
+FAULT_KINDS: Mapping[str, Callable[[random.Random, ScriptSettings], list[_Entry]]] = {
     "delay": _delay,  # slower, and still in time by itself
     "hang": _hang,  # threads of the tier stand still for seconds
     "late": _late,  # done after all, after the deadline
@@ -151,7 +140,7 @@ _NAMES: Mapping[type[Fault], str] = {
 
 
 def kind_of(fault: Fault, operation: str) -> str:
-    """Return the kind, a key of :data:`KINDS`, of a fault that a script has drawn."""
+    """Return the kind, a key of :data:`FAULT_KINDS`, of a fault that a script has drawn."""
     match fault:
         case Lie():
             return "wrong" if operation == "load_into" else "phantom"
@@ -192,7 +181,7 @@ def phases(seed: int | str, settings: ScriptSettings) -> Iterator[Phase]:
             hand.append(deck.pop())
         faults: list[Inject] = []
         for kind in hand:
-            drawn = KINDS[kind](draw, settings)
+            drawn = FAULT_KINDS[kind](draw, settings)
             for fault, operation in draw.sample(drawn, draw.randint(-(-len(drawn) // 2), len(drawn))):
                 share = settings.lookup_share if operation == "contains" else 1.0
                 faults.append(Inject(fault, operation, share * draw.uniform(*settings.chance)))

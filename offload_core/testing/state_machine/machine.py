@@ -1,8 +1,8 @@
 """A hypothesis state machine: random operations on a real backend, each answer checked against a brute-force oracle.
 
 Clients of one medium store, load, look, delete, hold reservations, list, are closed and opened again; operations run
-alone, together, and are cancelled half-way. :func:`check_with_machine` runs it. A failure names the clause and lists
-the steps that led to it, made as few as hypothesis can.
+alone, together, and are cancelled half-way. :func:`check_with_state_machine` runs it. A failure names the
+clause and lists the steps that led to it, made as few as hypothesis can.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CAPACITY_BYTES = 16 * 1024
 CALL_LIMIT_SECONDS = 60
 MAX_CLIENTS = 3
 
-SETTINGS = hypothesis.settings(
+STATE_MACHINE_SETTINGS = hypothesis.settings(
     max_examples=EXAMPLES,
     stateful_step_count=STEPS,
     deadline=None,
@@ -64,12 +64,12 @@ SETTINGS = hypothesis.settings(
 )
 
 
-def check_with_machine(
+def check_with_state_machine(
     backend_type: BackendType,
     options: Mapping[str, Any],
     *,
     capacity_bytes: int | None = None,
-    settings: hypothesis.settings = SETTINGS,
+    settings: hypothesis.settings = STATE_MACHINE_SETTINGS,
 ) -> None:
     """Run :class:`BackendMachine` on one medium.
 

@@ -17,7 +17,7 @@ from offload_backend_sqlite.plugin import SQLITE
 from offload_core.api.backend import BackendContext, LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
-from offload_core.testing.state_machine.machine import CAPACITY_BYTES, SETTINGS, check_with_machine
+from offload_core.testing.state_machine.machine import CAPACITY_BYTES, STATE_MACHINE_SETTINGS, check_with_state_machine
 from tests.testing.template.conftest import CleanEnvironment
 
 HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
@@ -57,8 +57,8 @@ def held(path: Path) -> int:
 
 def test_the_state_machine_finds_no_broken_clause(path: Path) -> None:
     options = {"path": path, "capacity": CAPACITY_BYTES}
-    some = hypothesis.settings(SETTINGS, max_examples=30)  # the long tests run them all
-    check_with_machine(SQLITE, options, capacity_bytes=CAPACITY_BYTES, settings=some)
+    some = hypothesis.settings(STATE_MACHINE_SETTINGS, max_examples=30)  # the long tests run them all
+    check_with_state_machine(SQLITE, options, capacity_bytes=CAPACITY_BYTES, settings=some)
 
 
 RESERVE_AND_DIE = """if True:
