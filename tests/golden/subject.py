@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from typer.testing import CliRunner
 
-from offload_core import errors, events
-from offload_core.backend import (
+from offload_core.api import errors, events
+from offload_core.api.backend import (
     Backend,
     BackendContext,
-    BackendOptions,
     BackendType,
     Capabilities,
     LoadOutcome,
@@ -28,29 +27,30 @@ from offload_core.backend import (
     StoreOutcome,
     StoreReservation,
 )
-from offload_core.canonical import CanonicalKVCaches, LayerPages
+from offload_core.api.errors import ConfigError, ObjectFormatError
+from offload_core.api.hooks import API_VERSION, OLDEST_API_VERSION, HookSpecs, TierInfo
+from offload_core.api.keys import ObjectKey
+from offload_core.api.options import BackendOptions, check_folder
+from offload_core.api.wrapper import BackendWrapper
 from offload_core.cli import app
-from offload_core.compressed_object import compress, largest_compressed_bytes, verify_any
-from offload_core.config import load_config
-from offload_core.errors import ConfigError, ObjectFormatError
-from offload_core.fingerprint import Json, fingerprint, weights_identity
-from offload_core.folder_check import check_folder
-from offload_core.geometry import load_geometry
-from offload_core.hookspecs import API_VERSION, OLDEST_API_VERSION, HookSpecs, TierInfo
-from offload_core.keys import ChunkHashes, ObjectKey, object_keys
-from offload_core.object_format import FORMAT_VERSION, HEADER_BYTES, Codec, read_header, seal
-from offload_core.packs import BlockSlice, PackLayout, block_copier
-from offload_core.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner, Pack
-from offload_core.plugins import PluginRegistry, load_plugins
-from offload_core.runtime import IoLoop
-from offload_core.staging import StagingPool
-from offload_core.staging_shares import share_out
-from offload_core.staging_size import StagingUse
-from offload_core.stats import Counters
-from offload_core.testing.contract import BackendContract, contract_tests
-from offload_core.tier import StagedObject
-from offload_core.tier_opening import close_tiers, open_tiers
-from offload_core.wrapper import BackendWrapper
+from offload_core.config.geometry_file import load_geometry
+from offload_core.config.model import load_config
+from offload_core.memory.canonical import CanonicalKVCaches, LayerPages
+from offload_core.memory.payload_layout import BlockSlice, PackLayout, block_copier
+from offload_core.memory.staging_pool import StagingPool
+from offload_core.memory.staging_shares import share_out
+from offload_core.memory.staging_size import StagingUse
+from offload_core.objects.compression import compress, largest_compressed_bytes, verify_any
+from offload_core.objects.fingerprint import Json, fingerprint, weights_identity
+from offload_core.objects.format import FORMAT_VERSION, HEADER_BYTES, Codec, read_header, seal
+from offload_core.planning.chunk_keys import ChunkHashes, object_keys
+from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner, Pack
+from offload_core.plugins.registry import PluginRegistry, load_plugins
+from offload_core.runtime.metrics import Counters
+from offload_core.runtime.threads import IoLoop
+from offload_core.testing.contract.suite import BackendContract, contract_tests
+from offload_core.tiers.opening import close_tiers, open_tiers
+from offload_core.tiers.tier import StagedObject
 
 __all__ = [
     "API_VERSION",
@@ -91,7 +91,7 @@ SECONDS = 60
 
 def request_options() -> Any:
     """Return the model of a request's own wishes, and the key that holds them; this imports vLLM."""
-    module = importlib.import_module("offload_core.vllm.requests")
+    module = importlib.import_module("offload_core.vllm.scheduler.request_state")
     return module.REQUEST_KEY, module.RequestOptions
 
 
