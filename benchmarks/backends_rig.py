@@ -29,8 +29,9 @@ from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS
 from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import DaemonExecutor, IoLoop
+from offload_core.runtime.threads import DaemonExecutor
 from offload_core.tiers.tier import StagedObject, Tier
 
 MIB = 1024 * 1024

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 
-from offload_core.runtime.threads import IoLoop
+from offload_core.runtime.io_loop import IoLoop
 from tests.support import random_examples
 
 __all__ = ["random_examples"]

@@ -24,7 +24,7 @@ from offload_core.cli.output import note, print_json
 from offload_core.cli.watched_tier import OperationError, WatchedTier
 from offload_core.config.model import OffloadConfig, TierConfig, load_config
 from offload_core.plugins.loading import FOREIGN_ERRORS
-from offload_core.runtime.threads import IoLoop
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.tiers.opening import close_tiers
 
 EXIT_TROUBLE = 1

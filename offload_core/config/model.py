@@ -25,10 +25,10 @@ from offload_core.config.tier_limits import TierLimits
 from offload_core.memory.staging_size import StagingUse, staging_uses
 from offload_core.objects.format import Codec
 from offload_core.plugins.registry import PluginRegistry, load_plugins
-from offload_core.transfer.write_policy import WritePolicyName
 
 _MIB = 1024 * 1024
 
+WritePolicyName = Literal["every", "second-touch", "never"]
 Compression = Literal["none", "zstd", "zstd-planes"]
 CODECS: dict[Compression, Codec] = {"none": Codec.NONE, "zstd": Codec.ZSTD, "zstd-planes": Codec.ZSTD_PLANES}
 """The codec of each value of ``compression``."""

@@ -8,17 +8,8 @@ half keeps an index. It may be a little behind: what it offers and is no more th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from offload_core.api.keys import ObjectKey
-
-
-class TierChange(NamedTuple):
-    """An object has come to a tier or left it."""
-
-    tier: str
-    key: ObjectKey
-    present: bool
 
 
 class TierIndex:

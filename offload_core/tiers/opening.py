@@ -11,8 +11,8 @@ from offload_core.api.errors import ConfigError, PluginError
 from offload_core.config.model import OffloadConfig
 from offload_core.plugins.loading import FOREIGN_ERRORS
 from offload_core.plugins.observers import EventDelivery
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import IoLoop
 from offload_core.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from offload_core.api import events
 from offload_core.api.backend import Backend, BackendContext, LoadOutcome, StoreOutcome
@@ -15,7 +15,6 @@ from offload_core.api.hooks import TierInfo
 from offload_core.api.keys import ObjectKey
 from offload_core.config.model import TierConfig
 from offload_core.config.tier_limits import TierLimits
-from offload_core.lookup.local_index import TierChange
 from offload_core.plugins.observers import EventDelivery
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.metrics import Counters
@@ -35,6 +34,14 @@ _MAX_PENDING_LOOKUPS = 16
 _MAX_OVERDUE_LOOKUPS = 4
 
 T = TypeVar("T")
+
+
+class TierChange(NamedTuple):
+    """An object has come to a tier or left it."""
+
+    tier: str
+    key: ObjectKey
+    present: bool
 
 
 class Tier:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from offload_core.api.keys import ObjectKey
-from offload_core.memory.payload_layout import BlockSlice, PackLayout
+from offload_core.memory.block_copier import BlockSlice
+from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS
 
 

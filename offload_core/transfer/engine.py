@@ -23,13 +23,14 @@ from typing import Literal
 
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.keys import ObjectKey
-from offload_core.memory.payload_layout import BlockCopier, PackLayout
+from offload_core.memory.block_copier import BlockCopier
+from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_shares import share_out
 from offload_core.memory.staging_size import gathered_limit_bytes, staging_uses
 from offload_core.objects.format import HEADER_BYTES, object_bytes
+from offload_core.runtime.io_loop import IoLoop, log_unexpected, run_all
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import IoLoop, log_unexpected, run_all
 from offload_core.tiers.tier import StagedObject, Tier
 from offload_core.transfer.batches import TransferObject, in_batches
 from offload_core.transfer.jobs import Job, JobState, JobTable

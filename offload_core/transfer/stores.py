@@ -19,13 +19,15 @@ from itertools import count
 from typing import Any
 
 from offload_core.api.keys import ObjectKey
-from offload_core.memory.payload_layout import BlockCopier, PackLayout
+from offload_core.memory.block_copier import BlockCopier
+from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_shares import TierShare
 from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES, object_bytes
+from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import DaemonExecutor, IoLoop, log_unexpected
+from offload_core.runtime.threads import DaemonExecutor
 from offload_core.tiers.tier import StagedObject, Tier
 from offload_core.transfer.batches import TransferObject, in_batches
 from offload_core.transfer.jobs import JobTable

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from offload_core.api.keys import ObjectKey
-
-WritePolicyName = Literal["every", "second-touch", "never"]
+from offload_core.config.model import WritePolicyName
 
 REMEMBERED_KEYS = 1 << 16
 """Keys in a tier's record of touches, some 20 MiB; what was touched longest ago is forgotten first."""

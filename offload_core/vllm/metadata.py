@@ -15,10 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from offload_core.lookup.local_index import TierChange
-from offload_core.memory.payload_layout import BlockSlice
+from offload_core.memory.block_copier import BlockSlice
 from offload_core.objects.fingerprint import Json
 from offload_core.planning.chunk_keys import ChunkRef
+from offload_core.tiers.tier import TierChange
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import IoLoop
 from tests.support.plugin_site import Site
 
 

@@ -34,8 +34,9 @@ from offload_core.config.json_schema import config_schema
 from offload_core.config.model import BackendConfig, OffloadSettings, load_config
 from offload_core.config.secrets import secret_fields, variable_name
 from offload_core.plugins.registry import PluginRegistry, load_plugins
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import COUNTERS, Counters
-from offload_core.runtime.threads import DaemonExecutor, IoLoop
+from offload_core.runtime.threads import DaemonExecutor
 from offload_core.testing.contract.suite import BackendContract, contract_tests
 from offload_core.testing.state_machine.machine import STATE_MACHINE_SETTINGS, check_with_state_machine
 from offload_core.tiers.opening import close_tiers, open_tiers

@@ -15,8 +15,8 @@ from typing import Any
 
 from offload_core.api.backend import Backend
 from offload_core.config.model import load_config
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import IoLoop
 from offload_core.tiers.opening import close_tiers, open_tiers
 
 SHARE = 0.01

@@ -35,8 +35,9 @@ from offload_core.api.wrapper import BackendWrapper
 from offload_core.cli import app
 from offload_core.config.geometry_file import load_geometry
 from offload_core.config.model import load_config
+from offload_core.memory.block_copier import BlockSlice, block_copier
 from offload_core.memory.canonical import CanonicalKVCaches, LayerPages
-from offload_core.memory.payload_layout import BlockSlice, PackLayout, block_copier
+from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import StagingPool
 from offload_core.memory.staging_shares import share_out
 from offload_core.memory.staging_size import StagingUse
@@ -46,8 +47,8 @@ from offload_core.objects.format import FORMAT_VERSION, HEADER_BYTES, Codec, rea
 from offload_core.planning.chunk_keys import ChunkHashes, object_keys
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner, Pack
 from offload_core.plugins.registry import PluginRegistry, load_plugins
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import IoLoop
 from offload_core.testing.contract.suite import BackendContract, contract_tests
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.tiers.tier import StagedObject

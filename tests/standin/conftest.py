@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_core.runtime.threads import IoLoop
+from offload_core.runtime.io_loop import IoLoop
 from tests.standin.rig import Rig
 from tests.support.standin.io import CallWatch
 from tests.support.tiny_models import write_gemma3

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from offload_core.memory.payload_layout import CpuBlockCopier
+from offload_core.memory.block_copier import CpuBlockCopier
 from tests.standin.rig import Rig
 from tests.standin.scripted_disk import Script
 from tests.support.standin.cache import WrongBytesError

@@ -9,8 +9,9 @@ from itertools import pairwise
 
 import torch
 
+from offload_core.memory.block_copier import BlockCopier, BlockSlice, CpuBlockCopier, TorchBlockCopier
 from offload_core.memory.canonical import CanonicalKVCaches
-from offload_core.memory.payload_layout import BlockCopier, BlockSlice, CpuBlockCopier, PackLayout, TorchBlockCopier
+from offload_core.memory.payload_layout import PackLayout
 from offload_core.planning.planner import GroupGeometry, HitPolicy, Pack
 
 POISON = 0xA5

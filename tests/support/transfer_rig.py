@@ -11,13 +11,14 @@ from offload_backend_disk import DiskBackend, DiskOptions
 
 from offload_core.api.backend import BackendType
 from offload_core.config.model import BackendConfig, TierConfig
+from offload_core.memory.block_copier import BlockSlice, CpuBlockCopier
 from offload_core.memory.canonical import CanonicalKVCaches, LayerPages
-from offload_core.memory.payload_layout import BlockSlice, CpuBlockCopier, PackLayout
+from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import StagingPool
 from offload_core.memory.staging_size import STORE_SHARE, smallest_pool_bytes, staging_uses
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import IoLoop
 from offload_core.tiers.opening import close_tiers
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject

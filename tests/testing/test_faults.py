@@ -18,8 +18,9 @@ from offload_core.config.model import BackendConfig, TierConfig
 from offload_core.memory.staging_pool import StagingPool
 from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import DaemonExecutor, IoLoop
+from offload_core.runtime.threads import DaemonExecutor
 from offload_core.testing.faults.faulty_backend import FaultyBackend
 from offload_core.testing.faults.kinds import Fail, FlipBit, Full, Hang, Late, Lie, Lose, Reorder, Slow, Stall, Truncate
 from offload_core.testing.faults.plan import OPERATIONS, Call, Fault, FaultPlan, GoOn, Inject

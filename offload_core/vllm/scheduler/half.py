@@ -13,13 +13,14 @@ from offload_core.api.errors import PlanError
 from offload_core.config.model import OffloadConfig
 from offload_core.lookup.chunk_ledger import ChunkLedger
 from offload_core.lookup.local_index import TierIndex
-from offload_core.lookup.service import Lookup, LookupService, PrefixQuestion
+from offload_core.lookup.question import PrefixQuestion
+from offload_core.lookup.service import Lookup, LookupService
 from offload_core.lookup.wait_clock import WaitFor
 from offload_core.objects.fingerprint import Json, fingerprint
 from offload_core.planning.chunk_keys import ChunkHashes, ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import IoLoop
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.vllm.metadata import RequestLoad, StepMetadata, StepReport
 from offload_core.vllm.model.lora import AdapterIdentities

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from offload_core.memory.payload_layout import BlockSlice
+from offload_core.memory.block_copier import BlockSlice
 from offload_core.planning.planner import GroupGeometry, HybridOffloadPlanner, Pack
 from offload_core.vllm.metadata import ChunkTransfer
 from offload_core.vllm.scheduler.request_state import RequestState

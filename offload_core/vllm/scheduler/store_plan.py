@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from offload_core.lookup.chunk_ledger import ChunkLedger
-from offload_core.memory.payload_layout import BlockSlice
+from offload_core.memory.block_copier import BlockSlice
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.vllm.metadata import ChunkTransfer
 from offload_core.vllm.scheduler.load_plan import NULL_BLOCK_ID

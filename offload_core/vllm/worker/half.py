@@ -13,15 +13,16 @@ from offload_core.api.errors import ConfigError
 from offload_core.api.keys import ObjectKey
 from offload_core.api.pinned_memory import pinning_in_use
 from offload_core.config.model import OffloadConfig
+from offload_core.memory.block_copier import block_copier
 from offload_core.memory.canonical import CanonicalKVCaches
-from offload_core.memory.payload_layout import PackLayout, block_copier
+from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import StagingPool
 from offload_core.memory.staging_size import STORE_SHARE, staging_problem
 from offload_core.objects.fingerprint import Json
 from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import IoLoop
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.transfer.batches import TransferObject
 from offload_core.transfer.engine import LoadJob, LoadResult, TransferEngine

@@ -9,17 +9,18 @@ from hypothesis import strategies as st
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.config.model import OffloadConfig, OffloadSettings
-from offload_core.lookup.local_index import TierChange, TierIndex
-from offload_core.lookup.service import LookupService, PrefixAnswer, PrefixQuestion
+from offload_core.lookup.local_index import TierIndex
+from offload_core.lookup.question import PrefixAnswer, PrefixQuestion
+from offload_core.lookup.service import LookupService
 from offload_core.memory.staging_pool import StagingPool
 from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import IoLoop
 from offload_core.tiers.opening import close_tiers, open_tiers
-from offload_core.tiers.tier import StagedObject, Tier
+from offload_core.tiers.tier import StagedObject, Tier, TierChange
 from tests.support.memory_backend import LIMITS, MemoryBackend, key, memory_tier
 
 SECONDS = 30

@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 
 from offload_core.api.keys import ObjectKey
-from offload_core.lookup.service import Lookup, LookupService, PrefixAnswer, PrefixQuestion
+from offload_core.lookup.question import PrefixAnswer, PrefixQuestion
+from offload_core.lookup.service import Lookup, LookupService
 from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import IoLoop
 from offload_core.tiers.opening import close_tiers
 from offload_core.tiers.tier import Tier
 from tests.support.memory_backend import LIMITS, MemoryBackend, memory_tier

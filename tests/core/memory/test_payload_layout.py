@@ -10,15 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload_core.memory.block_copier import BlockCopier, BlockSlice, CpuBlockCopier, TorchBlockCopier, block_copier
 from offload_core.memory.canonical import CanonicalKVCaches, LayerPages
-from offload_core.memory.payload_layout import (
-    BlockCopier,
-    BlockSlice,
-    CpuBlockCopier,
-    PackLayout,
-    TorchBlockCopier,
-    block_copier,
-)
+from offload_core.memory.payload_layout import PackLayout
 from offload_core.planning.planner import GroupGeometry, HitPolicy, Pack
 
 NUM_BLOCKS = 12

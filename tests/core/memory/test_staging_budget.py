@@ -9,7 +9,7 @@ import pytest
 from offload_core.api.pinned_memory import HostPinning
 from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_size import ALIGNMENT_BYTES
-from offload_core.runtime.threads import IoLoop
+from offload_core.runtime.io_loop import IoLoop
 from tests.support.transfer_rig import SECONDS, Rig, item
 
 PAGE_BYTES = 96 * 1024

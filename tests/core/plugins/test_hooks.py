@@ -19,8 +19,8 @@ from offload_core.api.events import Event
 from offload_core.api.hooks import TierInfo
 from offload_core.config.model import OffloadConfig, OffloadSettings, TierConfig, load_config
 from offload_core.plugins.registry import PluginRegistry, load_plugins
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import IoLoop
 from offload_core.tiers import health
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.tiers.tier import Tier

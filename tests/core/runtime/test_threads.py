@@ -13,7 +13,8 @@ from types import FrameType
 
 import pytest
 
-from offload_core.runtime.threads import DaemonExecutor, IoLoop
+from offload_core.runtime.io_loop import IoLoop
+from offload_core.runtime.threads import DaemonExecutor
 
 SECONDS = 30
 
@@ -151,7 +152,8 @@ def test_shutdown_runs_what_is_queued_ends_the_threads_and_refuses_more() -> Non
 
 HANGS = """
 import asyncio, threading
-from offload_core.runtime.threads import DaemonExecutor, IoLoop
+from offload_core.runtime.io_loop import IoLoop
+from offload_core.runtime.threads import DaemonExecutor
 started = threading.Event()
 def hang():
     started.set()

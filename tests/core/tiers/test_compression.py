@@ -19,8 +19,8 @@ from offload_core.memory.staging_shares import share_out
 from offload_core.memory.staging_size import StagingUse
 from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import IoLoop
 from offload_core.tiers.compression import RETRY_EVERY, TRIALS, CompressionMemory
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.tiers.tier import StagedObject, Tier

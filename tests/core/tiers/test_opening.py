@@ -11,8 +11,8 @@ import pytest
 
 from offload_core.api.errors import ConfigError
 from offload_core.config.model import OffloadConfig, OffloadSettings
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import IoLoop
 from offload_core.tiers.opening import close_tiers, open_tiers
 from tests.support.memory_backend import MemoryBackend, key, memory_tier
 

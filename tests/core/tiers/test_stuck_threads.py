@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from offload_core.config.tier_limits import TierLimits
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import DaemonExecutor, IoLoop
+from offload_core.runtime.threads import DaemonExecutor
 from offload_core.tiers.opening import close_tiers
 from offload_core.tiers.tier import Tier
 from tests.support.memory_backend import key, memory_tier

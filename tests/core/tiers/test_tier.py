@@ -13,8 +13,8 @@ import pytest
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.config.tier_limits import TierLimits
 from offload_core.objects.format import HEADER_BYTES
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import IoLoop
 from offload_core.tiers.health import MAX_QUIET_SECONDS
 from offload_core.tiers.opening import close_tiers
 from offload_core.tiers.tier import Tier

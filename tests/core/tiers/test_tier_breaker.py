@@ -13,8 +13,8 @@ import pytest
 
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.keys import ObjectKey
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import IoLoop
 from offload_core.tiers.opening import close_tiers
 from offload_core.tiers.tier import Tier
 from tests.support.memory_backend import LIMITS, key, memory_tier

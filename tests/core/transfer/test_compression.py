@@ -11,7 +11,7 @@ from offload_backend_disk.plugin import DISK
 
 from offload_core.memory.staging_pool import Lease
 from offload_core.memory.staging_size import ALIGNMENT_BYTES, StagingUse, smallest_pool_bytes, staging_problem
-from offload_core.runtime.threads import IoLoop
+from offload_core.runtime.io_loop import IoLoop
 from tests.core.tiers.test_compression import tier_config
 from tests.support.transfer_rig import Rig, item
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offload_core.runtime.threads import IoLoop
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.transfer.jobs import JobState
 from tests.support.memory_backend import Gate
 from tests.support.transfer_rig import SECONDS, Rig, item

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from offload_core.memory.payload_layout import BlockSlice
+from offload_core.memory.block_copier import BlockSlice
 from offload_core.memory.staging_pool import Lease
 from offload_core.memory.staging_size import smallest_pool_bytes, staging_problem
 from offload_core.objects.format import object_bytes
-from offload_core.runtime.threads import IoLoop
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.transfer.batches import TransferObject
 from tests.support.memory_backend import key
 from tests.support.transfer_rig import PACK, SECONDS, Rig, item

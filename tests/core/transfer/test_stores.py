@@ -11,7 +11,7 @@ import pytest
 from offload_core.api.backend import StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.objects import format as object_format
-from offload_core.runtime.threads import IoLoop
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.transfer import tier_writer as store_lane
 from offload_core.transfer.pending_store import StoreResult
 from offload_core.transfer.store_queue import Place

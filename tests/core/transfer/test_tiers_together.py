@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from offload_core.memory.payload_layout import BlockSlice
-from offload_core.runtime.threads import IoLoop
+from offload_core.memory.block_copier import BlockSlice
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.transfer.batches import TransferObject
 from tests.support.memory_backend import MemoryBackend, key
 from tests.support.transfer_rig import PACK, SECONDS, Rig, item

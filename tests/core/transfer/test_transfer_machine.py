@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 
 from offload_core.api.keys import ObjectKey
 from offload_core.objects.format import HEADER_BYTES
-from offload_core.runtime.threads import IoLoop
+from offload_core.runtime.io_loop import IoLoop
 from tests.support.memory_backend import key
 from tests.support.transfer_rig import PACK, SECONDS, Rig, item, number_of
 

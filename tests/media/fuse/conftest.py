@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from offload_core.config.model import TierConfig, load_config
-from offload_core.runtime.threads import IoLoop
+from offload_core.runtime.io_loop import IoLoop
 from tests.core.conftest import _frozen_imports as _frozen_imports
 from tests.core.conftest import io as io
 from tests.media.fuse.fixtures import _session_fault_fs as _session_fault_fs

@@ -16,8 +16,8 @@ import pytest
 
 from offload_core.api.keys import ObjectKey
 from offload_core.config.model import OffloadConfig, load_config
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import IoLoop
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.tiers.tier import Tier
 from tests.media.fuse.conftest import PLACES

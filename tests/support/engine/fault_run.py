@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from offload_core.runtime.threads import IoLoop
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.testing.faults.plugin import SCRIPT
 from tests.support.engine.waiting import WaitingConnector
 from tests.support.workload import Workload

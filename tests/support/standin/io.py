@@ -8,7 +8,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from offload_core.runtime.threads import DaemonExecutor, IoLoop
+from offload_core.runtime.io_loop import IoLoop
+from offload_core.runtime.threads import DaemonExecutor
 
 _QUIET_TURNS = 64
 """Turns of the loop without a call on any thread after which nothing is left to happen."""

@@ -1,0 +1,119 @@
+"""The rooms of the package: their one direction of imports, their size, and the one door for plugins."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import offload_core.api
+import offload_core.testing
+from tests.support.paths import ROOT, TEMPLATE
+
+FLOORS = (
+    ("api", "runtime"),
+    ("planning", "objects", "plugins", "testing"),
+    ("memory",),
+    ("config",),
+    ("tiers",),
+    ("lookup", "transfer", "cli"),
+    ("vllm",),
+)
+"""The rooms, lowest floor first. A room imports from the floors below it only."""
+
+ENTRANCES = {"__init__.py", "pytest_plugin.py"}
+"""The modules at the top of the package; everything else has a room."""
+
+PUBLIC = ("offload_core.api", "offload_core.testing")
+MAX_FILES = 14
+MAX_LINES = 400
+
+CORE = ROOT / "offload_core"
+PACKAGES = [CORE, *(path for path in (ROOT / "backends").glob("*/offload_backend_*") if path.is_dir())]
+MODULES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
+ROOMED = [path for path in MODULES if CORE in path.parents and path.parent != CORE]
+STRANGERS = sorted([*(ROOT / "backends").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
+"""Code that may use the public door only."""
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imported(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield each imported module with the names taken from it, wherever in the file the import stands."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, ()) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{relative(path)}: write the whole name of the module, not a relative import"
+            yield node.module or "", tuple(alias.name for alias in node.names)
+
+
+def floor(room: str) -> int:
+    (number,) = (number for number, rooms in enumerate(FLOORS) if room in rooms)
+    return number
+
+
+def test_the_rooms_are_the_folders_and_the_top_has_entrances_only() -> None:
+    folders = {path.name for path in CORE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == {room for rooms in FLOORS for room in rooms}
+    assert {path.name for path in CORE.glob("*.py")} == ENTRANCES
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if path.parent != CORE and CORE in path.parents], ids=relative
+)
+def test_imports_point_down(path: Path) -> None:
+    own = path.relative_to(CORE).parts[0]
+    for module, names in imported(path):
+        whole = [f"{module}.{name}" for name in names] if module == "offload_core" else [module]
+        for parts in (name.split(".") for name in whole if name.startswith("offload_core.")):
+            room = parts[1]
+            if room in own or room == "__version__":
+                continue
+            assert floor(room) < floor(own), f"{relative(path)} imports {'.'.join(parts)}, which is not below {own}"
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=relative)
+def test_folders_have_at_most_14_files(package: Path) -> None:
+    folders = [package, *(path for path in package.rglob("*") if path.is_dir() and path.name != "__pycache__")]
+    counts = {relative(folder): len(list(folder.glob("*.py"))) for folder in folders}
+    assert {folder: count for folder, count in counts.items() if count > MAX_FILES} == {}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_modules_have_at_most_400_lines(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize(
+    "package", [path for package in PACKAGES for path in package.rglob("__init__.py")], ids=relative
+)
+def test_every_folder_says_its_job_in_one_sentence(package: Path) -> None:
+    first = (ast.get_docstring(ast.parse(package.read_text())) or "").split("\n\n")[0]
+    assert first.endswith(".")
+    assert len(first.split()) <= 25
+
+
+@pytest.mark.parametrize("path", STRANGERS, ids=relative)
+def test_backends_examples_and_template_use_the_public_door_only(path: Path) -> None:
+    for module, names in imported(path):
+        if module.split(".")[0] == "offload_core":
+            assert module in PUBLIC, f"{relative(path)} imports {module}; import from {' or '.join(PUBLIC)}"
+            assert not [name for name in names if name.startswith("_")]
+
+
+@pytest.mark.parametrize("door", [offload_core.api, offload_core.testing], ids=lambda door: door.__name__)
+def test_a_door_lists_its_names_sorted_and_has_them_all(door: object) -> None:
+    names = list(vars(door)["__all__"])
+    assert names == sorted(names, key=lambda name: (not name.isupper(), name))
+    assert set(names) <= vars(door).keys()
+
+
+def test_the_rules_are_checked_on_the_real_files() -> None:
+    assert CORE / "planning" / "planner.py" in MODULES
+    assert ROOT / "backends" / "disk" / "offload_backend_disk" / "backend.py" in STRANGERS
+    assert TEMPLATE / "offload_backend_sqlite" / "database.py" in STRANGERS
