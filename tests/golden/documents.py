@@ -25,6 +25,7 @@ DOCUMENTS: dict[str, Producer] = {
     "configurations.json": configurations.outcomes,
     "secrets.json": configurations.secrets,
     "metrics.json": engine.metrics,
+    "engine-identity.json": engine.identity,
     "request-options.json": engine.request_options,
     "plugin-surface.json": surface.surface,
     "cli-parameters.json": command_line.parameters,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -69,3 +71,21 @@ def request_options(folder: Path) -> dict[str, Any]:
         for name, params in examples.items()
     }
     return {"key": key, "schema": without_prose(model.model_json_schema()), "read": read}
+
+
+def identity(folder: Path) -> dict[str, Any]:
+    """Return the parts of the fingerprints under which an engine of two ranks stores, without the machine's values."""
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    kv = folder / "kv"
+    with mock.patch.dict(os.environ, environment):
+        os.environ.pop("PYTHONHASHSEED", None)
+        of_engine, of_workers = subject.run_engine(folder / "model", kv, prompt_tokens=600, ranks=2)
+    parts = [{**of_engine, "reset": "", "rank": rank, "layout": layout} for rank, layout in enumerate(of_workers)]
+    used = {path.name for path in kv.iterdir() if not path.name.startswith(".")}
+    assert used == set(map(subject.fingerprint, parts)), "objects lie under other fingerprints"
+    described: dict[str, Any] = {**parts[0], "model_config": "<dict>"}
+    described["engine"] = [described["engine"][0], "<version>"]
+    described["model"] = {**described["model"], "files": sorted(described["model"]["files"])}
+    for group in described["groups"]:
+        group["spec"] = {"kind": group["spec"]["kind"], "block_size": group["spec"]["block_size"]}
+    return described

@@ -52,6 +52,7 @@ from offload_core.runtime.metrics import Counters
 from offload_core.testing.contract.suite import BackendContract, contract_tests
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.tiers.tier import StagedObject
+from tests.support.tiny_models import write_gemma3
 
 __all__ = [
     "API_VERSION",
@@ -94,6 +95,27 @@ def request_options() -> Any:
     """Return the model of a request's own wishes, and the key that holds them; this imports vLLM."""
     module = importlib.import_module("offload_core.vllm.scheduler.request_state")
     return module.REQUEST_KEY, module.RequestOptions
+
+
+def run_engine(folder: Path, kv: Path, prompt_tokens: int, ranks: int) -> tuple[dict[str, Json], list[Json]]:
+    """Run a stand-in engine of ``ranks`` workers until it has stored a prompt on a disk tier; this imports vLLM.
+
+    Returns:
+        The engine's part of the identity, and each worker's.
+    """
+    models = importlib.import_module("tests.support.standin.geometries").MODELS
+    engines = importlib.import_module("tests.support.standin.engine")
+    identity = importlib.import_module("offload_core.vllm.model.identity")
+    write_gemma3(folder, max_position_embeddings=16384)
+    tier = {"name": "golden", "type": "disk", "path": str(kv)}
+    settings = {"backends": [tier], "staging_bytes": "32MiB", "shutdown_timeout_seconds": SECONDS}
+    engine = engines.StandInEngine(models["gpt_oss"](), folder, settings, ranks=ranks)
+    workers = [worker.connector.get_handshake_metadata().layout for worker in engine.workers]
+    engine.add([3 + number % 997 for number in range(prompt_tokens)], 1)
+    while engine.busy:
+        engine.step()
+    engine.shutdown()
+    return identity.engine_identity(engine.vllm_config, engine.kv_cache_config), workers
 
 
 def run_command(arguments: Sequence[str]) -> tuple[int, str, str]:
