@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 ENGINE_TESTS := $(addprefix test-engine-,$(ENGINE_VERSIONS))
 
-.PHONY: help install demo test test-long test-engines $(ENGINE_TESTS) lint format bench bench-scheduler bench-backends bench-faults soak wheel-check clean
+.PHONY: help install demo test test-long test-engines $(ENGINE_TESTS) lint format bench bench-scheduler bench-backends bench-faults docs soak wheel-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -69,6 +69,9 @@ bench-backends: $(STAMP)  ## measure the backends against vLLM's file helpers an
 
 bench-faults: $(STAMP)  ## measure what a slow, a hung and a refused tier cost
 	$(BIN)/python -m benchmarks.faults
+
+docs: $(STAMP)  ## write the generated tables of the documents anew
+	$(BIN)/python -m tests.support.reference_tables
 
 soak: $(STAMP)  ## serve random work from a disk with every fault for SOAK_SECONDS; fails when something leaks or grows
 	$(BIN)/python -m benchmarks.soak --seconds $(SOAK_SECONDS)

@@ -92,10 +92,8 @@ def _parameter(parameter: Any) -> tuple[str, str, str]:
         names = ", ".join(f"`{option}`" for option in (*parameter.opts, *parameter.secondary_opts))
     else:
         names = f"`{(parameter.metavar or parameter.name).upper()}`"
-    shown = (
-        "required" if parameter.required else "" if parameter.default in (None, False, ()) else f"`{parameter.default}`"
-    )
-    return names, shown, " ".join((parameter.help or "").split())
+    default = "" if parameter.default in (None, False, ()) else f"`{parameter.default}`"
+    return names, "required" if parameter.required else default, " ".join((parameter.help or "").split())
 
 
 def _table(head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
