@@ -234,9 +234,9 @@ def test_names_from_the_file_are_printed_as_they_are(tmp_path: Path) -> None:
     assert "full-u256  [red]a" in done.stdout
 
 
-def test_the_readme_shows_what_the_command_prints() -> None:
+def test_the_document_shows_what_the_command_prints() -> None:
     block = next(
-        b for b in (ROOT / "README.md").read_text().split("```") if b.startswith("console\n$ offload-core plan")
+        b for b in (ROOT / "docs" / "cli.md").read_text().split("```") if b.startswith("console\n$ offload-core plan")
     )
     command, *lines = block.removeprefix("console\n$ ").splitlines()
     done = plan(*command.split()[2:])
