@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 ENGINE_TESTS := $(addprefix test-engine-,$(ENGINE_VERSIONS))
 
-.PHONY: help install demo test test-long test-engines $(ENGINE_TESTS) lint format bench bench-scheduler bench-backends bench-faults soak wheel-check clean
+.PHONY: help install demo test test-long test-engines $(ENGINE_TESTS) lint format bench bench-scheduler bench-backends bench-faults bench-results plots soak wheel-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -59,7 +59,7 @@ format: $(STAMP)  ## mend style
 	$(BIN)/ruff format .
 
 bench: $(STAMP)  ## measure time to first token against recompute, local hits and the stock connector
-	$(BIN)/python benchmarks/ttft.py
+	$(BIN)/python -m benchmarks.ttft
 
 bench-scheduler: $(STAMP)  ## measure the scheduler half's lookups and steps against the stock connector's
 	$(BIN)/python -m benchmarks.scheduler
@@ -69,6 +69,12 @@ bench-backends: $(STAMP)  ## measure the backends against vLLM's file helpers an
 
 bench-faults: $(STAMP)  ## measure what a slow, a hung and a refused tier cost
 	$(BIN)/python -m benchmarks.faults
+
+bench-results: $(STAMP)  ## renew the committed results of all benchmarks, or of RESULTS="ttft codecs"; the machine should be quiet
+	$(BIN)/python -m benchmarks.renew $(RESULTS)
+
+plots: $(STAMP)  ## draw docs/plots and the tables of docs/benchmarks.md from the committed results
+	$(BIN)/python -m benchmarks.plots
 
 soak: $(STAMP)  ## serve random work from a disk with every fault for SOAK_SECONDS; fails when something leaks or grows
 	$(BIN)/python -m benchmarks.soak --seconds $(SOAK_SECONDS)
