@@ -91,12 +91,15 @@ def run(folder: Path, processes: int, count: int, nbytes: int, **options: object
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where to work, on the disk to be measured; nothing is left there")
+    parser.add_argument(
+        "folder", type=Path, help="where to work, on the disk to be measured; made if missing, no object is left there"
+    )
     parser.add_argument("--mib", type=int, default=512, help="what each process stores in a round")
     parser.add_argument("--rounds", type=int, default=3)
     add_json_option(parser)
     arguments = parser.parse_args()
     written = Run(arguments)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     capacities: list[Capacity] = []
     for nbytes in SIZES:
         count = arguments.mib * 2**20 // nbytes

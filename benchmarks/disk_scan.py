@@ -104,11 +104,14 @@ def show(scan: Scan, calls: list[CallsDuringScan]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where to work, on the disk to be measured; nothing is left there")
+    parser.add_argument(
+        "folder", type=Path, help="where to work, on the disk to be measured; made if missing, no object is left there"
+    )
     parser.add_argument("--objects", type=int, default=1_000_000)
     add_json_option(parser)
     arguments = parser.parse_args()
     run = Run(arguments)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     root = Path(tempfile.mkdtemp(prefix="disk-scan-", dir=arguments.folder))
     try:
         started = time.perf_counter()

@@ -363,7 +363,16 @@ def main() -> None:
             console.print(two_tiers_table(two))
     for line in verdicts(breaker, two):
         console.print(line)
-    run.write(Faults(first_tokens=first_tokens, breaker=breaker, two_tiers=two))
+    run.write(
+        Faults(
+            prompt_tokens=PROMPT_TOKENS,
+            batch_prompts=BATCH,
+            batch_prompt_tokens=BATCH_PROMPT_TOKENS,
+            first_tokens=first_tokens,
+            breaker=breaker,
+            two_tiers=two,
+        )
+    )
 
 
 if __name__ == "__main__":

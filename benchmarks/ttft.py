@@ -139,7 +139,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="offload-core-bench-") as folder:
         rows = measure(Path(folder), prompts, arguments.repeats, console)
     console.print(table_of(rows))
-    run.write(Ttft(first_tokens=rows))
+    run.write(Ttft(prompt_tokens=PROMPT_TOKENS, first_tokens=rows))
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ class Ttft(Results):
     """Results of ``benchmarks.ttft``."""
 
     benchmark = "ttft"
+    prompt_tokens: int
     first_tokens: list[FirstToken]
 
 
@@ -312,6 +313,9 @@ class Faults(Results):
     """Results of ``benchmarks.faults``."""
 
     benchmark = "faults"
+    prompt_tokens: int
+    batch_prompts: int
+    batch_prompt_tokens: int
     first_tokens: list[FaultyFirstToken]
     breaker: list[BreakerRatio]
     two_tiers: list[TwoTiers]
