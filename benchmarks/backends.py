@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -43,7 +43,7 @@ from benchmarks.backends_rig import (
     VllmHelpers,
 )
 from benchmarks.reporting.document import Run, add_json_option
-from benchmarks.reporting.rows import Backends, Calls, Peak, Speed, percentile
+from benchmarks.reporting.rows import Backends, Calls, Operation, Peak, Speed, percentile
 from offload_core.plugins import load_plugins
 
 PAGE_BYTES = 256 * 1024
@@ -158,7 +158,7 @@ def verdict(ratio: float, aim: float | None) -> str:
 
 def speeds_of(cell: Cell, rows: list[Measured]) -> Iterator[Speed]:
     """Yield the figures of one cell; the ratios are those of the row to vLLM's helpers and to the limit."""
-    operations: tuple[Literal["store", "load"], ...] = ("store", "load")
+    operations: tuple[Operation, ...] = ("store", "load")
     for operation in operations:
         speeds = {row.name: [sample.gb_per_second for sample in getattr(row, operation)] for row in rows}
         peer = next((p50(speed) for name, speed in speeds.items() if name.startswith("vLLM")), None)

@@ -21,7 +21,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from offload_backend_cpu import CpuBackend, CpuOptions
@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.reporting.document import Run, add_json_option
-from benchmarks.reporting.rows import Copies, CpuMemory
+from benchmarks.reporting.rows import Copies, CpuMemory, Operation
 from offload_core.backend import BackendContext, LoadOutcome, StoreOutcome
 from offload_core.keys import ObjectKey
 from offload_core.runtime import DaemonExecutor
@@ -145,7 +145,7 @@ async def measure(capacity_bytes: int, rounds: int, fragmented: bool) -> list[Co
     await tier.backend.open()
     await tier.fill(MIXED_BYTES if fragmented else [2 * MIB], (3 if fragmented else 1) * capacity_bytes)
     region = np.ones(capacity_bytes, dtype=np.uint8)
-    operations: tuple[Literal["store", "load"], ...] = ("store", "load")
+    operations: tuple[Operation, ...] = ("store", "load")
     rows: list[Copies] = []
     with ThreadPoolExecutor(max(THREADS)) as pool:
         for size in SIZES_BYTES:

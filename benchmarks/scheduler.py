@@ -303,7 +303,7 @@ def main() -> None:
         objects = object_row(stock, ours)
     for made in (growth_table(growth), step_table(steps), object_table(objects)):
         console.print(made)
-    run.write(rows.Scheduler(lookups=lookups, growth=growth, steps=steps, objects=[objects]))
+    run.write(rows.Scheduler(medium=arguments.medium, lookups=lookups, growth=growth, steps=steps, objects=[objects]))
 
 
 if __name__ == "__main__":

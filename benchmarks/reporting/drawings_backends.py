@@ -11,10 +11,9 @@ from matplotlib.ticker import FuncFormatter
 
 from benchmarks.reporting.rows import Backends, Codecs, CpuMemory, DiskCapacity, DiskScan, Speed
 from benchmarks.reporting.style import BLUE, GREEN, GREY, ORANGE, x_grid, y_grid
-from benchmarks.reporting.tables import is_ours, size
+from benchmarks.reporting.tables import BACKEND_COLUMNS, is_ours, size
 
 BAR = 0.27
-COLUMNS = (("store", 1), ("load", 1), ("store", 4), ("load", 4))
 
 
 def backends(figure: Figure, results: Backends) -> None:
@@ -31,7 +30,9 @@ def backends(figure: Figure, results: Backends) -> None:
         shown = {label: group for label, group in groups.items() if group[1]}
         for number, (label, (colour, mine)) in enumerate(shown.items()):
             _bars(axes, mine, (number - (len(shown) - 1) / 2) * BAR, colour, label)
-        axes.set_xticks(range(len(COLUMNS)), [f"{operation}\n{threads} thr." for operation, threads in COLUMNS])
+        axes.set_xticks(
+            range(len(BACKEND_COLUMNS)), [f"{operation}\n{threads} thr." for operation, threads in BACKEND_COLUMNS]
+        )
         backend, medium, kib = cell
         axes.set_title(f"{backend}{'' if medium == 'memory' else f', {medium}'}, pages of {size(kib)}")
         axes.set_ylabel("GB/s")
@@ -42,8 +43,8 @@ def backends(figure: Figure, results: Backends) -> None:
 
 def _bars(axes: Axes, rows: Sequence[Speed], shift: float, colour: str, label: str) -> None:
     speeds = {(row.operation, row.threads): row for row in rows}
-    ordered = [speeds[column] for column in COLUMNS]
-    places = np.arange(len(COLUMNS)) + shift
+    ordered = [speeds[column] for column in BACKEND_COLUMNS]
+    places = np.arange(len(BACKEND_COLUMNS)) + shift
     lows, heights, highs = np.array(
         [(row.gb_per_second_p10, row.gb_per_second_p50, row.gb_per_second_p90) for row in ordered]
     ).T

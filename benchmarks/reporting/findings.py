@@ -42,8 +42,9 @@ def scheduler(results: Scheduler) -> str:
     short, long = (
         span((1 / row.engine_ratio for row in rows if row.tokens == length), ".1f") for length in (shortest, longest)
     )
+    index = " with an index of host memory" if results.medium == "own" else ""
     return (
-        f"A first lookup of {tokens(longest)} tokens costs stock {long} times our time on the engine's thread, "
+        f"A first lookup of {tokens(longest)} tokens{index} costs stock {long} times our time on the engine's thread, "
         f"one of {tokens(shortest)} tokens {short} times"
     )
 
@@ -82,8 +83,8 @@ def faults(results: Faults) -> str:
     """Name the ratio of new prompts while the breaker is open and while it is kept closed."""
     p50 = {row.state: row.p50_ratio for row in results.first_tokens if row.kind == "new"}
     return (
-        f"A hung tier costs a new prompt {p50['hung']:.1f} times the time of no tier, "
-        f"and {p50['breaker open']:.2f} times once its breaker is open"
+        f"With a hung tier a new prompt takes {p50['hung']:.1f} times as long as without it, "
+        f"with its breaker open {p50['breaker open']:.2f} times"
     )
 
 

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 
 Figure = Annotated[float, AfterValidator(lambda number: float(f"{number:.5g}"))]
 """A measured number; five digits are more than any benchmark can repeat."""
+Operation = Literal["store", "load"]
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
@@ -119,6 +120,8 @@ class Scheduler(Results):
     """Results of ``benchmarks.scheduler``."""
 
     benchmark = "scheduler"
+    medium: Literal["shared", "own"]
+    """A medium that is asked, or one whose index the half keeps."""
     lookups: list[Lookup]
     growth: list[Growth]
     steps: list[Steps]
@@ -132,7 +135,7 @@ class Speed(Row):
     medium: str
     page_kib: int
     threads: int
-    operation: Literal["store", "load"]
+    operation: Operation
     name: str
     rounds: int
     gb_per_second_p50: Figure
@@ -185,7 +188,7 @@ class Copies(Row):
     fragmented: bool
     object_kib: int
     threads: int
-    operation: Literal["store", "load"]
+    operation: Operation
     rounds: int
     gib_per_second: Figure
     memcpy_gib_per_second: Figure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Callable
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -14,7 +15,7 @@ BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#9
 """Colours that remain different for readers who see few colours."""
 WIDTH_INCHES = 8.0
 TITLE_CHARACTERS, CAPTION_CHARACTERS = 88, 135
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.hashsalt": "offload-core",  # identifiers would be random otherwise
     "svg.fonttype": "none",  # text, which is small, can be searched, and shows in a diff
     "figure.facecolor": "white",

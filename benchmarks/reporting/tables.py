@@ -12,6 +12,7 @@ from benchmarks.reporting.rows import (
     DiskScan,
     Faults,
     Lookup,
+    Operation,
     Scheduler,
     Speed,
     Ttft,
@@ -111,6 +112,8 @@ def size(kib: int) -> str:
     return f"{kib // 1024} MiB" if kib >= 1024 else f"{kib} KiB"
 
 
+BACKEND_COLUMNS: tuple[tuple[Operation, int], ...] = (("store", 1), ("load", 1), ("store", 4), ("load", 4))
+"""Operations and threads, in the order in which they are shown."""
 OURS = ("ours", "ours, pack of 8")
 """Names of our contenders as an engine would use them."""
 
@@ -122,12 +125,11 @@ def is_ours(row: Speed) -> bool:
 
 def backends(results: Backends) -> str:
     """Return speeds with ratios, the cost of the checksums, and peaks of memory."""
-    columns = [("store", 1), ("load", 1), ("store", 4), ("load", 4)]
     cells = dict.fromkeys((row.backend, row.medium, row.page_kib) for row in results.speed)
     speeds: list[tuple[str, ...]] = []
     for cell in cells:
         shown: list[str] = []
-        for column in columns:
+        for column in BACKEND_COLUMNS:
             row = next(
                 row
                 for row in results.speed
@@ -153,14 +155,14 @@ def backends(results: Backends) -> str:
                 f"{checked[operation, threads, 'ours']:.3f}",
                 f"{checked[operation, threads, 'ours, no checksum']:.3f}",
             )
-            for operation, threads in columns
+            for operation, threads in BACKEND_COLUMNS
         ],
     )
     peaks = table(
         ("memory beyond that at the start, MiB", "stored", "peak"),
         [(row.name, f"{row.stored_mib:.0f}", f"{row.peak_mib:.1f}") for row in results.peaks],
     )
-    header = [f"{operation}, {threads} thread{'s' if threads > 1 else ''}" for operation, threads in columns]
+    header = [f"{operation}, {threads} thread{'s' if threads > 1 else ''}" for operation, threads in BACKEND_COLUMNS]
     return "\n\n".join((table(["GB/s, p50 (ratio)", *header], speeds), checksums, peaks))
 
 
