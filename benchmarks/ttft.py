@@ -127,7 +127,7 @@ def main() -> None:
     add_json_option(parser)
     arguments = parser.parse_args()
     run = Run(arguments)
-    console = Console()
+    console = Console(width=120)
     prompts = [
         PromptSpec(
             name=str(seed),

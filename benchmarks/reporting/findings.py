@@ -30,8 +30,8 @@ def ttft(results: Ttft) -> str:
     p50 = {row.name: row.p50_ms for row in results.first_tokens}
     cold = p50["disk, cold"]
     return (
-        f"From a cold disk the first token comes {p50['recompute'] / cold:.0f} times sooner than by recompute, "
-        f"{cold / p50['local prefix cache']:.1f} times later than from the local prefix cache"
+        f"From a cold disk the first token comes {p50['recompute'] / cold:.0f} times sooner than by recompute; "
+        f"it takes {cold / p50['local prefix cache']:.2f} times as long as from the local prefix cache"
     )
 
 
