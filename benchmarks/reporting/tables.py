@@ -43,7 +43,7 @@ def ttft(results: Ttft) -> str:
             (
                 row.name,
                 str(row.samples),
-                *(f"{n:.1f}" for n in (row.p50_ms, row.p90_ms, row.p99_ms)),
+                *(f"{n:,.1f}" for n in (row.p50_ms, row.p90_ms, row.p99_ms)),
                 f"{row.ratio:.2f}",
             )
             for row in results.first_tokens

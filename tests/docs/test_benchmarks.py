@@ -78,7 +78,7 @@ def test_a_result_was_made_by_the_command_that_renews_it(entry: Entry) -> None:
 
 
 def test_the_commands_of_the_document_exist() -> None:
-    for target in re.findall(r"\bmake ([a-z-]+)", TEXT):
+    for target in re.findall(r"[`$] ?make ([a-z-]+)", TEXT):
         assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), target
     for module in re.findall(r"python -m benchmarks\.(\w+)", TEXT):
         assert (ROOT / "benchmarks" / f"{module}.py").is_file()
