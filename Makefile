@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 ENGINE_TESTS := $(addprefix test-engine-,$(ENGINE_VERSIONS))
 
-.PHONY: help install demo test test-long test-engines $(ENGINE_TESTS) lint format bench bench-scheduler bench-backends bench-faults docs soak wheel-check clean
+.PHONY: help install demo test test-long test-engines $(ENGINE_TESTS) lint format bench bench-scheduler bench-backends bench-faults bench-results plots docs soak wheel-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -72,6 +72,12 @@ bench-faults: $(STAMP)  ## measure what a slow, a hung and a refused tier cost
 
 docs: $(STAMP)  ## write the generated tables of the documents anew
 	$(BIN)/python -m tests.support.reference_tables
+
+bench-results: $(STAMP)  ## renew the committed results of all benchmarks, or of RESULTS="ttft codecs"; the machine should be quiet
+	$(BIN)/python -m benchmarks.renew $(RESULTS)
+
+plots: $(STAMP)  ## draw docs/plots and the tables of docs/benchmarks.md from the committed results
+	$(BIN)/python -m benchmarks.plots
 
 soak: $(STAMP)  ## serve random work from a disk with every fault for SOAK_SECONDS; fails when something leaks or grows
 	$(BIN)/python -m benchmarks.soak --seconds $(SOAK_SECONDS)

@@ -18,23 +18,21 @@ pages that were just stored. Ratios are of medians over rounds: above 1 we are f
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.backends_growth import Growth, Peak, growth_of, peaks_of
+from benchmarks.backends_growth import growth_of, peaks_of
 from benchmarks.backends_rig import (
     CHUNK_BYTES,
-    MIB,
     Contender,
     CopyOfMemory,
     Medium,
@@ -44,6 +42,8 @@ from benchmarks.backends_rig import (
     Sample,
     VllmHelpers,
 )
+from benchmarks.reporting.document import Run, add_json_option
+from benchmarks.reporting.rows import Backends, Calls, Operation, Peak, Speed, percentile
 from offload_core.plugins.registry import load_plugins
 
 PAGE_BYTES = 256 * 1024
@@ -70,11 +70,6 @@ class Measured:
     name: str
     store: list[Sample] = field(default_factory=list)
     load: list[Sample] = field(default_factory=list)
-
-
-def percentile(samples: list[float], percent: int) -> float:
-    ordered = sorted(samples)
-    return ordered[round(percent / 100 * (len(ordered) - 1))]
 
 
 def p50(samples: list[float]) -> float:
@@ -161,47 +156,73 @@ def verdict(ratio: float, aim: float | None) -> str:
     return f"{ratio:.2f}" if aim is None else f"[{'green' if ratio >= aim else 'red'}]{ratio:.2f}[/] (aim {aim})"
 
 
-def speed_table(cell: Cell, rows: list[Measured]) -> Table:
-    """Show one cell; the ratios are those of the row to vLLM's helpers and to the limit."""
-    table = made_table(
-        f"{cell.backend}, {cell.medium}, pages of {cell.page_bytes // 1024} KiB, {cell.threads} thread(s)",
-        "", "GB/s p50", "p10", "p90", "CPU s/GiB", "/ vLLM", "/ limit",
-    )  # fmt: skip
-    for operation in ("store", "load"):
+def speeds_of(cell: Cell, rows: list[Measured]) -> Iterator[Speed]:
+    """Yield the figures of one cell; the ratios are those of the row to vLLM's helpers and to the limit."""
+    operations: tuple[Operation, ...] = ("store", "load")
+    for operation in operations:
         speeds = {row.name: [sample.gb_per_second for sample in getattr(row, operation)] for row in rows}
         peer = next((p50(speed) for name, speed in speeds.items() if name.startswith("vLLM")), None)
         limit = next(p50(speed) for name, speed in speeds.items() if name.startswith("limit"))
         for row in rows:
             speed = speeds[row.name]
-            cpu = p50([sample.cpu_seconds_per_gib for sample in getattr(row, operation)])
             ours = row.name in ("ours", "ours, pack of 8")
-            to_peer = (
-                verdict(p50(speed) / peer, AIMS.get((cell.backend, cell.page_bytes)) if ours else None) if peer else ""
+            yield Speed(
+                backend=cell.backend,
+                medium=cell.medium,
+                page_kib=cell.page_bytes // 1024,
+                threads=cell.threads,
+                operation=operation,
+                name=row.name,
+                rounds=len(speed),
+                gb_per_second_p50=p50(speed),
+                gb_per_second_p10=percentile(speed, 10),
+                gb_per_second_p90=percentile(speed, 90),
+                cpu_seconds_per_gib=p50([sample.cpu_seconds_per_gib for sample in getattr(row, operation)]),
+                vllm_ratio=p50(speed) / peer if peer else None,
+                limit_ratio=p50(speed) / limit,
+                vllm_aim=AIMS.get((cell.backend, cell.page_bytes)) if ours else None,
+                limit_aim=AIM_OF_MEMCPY if cell.backend == "cpu" and ours else None,
             )
-            aim = AIM_OF_MEMCPY if cell.backend == "cpu" and ours else None
-            table.add_row(
-                f"{operation}: {row.name}", *(f"{percentile(speed, percent):.2f}" for percent in (50, 10, 90)),
-                f"{cpu:.3f}", to_peer, verdict(p50(speed) / limit, aim),
-            )  # fmt: skip
+
+
+def speed_table(cell: Cell, rows: list[Speed]) -> Table:
+    """Show one cell."""
+    table = made_table(
+        f"{cell.backend}, {cell.medium}, pages of {cell.page_bytes // 1024} KiB, {cell.threads} thread(s)",
+        "", "GB/s p50", "p10", "p90", "CPU s/GiB", "/ vLLM", "/ limit",
+    )  # fmt: skip
+    for row in rows:
+        table.add_row(
+            f"{row.operation}: {row.name}",
+            *(f"{speed:.2f}" for speed in (row.gb_per_second_p50, row.gb_per_second_p10, row.gb_per_second_p90)),
+            f"{row.cpu_seconds_per_gib:.3f}",
+            "" if row.vllm_ratio is None else verdict(row.vllm_ratio, row.vllm_aim),
+            verdict(row.limit_ratio, row.limit_aim),
+        )
     return table
 
 
 def peak_table(peaks: list[Peak]) -> Table:
     table = made_table("Peak memory beyond staging, MiB, 4 threads, each in a process of its own", "", "stored", "peak")
     for peak in peaks:
-        table.add_row(peak.name, f"{peak.stored_bytes / MIB:.0f}", f"{peak.peak_bytes / MIB:.1f}")
+        table.add_row(peak.name, f"{peak.stored_mib:.0f}", f"{peak.peak_mib:.1f}")
     return table
 
 
-def growth_table(growths: list[Growth]) -> Table:
+def growth_table(growths: list[Calls]) -> Table:
     table = made_table(
         "As objects grow, objects of 5 KiB: µs per call, p50 (p90)",
         "", "objects", "fill µs/object", "contains 64", "prepare_store 8", "store 8", "prepare_load and load 8",
     )  # fmt: skip
     for row in growths:
-        calls = (row.contains, row.prepare_store, row.store, row.load)
-        cells = [f"{p50(call) * 1e6:.0f} ({percentile(call, 90) * 1e6:.0f})" for call in calls]
-        table.add_row(row.name, f"{row.objects:,}", f"{row.fill_seconds / row.objects * 1e6:.0f}", *cells)
+        calls = (
+            (row.contains_p50_us, row.contains_p90_us),
+            (row.prepare_store_p50_us, row.prepare_store_p90_us),
+            (row.store_p50_us, row.store_p90_us),
+            (row.load_p50_us, row.load_p90_us),
+        )
+        cells = [f"{median:.0f} ({high:.0f})" for median, high in calls]
+        table.add_row(row.name, f"{row.objects:,}", f"{row.fill_us_per_object:.0f}", *cells)
     return table
 
 
@@ -224,8 +245,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write: a folder on the disk to be measured")
     parser.add_argument("--backend", action="append", help="only this backend; may be repeated")
     parser.add_argument("--only", choices=("speed", "growth"), help="only this part")
-    parser.add_argument("--json", type=Path, help="also write the samples to this file")
+    add_json_option(parser)
     arguments = parser.parse_args()
+    run = Run(arguments)
     logging.getLogger("vllm").setLevel(logging.ERROR)
     console = Console(width=150)
     chunks = 16 if arguments.quick else max(8, round(arguments.gib * 1024**3 / CHUNK_BYTES))
@@ -247,16 +269,14 @@ def main() -> None:
         cells = [] if arguments.only == "growth" else [cell for name in backends for cell in cells_of(name)]
         rows = measure(cells, folder, chunks, rounds, console)
         growths = [] if arguments.only == "speed" else growth_of(backends, folder, counts, console)
-    for cell in cells:
-        console.print(speed_table(cell, [row for row in rows if row.cell == cell]))
+    speeds = {cell: list(speeds_of(cell, [row for row in rows if row.cell == cell])) for cell in cells}
+    for cell, figures in speeds.items():
+        console.print(speed_table(cell, figures))
     if peaks:
         console.print(peak_table(peaks))
     if growths:
         console.print(growth_table(growths))
-    if arguments.json:
-        made: dict[str, Sequence[Any]] = {"speed": rows, "peaks": peaks, "growth": growths}
-        document = {name: [asdict(row) for row in part] for name, part in made.items()}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    run.write(Backends(speed=[row for part in speeds.values() for row in part], peaks=peaks, growth=growths))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from typing import Any
 from rich.console import Console
 from vllm.fs_io_C import batch_load_block, batch_lookup, batch_store_block
 
-from benchmarks.backends_rig import CHUNK_BYTES, NAMESPACE, Contender, Memory, OurTier, VllmHelpers
+from benchmarks.backends_rig import CHUNK_BYTES, MIB, NAMESPACE, Contender, Memory, OurTier, VllmHelpers
+from benchmarks.reporting.rows import Calls, Peak, percentile
 from offload_core.api.backend import (
     Backend,
     BackendContext,
@@ -80,15 +81,6 @@ class VllmFolder(Backend[BackendOptions]):
         await self.run_blocking(unlink)
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The most memory a process took beyond what it had before, its staging included in that."""
-
-    name: str
-    stored_bytes: int
-    peak_bytes: int
-
-
 @dataclass
 class Growth:
     """What calls took, in seconds, on a backend with ``objects`` objects."""
@@ -100,6 +92,27 @@ class Growth:
     prepare_store: list[float] = field(default_factory=list)
     store: list[float] = field(default_factory=list)
     load: list[float] = field(default_factory=list)
+
+    def calls(self) -> Calls:
+        """Return the figures."""
+        contains, prepare_store, store, load = (
+            [percentile(seconds, percent) * 1e6 for percent in (50, 90)]
+            for seconds in (self.contains, self.prepare_store, self.store, self.load)
+        )
+        return Calls(
+            name=self.name,
+            objects=self.objects,
+            samples=len(self.contains),
+            fill_us_per_object=self.fill_seconds / self.objects * 1e6,
+            contains_p50_us=contains[0],
+            contains_p90_us=contains[1],
+            prepare_store_p50_us=prepare_store[0],
+            prepare_store_p90_us=prepare_store[1],
+            store_p50_us=store[0],
+            store_p90_us=store[1],
+            load_p50_us=load[0],
+            load_p90_us=load[1],
+        )
 
 
 def peaks_of(tiers: Mapping[str, dict[str, Any]], folder: Path, chunks: int) -> list[Peak]:
@@ -136,7 +149,7 @@ def _peak(name: str, chunks: int, make: Callable[[Memory], Contender]) -> Peak:
     process.start()
     sender.close()
     try:
-        return Peak(name, chunks * CHUNK_BYTES, receiver.recv())
+        return Peak(name=name, stored_mib=chunks * CHUNK_BYTES / MIB, peak_mib=receiver.recv() / MIB)
     except EOFError:
         raise SystemExit(f"{name}: the process that measures its memory has ended without a result") from None
     finally:
@@ -148,7 +161,7 @@ def _status_bytes(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def growth_of(backends: Sequence[str], folder: Path, counts: Sequence[int], console: Console) -> list[Growth]:
+def growth_of(backends: Sequence[str], folder: Path, counts: Sequence[int], console: Console) -> list[Calls]:
     """Fill each backend up to each of ``counts`` and measure small calls there."""
     path = folder / "growth"
     limit = 4 * counts[-1] * OBJECT_BYTES
@@ -166,10 +179,10 @@ def growth_of(backends: Sequence[str], folder: Path, counts: Sequence[int], cons
     }
     if "disk" in backends:
         makers["vLLM's helpers"] = partial(VllmFolder, path)
-    growths: list[Growth] = []
+    growths: list[Calls] = []
     for name, make in makers.items():
         path.mkdir()
-        growths += asyncio.run(_grow(name, make, counts, console))
+        growths += [growth.calls() for growth in asyncio.run(_grow(name, make, counts, console))]
         shutil.rmtree(path)
     return growths
 

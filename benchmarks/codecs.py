@@ -1,6 +1,6 @@
 """How small the codecs make a KV cache, and how fast.
 
-    python -m benchmarks.codecs [--payload-mib 2] [--levels 1,3,9] [--seconds 0.5] [FILE_OR_FOLDER …]
+    python -m benchmarks.codecs [--payload-mib 2] [--levels 1,3,9] [--seconds 0.5] [--json FILE] [FILE_OR_FOLDER …]
 
 Each row compresses and restores one whole object, header and checksums included, on one thread. The data are synthetic:
 numbers of a normal distribution, one scale per channel, as bf16, fp16 and fp32 values. Raw bytes of a real cache are
@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from benchmarks.reporting.document import Run, add_json_option
+from benchmarks.reporting.rows import Codecs, Compression
 from offload_core.api.keys import ObjectKey
 from offload_core.objects import format as object_format
 from offload_core.objects.compression import compress, restore
@@ -37,16 +39,36 @@ def main() -> None:
         "--seconds", type=float, default=0.5, help="how long each operation is repeated; the best counts"
     )
     parser.add_argument("files", nargs="*", type=Path, help="files with bytes of a real KV cache, or folders of *.kv")
+    add_json_option(parser)
     arguments = parser.parse_args()
+    run = Run(arguments)
     nbytes = int(arguments.payload_mib * 1024 * 1024) // 4 * 4
     levels = [int(level) for level in arguments.levels.split(",")]
-    print(f"objects of {nbytes} payload bytes, one thread, zstd {'.'.join(map(str, zstandard.ZSTD_VERSION))}")
+    zstd_version = ".".join(map(str, zstandard.ZSTD_VERSION))
+    print(f"objects of {nbytes} payload bytes, one thread, zstd {zstd_version}")
     print(f"{'data':22} {'codec':12} {'level':>5} {'ratio':>6} {'encode MB/s':>12} {'decode MB/s':>12}")
-    for name, payload in [*synthetic(nbytes).items(), *real(arguments.files, nbytes)]:
+    rows: list[Compression] = []
+    for row in measured([*synthetic(nbytes).items(), *real(arguments.files, nbytes)], levels, arguments.seconds):
+        show(row)
+        rows.append(row)
+    run.write(Codecs(zstd_version=zstd_version, payload_bytes=nbytes, compression=rows))
+
+
+def measured(data: Iterable[tuple[str, bytes]], levels: list[int], seconds: float) -> Iterator[Compression]:
+    """Yield a row for every way to compress."""
+    for name, payload in data:
         for codec in (Codec.ZSTD, Codec.ZSTD_PLANES):
             for level in levels:
-                measure(name, payload, codec, level, arguments.seconds)
-        split_both(name, payload, arguments.seconds)
+                yield measure(name, payload, codec, level, seconds)
+        yield split_both(name, payload, seconds)
+
+
+def show(row: Compression) -> None:
+    """Print one row."""
+    speeds = f"{'(does not get smaller)':>25}"
+    if row.encode_mb_per_second is not None and row.decode_mb_per_second is not None:
+        speeds = f"{row.encode_mb_per_second:12.0f} {row.decode_mb_per_second:12.0f}"
+    print(f"{row.data:22} {row.codec:12} {row.level:5} {row.ratio:6.3f} {speeds}", flush=True)
 
 
 def synthetic(nbytes: int) -> dict[str, bytes]:
@@ -79,8 +101,8 @@ def real(paths: Iterable[Path], nbytes: int) -> list[tuple[str, bytes]]:
     return found
 
 
-def measure(name: str, payload: bytes, codec: Codec, level: int, seconds: float) -> None:
-    """Print one row."""
+def measure(name: str, payload: bytes, codec: Codec, level: int, seconds: float) -> Compression:
+    """Compress and restore one object, again and again."""
     source = memoryview(bytearray(HEADER_BYTES + len(payload)))
     source[HEADER_BYTES:] = payload
     object_format.seal(source, _KEY)
@@ -89,17 +111,22 @@ def measure(name: str, payload: bytes, codec: Codec, level: int, seconds: float)
     back = memoryview(bytearray(len(source)))
     used = compress(header, source, target, codec, level)
     if used is None:
-        print(f"{name:22} {label(codec):12} {level:5} {'1.00':>6} {'(does not get smaller)':>25}")
-        return
+        return Compression(data=name, codec=label(codec), level=level, ratio=1)
     encode = best(lambda: compress(header, source, target, codec, level), seconds)
     decode = best(lambda: restore(target[:used], back, _KEY), seconds)
     assert back == source
-    rates = (len(payload) / encode / 1e6, len(payload) / decode / 1e6)
-    print(f"{name:22} {label(codec):12} {level:5} {len(source) / used:6.3f} {rates[0]:12.0f} {rates[1]:12.0f}")
+    return Compression(
+        data=name,
+        codec=label(codec),
+        level=level,
+        ratio=len(source) / used,
+        encode_mb_per_second=len(payload) / encode / 1e6,
+        decode_mb_per_second=len(payload) / decode / 1e6,
+    )
 
 
-def split_both(name: str, payload: bytes, seconds: float) -> None:
-    """Print what compressing both planes would give at level 1, without header and checksums."""
+def split_both(name: str, payload: bytes, seconds: float) -> Compression:
+    """Compress both planes at level 1, without header and checksums."""
     compressor = zstandard.ZstdCompressor(level=1)
     whole = np.frombuffer(payload, np.uint8)
 
@@ -109,8 +136,14 @@ def split_both(name: str, payload: bytes, seconds: float) -> None:
     stored = encode()
     encoding = best(encode, seconds)
     decoding = best(lambda: zstandard.ZstdDecompressor().decompress(stored), seconds)
-    rates = (len(payload) / encoding / 1e6, len(payload) / decoding / 1e6)
-    print(f"{name:22} {'split, both':12} {1:5} {len(payload) / len(stored):6.3f} {rates[0]:12.0f} {rates[1]:12.0f}")
+    return Compression(
+        data=name,
+        codec="split, both",
+        level=1,
+        ratio=len(payload) / len(stored),
+        encode_mb_per_second=len(payload) / encoding / 1e6,
+        decode_mb_per_second=len(payload) / decoding / 1e6,
+    )
 
 
 def best(operation: Callable[[], object], seconds: float) -> float:

@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +28,8 @@ from offload_backend_cpu import CpuBackend, CpuOptions
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.reporting.document import Run, add_json_option
+from benchmarks.reporting.rows import Copies, CpuMemory, Operation
 from offload_core.api.backend import BackendContext, LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
@@ -139,13 +139,14 @@ def plain_copies(
     return since(started)
 
 
-async def measure(capacity_bytes: int, rounds: int, fragmented: bool) -> list[dict[str, Any]]:
+async def measure(capacity_bytes: int, rounds: int, fragmented: bool) -> list[Copies]:
     """Return a row per size, number of threads and direction."""
     tier = Tier(capacity_bytes)
     await tier.backend.open()
     await tier.fill(MIXED_BYTES if fragmented else [2 * MIB], (3 if fragmented else 1) * capacity_bytes)
     region = np.ones(capacity_bytes, dtype=np.uint8)
-    rows: list[dict[str, Any]] = []
+    operations: tuple[Operation, ...] = ("store", "load")
+    rows: list[Copies] = []
     with ThreadPoolExecutor(max(THREADS)) as pool:
         for size in SIZES_BYTES:
             count, batch = ROUND_BYTES // size, min(BATCH_OBJECTS, max(1, BATCH_BYTES // size))
@@ -165,24 +166,25 @@ async def measure(capacity_bytes: int, rounds: int, fragmented: bool) -> list[di
                     seconds["memcpy"].append(plain_copies(pool, threads, region, tier, size, count))
                     views = tier.views(size, count)
                     seconds["load"].append(await at_once(threads, load, len(batches)))
-                for way in ("store", "load"):
+                for way in operations:
                     ratios = np.array(seconds["memcpy"]) / np.array(seconds[way])
                     low, middle, high = np.percentile(ratios[:, 0], [10, 50, 90])
                     ours, plain = (np.median(seconds[name], axis=0) for name in (way, "memcpy"))
                     rows.append(
-                        {
-                            "fragmented": fragmented,
-                            "object_bytes": size,
-                            "threads": threads,
-                            "way": way,
-                            "gib_per_second": ROUND_BYTES / GIB / float(ours[0]),
-                            "memcpy_gib_per_second": ROUND_BYTES / GIB / float(plain[0]),
-                            "ratio_p10": float(low),
-                            "ratio_p50": float(middle),
-                            "ratio_p90": float(high),
-                            "processor_seconds_per_gib": float(ours[1]) * GIB / ROUND_BYTES,
-                            "memcpy_processor_seconds_per_gib": float(plain[1]) * GIB / ROUND_BYTES,
-                        }
+                        Copies(
+                            fragmented=fragmented,
+                            object_kib=size // KIB,
+                            threads=threads,
+                            operation=way,
+                            rounds=rounds,
+                            gib_per_second=ROUND_BYTES / GIB / float(ours[0]),
+                            memcpy_gib_per_second=ROUND_BYTES / GIB / float(plain[0]),
+                            ratio_p10=float(low),
+                            ratio_p50=float(middle),
+                            ratio_p90=float(high),
+                            cpu_seconds_per_gib=float(ours[1]) * GIB / ROUND_BYTES,
+                            memcpy_cpu_seconds_per_gib=float(plain[1]) * GIB / ROUND_BYTES,
+                        )
                     )
     await tier.backend.close()
     return rows
@@ -193,8 +195,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--capacity-mib", type=int, default=1024, help="of the tier")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    add_json_option(parser)
     arguments = parser.parse_args()
+    run = Run(arguments)
     rows = [
         row
         for fragmented in (False, True)
@@ -204,17 +207,19 @@ def main() -> None:
         "tier", "KiB", "threads", "way", "GiB/s", "memcpy GiB/s", "ratio p10", "p50", "p90", "CPU s/GiB", "memcpy"
     )
     for row in rows:
-        figures = list(row)[4:]
+        figures = (
+            *(row.gib_per_second, row.memcpy_gib_per_second, row.ratio_p10, row.ratio_p50, row.ratio_p90),
+            *(row.cpu_seconds_per_gib, row.memcpy_cpu_seconds_per_gib),
+        )
         table.add_row(
-            "fragmented" if row["fragmented"] else "even",
-            f"{row['object_bytes'] // KIB}",
-            str(row["threads"]),
-            row["way"],
-            *(f"{row[figure]:.2f}" for figure in figures),
+            "fragmented" if row.fragmented else "even",
+            str(row.object_kib),
+            str(row.threads),
+            row.operation,
+            *(f"{figure:.2f}" for figure in figures),
         )
     Console(width=120).print(table)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2))
+    run.write(CpuMemory(copies=rows))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a capacity costs the disk backend, and what forcing objects to the disk costs.
 
-python -m benchmarks.disk_capacity FOLDER [--mib 512] [--rounds 3]
+python -m benchmarks.disk_capacity FOLDER [--mib 512] [--rounds 3] [--json FILE]
 
 Four processes store at full speed into one folder, without a limit and with one that a quarter of the bytes exceeds, so
 that three quarters are evicted; then one process with each fsync policy. Rounds alternate, for disks are not the same
@@ -23,6 +23,8 @@ from typing import Any
 
 from offload_backend_disk import DiskBackend, DiskOptions
 
+from benchmarks.reporting.document import Run, add_json_option
+from benchmarks.reporting.rows import Capacity, DiskCapacity, Fsync
 from offload_core.api.backend import BackendContext
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
@@ -89,10 +91,16 @@ def run(folder: Path, processes: int, count: int, nbytes: int, **options: object
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where to work, on the disk to be measured; nothing is left there")
+    parser.add_argument(
+        "folder", type=Path, help="where to work, on the disk to be measured; made if missing, no object is left there"
+    )
     parser.add_argument("--mib", type=int, default=512, help="what each process stores in a round")
     parser.add_argument("--rounds", type=int, default=3)
+    add_json_option(parser)
     arguments = parser.parse_args()
+    written = Run(arguments)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    capacities: list[Capacity] = []
     for nbytes in SIZES:
         count = arguments.mib * 2**20 // nbytes
         free: list[float] = []
@@ -103,15 +111,32 @@ def main() -> None:
             speed, taken = run(arguments.folder, PROCESSES, count, nbytes, capacity=PROCESSES * count * nbytes // 4)
             limited.append(speed)
         one, other = statistics.median(free), statistics.median(limited)
+        row = Capacity(
+            processes=PROCESSES,
+            object_kib=nbytes // 1024,
+            rounds=arguments.rounds,
+            without_mib_per_second=one,
+            with_mib_per_second=other,
+            taken_ratio=taken,
+            ratio=other / one,
+        )
+        capacities.append(row)
         print(
-            f"{PROCESSES} processes, objects of {nbytes // 1024} KiB: without a limit {one:.0f} MiB/s, with one "
-            f"{other:.0f} MiB/s ({taken:.0%} taken), ratio {other / one:.2f}",
+            f"{row.processes} processes, objects of {row.object_kib} KiB: without a limit "
+            f"{row.without_mib_per_second:.0f} MiB/s, with one {row.with_mib_per_second:.0f} MiB/s "
+            f"({row.taken_ratio:.0%} taken), ratio {row.ratio:.2f}",
             flush=True,
         )
     count = arguments.mib * 2**20 // SIZES[0] // 2
+    policies: list[Fsync] = []
     for fsync in FSYNCS:
         speeds = [run(arguments.folder, 1, count, SIZES[0], fsync=fsync)[0] for _ in range(arguments.rounds)]
-        print(f"1 process, objects of 2048 KiB, fsync {fsync}: {statistics.median(speeds):.0f} MiB/s", flush=True)
+        median = statistics.median(speeds)
+        policies.append(
+            Fsync(policy=fsync, object_kib=SIZES[0] // 1024, rounds=arguments.rounds, mib_per_second=median)
+        )
+        print(f"1 process, objects of {SIZES[0] // 1024} KiB, fsync {fsync}: {median:.0f} MiB/s", flush=True)
+    written.write(DiskCapacity(capacity=capacities, fsync=policies))
 
 
 if __name__ == "__main__":

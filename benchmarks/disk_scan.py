@@ -1,6 +1,6 @@
 """How long the disk backend takes to go through a folder that it does not know, and what a first request notices.
 
-python -m benchmarks.disk_scan FOLDER [--objects 1000000]
+python -m benchmarks.disk_scan FOLDER [--objects 1000000] [--json FILE]
 
 Makes that many empty objects below FOLDER, which need an inode each and no room, opens a tier with a capacity on them
 as the first engine does, and asks it the whole time; then deletes them. Sizes are of this process, whose tier it is.
@@ -13,7 +13,6 @@ import asyncio
 import hashlib
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +20,8 @@ from pathlib import Path
 import offload_backend_disk.folder.files as disk_files
 from offload_backend_disk import DiskBackend, DiskOptions
 
+from benchmarks.reporting.document import Run, add_json_option
+from benchmarks.reporting.rows import CallsDuringScan, DiskScan, Scan, percentile
 from offload_core.api.backend import BackendContext, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
@@ -77,30 +78,61 @@ async def measure(root: Path) -> tuple[float, float, list[float], list[float], i
     return open_seconds, scan_seconds, lookups, reservations, most_bytes - before_bytes
 
 
-def percentiles(seconds: list[float]) -> str:
-    cuts = statistics.quantiles([1000 * one for one in [*seconds, seconds[-1]]], n=100)
-    first, most = 1000 * seconds[0], 1000 * max(seconds)
-    return f"first {first:.1f}, p50 {cuts[49]:.1f}, p90 {cuts[89]:.1f}, p99 {cuts[98]:.1f}, max {most:.1f} ms"
+def calls_of(operation: str, seconds: list[float]) -> CallsDuringScan:
+    p50, p90, p99 = (1000 * percentile(seconds, percent) for percent in (50, 90, 99))
+    return CallsDuringScan(
+        operation=operation,
+        keys=BATCH,
+        samples=len(seconds),
+        first_ms=1000 * seconds[0],
+        p50_ms=p50,
+        p90_ms=p90,
+        p99_ms=p99,
+        max_ms=1000 * max(seconds),
+    )
+
+
+def show(scan: Scan, calls: list[CallsDuringScan]) -> None:
+    print(f"open: {scan.open_ms:.1f} ms; everything is registered after {scan.scan_seconds:.1f} s")
+    for row in calls:
+        print(
+            f"{row.operation} of {row.keys} keys meanwhile, {row.samples} times: first {row.first_ms:.1f}, "
+            f"p50 {row.p50_ms:.1f}, p90 {row.p90_ms:.1f}, p99 {row.p99_ms:.1f}, max {row.max_ms:.1f} ms"
+        )
+    print(f"memory: {scan.memory_mib:.1f} MiB more; the account: {scan.account_mib:.1f} MiB on disk")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where to work, on the disk to be measured; nothing is left there")
+    parser.add_argument(
+        "folder", type=Path, help="where to work, on the disk to be measured; made if missing, no object is left there"
+    )
     parser.add_argument("--objects", type=int, default=1_000_000)
+    add_json_option(parser)
     arguments = parser.parse_args()
+    run = Run(arguments)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     root = Path(tempfile.mkdtemp(prefix="disk-scan-", dir=arguments.folder))
     try:
         started = time.perf_counter()
         make_objects(root, arguments.objects)
-        print(f"made {arguments.objects:,} objects in {time.perf_counter() - started:.1f} s", flush=True)
+        made_seconds = time.perf_counter() - started
+        print(f"made {arguments.objects:,} objects in {made_seconds:.1f} s", flush=True)
         opened, scanned, lookups, reservations, memory_bytes = asyncio.run(measure(root))
         account = sum(path.stat().st_size for path in (root / ".offload-core").glob("account.sqlite*"))
-        print(f"open: {1000 * opened:.1f} ms; everything is known after {scanned:.1f} s")
-        print(f"contains of {BATCH} keys meanwhile, {len(lookups)} times: {percentiles(lookups)}")
-        print(f"prepare_store of {BATCH} keys meanwhile: {percentiles(reservations)}")
-        print(f"memory: {memory_bytes / 2**20:.1f} MiB more; the account: {account / 2**20:.1f} MiB on disk")
     finally:
         shutil.rmtree(root)
+    scan = Scan(
+        objects=arguments.objects,
+        make_seconds=made_seconds,
+        open_ms=1000 * opened,
+        scan_seconds=scanned,
+        memory_mib=memory_bytes / 2**20,
+        account_mib=account / 2**20,
+    )
+    calls = [calls_of("contains", lookups), calls_of("prepare_store", reservations)]
+    show(scan, calls)
+    run.write(DiskScan(scan=[scan], calls=calls))
 
 
 if __name__ == "__main__":

@@ -16,18 +16,17 @@ Two tiers: a folder that serves whole batches of prompts, alone and below a tier
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.faults_rig import LoadBatch, Order, percentile
+from benchmarks.faults_rig import LoadBatch, Order
 from benchmarks.faults_setup import (
     NEVER_OPENS,
     PROMPT_TOKENS,
@@ -41,6 +40,8 @@ from benchmarks.faults_setup import (
     trip,
     victim,
 )
+from benchmarks.reporting.document import Run, add_json_option
+from benchmarks.reporting.rows import BreakerRatio, Faults, FaultyFirstToken, TwoTiers, percentile
 from tests.support import tiny_models
 from tests.support.engine.spec import PromptResult, RunSpec
 
@@ -192,45 +193,83 @@ def slice_ratios(one: Sequence[float], base: Sequence[float]) -> tuple[float, fl
     return min(ratios), max(ratios)
 
 
-def first_token_table(rows: Sequence[Samples], kind: str) -> Table:
+def first_token_rows(measured: Sequence[Samples]) -> Iterator[FaultyFirstToken]:
+    """Yield the figures of every kind and state."""
+    bases = {row.kind: row.seconds for row in measured if row.state == WITHOUT}
+    for row in measured:
+        base = bases[row.kind]
+        p50, p90, p99 = (percentile(row.seconds, percent) for percent in (50, 90, 99))
+        low, high = slice_ratios(row.seconds, base)
+        yield FaultyFirstToken(
+            state=row.state,
+            kind=row.kind,
+            samples=len(row.seconds),
+            served_tokens_min=min(row.served_tokens),
+            served_tokens_max=max(row.served_tokens),
+            p50_ms=p50 * 1000,
+            p90_ms=p90 * 1000,
+            p99_ms=p99 * 1000,
+            p50_ratio=p50 / percentile(base, 50),
+            slice_ratio_min=low,
+            slice_ratio_max=high,
+            p99_ratio=p99 / percentile(base, 99),
+        )
+
+
+def first_token_table(rows: Sequence[FaultyFirstToken], kind: str) -> Table:
     mine = [row for row in rows if row.kind == kind]
     table = _table(
-        f"Time to first token, {PROMPT_TOKENS} tokens, {kind}, {len(mine[0].seconds)} samples each",
-        ("served", "p50 ms", "p99 ms", "p50 ratio", "slices", "p99 ratio"),
+        f"Time to first token, {PROMPT_TOKENS} tokens, {kind}, {mine[0].samples} samples each",
+        ("served", "p50 ms", "p90 ms", "p99 ms", "p50 ratio", "slices", "p99 ratio"),
     )
-    base = next(row.seconds for row in mine if row.state == WITHOUT)
     for row in mine:
-        p50, p99 = (percentile(row.seconds, percent) for percent in (50, 99))
-        low, high = slice_ratios(row.seconds, base)
         table.add_row(
             row.state,
-            _span(row.served_tokens),
-            f"{p50 * 1000:.1f}",
-            f"{p99 * 1000:.1f}",
-            f"{p50 / percentile(base, 50):.2f}",
-            f"{low:.2f} to {high:.2f}",
-            f"{p99 / percentile(base, 99):.2f}",
+            _span(row),
+            *(f"{figure:.1f}" for figure in (row.p50_ms, row.p90_ms, row.p99_ms)),
+            f"{row.p50_ratio:.2f}",
+            f"{row.slice_ratio_min:.2f} to {row.slice_ratio_max:.2f}",
+            f"{row.p99_ratio:.2f}",
         )
     return table
 
 
-def two_tiers_table(rows: Sequence[tuple[Samples, list[LoadBatch]]]) -> Table:
-    table = _table(
-        f"One healthy tier, {len(rows[0][0].seconds)} batches of {BATCH} prompts of {BATCH_PROMPT_TOKENS} tokens",
-        ("served", "tokens/s", "ratio", "slices", "load p50 ms", "p99 ms"),
-    )
-    base = _speeds(rows[0][0])
-    for samples, loads in rows:
+def two_tiers_rows(measured: Sequence[tuple[Samples, list[LoadBatch]]]) -> Iterator[TwoTiers]:
+    """Yield the figures of every state; the first two are the healthy tier alone."""
+    base = _speeds(measured[0][0])
+    for index, (samples, loads) in enumerate(measured):
         speeds = _speeds(samples)
         low, high = slice_ratios(speeds, base)
-        seconds = [load.seconds for load in loads]
+        p50, p99 = (percentile([load.seconds for load in loads], percent) for percent in (50, 99))
+        yield TwoTiers(
+            state=samples.state,
+            batches=len(speeds),
+            served_tokens_min=min(samples.served_tokens),
+            served_tokens_max=max(samples.served_tokens),
+            tokens_per_second=percentile(speeds, 50),
+            ratio=percentile(speeds, 50) / percentile(base, 50),
+            slice_ratio_min=low,
+            slice_ratio_max=high,
+            load_p50_ms=p50 * 1000,
+            load_p99_ms=p99 * 1000,
+            aim=TWO_TIERS_AIM if index >= 2 else None,
+        )
+
+
+def two_tiers_table(rows: Sequence[TwoTiers]) -> Table:
+    table = _table(
+        f"One healthy tier, {rows[0].batches} batches of {BATCH} prompts of {BATCH_PROMPT_TOKENS} tokens",
+        ("served", "tokens/s", "ratio", "slices", "load p50 ms", "p99 ms"),
+    )
+    for row in rows:
         table.add_row(
-            samples.state,
-            _span(samples.served_tokens),
-            f"{percentile(speeds, 50):,.0f}",
-            f"{percentile(speeds, 50) / percentile(base, 50):.2f}",
-            f"{low:.2f} to {high:.2f}",
-            *(f"{percentile(seconds, percent) * 1000:.2f}" for percent in (50, 99)),
+            row.state,
+            _span(row),
+            f"{row.tokens_per_second:,.0f}",
+            f"{row.ratio:.2f}",
+            f"{row.slice_ratio_min:.2f} to {row.slice_ratio_max:.2f}",
+            f"{row.load_p50_ms:.2f}",
+            f"{row.load_p99_ms:.2f}",
         )
     return table
 
@@ -247,30 +286,34 @@ def _speeds(samples: Samples) -> list[float]:
     return [tokens / seconds for tokens, seconds in zip(samples.served_tokens, samples.seconds, strict=True)]
 
 
-def _span(numbers: Iterable[int]) -> str:
-    low, high = min(found := list(numbers)), max(found)
+def _span(row: FaultyFirstToken | TwoTiers) -> str:
+    low, high = row.served_tokens_min, row.served_tokens_max
     return str(low) if low == high else f"{low} to {high}"
 
 
-def verdicts(rows: Sequence[Samples], two: Sequence[tuple[Samples, list[LoadBatch]]]) -> Iterator[str]:
-    """Say for every aim whether it was reached; the two engines without the tier are taken together."""
-    for kind in dict.fromkeys(row.kind for row in rows):
-        seconds = {row.state: row.seconds for row in rows if row.kind == kind}
+def breaker_rows(measured: Sequence[Samples]) -> Iterator[BreakerRatio]:
+    """Yield the ratios of the open breaker; the two engines without the tier are taken together."""
+    for kind in dict.fromkeys(row.kind for row in measured):
+        seconds = {row.state: row.seconds for row in measured if row.kind == kind}
         base = seconds[WITHOUT] + seconds[AGAIN]
         for percent in (50, 90, 99):
             ratio, low, high = _ratio(seconds["breaker open"], base, percent)
-            reached = "reached" if ratio <= BREAKER_AIM else "not reached"
-            said = f"{reached}, within the noise" if low <= BREAKER_AIM <= high else reached
-            yield (
-                f"breaker open, {kind}: p{percent} {ratio:.2f} of {WITHOUT} ({low:.2f} to {high:.2f} in 95 % of "
-                f"resamplings); aim at most {BREAKER_AIM}: {said}"
-            )
-    if two:
-        alone = percentile(_speeds(two[0][0]), 50)
-        for samples, _ in two[2:]:
-            ratio = percentile(_speeds(samples), 50) / alone
-            reached = "reached" if ratio >= TWO_TIERS_AIM else "not reached"
-            yield f"{samples.state}: {ratio:.2f} of alone; aim at least {TWO_TIERS_AIM}: {reached}"
+            yield BreakerRatio(kind=kind, percent=percent, ratio=ratio, low=low, high=high, aim=BREAKER_AIM)
+
+
+def verdicts(breaker: Sequence[BreakerRatio], two: Sequence[TwoTiers]) -> Iterator[str]:
+    """Say for every aim whether it was reached."""
+    for row in breaker:
+        reached = "reached" if row.ratio <= row.aim else "not reached"
+        said = f"{reached}, within the noise" if row.low <= row.aim <= row.high else reached
+        yield (
+            f"breaker open, {row.kind}: p{row.percent} {row.ratio:.2f} of {WITHOUT} ({row.low:.2f} to {row.high:.2f} "
+            f"in 95 % of resamplings); aim at most {row.aim}: {said}"
+        )
+    for tiers in two:
+        if tiers.aim is not None:
+            reached = "reached" if tiers.ratio >= tiers.aim else "not reached"
+            yield f"{tiers.state}: {tiers.ratio:.2f} of alone; aim at least {tiers.aim}: {reached}"
 
 
 def _ratio(one: Sequence[float], base: Sequence[float], percent: int) -> tuple[float, float, float]:
@@ -294,31 +337,42 @@ def main() -> None:
     )
     parser.add_argument("--slow-seconds", type=float, default=0.05, help="how late the slow tier starts every call")
     parser.add_argument("--deadline-seconds", type=float, default=0.25, help="of the tier's lookups and loads")
-    parser.add_argument("--json", type=Path, help="also write the samples to this file")
+    add_json_option(parser)
     arguments = parser.parse_args()
+    run = Run(arguments)
     console = Console(width=120)
     with tempfile.TemporaryDirectory(prefix="offload-core-bench-") as name:
         folder = Path(name)
         model = tiny_models.write_gemma3(folder / "model")
-        rows: list[Samples] = []
+        first_tokens: list[FaultyFirstToken] = []
+        breaker: list[BreakerRatio] = []
         if arguments.only != "two-tiers":
             everything = states(arguments.slow_seconds)
             if arguments.only == "breaker":
                 everything = [state for state in everything if not state.tier or state.name == "breaker open"]
-            rows = measure_first_tokens(
+            measured = measure_first_tokens(
                 model, folder, everything, arguments.samples, arguments.deadline_seconds, console
             )
-            for kind in dict.fromkeys(row.kind for row in rows):
-                console.print(first_token_table(rows, kind))
-        two: list[tuple[Samples, list[LoadBatch]]] = []
+            first_tokens, breaker = list(first_token_rows(measured)), list(breaker_rows(measured))
+            for kind in dict.fromkeys(row.kind for row in first_tokens):
+                console.print(first_token_table(first_tokens, kind))
+        two: list[TwoTiers] = []
         if arguments.only in (None, "two-tiers"):
-            two = measure_two_tiers(model, folder, arguments.batches, arguments.deadline_seconds, console)
+            batches = measure_two_tiers(model, folder, arguments.batches, arguments.deadline_seconds, console)
+            two = list(two_tiers_rows(batches))
             console.print(two_tiers_table(two))
-    for line in verdicts(rows, two):
+    for line in verdicts(breaker, two):
         console.print(line)
-    if arguments.json:
-        samples = {"first tokens": [asdict(row) for row in rows], "two tiers": [asdict(row) for row, _ in two]}
-        arguments.json.write_text(json.dumps(samples, indent=1) + "\n")
+    run.write(
+        Faults(
+            prompt_tokens=PROMPT_TOKENS,
+            batch_prompts=BATCH,
+            batch_prompt_tokens=BATCH_PROMPT_TOKENS,
+            first_tokens=first_tokens,
+            breaker=breaker,
+            two_tiers=two,
+        )
+    )
 
 
 if __name__ == "__main__":

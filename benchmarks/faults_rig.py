@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -126,15 +125,6 @@ def write_distribution(site: Path) -> None:
 def prepare_environment(spec: RunSpec) -> None:
     """Set the variables that the engines' processes must have from their first import on."""
     os.environ.update({**run_environment(spec), **os.environ})
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile by linear interpolation."""
-    ordered = sorted(values)
-    if len(ordered) == 1:
-        return ordered[0]
-    cuts = statistics.quantiles(ordered, n=1000, method="inclusive")
-    return cuts[round(percent * 10) - 1]
 
 
 def _serve(connection: Connection, spec: RunSpec, site: str, log: str) -> None:

@@ -19,19 +19,19 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.reporting import rows
+from benchmarks.reporting.document import Run, add_json_option
+from benchmarks.reporting.rows import percentile
 from benchmarks.scheduler_rig import (
     Answer,
     Decoding,
@@ -63,54 +63,9 @@ QUESTIONS = ("cold", "again", "warm", "absent")
 RUNNING = 64
 
 
-@dataclass(frozen=True)
-class Lookup:
-    """All answers to one question, in seconds."""
-
-    geometry: str
-    aim: float
-    tokens: int
-    question: str
-    stock: list[float]
-    ours: list[float]
-    engine: list[float]
-    stock_cpu: list[float]
-    ours_cpu: list[float]
-
-
-@dataclass(frozen=True)
-class Steps:
-    """All steps of one geometry, in seconds."""
-
-    geometry: str
-    aim: float
-    stock: list[float]
-    ours: list[float]
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What was counted in the measured parts of one geometry's lookups."""
-
-    geometry: str
-    hashes: int
-    """Block hashes computed."""
-    chunks: int
-    """Chunks that the answers cover, over all packs."""
-    asked: int
-    """Objects asked for."""
-    asked_twice: int
-    """Objects asked for more than once in one lookup."""
-
-
-def percentile(seconds: list[float], percent: int) -> float:
+def microseconds(seconds: Sequence[float], percent: int = 50) -> float:
     """Return a percentile in microseconds."""
-    ordered = sorted(seconds)
-    return ordered[round(percent / 100 * (len(ordered) - 1))] * 1e6
-
-
-def p50(seconds: list[float]) -> float:
-    return percentile(seconds, 50)
+    return percentile(seconds, percent) * 1e6
 
 
 @contextmanager
@@ -124,9 +79,9 @@ def no_collection() -> Iterator[None]:
 
 def measure_lookups(
     requests: Requests, stock: StockHalf, ours: OurHalf, geometry: Geometry, repeats: int
-) -> tuple[list[Lookup], Counts]:
+) -> tuple[list[rows.Lookup], rows.Growth]:
     """Ask both halves everything about prompts of every length."""
-    lookups: list[Lookup] = []
+    lookups: list[rows.Lookup] = []
     hashes = chunks = asked = asked_twice = 0
     for tokens in PROMPT_TOKENS:
         answers: dict[str, list[tuple[Answer, Answer]]] = {question: [] for question in QUESTIONS}
@@ -159,21 +114,49 @@ def measure_lookups(
             for request in (first, second, absent):
                 for peer in peers:
                     peer.finish(request)
-        for question, pairs in answers.items():
-            lookups.append(
-                Lookup(
-                    geometry.name, geometry.aim, tokens, question,
-                    stock=[theirs.wall_seconds for theirs, _ in pairs],
-                    ours=[mine.wall_seconds for _, mine in pairs],
-                    engine=[mine.engine_seconds for _, mine in pairs],
-                    stock_cpu=[theirs.cpu_seconds for theirs, _ in pairs],
-                    ours_cpu=[mine.cpu_seconds for _, mine in pairs],
-                )
-            )  # fmt: skip
-    return lookups, Counts(geometry.name, hashes, chunks, asked, asked_twice)
+        lookups += [lookup_row(geometry, tokens, question, pairs) for question, pairs in answers.items()]
+    short, long = (
+        next(row for row in lookups if (row.tokens, row.question) == (tokens, "cold")) for tokens in PROMPT_TOKENS[-2:]
+    )
+    growth = rows.Growth(
+        geometry=geometry.name,
+        chunks_factor=long.tokens / short.tokens,
+        cpu_factor=long.ours_cpu_us / short.ours_cpu_us,
+        hashes=hashes,
+        chunks=chunks,
+        asked=asked,
+        asked_twice=asked_twice,
+    )
+    return lookups, growth
 
 
-def measure_steps(requests: Requests, stock: StockHalf, ours: OurHalf, geometry: Geometry, steps: int) -> Steps:
+def lookup_row(geometry: Geometry, tokens: int, question: str, pairs: Sequence[tuple[Answer, Answer]]) -> rows.Lookup:
+    """Return the figures of all answers to one question, each stock's and ours."""
+    stock = [theirs.wall_seconds for theirs, _ in pairs]
+    ours = [mine.wall_seconds for _, mine in pairs]
+    engine = microseconds([mine.engine_seconds for _, mine in pairs])
+    stock_cpu = microseconds([theirs.cpu_seconds for theirs, _ in pairs])
+    ours_cpu = microseconds([mine.cpu_seconds for _, mine in pairs])
+    return rows.Lookup(
+        geometry=geometry.name,
+        tokens=tokens,
+        question=question,
+        samples=len(pairs),
+        aim=geometry.aim,
+        stock_p50_us=microseconds(stock),
+        stock_p90_us=microseconds(stock, 90),
+        stock_cpu_us=stock_cpu,
+        ours_p50_us=microseconds(ours),
+        ours_p90_us=microseconds(ours, 90),
+        engine_p50_us=engine,
+        ours_cpu_us=ours_cpu,
+        ratio=microseconds(ours) / microseconds(stock),
+        engine_ratio=engine / microseconds(stock),
+        cpu_ratio=ours_cpu / stock_cpu,
+    )
+
+
+def measure_steps(requests: Requests, stock: StockHalf, ours: OurHalf, geometry: Geometry, steps: int) -> rows.Steps:
     """Decode with requests whose chunks end in different steps."""
     running = [requests.make(PROMPT_TOKENS[0] + 4 * index, seed=10**6 + index) for index in range(RUNNING)]
     peers: tuple[Peer, Peer] = (stock, ours)
@@ -195,7 +178,19 @@ def measure_steps(requests: Requests, stock: StockHalf, ours: OurHalf, geometry:
     for request in running:
         for peer in peers:
             peer.finish(request)
-    return Steps(geometry.name, geometry.aim, seconds[stock], seconds[ours])
+    theirs, mine = ([microseconds(seconds[peer], percent) for percent in (50, 90, 100)] for peer in peers)
+    return rows.Steps(
+        geometry=geometry.name,
+        samples=steps,
+        aim=geometry.aim,
+        stock_p50_us=theirs[0],
+        stock_p90_us=theirs[1],
+        stock_max_us=theirs[2],
+        ours_p50_us=mine[0],
+        ours_p90_us=mine[1],
+        ours_max_us=mine[2],
+        ratio=mine[0] / theirs[0],
+    )
 
 
 def verdict(ratio: float, aim: float) -> str:
@@ -210,20 +205,16 @@ def table(title: str, *columns: str) -> Table:
     return made
 
 
-def lookup_table(title: str, lookups: list[Lookup]) -> Table:
+def lookup_table(title: str, lookups: list[rows.Lookup]) -> Table:
     made = table(
         f"Lookup, µs: {title}",
         "prompt", "question", "stock p50", "p90", "cpu", "ours p50", "p90", "engine", "cpu",
         "ours/stock", "engine/stock", "cpu/cpu", "aim",
     )  # fmt: skip
     for row in lookups:
-        stock = [percentile(row.stock, 50), percentile(row.stock, 90), p50(row.stock_cpu)]
-        ours = [percentile(row.ours, 50), percentile(row.ours, 90), p50(row.engine), p50(row.ours_cpu)]
-        ratios = [
-            p50(row.ours) / p50(row.stock),
-            p50(row.engine) / p50(row.stock),
-            p50(row.ours_cpu) / p50(row.stock_cpu),
-        ]
+        stock = (row.stock_p50_us, row.stock_p90_us, row.stock_cpu_us)
+        ours = (row.ours_p50_us, row.ours_p90_us, row.engine_p50_us, row.ours_cpu_us)
+        ratios = (row.ratio, row.engine_ratio, row.cpu_ratio)
         made.add_row(
             f"{row.tokens // 1024}k", row.question, *(f"{figure:.0f}" for figure in (*stock, *ours)),
             *(verdict(ratio, row.aim) for ratio in ratios), f"1/{1 / row.aim:.0f}",
@@ -231,42 +222,47 @@ def lookup_table(title: str, lookups: list[Lookup]) -> Table:
     return made
 
 
-def step_table(rows: list[Steps]) -> Table:
+def step_table(steps: list[rows.Steps]) -> Table:
     made = table(
-        f"Step, µs: {RUNNING} requests decode, {len(rows[0].ours)} steps",
+        f"Step, µs: {RUNNING} requests decode, {steps[0].samples} steps",
         "", "stock p50", "p90", "max", "ours p50", "p90", "max", "ours/stock", "aim",
     )  # fmt: skip
-    for row in rows:
-        figures = [percentile(part, percent) for part in (row.stock, row.ours) for percent in (50, 90, 100)]
-        ratio = verdict(p50(row.ours) / p50(row.stock), row.aim)
+    for row in steps:
+        figures = (
+            *(row.stock_p50_us, row.stock_p90_us, row.stock_max_us),
+            *(row.ours_p50_us, row.ours_p90_us, row.ours_max_us),
+        )
+        ratio = verdict(row.ratio, row.aim)
         made.add_row(row.geometry, *(f"{figure:.0f}" for figure in figures), ratio, f"1/{1 / row.aim:.0f}")
     return made
 
 
-def growth_table(lookups: list[Lookup], counts: list[Counts]) -> Table:
+def growth_table(growth: list[rows.Growth]) -> Table:
     """Show whether the time grows with the chunks, and whether anything is hashed or asked twice."""
     made = table(
         f"Ours, cold: {PROMPT_TOKENS[-1] // 1024}k beside {PROMPT_TOKENS[-2] // 1024}k tokens; counts of all lookups",
         "", "chunks", "cpu", "hashes computed", "chunks covered", "objects asked", "asked twice",
     )  # fmt: skip
-    for count in counts:
-        short, long = (
-            next(row for row in lookups if (row.geometry, row.tokens, row.question) == (count.geometry, tokens, "cold"))
-            for tokens in PROMPT_TOKENS[-2:]
-        )
+    for row in growth:
         made.add_row(
-            count.geometry, f"x {long.tokens / short.tokens:.1f}", f"x {p50(long.ours_cpu) / p50(short.ours_cpu):.1f}",
-            *(str(figure) for figure in (count.hashes, count.chunks, count.asked, count.asked_twice)),
+            row.geometry, f"x {row.chunks_factor:.1f}", f"x {row.cpu_factor:.1f}",
+            *(str(figure) for figure in (row.hashes, row.chunks, row.asked, row.asked_twice)),
         )  # fmt: skip
     return made
 
 
-def object_table(stock: StockHalf, ours: OurHalf) -> Table:
-    made = table("Stored per 1,024 tokens", "", "stock's keys", "our objects", "ours/stock", "aim")
+def object_row(stock: StockHalf, ours: OurHalf) -> rows.Objects:
     keys, objects = stock.keys_per_1024_tokens, ours.objects_per_1024_tokens
+    return rows.Objects(
+        geometry=DEEPSEEK_V4.name, aim=DEEPSEEK_V4.aim, stock_keys=keys, our_objects=objects, ratio=objects / keys
+    )
+
+
+def object_table(row: rows.Objects) -> Table:
+    made = table("Stored per 1,024 tokens", "", "stock's keys", "our objects", "ours/stock", "aim")
     made.add_row(
-        DEEPSEEK_V4.name, f"{keys:.0f}", f"{objects:.0f}", verdict(objects / keys, DEEPSEEK_V4.aim),
-        f"1/{1 / DEEPSEEK_V4.aim:.0f}",
+        row.geometry, f"{row.stock_keys:.0f}", f"{row.our_objects:.0f}", verdict(row.ratio, row.aim),
+        f"1/{1 / row.aim:.0f}",
     )  # fmt: skip
     return made
 
@@ -281,36 +277,33 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=40, help="different prompts of each length")
     parser.add_argument("--steps", type=int, default=256, help="decoding steps")
-    parser.add_argument("--json", type=Path, help="also write the samples to this file")
+    add_json_option(parser)
     arguments = parser.parse_args()
+    run = Run(arguments)
     shared = arguments.medium == "shared"
     console = Console(width=150)
     logging.getLogger("vllm").setLevel(logging.ERROR)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    lookups: list[Lookup] = []
-    steps: list[Steps] = []
-    counts: list[Counts] = []
+    lookups: list[rows.Lookup] = []
+    steps: list[rows.Steps] = []
+    growth: list[rows.Growth] = []
     with tempfile.TemporaryDirectory(prefix="offload-core-bench-") as folder:
         vllm_config = engine_config(Path(folder))
         for geometry in GEOMETRIES:
             stock, ours = StockHalf(vllm_config, geometry), OurHalf(vllm_config, geometry, shared=shared)
             requests = Requests(vllm_config, geometry)
-            rows, count = measure_lookups(requests, stock, ours, geometry, arguments.repeats)
-            lookups += rows
-            counts.append(count)
+            asked, grown = measure_lookups(requests, stock, ours, geometry, arguments.repeats)
+            lookups += asked
+            growth.append(grown)
             steps.append(measure_steps(requests, stock, ours, geometry, arguments.steps))
             ours.shutdown()
-            console.print(lookup_table(geometry.name, rows))
+            console.print(lookup_table(geometry.name, asked))
         stock, ours = StockHalf(vllm_config, DEEPSEEK_V4), OurHalf(vllm_config, DEEPSEEK_V4, shared=shared)
         ours.shutdown()
-    for made in (growth_table(lookups, counts), step_table(steps), object_table(stock, ours)):
+        objects = object_row(stock, ours)
+    for made in (growth_table(growth), step_table(steps), object_table(objects)):
         console.print(made)
-    if arguments.json:
-        samples: dict[str, Any] = {
-            name: [asdict(row) for row in rows]
-            for name, rows in (("lookups", lookups), ("steps", steps), ("counts", counts))
-        }
-        arguments.json.write_text(json.dumps(samples, indent=1) + "\n")
+    run.write(rows.Scheduler(medium=arguments.medium, lookups=lookups, growth=growth, steps=steps, objects=[objects]))
 
 
 if __name__ == "__main__":

@@ -10,17 +10,16 @@ drop them first. Ratios are of medians, to the local prefix cache.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.reporting.document import Run, add_json_option
+from benchmarks.reporting.rows import FirstToken, Ttft, percentile
 from tests.support import tiny_models
 from tests.support.engine.spec import (
     PromptSpec,
@@ -38,20 +37,6 @@ RUN_TIMEOUT_SECONDS = 1800.0
 MAX_LOGPROB_GAP = 0.1
 
 
-@dataclass(frozen=True)
-class Row:
-    """One way to get to the first token."""
-
-    name: str
-    served_tokens: int
-    ttft_seconds: tuple[float, ...]
-
-    def percentile(self, percent: int) -> float:
-        """Return a percentile in seconds."""
-        ordered = sorted(self.ttft_seconds)
-        return ordered[min(len(ordered) - 1, round(percent / 100 * (len(ordered) - 1)))]
-
-
 def drop_from_page_cache(folder: Path) -> None:
     """Ask the operating system to forget the objects' pages; what is dirty is written first."""
     for path in folder.rglob("*.kv"):
@@ -60,10 +45,19 @@ def drop_from_page_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def rows_of(name: str, result: RunResult, rounds: slice) -> Row:
+def row_of(name: str, result: RunResult, rounds: slice, base_ms: float | None = None) -> FirstToken:
+    """Return the figures of some rounds; ``base_ms`` is the median that the ratio is to, by default the row's own."""
     prompts = [prompt for item in result.rounds[rounds] for prompt in item.prompts]
-    served = min(prompt.external_cached_tokens + prompt.local_cached_tokens for prompt in prompts)
-    return Row(name, served, tuple(prompt.ttft_seconds for prompt in prompts))
+    p50, p90, p99 = (percentile([1e3 * prompt.ttft_seconds for prompt in prompts], at) for at in (50, 90, 99))
+    return FirstToken(
+        name=name,
+        served_tokens=min(prompt.external_cached_tokens + prompt.local_cached_tokens for prompt in prompts),
+        samples=len(prompts),
+        p50_ms=p50,
+        p90_ms=p90,
+        p99_ms=p99,
+        ratio=p50 / (base_ms or p50),
+    )
 
 
 def check_outputs(what: str, result: RunResult, reference: RunResult) -> None:
@@ -78,7 +72,7 @@ def check_outputs(what: str, result: RunResult, reference: RunResult) -> None:
                 raise SystemExit(f"{what}: prompt {got.name} starts with another token or probability than recomputed")
 
 
-def measure(folder: Path, prompts: list[PromptSpec], repeats: int, console: Console) -> list[Row]:
+def measure(folder: Path, prompts: list[PromptSpec], repeats: int, console: Console) -> list[FirstToken]:
     """Run every variant and return its row."""
     model = tiny_models.write_gemma3_75m(folder / "model")
     once = [Round(name="once", prompts=prompts)]
@@ -104,26 +98,25 @@ def measure(folder: Path, prompts: list[PromptSpec], repeats: int, console: Cons
     stock = run("stock connector with an in-RAM spec", [*once, *reset], stock_transfer_config())
     for what, result in {"local": plain, "storing": store, "page cache": warm, "cold": cold, "stock": stock}.items():
         check_outputs(what, result, plain)
+    local = row_of("local prefix cache", plain, slice(1, None))
     return [
-        rows_of("local prefix cache", plain, slice(1, None)),
-        rows_of("disk, page cache", warm, slice(0, None)),
-        rows_of("disk, cold", cold, slice(0, None)),
-        rows_of("stock connector, RAM", stock, slice(1, None)),
-        rows_of("recompute", plain, slice(0, 1)),
-        rows_of("recompute while storing", store, slice(0, 1)),
+        local,
+        row_of("disk, page cache", warm, slice(0, None), local.p50_ms),
+        row_of("disk, cold", cold, slice(0, None), local.p50_ms),
+        row_of("stock connector, RAM", stock, slice(1, None), local.p50_ms),
+        row_of("recompute", plain, slice(0, 1), local.p50_ms),
+        row_of("recompute while storing", store, slice(0, 1), local.p50_ms),
     ]
 
 
-def table_of(rows: list[Row]) -> Table:
+def table_of(rows: list[FirstToken]) -> Table:
     table = Table(title=f"Time to first token, prompts of {PROMPT_TOKENS} tokens")
     table.add_column("", no_wrap=True)
     for column in ("served", "samples", "p50 ms", "p90 ms", "p99 ms", "ratio"):
         table.add_column(column, justify="right")
-    base = statistics.median(rows[0].ttft_seconds)
     for row in rows:
-        figures = [f"{row.percentile(percent) * 1e3:.1f}" for percent in (50, 90, 99)]
-        ratio = statistics.median(row.ttft_seconds) / base
-        table.add_row(row.name, str(row.served_tokens), str(len(row.ttft_seconds)), *figures, f"{ratio:.2f}")
+        figures = [f"{figure:.1f}" for figure in (row.p50_ms, row.p90_ms, row.p99_ms)]
+        table.add_row(row.name, str(row.served_tokens), str(row.samples), *figures, f"{row.ratio:.2f}")
     return table
 
 
@@ -131,9 +124,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=8, help="different prompts")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each prompt where it is served")
-    parser.add_argument("--json", type=Path, help="also write the samples to this file")
+    add_json_option(parser)
     arguments = parser.parse_args()
-    console = Console()
+    run = Run(arguments)
+    console = Console(width=120)
     prompts = [
         PromptSpec(
             name=str(seed),
@@ -145,8 +139,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="offload-core-bench-") as folder:
         rows = measure(Path(folder), prompts, arguments.repeats, console)
     console.print(table_of(rows))
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    run.write(Ttft(prompt_tokens=PROMPT_TOKENS, first_tokens=rows))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,59 @@
+"""Renew the committed results, one benchmark after the other.
+
+    python -m benchmarks.renew [NAME …]
+
+Each result is a file of ``benchmarks/results``; without names, all are renewed, which takes about half an hour on two
+cores. The machine should do nothing else meanwhile. ``make plots`` then redraws the plots and the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+
+from benchmarks.reporting.document import RESULTS_FOLDER, ROOT
+
+COMMANDS = {
+    "ttft": "ttft",
+    "scheduler": "scheduler",
+    "scheduler_own": "scheduler --medium own",
+    "backends": "backends --gib 0.25 --rounds 3 --only speed",
+    "cpu_memory": "cpu_memory --rounds 10",
+    "disk_capacity": "disk_capacity build --mib 256 --rounds 3",
+    "disk_scan": "disk_scan build",
+    "faults": "faults --only first-tokens",
+    "faults_breaker": "faults --only breaker --samples 500",
+    "faults_two_tiers": "faults --only two-tiers",
+    "codecs": "codecs",
+}
+"""The command of each result, without ``python -m benchmarks.`` and without ``--json``."""
+
+
+def arguments_of(name: str) -> list[str]:
+    """Return the words after ``python -m``."""
+    module, *options = COMMANDS[name].split()
+    result = (RESULTS_FOLDER / f"{name}.json").relative_to(ROOT).as_posix()
+    return [f"benchmarks.{module}", *options, "--json", result]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one or more of: {', '.join(COMMANDS)}")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(COMMANDS):
+        parser.error(f"no such result: {', '.join(sorted(unknown))}")
+    failed: list[str] = []
+    for name in arguments.names or COMMANDS:
+        command = arguments_of(name)
+        print(f"\n=== {name}: python -m {shlex.join(command)}", flush=True)
+        if subprocess.call([sys.executable, "-m", *command], cwd=ROOT):
+            failed.append(name)
+    if failed:
+        print(f"failed, their results are as before: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

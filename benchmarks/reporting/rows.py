@@ -1,0 +1,344 @@
+"""Rows of figures, a class for each table that a benchmark prints, and the results that hold them.
+
+A benchmark prints its tables from these rows and writes the same rows, so that both always agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+Figure = Annotated[float, AfterValidator(lambda number: float(f"{number:.5g}"))]
+"""A measured number; five digits are more than any benchmark can repeat."""
+Operation = Literal["store", "load"]
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    """Return a percentile by linear interpolation."""
+    return float(np.percentile(list(values), percent))
+
+
+class Row(BaseModel):
+    """One row of figures."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Results(BaseModel):
+    """All rows of one run of a benchmark; parts that were not run are empty."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    benchmark: ClassVar[str]
+    """The benchmark's module below ``benchmarks``."""
+
+
+class FirstToken(Row):
+    """Time to first token on one way; the ratio is of medians, to the local prefix cache."""
+
+    name: str
+    served_tokens: int
+    samples: int
+    p50_ms: Figure
+    p90_ms: Figure
+    p99_ms: Figure
+    ratio: Figure
+
+
+class Ttft(Results):
+    """Results of ``benchmarks.ttft``."""
+
+    benchmark = "ttft"
+    prompt_tokens: int
+    first_tokens: list[FirstToken]
+
+
+class Lookup(Row):
+    """Answers to one question in one geometry; ratios are ours to stock's, of medians."""
+
+    geometry: str
+    tokens: int
+    question: str
+    samples: int
+    aim: Figure
+    stock_p50_us: Figure
+    stock_p90_us: Figure
+    stock_cpu_us: Figure
+    ours_p50_us: Figure
+    ours_p90_us: Figure
+    engine_p50_us: Figure
+    ours_cpu_us: Figure
+    ratio: Figure
+    engine_ratio: Figure
+    cpu_ratio: Figure
+
+
+class Growth(Row):
+    """Factors from the second longest prompt to the longest, and counts of all lookups, in one geometry."""
+
+    geometry: str
+    chunks_factor: Figure
+    cpu_factor: Figure
+    hashes: int
+    """Block hashes computed."""
+    chunks: int
+    """Chunks that the answers cover, over all packs."""
+    asked: int
+    """Objects asked for."""
+    asked_twice: int
+    """Objects asked for more than once in one lookup."""
+
+
+class Steps(Row):
+    """Decoding steps in one geometry."""
+
+    geometry: str
+    samples: int
+    aim: Figure
+    stock_p50_us: Figure
+    stock_p90_us: Figure
+    stock_max_us: Figure
+    ours_p50_us: Figure
+    ours_p90_us: Figure
+    ours_max_us: Figure
+    ratio: Figure
+
+
+class Objects(Row):
+    """Objects per 1,024 tokens in one geometry."""
+
+    geometry: str
+    aim: Figure
+    stock_keys: Figure
+    our_objects: Figure
+    ratio: Figure
+
+
+class Scheduler(Results):
+    """Results of ``benchmarks.scheduler``."""
+
+    benchmark = "scheduler"
+    medium: Literal["shared", "own"]
+    """A medium that is asked, or one whose index the half keeps."""
+    lookups: list[Lookup]
+    growth: list[Growth]
+    steps: list[Steps]
+    objects: list[Objects]
+
+
+class Speed(Row):
+    """Speed of one contender; above 1, a ratio of medians says that the contender is faster."""
+
+    backend: str
+    medium: str
+    page_kib: int
+    threads: int
+    operation: Operation
+    name: str
+    rounds: int
+    gb_per_second_p50: Figure
+    gb_per_second_p10: Figure
+    gb_per_second_p90: Figure
+    cpu_seconds_per_gib: Figure
+    vllm_ratio: Figure | None
+    limit_ratio: Figure
+    vllm_aim: Figure | None = None
+    limit_aim: Figure | None = None
+
+
+class Peak(Row):
+    """Most memory that a process took beyond its memory at the start; staging belongs to that."""
+
+    name: str
+    stored_mib: Figure
+    peak_mib: Figure
+
+
+class Calls(Row):
+    """Duration of small calls on a backend that holds so many objects."""
+
+    name: str
+    objects: int
+    samples: int
+    fill_us_per_object: Figure
+    contains_p50_us: Figure
+    contains_p90_us: Figure
+    prepare_store_p50_us: Figure
+    prepare_store_p90_us: Figure
+    store_p50_us: Figure
+    store_p90_us: Figure
+    load_p50_us: Figure
+    load_p90_us: Figure
+
+
+class Backends(Results):
+    """Results of ``benchmarks.backends``."""
+
+    benchmark = "backends"
+    speed: list[Speed]
+    peaks: list[Peak]
+    growth: list[Calls]
+
+
+class Copies(Row):
+    """Speed of the cpu tier beside plain copies; above 1, a ratio says that the tier is faster."""
+
+    fragmented: bool
+    object_kib: int
+    threads: int
+    operation: Operation
+    rounds: int
+    gib_per_second: Figure
+    memcpy_gib_per_second: Figure
+    ratio_p10: Figure
+    ratio_p50: Figure
+    ratio_p90: Figure
+    cpu_seconds_per_gib: Figure
+    memcpy_cpu_seconds_per_gib: Figure
+
+
+class CpuMemory(Results):
+    """Results of ``benchmarks.cpu_memory``."""
+
+    benchmark = "cpu_memory"
+    copies: list[Copies]
+
+
+class Capacity(Row):
+    """Stores of several processes into one folder; the ratio is of medians."""
+
+    processes: int
+    object_kib: int
+    rounds: int
+    without_mib_per_second: Figure
+    with_mib_per_second: Figure
+    taken_ratio: Figure
+    """Part of the objects that the folder with a capacity took in the last round."""
+    ratio: Figure
+
+
+class Fsync(Row):
+    """Stores of one process with one fsync policy."""
+
+    policy: str
+    object_kib: int
+    rounds: int
+    mib_per_second: Figure
+
+
+class DiskCapacity(Results):
+    """Results of ``benchmarks.disk_capacity``."""
+
+    benchmark = "disk_capacity"
+    capacity: list[Capacity]
+    fsync: list[Fsync]
+
+
+class Scan(Row):
+    """Scan of a folder of unregistered objects."""
+
+    objects: int
+    make_seconds: Figure
+    open_ms: Figure
+    scan_seconds: Figure
+    memory_mib: Figure
+    account_mib: Figure
+
+
+class CallsDuringScan(Row):
+    """Calls for a batch of keys while the scan runs."""
+
+    operation: str
+    keys: int
+    samples: int
+    first_ms: Figure
+    p50_ms: Figure
+    p90_ms: Figure
+    p99_ms: Figure
+    max_ms: Figure
+
+
+class DiskScan(Results):
+    """Results of ``benchmarks.disk_scan``."""
+
+    benchmark = "disk_scan"
+    scan: list[Scan]
+    calls: list[CallsDuringScan]
+
+
+class FaultyFirstToken(Row):
+    """Time to first token in one state of a tier; ratios are to the engine without that tier."""
+
+    state: str
+    kind: str
+    samples: int
+    served_tokens_min: int
+    served_tokens_max: int
+    p50_ms: Figure
+    p90_ms: Figure
+    p99_ms: Figure
+    p50_ratio: Figure
+    slice_ratio_min: Figure
+    slice_ratio_max: Figure
+    p99_ratio: Figure
+
+
+class BreakerRatio(Row):
+    """First tokens with an open breaker beside both engines without the tier, and a 95 % interval."""
+
+    kind: str
+    percent: int
+    ratio: Figure
+    low: Figure
+    high: Figure
+    aim: Figure
+
+
+class TwoTiers(Row):
+    """Batches of prompts that a healthy tier serves below another one; ratios are to the healthy tier alone."""
+
+    state: str
+    batches: int
+    served_tokens_min: int
+    served_tokens_max: int
+    tokens_per_second: Figure
+    ratio: Figure
+    slice_ratio_min: Figure
+    slice_ratio_max: Figure
+    load_p50_ms: Figure
+    load_p99_ms: Figure
+    aim: Figure | None = None
+
+
+class Faults(Results):
+    """Results of ``benchmarks.faults``."""
+
+    benchmark = "faults"
+    prompt_tokens: int
+    batch_prompts: int
+    batch_prompt_tokens: int
+    first_tokens: list[FaultyFirstToken]
+    breaker: list[BreakerRatio]
+    two_tiers: list[TwoTiers]
+
+
+class Compression(Row):
+    """One codec on one kind of data; no speeds where the data does not get smaller."""
+
+    data: str
+    codec: str
+    level: int
+    ratio: Figure
+    encode_mb_per_second: Figure | None = None
+    decode_mb_per_second: Figure | None = None
+
+
+class Codecs(Results):
+    """Results of ``benchmarks.codecs``."""
+
+    benchmark = "codecs"
+    zstd_version: str
+    payload_bytes: int
+    compression: list[Compression]

@@ -1,0 +1,59 @@
+"""Style of the plots, and a file that is the same whenever the same results are drawn."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#999999"
+"""Colours that remain different for readers who see few colours."""
+WIDTH_INCHES = 8.0
+TITLE_CHARACTERS, CAPTION_CHARACTERS = 88, 135
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "offload-core",  # identifiers would be random otherwise
+    "svg.fonttype": "none",  # text, which is small, can be searched, and shows in a diff
+    "figure.facecolor": "white",
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+}
+
+
+def drawn(draw: Callable[[Figure], None], title: str, caption: str, height: float, source: str) -> str:
+    """Return a plot as SVG.
+
+    Args:
+        draw: fills the figure.
+        title: the finding.
+        caption: the machine and the date.
+        height: of the figure, in inches.
+        source: the description of the results, for the file's metadata.
+    """
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
+        draw(figure)
+        figure.suptitle(textwrap.fill(title, TITLE_CHARACTERS), x=0.01, ha="left", fontsize=11, fontweight="bold")
+        wrapped = textwrap.fill(caption, CAPTION_CHARACTERS, break_on_hyphens=False)
+        figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=7, color="#555555")
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Source": source})
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+
+
+def x_grid(axes: Axes) -> None:
+    """Show lines to read horizontal bars by."""
+    axes.grid(visible=True, axis="x", color="#dddddd", linewidth=0.6)
+
+
+def y_grid(axes: Axes) -> None:
+    """Show lines to read vertical bars by."""
+    axes.grid(visible=True, axis="y", color="#dddddd", linewidth=0.6)
