@@ -5,17 +5,30 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
 from hypothesis import settings
 
 from offload_core.runtime import IoLoop
-from tests import random_examples
+
+# Before any of them is imported: helpers in files of other names than test_*.py are to explain their assertions too.
+pytest.register_assert_rewrite(
+    "tests.random_examples",
+    *(f"tests.{name}" for name in {path.parent.name for path in Path(__file__).parent.glob("*/*.py")}),
+)
+
+from tests import random_examples  # noqa: E402
+from tests.support.processor import processor_line  # noqa: E402
 
 __all__ = ["random_examples"]
 
 settings.load_profile("quick")  # what the command line says comes later
+
+
+def pytest_report_header() -> str:
+    return processor_line()
 
 
 def pytest_collection_finish() -> None:
