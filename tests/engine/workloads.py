@@ -86,23 +86,27 @@ def one_at_a_time(seed: int) -> Workload:
 
 
 def differences_one_at_a_time(lab: Lab, workload: Workload, again: WorkloadResult, **engine: Any) -> list[str]:
-    """Compare requests that all came from the tiers with an engine alone that has computed them, exactly.
+    """Compare a run in which tokens came from the tiers with an engine alone that has computed them, bit by bit.
 
-    It holds on every processor, since both compute the same shapes. The engine alone computes a prompt in pieces, of
-    which the last begins at the last boundary at which prefixes are cached. A connector that has everything loads up to
-    that boundary, or up to one before at which the engine alone has parted the prompt too. So each piece that is
-    computed has the same tokens at the same places in both, with no other request beside it, and reads the same bytes
-    unless they were not loaded. Each token that follows is a step of one row.
+    It holds on every processor, since both runs compute the same shapes. Qwen3-Next's prompts are computed in pieces:
+    up to the last block boundary, and from there to the end. A request that begins at that boundary has its last piece
+    left to compute; one that begins where it began in the engine alone has the same pieces. Nothing else may happen
+    here. So what is computed has the same tokens at the same places in both runs, with no request beside it, and reads
+    the same bytes unless they were not loaded. Each token that follows is a step of one row.
 
-    Gemma 3's prompts are computed in one piece by the engine alone, so float32 gets the tolerance it always has.
+    Gemma 3's prompts are computed in one piece by the engine alone, so float32 gets the tolerance that it always has.
 
     Args:
         workload: of :func:`one_at_a_time`.
-        again: its result when everything was stored and nothing was in the local cache.
+        again: its result where the tiers had all of it and the local cache nothing.
     """
     (computed,) = alone(lab, [workload], small=False, **engine).workloads
-    exactly = {} if lab.name == "gemma3" else {"max_logprob_gap": 0.0}
-    return compare_workloads(computed, again, **exactly)
+    if lab.name == "gemma3":
+        return compare_workloads(computed, again)
+    for one, two in zip(computed.requests, again.requests, strict=True):
+        begun = two.local_cached_tokens + two.external_cached_tokens
+        assert begun in (one.local_cached_tokens, (two.prompt_tokens - 1) // lab.block_size * lab.block_size)
+    return compare_workloads(computed, again, max_logprob_gap=0.0)
 
 
 def check_against_stock(lab: Lab, workloads: list[Workload], result: RunResult) -> None:
