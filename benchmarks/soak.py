@@ -4,7 +4,7 @@ Prints memory and what was served over time. Fails (exit status 1) when, after t
 through the samples of resident memory, mapped files left out, grows by more than 8 MiB and 0.1 MiB per minute; when
 after a round, its faults over, anything is left of threads, tasks, file descriptors or staging leases; when a request
 waits longer for storage than its deadlines and a step; when the counters of jobs do not add up; and when an output
-differs from that without offloading.
+differs from that without offloading, by more than rounding explains where the model runs in bfloat16.
 
     python -m benchmarks.soak [--seconds 1800] [--model gemma3 | qwen3_next] [--capacity 48MiB]
 """

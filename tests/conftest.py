@@ -5,17 +5,29 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
 from hypothesis import settings
 
 from offload_core.runtime.io_loop import IoLoop
-from tests.support import random_examples
+
+# Before any of them is imported: helpers in files of other names than test_*.py explain their assertions too.
+pytest.register_assert_rewrite(
+    *(f"tests.{folder.name}" for folder in Path(__file__).parent.iterdir() if folder.is_dir())
+)
+
+from tests.support import random_examples  # noqa: E402
+from tests.support.processor import processor_line  # noqa: E402
 
 __all__ = ["random_examples"]
 
 settings.load_profile("quick")  # what the command line says comes later
+
+
+def pytest_report_header() -> str:
+    return processor_line()
 
 
 def pytest_collection_finish() -> None:

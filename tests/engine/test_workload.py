@@ -7,12 +7,22 @@ from typing import Any
 
 import pytest
 
-from tests.engine.workloads import SEEDS, check_against_stock, check_outputs, run_workloads
+from tests.engine.workloads import (
+    SEEDS,
+    alone,
+    check_against_stock,
+    check_outputs,
+    differences_one_at_a_time,
+    one_at_a_time,
+    output_problems,
+    run_workloads,
+)
 from tests.support.engine.lab import Lab, installed, ours, stock
 from tests.support.engine.spec import RunResult
-from tests.support.workload import Workload, WorkloadAction, random_workload
+from tests.support.workload import Workload, WorkloadAction, WorkloadResult, compare_workloads, random_workload
 
 LONG_SEEDS = tuple(range(3, 13))
+ROUNDING_BY_BATCH: dict[str, Any] = {"around_workloads": "tests.support.engine.batch_rounding:rounding_by_batch"}
 
 
 def _changed(workload: Workload, **values: Any) -> Workload:
@@ -40,6 +50,34 @@ def test_outputs_are_those_without_offloading(lab: Lab, workloads: list[Workload
 
 def test_as_much_comes_from_cache_as_with_stock(lab: Lab, workloads: list[Workload], under_pressure: RunResult) -> None:
     check_against_stock(lab, workloads, under_pressure)
+
+
+def _forgetting(fault: str, folder: Path, **extra_config: Any) -> dict[str, Any]:
+    """Our connector with a fault of :mod:`tests.engine.forgetful`."""
+    return ours(folder, **extra_config) | {
+        "kv_connector": fault,
+        "kv_connector_module_path": "tests.engine.forgetful",
+    }
+
+
+@pytest.mark.parametrize(
+    "fault", ["ForgetsFirstChunk", pytest.param("ForgetsFirstChunkOverOldBytes", marks=pytest.mark.long)]
+)
+def test_chunk_that_is_not_loaded_is_seen(lab: Lab, workloads: list[Workload], tmp_path: Path, fault: str) -> None:
+    result = run_workloads(lab, workloads, _forgetting(fault, tmp_path / "kv", hybrid_chunk_size=lab.block_size))
+    assert output_problems(lab, workloads, result) != []
+
+
+@pytest.mark.parametrize("fault", [None, "ForgetsLastChunk", "ForgetsOneByte"])
+def test_one_request_at_a_time_is_computed_alike(lab: Lab, tmp_path: Path, fault: str | None) -> None:
+    workload = one_at_a_time(1)
+    loaded = ours(tmp_path / "kv", hybrid_chunk_size=lab.block_size)
+    if fault is not None:
+        loaded = _forgetting(fault, tmp_path / "kv", hybrid_chunk_size=lab.block_size)
+    first, again = run_workloads(lab, [workload, workload], loaded, small=False).workloads
+    assert again.cached_tokens > first.cached_tokens
+    differences = differences_one_at_a_time(lab, workload, again)
+    assert (differences == []) == (fault is None)
 
 
 @pytest.mark.parametrize("lab", [pytest.param("gemma3", marks=pytest.mark.long), "qwen3_next"], indirect=True)
@@ -101,10 +139,7 @@ def test_several_samples_of_each_prompt(gemma3: Lab, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_cache_salt_separates_and_unites(lab: Lab, tmp_path: Path) -> None:
-    requests = [
-        item.model_copy(update={"arrival_step": 10_000 * place})
-        for place, item in enumerate(random_workload(1, abort_share=0.0).requests)
-    ]
+    requests = one_at_a_time(1).requests
     many = [
         _changed(Workload(name=name, requests=requests), cache_salt=salt)
         for name, salt in (("first", "one"), ("other salt", "two"), ("same salt", "one"))
@@ -144,3 +179,55 @@ def test_beside_the_stock_connector(lab: Lab, tmp_path: Path, order: str) -> Non
     result = run_workloads(lab, many, transfer)
     assert any(request.external_cached_tokens for item in result.workloads for request in item.requests)
     check_outputs(lab, many, result)
+
+
+def _undisturbed(one: RunResult, two: RunResult) -> list[tuple[WorkloadResult, WorkloadResult]]:
+    """Those requests only that neither run preempted and that both found in the local cache to the same depth."""
+    undisturbed = []
+    for pair in zip(one.workloads, two.workloads, strict=True):
+        both = [
+            requests
+            for requests in zip(*(item.requests for item in pair), strict=True)
+            if not any(request.preemptions for request in requests)
+            and len({request.local_cached_tokens for request in requests}) == 1
+        ]
+        assert both
+        first, second = (
+            item.model_copy(update={"requests": list(kept)})
+            for item, kept in zip(pair, zip(*both, strict=True), strict=True)
+        )
+        undisturbed.append((first, second))
+    return undisturbed
+
+
+@pytest.mark.long
+def test_engine_alone_may_round_by_what_is_batched(qwen3_next: Lab, workloads: list[Workload]) -> None:
+    """On some processors it always does. So no two runs under pressure can be compared token by token."""
+    small, large = (alone(qwen3_next, workloads, small=size, **ROUNDING_BY_BATCH) for size in (True, False))
+    assert all(item.notes["parted products"] for result in (small, large) for item in result.workloads)
+    pairs = _undisturbed(small, large)
+    assert [line for one, two in pairs for line in compare_workloads(one, two)] != []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", [None, "ForgetsFirstChunk", "ForgetsFirstChunkOverOldBytes"])
+def test_where_rounding_depends_on_the_batch(
+    qwen3_next: Lab, workloads: list[Workload], tmp_path: Path, fault: str | None
+) -> None:
+    chunk = {"hybrid_chunk_size": qwen3_next.block_size}
+    transfer = ours(tmp_path / "kv", **chunk) if fault is None else _forgetting(fault, tmp_path / "kv", **chunk)
+    result = run_workloads(qwen3_next, workloads, transfer, **ROUNDING_BY_BATCH)
+    assert any(request.external_cached_tokens for item in result.workloads for request in item.requests)
+    assert (output_problems(qwen3_next, workloads, result, **ROUNDING_BY_BATCH) == []) == (fault is None)
+
+
+@pytest.mark.long
+def test_one_request_at_a_time_is_computed_alike_where_rounding_depends_on_the_batch(
+    qwen3_next: Lab, tmp_path: Path
+) -> None:
+    workload = one_at_a_time(1)
+    transfer = ours(tmp_path / "kv", hybrid_chunk_size=qwen3_next.block_size)
+    many = [workload, workload]
+    first, again = run_workloads(qwen3_next, many, transfer, small=False, **ROUNDING_BY_BATCH).workloads
+    assert again.cached_tokens > first.cached_tokens
+    assert differences_one_at_a_time(qwen3_next, workload, again, **ROUNDING_BY_BATCH) == []

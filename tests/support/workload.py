@@ -161,57 +161,13 @@ def compare_workloads(a: WorkloadResult, b: WorkloadResult, *, max_logprob_gap: 
             elif x.token_ids[:common] != y.token_ids[:common]:
                 lines.append(f"{one.name}[{index}]: tokens {x.token_ids} and {y.token_ids}")
             else:
-                gap = max(map(_gap, x.logprobs[:common], y.logprobs[:common]), default=0.0)
+                gap = max(map(logprob_gap, x.logprobs[:common], y.logprobs[:common]), default=0.0)
                 if not gap <= max_logprob_gap:
                     lines.append(f"{one.name}[{index}]: log probabilities differ by up to {gap:.3g}")
     return lines
 
 
-def treated_alike(a: WorkloadResult, b: WorkloadResult) -> tuple[WorkloadResult, WorkloadResult]:
-    """Return both results with those requests only that neither run preempted or loaded and both cached alike.
-
-    These were computed in the same way, so that even a model that rounds must give them the same outputs.
-    """
-    pairs = [
-        (one, two)
-        for one, two in zip(a.requests, b.requests, strict=True)
-        if one.preemptions == two.preemptions == one.external_cached_tokens == two.external_cached_tokens == 0
-        and one.local_cached_tokens == two.local_cached_tokens
-    ]
-    return (
-        a.model_copy(update={"requests": [one for one, _ in pairs]}),
-        b.model_copy(update={"requests": [two for _, two in pairs]}),
-    )
-
-
-def _gap(x: float, y: float) -> float:
+def logprob_gap(x: float, y: float) -> float:
+    """Return how far two log probabilities differ: infinitely where one is not a number."""
     gap = abs(x - y)
     return gap if gap == gap else float("inf")
-
-
-def rescoring(workload: Workload, result: WorkloadResult) -> Workload:
-    """Return a workload that lets a model score what ``result`` holds, one request at a time: prompt and output."""
-    requests = [
-        WorkloadRequest(
-            name=f"{asked.name}[{index}]",
-            token_ids=asked.token_ids + sample.token_ids,
-            max_tokens=1,
-            arrival_step=1_000_000 * place,
-            score_tokens=len(sample.token_ids),
-        )
-        for place, (asked, got) in enumerate(zip(workload.requests, result.requests, strict=True))
-        for index, sample in enumerate(got.samples)
-        if sample.token_ids
-    ]
-    return Workload(name=f"scores of {workload.name}", requests=requests)
-
-
-def score_gaps(result: WorkloadResult, scores: WorkloadResult) -> dict[str, float]:
-    """Return, by sample, the mean gap between the log probabilities reported and those of the rescoring run."""
-    scored = {request.name: request.scores for request in scores.requests}
-    return {
-        name: sum(map(_gap, sample.logprobs, scored[name])) / len(sample.logprobs)
-        for request in result.requests
-        for index, sample in enumerate(request.samples)
-        if (name := f"{request.name}[{index}]") in scored
-    }

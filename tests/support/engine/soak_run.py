@@ -4,8 +4,9 @@
 
 ``SPEC.json`` holds a :class:`~tests.support.engine.spec.RunSpec` without rounds and workloads, which names what
 :mod:`.fault_run` asks for. Round after round a new random workload runs under a new script of faults; now and then one
-runs once more without offloading and without a prefix in the cache, to compare the outputs. Prints what it sees, and
-returns 1 when a check fails. See ``benchmarks/soak.py``.
+runs once more without offloading and without a prefix in the cache, to compare the outputs. Where the model rounds,
+some outputs of both runs are scored without offloading instead, one request at a time, and judged at the end, see
+:mod:`tests.support.scores`. Prints what it sees, and returns 1 when a check fails. See ``benchmarks/soak.py``.
 """
 
 from __future__ import annotations
@@ -15,24 +16,20 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from offload_core.testing.faults.plugin import ALLOWANCE_SECONDS, DEADLINE_SECONDS
 from tests.support.engine.engine_run import Session, engine_metrics, start_engine, stop_engine
 from tests.support.engine.spec import RECORD_FORMAT, RunSpec
+from tests.support.scores import rescoring, score_problems, token_gaps
 from tests.support.steadiness import MemorySample, MemoryTrend, counter_problems, memory_trend, wait_problems
-from tests.support.workload import (
-    Workload,
-    WorkloadResult,
-    compare_workloads,
-    random_workload,
-    treated_alike,
-)
+from tests.support.workload import Workload, WorkloadResult, compare_workloads, random_workload
 
 _LIBC = ctypes.CDLL(None)
 _MIB = 1024 * 1024
 _COMPARED_ROUNDS = 5
+_SCORED_REQUESTS = 8
 _WORKLOADS = 30
 _PRINT_SECONDS = 10.0
 _WARM_UP_SHARE = 0.3
@@ -48,7 +45,7 @@ class Soak:
     """One soak on one engine.
 
     Args:
-        exact: whether outputs are compared exactly; else only those of requests that both runs treated alike.
+        exact: whether outputs are compared exactly; else some are scored.
     """
 
     def __init__(self, session: Session, *, exact: bool) -> None:
@@ -58,6 +55,8 @@ class Soak:
         self.rounds = self.served_tokens = self.compared_outputs = 0
         self._session = session
         self._exact = exact
+        self._gaps: dict[str, list[float]] = {}
+        self._gaps_alone: dict[str, list[float]] = {}
         self._started = time.monotonic()
 
     def run(self, seconds: float) -> None:
@@ -82,6 +81,8 @@ class Soak:
         self._sample()
         self._print()
         self.failed(counter_problems(engine_metrics()))
+        if self._gaps:
+            self.failed(score_problems(self._gaps, self._gaps_alone))
 
     def failed(self, problems: Sequence[str]) -> None:
         """Count what went wrong and print it, one line each, as long as there are not too many lines."""
@@ -102,12 +103,23 @@ class Soak:
 
     def _compare(self, workload: Workload, result: WorkloadResult) -> None:
         """Compare the outputs with those of a run that opts out of offloading."""
-        opted_out = {"kv_transfer_params": {"hybrid_offload": {"load": False, "store": False}}}
-        requests = [request.model_copy(update=opted_out) for request in workload.requests]
-        alone = self._round(workload.model_copy(update={"requests": requests, "fault_seed": None}))
-        one, two = (result, alone) if self._exact else treated_alike(result, alone)
-        self.failed(compare_workloads(one, two))
-        self.compared_outputs += len(one.requests)
+        alone = self._round(_opted_out(workload))
+        if self._exact:
+            self.failed(compare_workloads(result, alone))
+            self.compared_outputs += len(result.requests)
+        else:
+            scored = _most_offloaded(result)
+            self._gaps |= self._score(workload, result, scored)
+            self._gaps_alone |= self._score(workload, alone, scored)
+            self.compared_outputs += len(scored)
+
+    def _score(self, workload: Workload, result: WorkloadResult, names: Collection[str]) -> dict[str, list[float]]:
+        """Score some of the outputs without offloading, one request at a time."""
+        asked = [request for request in workload.requests if request.name in names]
+        got = result.model_copy(update={"requests": [item for item in result.requests if item.name in names]})
+        questions = rescoring(workload.model_copy(update={"requests": asked}), got)
+        gaps = token_gaps(got, self._round(_opted_out(questions)))
+        return {f"round {self.rounds}: {name}": values for name, values in gaps.items()}
 
     def _sample(self) -> None:
         """Measure what is really in use: garbage is collected, and the allocator gives back what it keeps for later."""
@@ -131,6 +143,19 @@ def _resident_bytes(kind: str) -> int:
     """Return this process's resident memory of one of the kinds that ``proc_pid_status(5)`` lists in kB."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition(f"\n{kind}:")[2].split(maxsplit=1)[0]) * 1024
+
+
+def _opted_out(workload: Workload) -> Workload:
+    """The workload without offloading and without faults."""
+    params = {"kv_transfer_params": {"hybrid_offload": {"load": False, "store": False}}}
+    requests = [request.model_copy(update=params) for request in workload.requests]
+    return workload.model_copy(update={"requests": requests, "fault_seed": None})
+
+
+def _most_offloaded(result: WorkloadResult) -> set[str]:
+    """Name the requests to score: those with the most tokens from the tiers and, of equals, the most preemptions."""
+    by_use = sorted(result.requests, key=lambda item: (item.external_cached_tokens, item.preemptions), reverse=True)
+    return {request.name for request in by_use[:_SCORED_REQUESTS]}
 
 
 def _well(number: int) -> Workload:
