@@ -44,7 +44,7 @@ def _server(lab: Lab, config_file: Path, log: Path, variables: Mapping[str, str]
         *_command_of_the_readme(lab.model), "--dtype", lab.dtype,
         "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096", "--enforce-eager",
         "--block-size", str(lab.block_size), "--enable-prompt-tokens-details", "--shutdown-timeout", "20",
-        "--served-model-name", "tiny",
+        "--served-model-name", "tiny", "--mamba-ssm-cache-dtype", "float32",  # else the processor decides on blocks
     ]  # fmt: skip
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     env |= variables or {}

@@ -89,6 +89,8 @@ def start_engine(spec: RunSpec) -> Any:
         "enable_prefix_caching": spec.enable_prefix_caching,
         "tensor_parallel_size": spec.tensor_parallel_size,
         "enforce_eager": True,
+        # vLLM chooses this by the processor (float32 with AVX-512 BF16), and with it the size of all blocks.
+        "mamba_ssm_cache_dtype": "float32",
         "disable_hybrid_kv_cache_manager": False,
         "disable_log_stats": False,
         "shutdown_timeout": int(_SHUTDOWN_SECONDS),
