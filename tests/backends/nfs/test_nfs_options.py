@@ -1,4 +1,4 @@
-"""What the nfs backend says about its options, as the operator sees it."""
+"""The messages of the nfs backend about its options, as an operator sees them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_password_in_the_url_is_refused_and_not_shown() -> None:
         assert "hunter2" not in found
 
 
-def test_what_is_no_credential_is_handed_on() -> None:
+def test_options_without_credentials_reach_fsspec() -> None:
     given = {
         "endpoint_url": "http://host:9000",
         "anon": True,

@@ -1,4 +1,4 @@
-"""The nfs backend on a real server that speaks S3: requests, parts, and a server that dies, hangs and comes back."""
+"""The nfs backend on a real S3 server: requests, parts, and a server that dies, hangs and comes back."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ def test_everything_takes_one_request_and_no_listing(
     run(nfs(lookup_cache_seconds=0, **s3_options), work)
 
 
-def test_lookups_that_are_known_cost_no_request(
-    nfs: Nfs, s3_options: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_cached_lookups_cost_no_request(nfs: Nfs, s3_options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     async def work(backend: NfsBackend) -> None:
         caplog.set_level(logging.DEBUG, "s3fs")
         for _ in range(5):
