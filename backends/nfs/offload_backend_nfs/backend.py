@@ -167,7 +167,7 @@ class NfsBackend(Backend[NfsOptions]):
         return await self.run_blocking(self._retrier.call, self.medium.entries, folder)
 
     async def _remove_leftovers(self) -> None:
-        """Remove leftovers of killed writers. A failure is only logged. Cancelled, it stops waiting."""
+        """Remove leftovers of killed writers. A failure is only logged."""
         try:
             count = await self.run_blocking(self.medium.remove_leftovers, lambda: self._retrier.stopped)
         except Exception as error:

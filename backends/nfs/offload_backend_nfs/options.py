@@ -112,14 +112,14 @@ class NfsOptions(BackendOptions):
         if not separator:
             raise ValueError(f"not a URL; write file://{Path(url).absolute()} for a folder, or s3://bucket/prefix")
         if protocol not in KIND_OF_PROTOCOL or "::" in url:
-            raise ValueError(f"unknown protocol {protocol!r}; known are {', '.join(KIND_OF_PROTOCOL)}")
+            raise ValueError(f"unknown protocol {protocol!r}; use one of {', '.join(KIND_OF_PROTOCOL)}")
         if KIND_OF_PROTOCOL[protocol] == "share":
             return f"file://{_checked_folder(url)}"
         if not path.strip("/"):
             missing = (
                 "a bucket, such as s3://bucket/prefix" if KIND_OF_PROTOCOL[protocol] in ("s3", "store") else "a folder"
             )
-            raise ValueError(f"names no place; add {missing}")
+            raise ValueError(f"names no bucket or folder; add {missing}")
         try:
             fsspec.get_filesystem_class(protocol)
         except ImportError as error:

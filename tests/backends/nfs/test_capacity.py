@@ -253,7 +253,7 @@ def test_an_account_of_another_version_is_not_changed(world: World, caplog: pyte
     assert existing(world) == []
 
 
-def test_a_damaged_account_begins_anew(world: World) -> None:
+def test_a_damaged_account_is_replaced_by_a_new_one(world: World) -> None:
     host = joined(world)
     put(host, [1, 2])
     name = max(name for name in world.files if name.startswith("account-"))

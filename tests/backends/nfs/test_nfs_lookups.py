@@ -20,7 +20,7 @@ from tests.backends.nfs.conftest import Nfs, key
 
 
 def counted(backend: NfsBackend, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that gets the names that the medium is asked for from now on."""
+    """Return a list. It collects the names of all later questions to the medium."""
     asked: list[str] = []
     real = backend.medium.sizes
 
@@ -61,7 +61,7 @@ def test_lookups_are_answered_from_the_cache(nfs: Nfs, tmp_path: Path, monkeypat
     run(nfs(url=f"file://{tmp_path}/kv", lookup_cache_seconds=60), work)
 
 
-def test_an_answer_grows_old(nfs: Nfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_answer_expires(nfs: Nfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(backend: NfsBackend) -> None:
         asked = counted(backend, monkeypatch)
         await contains(backend, 0)
@@ -72,7 +72,7 @@ def test_an_answer_grows_old(nfs: Nfs, tmp_path: Path, monkeypatch: pytest.Monke
     run(nfs(url=f"file://{tmp_path}/kv", lookup_cache_seconds=0.05), work)
 
 
-def test_with_a_life_of_0_the_medium_is_asked_every_time(
+def test_without_a_lookup_cache_the_medium_is_asked_every_time(
     nfs: Nfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(backend: NfsBackend) -> None:

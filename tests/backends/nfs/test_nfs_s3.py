@@ -164,9 +164,7 @@ def test_a_server_that_is_killed_is_an_error_soon_and_works_again_when_it_is_bac
 
 
 @pytest.mark.long
-def test_a_server_that_hangs_is_given_up_and_one_that_goes_on_in_time_is_waited_for(
-    nfs: Nfs, own_server: S3Server
-) -> None:
+def test_requests_to_a_hung_server_time_out_unless_it_continues_in_time(nfs: Nfs, own_server: S3Server) -> None:
     bucket = own_server.make_bucket()
 
     async def gives_up(backend: NfsBackend) -> None:

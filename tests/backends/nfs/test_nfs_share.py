@@ -86,7 +86,7 @@ def test_an_object_that_another_process_deletes_while_it_is_read_is_a_hit_or_a_m
 
 
 @pytest.mark.parametrize("deleted", [True, False], ids=["and it is gone", "and another is there"])
-def test_estale_while_reading_is_looked_at_once_more(
+def test_estale_during_a_read_is_retried_once(
     share: NfsBackend, root: Path, monkeypatch: pytest.MonkeyPatch, deleted: bool
 ) -> None:
     data = os.urandom(64 * KIB)
