@@ -12,8 +12,8 @@ Victims of an eviction are first *pending*, in batches, for a grace period. Unti
 No clocks are compared between hosts. Every process counts from the moment when it saw the batch, by its own clock.
 
 An object is in one batch at a time, so only one process deletes it. That process subtracts the bytes that really
-existed from the account. An immediate deletion, by a user or because of damage, takes
-the same way without a grace.
+existed from the account. An immediate deletion, by a user or because of damage, takes the same
+way without a grace.
 """
 
 from __future__ import annotations
