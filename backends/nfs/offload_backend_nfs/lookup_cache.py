@@ -1,7 +1,7 @@
-"""What is known of keys for a short time, so that a lookup need not ask the medium again.
+"""A cache of lookups, so that a repeated lookup need not ask the medium again.
 
-All backends of a process that use one place share it: what one of them stores or deletes, all of them know at once.
-What other processes do is seen when an answer has become too old.
+All backends of a process that use one storage share a cache. A store or deletion by one of them is visible to all of
+them at once. Changes by other processes become visible when the cached answer has expired.
 """
 
 from __future__ import annotations
@@ -17,80 +17,79 @@ from offload_core.api import ObjectKey
 MAX_KEYS = 65_536
 
 
-class _Fact(NamedTuple):
+class _Answer(NamedTuple):
     present: bool | None
-    """``None`` where changes overlapped, so that nobody can say which came last."""
-    at_seconds: float
-    """No later than when it was true, on the monotonic clock."""
+    """``None`` after overlapping changes, whose order is unknown."""
+    asked_seconds: float
+    """The time of the question, or of the change, on the monotonic clock: the answer is at least as new."""
     changed_seconds: float
-    """When this process last ended a change of the key; an answer to a question from before says nothing."""
+    """The end of this process's last change of the key. The answer to an earlier question is ignored."""
     nbytes: int | None = None
-    """Of what is there, where that is known."""
+    """The object's bytes, if they are known."""
 
 
-class KnownKeys:
-    """Whether keys are there, as this process saw or made it. Thread-safe, and nothing in it blocks."""
+class LookupCache:
+    """Presence and sizes of objects, as this process has seen or changed them. Thread-safe; no call blocks."""
 
-    _of_places: ClassVar[WeakValueDictionary[str, KnownKeys]] = WeakValueDictionary()
-    _class_lock = threading.Lock()
+    _shared: ClassVar[WeakValueDictionary[str, LookupCache]] = WeakValueDictionary()
+    _shared_lock = threading.Lock()
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._max_keys = max_keys
         self._lock = threading.Lock()
-        self._facts: dict[ObjectKey, _Fact] = {}
-        self._forgotten_seconds = float("-inf")
+        self._answers: dict[ObjectKey, _Answer] = {}
+        self._dropped_seconds = float("-inf")
 
     @classmethod
-    def of_place(cls, place: str) -> KnownKeys:
-        """Return what this process knows of ``place``, the same for all that ask while one of them keeps it."""
-        with cls._class_lock:
-            known = cls._of_places.get(place)
-            if known is None:
-                known = cls._of_places[place] = cls()
-            return known
+    def shared(cls, storage: str) -> LookupCache:
+        """Return this process's cache for a storage. It lives as long as any caller keeps it."""
+        with cls._shared_lock:
+            cache = cls._shared.get(storage)
+            if cache is None:
+                cache = cls._shared[storage] = cls()
+            return cache
 
-    def recall(self, keys: Sequence[ObjectKey], life_seconds: float) -> list[bool | None]:
-        """Return, per key, whether it is there as far as that is known and no older than ``life_seconds``."""
-        oldest = time.monotonic() - life_seconds
-        with self._lock:
-            facts = [self._facts.get(key) for key in keys]
-        return [fact.present if fact is not None and fact.at_seconds > oldest else None for fact in facts]
+    def presence(self, keys: Sequence[ObjectKey], max_age_seconds: float) -> list[bool | None]:
+        """Return, per key, whether its object exists, or ``None`` without an answer of at most ``max_age_seconds``."""
+        return [None if answer is None else answer.present for answer in self._recent(keys, max_age_seconds)]
 
-    def recall_sizes(self, keys: Sequence[ObjectKey], life_seconds: float) -> list[int | None]:
-        """Return, per key, the bytes of what is there as far as that is known and no older than ``life_seconds``."""
-        oldest = time.monotonic() - life_seconds
-        with self._lock:
-            facts = [self._facts.get(key) for key in keys]
-        return [
-            fact.nbytes if fact is not None and fact.present and fact.at_seconds > oldest else None for fact in facts
-        ]
+    def sizes(self, keys: Sequence[ObjectKey], max_age_seconds: float) -> list[int | None]:
+        """Return, per key, its object's bytes, or ``None`` without an answer of at most ``max_age_seconds``."""
+        recent = self._recent(keys, max_age_seconds)
+        return [answer.nbytes if answer is not None and answer.present else None for answer in recent]
 
-    def saw(self, key: ObjectKey, present: bool, asked_seconds: float, nbytes: int | None = None) -> None:
-        """Note the answer to a question that was asked of the medium at ``asked_seconds``."""
+    def add_answer(self, key: ObjectKey, present: bool, asked_seconds: float, nbytes: int | None = None) -> None:
+        """Add the medium's answer to a question that was asked at ``asked_seconds``."""
         with self._lock:
-            changed = self._changed(key)
+            changed = self._last_change(key)
             if asked_seconds >= changed:
-                self._note(key, _Fact(present, asked_seconds, changed, nbytes))
+                self._add(key, _Answer(present, asked_seconds, changed, nbytes))
 
-    def changed(self, key: ObjectKey, present: bool | None, began_seconds: float, nbytes: int | None = None) -> None:
-        """Note that this process has stored or deleted, in an operation that began at ``began_seconds``.
+    def add_change(self, key: ObjectKey, present: bool | None, began_seconds: float, nbytes: int | None = None) -> None:
+        """Add the end of a store or deletion by this process that began at ``began_seconds``.
 
         Args:
-            present: ``None`` when it failed, so that either may be.
-            nbytes: of what was stored.
+            present: ``None`` if the operation failed, so that the object may exist or not.
+            nbytes: the bytes of a stored object.
         """
         now = time.monotonic()
         with self._lock:
-            overlapped = self._changed(key) > began_seconds
-            self._note(key, _Fact(None if overlapped else present, now, now, None if overlapped else nbytes))
+            overlapped = self._last_change(key) > began_seconds
+            self._add(key, _Answer(None if overlapped else present, now, now, None if overlapped else nbytes))
 
-    def _changed(self, key: ObjectKey) -> float:
-        fact = self._facts.get(key)
-        return max(self._forgotten_seconds, fact.changed_seconds if fact is not None else float("-inf"))
+    def _recent(self, keys: Sequence[ObjectKey], max_age_seconds: float) -> list[_Answer | None]:
+        oldest = time.monotonic() - max_age_seconds
+        with self._lock:
+            answers = [self._answers.get(key) for key in keys]
+        return [answer if answer is not None and answer.asked_seconds > oldest else None for answer in answers]
 
-    def _note(self, key: ObjectKey, fact: _Fact) -> None:
-        self._facts.pop(key, None)
-        self._facts[key] = fact  # at the end: the first one is the oldest
-        while len(self._facts) > self._max_keys:
-            oldest = self._facts.pop(next(iter(self._facts)))
-            self._forgotten_seconds = max(self._forgotten_seconds, oldest.changed_seconds)
+    def _last_change(self, key: ObjectKey) -> float:
+        answer = self._answers.get(key)
+        return max(self._dropped_seconds, answer.changed_seconds if answer is not None else float("-inf"))
+
+    def _add(self, key: ObjectKey, answer: _Answer) -> None:
+        self._answers.pop(key, None)
+        self._answers[key] = answer  # at the end, so that the first key is the oldest
+        while len(self._answers) > self._max_keys:
+            oldest = self._answers.pop(next(iter(self._answers)))
+            self._dropped_seconds = max(self._dropped_seconds, oldest.changed_seconds)

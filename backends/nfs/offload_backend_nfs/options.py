@@ -1,4 +1,4 @@
-"""The options of the ``nfs`` type, and which kinds of storage it takes."""
+"""The options of the ``nfs`` type, and the kinds of storage that it supports."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pydantic import Field, field_validator, model_validator
 
 from offload_core.api import BackendOptions, Bytes, Seconds, check_folder
 
-Kind = Literal["share", "s3", "store", "renaming"]
+StorageKind = Literal["share", "s3", "store", "renaming"]
 
-KINDS: Mapping[str, Kind] = {
+KIND_OF_PROTOCOL: Mapping[str, StorageKind] = {
     "file": "share",
     "s3": "s3",
     "s3a": "s3",
     **dict.fromkeys(["gs", "gcs", "abfs", "az", "oci", "oss", "tos", "memory"], "store"),
     **dict.fromkeys(["sftp", "ssh", "smb"], "renaming"),
 }
-"""Per protocol, how an object gets there whole: a ``store`` has an atomic put, the others rename."""
+"""The kind of storage per protocol. ``s3`` and ``store`` have an atomic put; the others need a rename."""
 
-_CREATES_EXCLUSIVELY = ("file", "s3", "s3a", "gs", "gcs", "abfs", "az", "memory")
-"""Protocols whose fsspec file systems pass an exclusive create on to the storage, and do not look first."""
+_EXCLUSIVE_CREATE_PROTOCOLS = ("file", "s3", "s3a", "gs", "gcs", "abfs", "az", "memory")
+"""Protocols whose fsspec file systems leave an exclusive creation to the storage, without a check of their own."""
 
 _CREDENTIAL = re.compile(
     r"(^|_)(key|secret|token|pass|password|passwd|passphrase|credentials?|auth|signature|connection_string|sas)$"
@@ -37,66 +37,66 @@ _CREDENTIALS_CURE = (
     "configuration (~/.config/fsspec), not from this one, which vLLM logs"
 )
 MIN_PART_BYTES = 5 * 1024**2
-"""What S3 wants of every part but the last."""
+"""The smallest part that S3 accepts, except for the last."""
 
 
 class NfsOptions(BackendOptions):
     """Options of the ``nfs`` type."""
 
     url: str = Field(
-        description="where the objects lie: file:///mnt/kv for a mounted share, s3://bucket/prefix and the like for an "
+        description="place of the objects: file:///mnt/kv for a mounted share, s3://bucket/prefix and the like for an "
         "object store"
     )
     storage_options: dict[str, Any] = Field(
         default_factory=dict,
-        description="handed to fsspec's file system for the URL, such as endpoint_url; no credentials",
+        description="options for fsspec's file system, such as endpoint_url; no credentials",
     )
     lookup_cache_seconds: Seconds = Field(
         1.0,
         le=60,
-        description="for how long a lookup's answer is good, so how late stores and evictions by other processes are "
-        "seen; 0 asks the medium every time",
+        description="seconds for which the answer to a lookup is valid; stores and evictions by other processes become "
+        "visible after this time; 0 asks the medium every time",
     )
     retry_seconds: Seconds = Field(
-        5.0, le=600, description="for how long an operation that fails for a passing reason is tried again; 0 for never"
+        5.0, le=600, description="seconds for which an operation is retried after a transient error; 0 for no retries"
     )
     part_size: Bytes = Field(
         32 * 1024**2,
         ge=MIN_PART_BYTES,
-        description="s3: objects of at least twice this size are sent in parts of it, several at once",
+        description="s3: objects of at least twice this size are sent in parts of this size, several at once",
     )
 
     capacity: Annotated[
         Bytes | None,
         Field(
             gt=0,
-            description="limit on all objects under the URL, whichever engine on whichever host stored them; none by "
-            "default. Give it the same value everywhere",
+            description="limit on all objects under the URL, by all engines on all hosts; none by default. "
+            "Use the same value everywhere",
         ),
     ] = None
     high_watermark: float = Field(
-        0.9, gt=0, le=1, description="part of the capacity above which the objects used longest ago are evicted"
+        0.9, gt=0, le=1, description="part of the capacity above which the least recently used objects are evicted"
     )
     low_watermark: float = Field(
-        0.8, gt=0, le=1, description="part of the capacity that an eviction leaves; no more than high_watermark"
+        0.8, gt=0, le=1, description="part of the capacity at which an eviction stops; at most high_watermark"
     )
     eviction_grace: Seconds = Field(
         60.0,
         le=3600,
-        description="how long an object stays after it was chosen for eviction, so that other hosts' loads can end; "
-        "longer than a load may take",
+        description="time between the selection of an object for eviction and its deletion, so that loads on other "
+        "hosts can end; longer than a load may take",
     )
     lease_seconds: Seconds = Field(
         60.0,
         gt=0,
         le=3600,
-        description="a process that has not renewed its lease on the capacity for so long is taken for dead",
+        description="a process that has not renewed its lease on the capacity for this long is taken for dead",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _no_credentials(cls, given: Any) -> Any:
-        """Refuse credentials before anything else is checked, since other messages show the value."""
+        """Refuse credentials before all other checks, because other messages show the value."""
         if isinstance(given, Mapping):
             places = list(_credentials(given.get("storage_options"), "storage_options"))
             if isinstance(given.get("url"), str) and _has_password(given["url"]):
@@ -111,38 +111,40 @@ class NfsOptions(BackendOptions):
         protocol, separator, path = url.partition("://")
         if not separator:
             raise ValueError(f"not a URL; write file://{Path(url).absolute()} for a folder, or s3://bucket/prefix")
-        if protocol not in KINDS or "::" in url:
-            raise ValueError(f"unknown protocol {protocol!r}; known are {', '.join(KINDS)}")
-        if KINDS[protocol] == "share":
+        if protocol not in KIND_OF_PROTOCOL or "::" in url:
+            raise ValueError(f"unknown protocol {protocol!r}; use one of {', '.join(KIND_OF_PROTOCOL)}")
+        if KIND_OF_PROTOCOL[protocol] == "share":
             return f"file://{_checked_folder(url)}"
         if not path.strip("/"):
-            what = "a bucket, such as s3://bucket/prefix" if KINDS[protocol] in ("s3", "store") else "a folder"
-            raise ValueError(f"names no place; add {what}")
+            missing = (
+                "a bucket, such as s3://bucket/prefix" if KIND_OF_PROTOCOL[protocol] in ("s3", "store") else "a folder"
+            )
+            raise ValueError(f"names no bucket or folder; add {missing}")
         try:
             fsspec.get_filesystem_class(protocol)
         except ImportError as error:
-            cure = "pip install 'offload-core[s3]'" if KINDS[protocol] == "s3" else str(error)
+            cure = "pip install 'offload-core[s3]'" if KIND_OF_PROTOCOL[protocol] == "s3" else str(error)
             raise ValueError(f"the package for {protocol}:// is not installed or does not load: {cure}") from error
         return url.rstrip("/")
 
     @model_validator(mode="after")
-    def _can_be_bounded(self) -> NfsOptions:
+    def _supports_the_capacity(self) -> NfsOptions:
         if self.low_watermark > self.high_watermark:
             raise ValueError(
                 f"low_watermark {self.low_watermark:g} is above high_watermark {self.high_watermark:g}; lower it"
             )
         protocol = self.url.partition("://")[0]
-        if self.capacity is not None and protocol not in _CREATES_EXCLUSIVELY:
+        if self.capacity is not None and protocol not in _EXCLUSIVE_CREATE_PROTOCOLS:
             raise ValueError(
-                f"no capacity can be kept on {protocol}://, where a file cannot be created only if there is none; "
-                f"leave it out, or use one of {', '.join(_CREATES_EXCLUSIVELY)}"
+                f"no capacity can be kept on {protocol}://, which cannot create a file only if it does not exist; "
+                f"remove the capacity, or use one of {', '.join(_EXCLUSIVE_CREATE_PROTOCOLS)}"
             )
         return self
 
     @property
-    def kind(self) -> Kind:
-        """How objects get there whole."""
-        return KINDS[self.url.partition("://")[0]]
+    def kind(self) -> StorageKind:
+        """The kind of storage: it decides how a whole object gets its name."""
+        return KIND_OF_PROTOCOL[self.url.partition("://")[0]]
 
     @property
     def folder(self) -> Path:
@@ -157,7 +159,7 @@ def _checked_folder(url: str) -> Path:
 
 
 def _credentials(value: Any, place: str) -> Iterator[str]:
-    """Yield the dotted places under ``value`` that hold credentials."""
+    """Yield the dotted paths under ``value`` that hold credentials."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(key)).lower()
@@ -176,4 +178,4 @@ def _has_password(url: str) -> bool:
     try:
         return urlsplit(url).password is not None
     except ValueError:
-        return "@" in url  # not a URL that can be read; rather not shown
+        return "@" in url  # the URL cannot be parsed; do not show it

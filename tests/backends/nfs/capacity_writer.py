@@ -1,9 +1,9 @@
-"""Stores objects of random sizes in a place with a limit, as fast as it can, until it is told to stop.
+"""Store objects of random sizes on storage with a capacity, as fast as possible, until SIGTERM.
 
 python capacity_writer.py OPTIONS-AS-JSON SEED
 
-Each object is one byte, repeated. It also loads what it has stored, and prints ``wrong`` for one with other bytes.
-In the end it prints how many were stored, loaded and missing.
+Each object is one byte, repeated. The program also loads the stored objects, and prints ``wrong`` for an object with
+other bytes. At the end it prints the numbers of objects stored, loaded and missing.
 """
 
 from __future__ import annotations

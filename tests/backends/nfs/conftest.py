@@ -41,10 +41,10 @@ def key(number: int, pack: str = "full-u256") -> ObjectKey:
 
 
 class S3Server:
-    """A server of moto's in a process of its own, which can be killed and started again.
+    """A moto server in its own process. It can be killed and started again.
 
     Args:
-        log: file to which it writes a line for each request that it has answered.
+        log: file that gets a line for each answered request.
     """
 
     def __init__(self, log: Path | None = None) -> None:
@@ -94,7 +94,7 @@ class S3Server:
 
 @pytest.fixture
 def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as an operator would set, in the environment."""
+    """S3 credentials in the environment, as an operator sets them."""
     for name, value in S3_CREDENTIALS.items():
         monkeypatch.setenv(name, value)
 
@@ -131,7 +131,7 @@ def s3_options(s3_server: S3Server) -> dict[str, Any]:
 
 @pytest.fixture
 def memory_folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder whose file system is in memory, where there is one: an account changes small files all the time."""
+    """A folder on a file system in memory, if there is one. An account changes small files all the time."""
     memory = Path("/dev/shm")
     if not memory.is_dir():
         yield tmp_path

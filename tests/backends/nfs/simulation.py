@@ -1,7 +1,7 @@
-"""Hosts that share a medium in memory, one operation of the medium at a time, in an order that a test chooses.
+"""Simulated hosts that share a medium in memory.
 
-Each call of a host runs on a thread of its own, which stops before every operation of the medium until it is its turn.
-Time passes when the test says so.
+The medium does one operation at a time, in an order that a test chooses. Each call of a host runs on its own thread.
+That thread stops before every operation of the medium until the test lets it continue. The test also advances the time.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from offload_backend_nfs.capacity.bounded_store import BoundedPlace
-from offload_backend_nfs.capacity.lease import AccountOptions
+from offload_backend_nfs.capacity.account_options import AccountOptions
+from offload_backend_nfs.capacity.bounded_store import BoundedStore
 
 from offload_core.api.backend import StoredObject, StoreOutcome
 from offload_core.api.keys import ObjectKey
@@ -23,19 +23,19 @@ class KilledError(BaseException):
 
 
 class World:
-    """The medium, the time, and what is being written."""
+    """The medium, the time, and the unfinished writes."""
 
     def __init__(self) -> None:
         self.seconds = 1000.0
-        self.small: dict[str, bytes] = {}
+        self.files: dict[str, bytes] = {}
         self.objects: dict[ObjectKey, tuple[int, float]] = {}
         self.writing: dict[Host, int] = {}
-        self.debris_bytes = 0
+        self.leftover_bytes = 0
 
     @property
     def real_bytes(self) -> int:
         """Bytes on the medium."""
-        return sum(size for size, _ in self.objects.values()) + sum(self.writing.values()) + self.debris_bytes
+        return sum(size for size, _ in self.objects.values()) + sum(self.writing.values()) + self.leftover_bytes
 
 
 class Host:
@@ -45,7 +45,7 @@ class Host:
         self.world = world
         self.alive = True
         self.fail_next: str = ""
-        """``before`` or ``after``: the next operation of the medium raises, having had its effect or not."""
+        """``before`` or ``after``: the next operation of the medium raises before or after its effect."""
         self.pinned: list[ObjectKey] = []
         self.removed_own_pin: list[ObjectKey] = []
         self.deleting = False
@@ -53,24 +53,24 @@ class Host:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.place = BoundedPlace(
-            self, self, options, clock=lambda: world.seconds, now=lambda: world.seconds, pause=lambda _: None
+        self.bounded_store = BoundedStore(
+            self, self, options, clock=lambda: world.seconds, now=lambda: world.seconds, sleep=lambda _: None
         )
 
     # -- running
 
     @property
     def busy(self) -> bool:
-        """Whether a call is under way."""
+        """``True`` while a call is under way."""
         return self._thread is not None
 
     @property
     def in_a_write(self) -> bool:
-        """Whether bytes of an object are being written."""
+        """``True`` while an object is being written."""
         return self in self.world.writing
 
     def start(self, call: Callable[[], object]) -> None:
-        """Begin a call, up to its first operation of the medium."""
+        """Begin a call, and stop before its first operation of the medium."""
 
         def run() -> None:
             try:
@@ -99,9 +99,9 @@ class Host:
             self._turn.release()
             self._wait()
 
-    def finish(self, most: int = 2000) -> None:
-        """Go on to the end of the call."""
-        for _ in range(most):
+    def finish(self, max_operations: int = 2000) -> None:
+        """Continue to the end of the call."""
+        for _ in range(max_operations):
             if not self.busy:
                 return
             self.advance()
@@ -113,13 +113,13 @@ class Host:
         self.finish()
 
     def kill(self) -> None:
-        """End the process wherever it is."""
+        """Kill the process at its present operation."""
         self.alive = False
-        self.world.debris_bytes += self.world.writing.pop(self, 0)
+        self.world.leftover_bytes += self.world.writing.pop(self, 0)
         self.finish()
 
     def _wait(self) -> None:
-        assert self._stopped.wait(LIMIT_SECONDS), "the call waits for something else than the medium"
+        assert self._stopped.wait(LIMIT_SECONDS), "the call waits, but not for the medium"
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -140,38 +140,38 @@ class Host:
         if failure == "after":
             raise OSError("injected, after")
 
-    # -- SmallObjects
+    # -- AccountFiles
 
     def create(self, name: str, content: bytes) -> bool:
         failure = self._gate()
-        new = name not in self.world.small
+        new = name not in self.world.files
         if new:
-            self.world.small[name] = content
+            self.world.files[name] = content
         self._end(failure)
         return new
 
     def read(self, name: str) -> bytes | None:
         self._end(self._gate())
-        return self.world.small.get(name)
+        return self.world.files.get(name)
 
     def write(self, name: str, content: bytes) -> None:
         failure = self._gate()
-        self.world.small[name] = content
+        self.world.files[name] = content
         self._end(failure)
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
             failure = self._gate()
-            self.world.small.pop(name, None)
+            self.world.files.pop(name, None)
             self._end(failure)
 
     def names(self, folder: str) -> list[str]:
         self._end(self._gate())
         prefix = f"{folder}/" if folder else ""
-        rest = [name.removeprefix(prefix) for name in self.world.small if name.startswith(prefix)]
+        rest = [name.removeprefix(prefix) for name in self.world.files if name.startswith(prefix)]
         return [name for name in rest if "/" not in name]
 
-    # -- ObjectStore
+    # -- ObjectFiles
 
     def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         self._end(self._gate())
@@ -209,38 +209,40 @@ class Host:
 
     def unfinished_bytes(self) -> int:
         self._end(self._gate())
-        return sum(self.world.writing.values()) + self.world.debris_bytes
+        return sum(self.world.writing.values()) + self.world.leftover_bytes
 
-    # -- what the backend does with the place
+    # -- the backend's use of the bounded store
 
     def put(self, keys: Sequence[ObjectKey], sizes: Sequence[int]) -> list[StoreOutcome]:
-        """Store objects as the core does: reserve, store what is wanted, release."""
-        reserved = self.place.reserve(keys, sizes)
+        """Store objects as the core does: reserve, store the wanted objects, release."""
+        reserved = self.bounded_store.reserve(keys, sizes)
         outcomes: list[StoreOutcome] = []
         try:
-            for key, size, room, outcome in zip(keys, sizes, reserved.rooms, reserved.outcomes, strict=True):
-                outcomes.append(outcome or self.place.store(key, memoryview(bytes(size)), room))
+            for key, size, reservation, outcome in zip(
+                keys, sizes, reserved.reservations, reserved.outcomes, strict=True
+            ):
+                outcomes.append(outcome or self.bounded_store.store(key, memoryview(bytes(size)), reservation))
         finally:
-            self.place.give_back(reserved.rooms)
+            self.bounded_store.release(reserved.reservations)
         return outcomes
 
     def pin(self, keys: Sequence[ObjectKey]) -> None:
-        """Pin what is there."""
-        self.place.pin(keys)
+        """Pin the objects that exist."""
+        self.bounded_store.pin(keys)
         there = self.contains(keys)
-        hidden = self.place.hidden(keys)
-        self.place.unpin([key for key, a, b in zip(keys, there, hidden, strict=True) if not a or b])
+        hidden = self.bounded_store.hidden(keys)
+        self.bounded_store.unpin([key for key, a, b in zip(keys, there, hidden, strict=True) if not a or b])
         self.pinned += [key for key, a, b in zip(keys, there, hidden, strict=True) if a and not b]
 
     def unpin(self) -> None:
         """Unpin everything."""
         pinned, self.pinned = self.pinned, []
-        self.place.unpin(pinned)
+        self.bounded_store.unpin(pinned)
 
     def discard(self, keys: Sequence[ObjectKey]) -> None:
         """Delete objects."""
         self.deleting = True
         try:
-            self.place.delete(keys)
+            self.bounded_store.delete(keys)
         finally:
             self.deleting = False

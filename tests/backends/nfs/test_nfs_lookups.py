@@ -1,4 +1,4 @@
-"""Lookups that are remembered: how many questions that saves, and when what others do is seen."""
+"""Cached lookups: the questions they save, and the delay until changes by other processes are visible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from offload_backend_nfs import NfsBackend
-from offload_backend_nfs.lookup_cache import KnownKeys
+from offload_backend_nfs.lookup_cache import LookupCache
 
 from offload_core.api.backend import LoadOutcome
 from tests.backends.nfs.calls import contains, load, run, store
@@ -20,7 +20,7 @@ from tests.backends.nfs.conftest import Nfs, key
 
 
 def counted(backend: NfsBackend, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that gets the names that the medium is asked for from now on."""
+    """Return a list. It collects the names of all later questions to the medium."""
     asked: list[str] = []
     real = backend.medium.sizes
 
@@ -37,13 +37,13 @@ def remove_objects(root: Path) -> None:
         path.unlink()
 
 
-def test_lookups_are_answered_from_what_is_known(nfs: Nfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookups_are_answered_from_the_cache(nfs: Nfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(backend: NfsBackend) -> None:
         asked = counted(backend, monkeypatch)
         assert await contains(backend, 0, 1, 0, 2) == [False] * 4
         assert len(asked) == 3, "each of them once"
         assert await contains(backend, 2, 1, 0) == [False] * 3
-        assert len(asked) == 3, "that nothing is there is remembered too"
+        assert len(asked) == 3, "absence is cached too"
         await store(backend, (1, b"one"))
         assert await contains(backend, 0, 1, 2) == [False, True, False]
         assert len(asked) == 3, "a store of this process is known at once"
@@ -61,7 +61,7 @@ def test_lookups_are_answered_from_what_is_known(nfs: Nfs, tmp_path: Path, monke
     run(nfs(url=f"file://{tmp_path}/kv", lookup_cache_seconds=60), work)
 
 
-def test_an_answer_grows_old(nfs: Nfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_answer_expires(nfs: Nfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(backend: NfsBackend) -> None:
         asked = counted(backend, monkeypatch)
         await contains(backend, 0)
@@ -72,7 +72,7 @@ def test_an_answer_grows_old(nfs: Nfs, tmp_path: Path, monkeypatch: pytest.Monke
     run(nfs(url=f"file://{tmp_path}/kv", lookup_cache_seconds=0.05), work)
 
 
-def test_with_a_life_of_0_the_medium_is_asked_every_time(
+def test_without_a_lookup_cache_the_medium_is_asked_every_time(
     nfs: Nfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(backend: NfsBackend) -> None:
@@ -123,17 +123,17 @@ _OTHER = """
 """
 
 
-def test_what_another_process_does_is_seen_within_the_life_of_an_answer(nfs: Nfs, tmp_path: Path) -> None:
+def test_changes_by_another_process_are_seen_within_the_life_of_an_answer(nfs: Nfs, tmp_path: Path) -> None:
     life_seconds = 0.5
-    command = [sys.executable, "-c", textwrap.dedent(_OTHER), f"file://{tmp_path}/kv"]
-    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    program = [sys.executable, "-c", textwrap.dedent(_OTHER), f"file://{tmp_path}/kv"]
+    other = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdin is not None
     assert other.stdout is not None
 
     async def work(backend: NfsBackend) -> None:
-        for what, present in [("store", True), ("delete", False)]:
+        for command, present in [("store", True), ("delete", False)]:
             assert await contains(backend, 0) == [not present]
-            print(what, file=other.stdin, flush=True)
+            print(command, file=other.stdin, flush=True)
             assert (await asyncio.to_thread(other.stdout.readline)) == "done\n"  # type: ignore[union-attr] # a pipe
             done = time.monotonic()
             answers = []
@@ -151,42 +151,42 @@ def test_what_another_process_does_is_seen_within_the_life_of_an_answer(nfs: Nfs
         other.communicate()
 
 
-def test_an_answer_from_before_a_change_is_not_taken_up() -> None:
-    known = KnownKeys()
+def test_an_answer_from_before_a_change_is_ignored() -> None:
+    cache = LookupCache()
     asked = time.monotonic()
-    known.changed(key(0), True, time.monotonic())
-    known.saw(key(0), False, asked)
-    assert known.recall([key(0)], 60) == [True]
-    known.saw(key(0), False, time.monotonic())
-    assert known.recall([key(0)], 60) == [False]
+    cache.add_change(key(0), True, time.monotonic())
+    cache.add_answer(key(0), False, asked)
+    assert cache.presence([key(0)], 60) == [True]
+    cache.add_answer(key(0), False, time.monotonic())
+    assert cache.presence([key(0)], 60) == [False]
 
 
-def test_of_changes_that_overlap_nobody_knows_the_last() -> None:
-    known = KnownKeys()
+def test_after_overlapping_changes_presence_is_unknown() -> None:
+    cache = LookupCache()
     began = time.monotonic()
-    known.changed(key(0), True, time.monotonic())
-    known.changed(key(0), False, began)
-    assert known.recall([key(0)], 60) == [None]
+    cache.add_change(key(0), True, time.monotonic())
+    cache.add_change(key(0), False, began)
+    assert cache.presence([key(0)], 60) == [None]
 
 
 def test_a_change_that_failed_may_have_happened() -> None:
-    known = KnownKeys()
-    known.saw(key(0), False, time.monotonic())
-    known.changed(key(0), None, time.monotonic())
-    assert known.recall([key(0)], 60) == [None]
+    cache = LookupCache()
+    cache.add_answer(key(0), False, time.monotonic())
+    cache.add_change(key(0), None, time.monotonic())
+    assert cache.presence([key(0)], 60) == [None]
 
 
-def test_what_was_forgotten_for_room_is_not_taken_from_old_answers() -> None:
-    known = KnownKeys(max_keys=2)
+def test_old_answers_for_dropped_keys_are_ignored() -> None:
+    cache = LookupCache(max_keys=2)
     asked = time.monotonic()
     for number in range(3):
-        known.changed(key(number), True, time.monotonic())
-    assert known.recall([key(0), key(1), key(2)], 60) == [None, True, True]
-    known.saw(key(0), False, asked)
-    assert known.recall([key(0)], 60) == [None]
+        cache.add_change(key(number), True, time.monotonic())
+    assert cache.presence([key(0), key(1), key(2)], 60) == [None, True, True]
+    cache.add_answer(key(0), False, asked)
+    assert cache.presence([key(0)], 60) == [None]
 
 
-def test_places_with_other_options_are_other_places() -> None:
-    one, same, other = (KnownKeys.of_place(place) for place in ("a", "a", "b"))
+def test_storage_with_other_options_has_another_cache() -> None:
+    one, same, other = (LookupCache.shared(storage) for storage in ("a", "a", "b"))
     assert one is same
     assert one is not other

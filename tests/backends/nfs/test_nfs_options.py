@@ -1,4 +1,4 @@
-"""What the nfs backend says about its options, as the operator sees it."""
+"""The messages of the nfs backend about its options, as an operator sees them."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
     assert problem(url=f"file://{tmp_path}/file").endswith("is a file; name a folder")
 
 
-def test_a_path_is_no_url_and_the_right_one_is_shown() -> None:
+def test_a_path_is_refused_with_its_url_as_the_cure() -> None:
     assert "write file:///mnt/kv for a folder" in problem(url="/mnt/kv")
 
 
 @pytest.mark.parametrize("url", ["http://host/kv", "zip://kv", "simplecache::s3://bucket"])
-def test_other_protocols_are_refused_and_the_known_ones_named(url: str) -> None:
-    assert "known are file, s3, s3a, gs," in problem(url=url)
+def test_other_protocols_are_refused_and_the_supported_ones_listed(url: str) -> None:
+    assert "use one of file, s3, s3a, gs," in problem(url=url)
 
 
 def test_a_bucket_must_be_named() -> None:
@@ -96,7 +96,7 @@ def test_a_password_in_the_url_is_refused_and_not_shown() -> None:
         assert "hunter2" not in found
 
 
-def test_what_is_no_credential_is_handed_on() -> None:
+def test_options_without_credentials_reach_fsspec() -> None:
     given = {
         "endpoint_url": "http://host:9000",
         "anon": True,

@@ -1,4 +1,4 @@
-"""The nfs backend on a real server that speaks S3: requests, parts, and a server that dies, hangs and comes back."""
+"""The nfs backend on a real S3 server: requests, parts, and a server that dies, hangs and comes back."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ def test_everything_takes_one_request_and_no_listing(
     run(nfs(lookup_cache_seconds=0, **s3_options), work)
 
 
-def test_lookups_that_are_known_cost_no_request(
-    nfs: Nfs, s3_options: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_cached_lookups_cost_no_request(nfs: Nfs, s3_options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     async def work(backend: NfsBackend) -> None:
         caplog.set_level(logging.DEBUG, "s3fs")
         for _ in range(5):
@@ -166,9 +164,7 @@ def test_a_server_that_is_killed_is_an_error_soon_and_works_again_when_it_is_bac
 
 
 @pytest.mark.long
-def test_a_server_that_hangs_is_given_up_and_one_that_goes_on_in_time_is_waited_for(
-    nfs: Nfs, own_server: S3Server
-) -> None:
+def test_requests_to_a_hung_server_time_out_unless_it_continues_in_time(nfs: Nfs, own_server: S3Server) -> None:
     bucket = own_server.make_bucket()
 
     async def gives_up(backend: NfsBackend) -> None:

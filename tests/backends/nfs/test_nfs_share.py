@@ -1,4 +1,4 @@
-"""The nfs backend on a mounted share: what vanishes, what is left over, and a share that is gone, full or read-only."""
+"""The nfs backend on a mounted share: objects that vanish, leftovers, and a share that is gone, full or read-only."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_an_object_that_another_process_deletes_while_it_is_read_is_a_hit_or_a_m
 
 
 @pytest.mark.parametrize("deleted", [True, False], ids=["and it is gone", "and another is there"])
-def test_estale_while_reading_is_looked_at_once_more(
+def test_estale_during_a_read_is_retried_once(
     share: NfsBackend, root: Path, monkeypatch: pytest.MonkeyPatch, deleted: bool
 ) -> None:
     data = os.urandom(64 * KIB)
@@ -165,7 +165,9 @@ _KILLED = """
 """
 
 
-def test_what_a_killed_writer_left_is_removed_and_a_living_ones_is_not(share: NfsBackend, root: Path, nfs: Nfs) -> None:
+def test_leftovers_of_a_killed_writer_are_removed_and_a_living_writers_are_not(
+    share: NfsBackend, root: Path, nfs: Nfs
+) -> None:
     command = [sys.executable, "-c", textwrap.dedent(_KILLED), f"file://{root}"]
     writers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
     try:
@@ -261,7 +263,7 @@ def test_a_read_only_share_is_opened_and_read_and_rejects_stores(nfs: Nfs, small
     run(nfs(url=f"file://{small_disk}"), work)
 
 
-def test_a_failing_disk_is_tried_again_for_as_long_as_it_may(
+def test_operations_on_a_failing_disk_are_retried_for_retry_seconds(
     nfs: Nfs, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root.parent.mkdir()

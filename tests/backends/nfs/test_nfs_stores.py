@@ -1,4 +1,4 @@
-"""Stores that fsspec speaks to: one in memory, and a server that renames, for which a local folder stands."""
+"""Stores behind fsspec: one in memory, and a local folder in place of a server that renames."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_of_many_who_create_a_name_one_succeeds(make: Make) -> None:
             assert media[1].read_small(f"records/{number}") == b"%d" % winners[0]
 
 
-def test_in_memory_nobody_comes_between_the_look_and_the_creation() -> None:
+def test_in_memory_no_caller_comes_between_the_check_and_the_creation() -> None:
     together = threading.Barrier(2)
 
     class Slow(MemoryFileSystem):  # type: ignore[misc] # fsspec has no types
@@ -108,7 +108,7 @@ def test_a_store_that_fails_before_its_rename_leaves_nothing(tmp_path: Path, mon
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_what_is_a_day_old_and_temporary_is_removed(tmp_path: Path) -> None:
+def test_temporaries_older_than_a_day_are_removed(tmp_path: Path) -> None:
     medium = RenamingStore(LocalFileSystem(skip_instance_cache=True), f"{tmp_path}/kv")
     medium.open()
     folder = tmp_path / "kv" / TEMPORARY_FOLDER
@@ -117,8 +117,8 @@ def test_what_is_a_day_old_and_temporary_is_removed(tmp_path: Path) -> None:
         (folder / name).write_text("x")
     for name in [names[0], "notes.txt"]:
         os.utime(folder / name, (time.time() - 2 * 86_400,) * 2)
-    assert medium.sweep(lambda: True) == 0
-    assert medium.sweep(lambda: False) == 1
+    assert medium.remove_leftovers(lambda: True) == 0
+    assert medium.remove_leftovers(lambda: False) == 1
     assert {path.name for path in folder.iterdir()} == {names[1], "notes.txt"}
 
 

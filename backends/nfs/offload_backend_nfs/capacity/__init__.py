@@ -1,1 +1,1 @@
-"""The limit that all processes on all hosts keep together: leases, the shared account and eviction."""
+"""One capacity for all processes on all hosts: leases, the shared account, quotas and eviction."""

@@ -1,7 +1,7 @@
-"""A place with a limit: what a tier with a capacity does around its medium. Blocks, on any thread.
+"""A store with a capacity: the work that a tier with a limit does around its medium.
 
-Every object is written where nothing was, so each counts once however many processes store it at the same time; and
-objects leave by the account only, so each is taken out once.
+Every object is written only if it does not exist. So each object counts once, even if many processes store it at the
+same time. Objects leave through the account only. So each object is subtracted once.
 """
 
 from __future__ import annotations
@@ -12,99 +12,111 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from offload_backend_nfs.capacity.account_state import AccountState, UnknownVersionError
-from offload_backend_nfs.capacity.housekeeping import Keeper
-from offload_backend_nfs.capacity.lease import AccountOptions, Claim, Room
-from offload_backend_nfs.capacity.pending_evictions import Condemned
-from offload_backend_nfs.capacity.ports import ObjectStore, SmallObjects
-from offload_backend_nfs.capacity.shared_record import Generations
-from offload_backend_nfs.capacity.usage_log import Touches
+from offload_backend_nfs.capacity.account_options import AccountOptions
+from offload_backend_nfs.capacity.account_state import AccountState, UnknownAccountVersionError
+from offload_backend_nfs.capacity.housekeeping import Housekeeping
+from offload_backend_nfs.capacity.lease import Lease
+from offload_backend_nfs.capacity.pending_evictions import PendingEvictions
+from offload_backend_nfs.capacity.ports import AccountFiles, ObjectFiles
+from offload_backend_nfs.capacity.quota import ObjectReservation, Quota
+from offload_backend_nfs.capacity.shared_record import SharedRecord
+from offload_backend_nfs.capacity.usage_log import UsageLog
 from offload_core.api import ObjectKey, StoreOutcome
 
 logger = logging.getLogger(__name__)
 
 
-class Rooms(NamedTuple):
-    """What became of a request for room: per key its room, or the reason why there is none."""
+class ReserveResult(NamedTuple):
+    """The answer to a request for capacity: per key a reservation, or the outcome without one."""
 
-    rooms: list[Room | None]
+    reservations: list[ObjectReservation | None]
     outcomes: list[StoreOutcome | None]
     evicted: list[ObjectKey]
 
 
-class BoundedPlace:
-    """Objects under one limit for all processes that use them.
+class BoundedStore:
+    """Objects under one limit for all processes that use them. Calls block unless noted, and may come from any thread.
 
     Args:
-        clock: seconds that pass also while the machine sleeps.
-        now: seconds since the epoch.
-        pause: waits for so many seconds.
-        stopped: whether to leave long work.
+        clock: returns seconds, and includes the time during which the machine sleeps.
+        now: returns seconds since the epoch.
+        sleep: waits for a number of seconds.
+        stopped: returns ``True`` once long work should end early.
     """
 
     def __init__(
         self,
-        small: SmallObjects,
-        store: ObjectStore,
+        files: AccountFiles,
+        objects: ObjectFiles,
         options: AccountOptions,
         *,
         clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
         now: Callable[[], float] = time.time,
-        pause: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] = time.sleep,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._store = store
-        self._record = Generations(small, clock, pause)
-        self._claim = Claim(self._record, small, options, clock)
-        self._condemned = Condemned(self._record, self._claim, small, store, options, clock)
-        self._touches = Touches(small, clock, now)
-        self._keeper = Keeper(
-            self._record, self._claim, self._condemned, self._touches, small, store, options, clock, stopped
+        self._objects = objects
+        self._record = SharedRecord(files, clock, sleep)
+        self._lease = Lease(self._record, files, options, clock)
+        self._quota = Quota(self._record, self._lease, options)
+        self._evictions = PendingEvictions(self._record, self._lease, files, objects, options, clock)
+        self._usage_log = UsageLog(files, clock, now)
+        self._housekeeping = Housekeeping(
+            self._record,
+            self._lease,
+            self._quota,
+            self._evictions,
+            self._usage_log,
+            files,
+            objects,
+            options,
+            clock,
+            stopped,
         )
-        self._trouble: str | None = None
+        self._outage: str | None = None
         shortest = min(options.lease_seconds / 6, options.grace_seconds / 6 or options.lease_seconds)
         self.step_seconds = max(0.05, min(10.0, shortest))
-        """How often :meth:`step` must be called at least."""
+        """The longest time between two calls of :meth:`step`."""
 
     @property
     def state(self) -> AccountState:
-        """The newest state of the account that was seen."""
+        """The newest state of the account that this process has seen."""
         return self._record.state
 
     @property
-    def owner(self) -> str:
+    def member_id(self) -> str:
         """This process's name in the account."""
-        return self._claim.owner
+        return self._lease.member_id
 
     @property
-    def is_keeper(self) -> bool:
-        """Whether this process keeps house for all."""
-        return self._keeper.is_keeper
+    def is_housekeeper(self) -> bool:
+        """``True`` if this process does the housekeeping for all."""
+        return self._housekeeping.is_housekeeper
 
     @property
-    def pressed(self) -> bool:
-        """Whether objects have to go: :meth:`step` should come soon, if this process is the keeper."""
-        return self._keeper.pressed or not self._record.state.counted
+    def step_is_urgent(self) -> bool:
+        """``True`` if the housekeeper should soon call :meth:`step`, to count or to evict objects."""
+        return self._housekeeping.eviction_needed or not self._record.state.counted
 
     def open(self) -> None:
-        """Take part in the account. What keeps from that is logged: objects can be loaded all the same."""
-        with self._tolerant():
-            self._claim.join()
-            self._keeper.count_a_new_account()
+        """Join the account. A failure is logged only: objects can be loaded without the account."""
+        with self._outage_tolerated():
+            self._lease.join()
+            self._housekeeping.count_new_account()
 
     def close(self) -> None:
-        """Write down what was used, and give back the claim. Idempotent."""
-        with self._tolerant():
-            self._touches.write_down()
-            self._claim.leave()
+        """Flush the usage log and leave the account. Idempotent."""
+        with self._outage_tolerated():
+            self._usage_log.flush()
+            self._quota.leave()
 
     def step(self) -> None:
-        """Keep house: renew the lease, follow the account, and, as the keeper, count and evict for all."""
-        with self._tolerant():
-            self._keeper.step()
+        """Do the housekeeping: renew the lease, read the account, and, as the housekeeper, count and evict for all."""
+        with self._outage_tolerated():
+            self._housekeeping.step()
 
     def refresh(self) -> None:
-        """See what others have changed.
+        """Read the changes of other processes.
 
         Raises:
             OSError: the medium failed.
@@ -112,114 +124,116 @@ class BoundedPlace:
         self._record.refresh()
 
     def hidden(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Return, per key, whether its object is about to go, so that nobody should load it. Does not block."""
-        return self._condemned.hidden(keys)
+        """Return, per key, whether its object will soon be deleted and must not be loaded. Does not block."""
+        return self._evictions.hidden(keys)
 
     def pin(self, keys: Iterable[ObjectKey]) -> None:
-        """Keep objects from being evicted until :meth:`unpin`. Does not block."""
-        self._condemned.pin(keys)
+        """Pin objects: they are not evicted until :meth:`unpin`. Does not block."""
+        self._evictions.pin(keys)
 
     def unpin(self, keys: Iterable[ObjectKey]) -> None:
         """Undo :meth:`pin`."""
-        self._condemned.unpin(keys)
+        self._evictions.unpin(keys)
 
-    def note_use(self, keys: Collection[ObjectKey]) -> None:
-        """Note that objects are used now. Does not block."""
-        self._condemned.note_use(keys)
-        self._touches.note(keys)
+    def mark_used(self, keys: Collection[ObjectKey]) -> None:
+        """Mark objects as used now. Does not block."""
+        self._evictions.mark_used(keys)
+        self._usage_log.record(keys)
 
-    def reserve(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> Rooms:
-        """Take room for what is not there yet.
+    def reserve(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> ReserveResult:
+        """Reserve capacity for the objects that do not exist yet.
 
         Raises:
             OSError: the medium failed.
         """
-        there, hidden = self._store.contains(keys), self._condemned.hidden(keys)
+        existing, hidden = self._objects.contains(keys), self._evictions.hidden(keys)
         outcomes: list[StoreOutcome | None] = []
-        for present, leaving in zip(there, hidden, strict=True):
-            # What is about to go can be stored anew once it has gone.
-            outcomes.append(StoreOutcome.REJECTED if leaving else StoreOutcome.ALREADY_PRESENT if present else None)
-        self.note_use([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is not None])
-        wanted = [index for index, outcome in enumerate(outcomes) if outcome is None]
-        rooms: list[Room | None] = [None] * len(outcomes)
-        if wanted and self._trouble is None:
-            for index, room in zip(wanted, self._claim.reserve([nbytes[index] for index in wanted]), strict=True):
-                rooms[index] = room
-        for index in wanted:
-            if rooms[index] is None:
+        for exists, is_hidden in zip(existing, hidden, strict=True):
+            # A hidden object can be stored again after its deletion.
+            outcomes.append(StoreOutcome.REJECTED if is_hidden else StoreOutcome.ALREADY_PRESENT if exists else None)
+        self.mark_used([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is not None])
+        missing = [index for index, outcome in enumerate(outcomes) if outcome is None]
+        reservations: list[ObjectReservation | None] = [None] * len(outcomes)
+        if missing and self._outage is None:
+            made = self._quota.reserve([nbytes[index] for index in missing])
+            for index, reservation in zip(missing, made, strict=True):
+                reservations[index] = reservation
+        for index in missing:
+            if reservations[index] is None:
                 outcomes[index] = StoreOutcome.REJECTED
-        return Rooms(rooms, outcomes, self._condemned.take_evicted())
+        return ReserveResult(reservations, outcomes, self._evictions.take_evicted())
 
-    def store(self, key: ObjectKey, buffer: memoryview, room: Room | None) -> StoreOutcome:
-        """Write an object into its room, taking some where it has none.
+    def store(self, key: ObjectKey, buffer: memoryview, reservation: ObjectReservation | None) -> StoreOutcome:
+        """Write an object into its reservation. Without a reservation, make one first.
 
         Raises:
-            OSError: the medium failed. The object may be there or not; if it may, its room is used.
+            OSError: the medium failed. The object may exist or not; if it may exist, its bytes count.
         """
-        if room is None:
-            (room,), (outcome,), _ = self.reserve([key], [len(buffer)])
-            if room is None:
+        if reservation is None:
+            (reservation,), (outcome,), _ = self.reserve([key], [len(buffer)])
+            if reservation is None:
                 return outcome or StoreOutcome.REJECTED
-        if len(buffer) != room.nbytes or not self._claim.may_write(room):
-            self._claim.end(room, written=False)
+        if len(buffer) != reservation.nbytes or not self._quota.may_write(reservation):
+            self._quota.end(reservation, written=False)
             return StoreOutcome.REJECTED
         try:
-            written = self._store.write_new(key, buffer)
+            written = self._objects.write_new(key, buffer)
         except BaseException:
-            self._claim.end(room, written=self._may_be_there(key))
+            self._quota.end(reservation, written=self._may_exist(key))
             raise
-        self._claim.end(room, written=written)
+        self._quota.end(reservation, written=written)
         return StoreOutcome.STORED if written else StoreOutcome.ALREADY_PRESENT
 
-    def give_back(self, rooms: Iterable[Room | None]) -> None:
-        """End rooms, of which some may have been used, and settle the claim where that is due.
+    def release(self, reservations: Iterable[ObjectReservation | None]) -> None:
+        """End reservations, used or not, and settle the quota if that is due.
 
         Raises:
-            OSError: the medium failed; the room comes back with the next call.
+            OSError: the medium failed. The next call returns the capacity.
         """
-        for room in rooms:
-            if room is not None:
-                self._claim.end(room, written=False)
-        self._claim.settle()
+        for reservation in reservations:
+            if reservation is not None:
+                self._quota.end(reservation, written=False)
+        self._quota.settle()
 
-    def give_back_later(self, room: Room) -> None:
-        """End a room that was not used; the claim is settled another time. Does not block."""
-        self._claim.end(room, written=False)
+    def release_without_settling(self, reservation: ObjectReservation) -> None:
+        """End an unused reservation. The quota is settled later. Does not block."""
+        self._quota.end(reservation, written=False)
 
     def delete(self, keys: Collection[ObjectKey]) -> None:
-        """Delete objects, and take them out of the account.
+        """Delete objects, and subtract them from the account.
 
         Raises:
-            OSError: the medium failed; what is left is deleted later.
+            OSError: the medium failed. The remaining objects are deleted later.
         """
         try:
-            self._condemned.delete(keys)
-        except UnknownVersionError:
-            self._store.remove(list(keys))
+            self._evictions.delete(keys)
+        except UnknownAccountVersionError:
+            self._objects.remove(list(keys))
 
-    def _may_be_there(self, key: ObjectKey) -> bool:
+    def _may_exist(self, key: ObjectKey) -> bool:
         with suppress(OSError):
-            return self._store.contains([key])[0]
+            return self._objects.contains([key])[0]
         return True
 
     @contextmanager
-    def _tolerant(self) -> Iterator[None]:
-        """Go on where the account cannot be kept: whoever needs it rejects stores until it can."""
+    def _outage_tolerated(self) -> Iterator[None]:
+        """Continue if the account cannot be kept. Until it can be kept again, stores are rejected."""
         try:
             yield
         except OSError as error:
-            self._note_trouble(error)
+            self._set_outage(error)
         else:
-            self._note_trouble(None)
+            self._set_outage(None)
 
-    def _note_trouble(self, error: OSError | None) -> None:
-        """Note, and say once, that the account cannot be kept, or can be kept again."""
-        trouble = None if error is None else f"{type(error).__name__}: {error}"
-        if trouble and self._trouble is None:
+    def _set_outage(self, error: OSError | None) -> None:
+        """Log once that the account cannot be kept, and once that it can be kept again."""
+        outage = None if error is None else f"{type(error).__name__}: {error}"
+        if outage and self._outage is None:
             logger.warning(
-                "the account of the shared objects cannot be kept: %s. Nothing is stored until it can; loads go on.",
-                trouble,
+                "the account of the shared objects cannot be kept: %s. Until it can, stores are rejected; "
+                "loads continue",
+                outage,
             )
-        elif trouble is None and self._trouble is not None:
-            logger.warning("the account of the shared objects can be kept again")
-        self._trouble = trouble
+        elif outage is None and self._outage is not None:
+            logger.warning("the account of the shared objects can be kept again; stores continue")
+        self._outage = outage

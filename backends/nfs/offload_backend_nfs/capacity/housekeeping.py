@@ -1,7 +1,8 @@
-"""The housekeeping of a shared prefix. One process at a time is its keeper, and counts, evicts and settles for all.
+"""The housekeeping of a shared account.
 
-Every process looks after its own lease and claim in :meth:`Keeper.step`, and watches the keeper's lease; when that has
-run out, it takes over.
+Every process renews its own lease and settles its own quota. One process at a time is the *housekeeper*: it scans,
+evicts and removes dead members for all. The others watch the housekeeper's lease. If that lease expires, another
+process takes over.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import heapq
 import logging
 from collections.abc import Callable
 
+from offload_backend_nfs.capacity.account_options import AccountOptions
 from offload_backend_nfs.capacity.account_state import AccountState
-from offload_backend_nfs.capacity.lease import OWNERS, AccountOptions, Claim
-from offload_backend_nfs.capacity.pending_evictions import Condemned
-from offload_backend_nfs.capacity.ports import ObjectStore, SmallObjects
-from offload_backend_nfs.capacity.shared_record import Generations
-from offload_backend_nfs.capacity.usage_log import Touches
+from offload_backend_nfs.capacity.lease import Lease, lease_file
+from offload_backend_nfs.capacity.pending_evictions import PendingEvictions
+from offload_backend_nfs.capacity.ports import AccountFiles, ObjectFiles
+from offload_backend_nfs.capacity.quota import Quota
+from offload_backend_nfs.capacity.shared_record import SharedRecord
+from offload_backend_nfs.capacity.usage_log import UsageLog
 from offload_core.api import ObjectKey
 
 logger = logging.getLogger(__name__)
@@ -23,170 +26,180 @@ logger = logging.getLogger(__name__)
 _BATCH_KEYS = 10_000
 
 
-class Keeper:
+class Housekeeping:
     """This process's part of the housekeeping. Calls block, one at a time.
 
     Args:
-        clock: seconds that pass also while the machine sleeps.
-        stopped: whether to leave long work.
+        clock: returns seconds, and includes the time during which the machine sleeps.
+        stopped: returns ``True`` once long work should end early.
     """
 
     def __init__(
         self,
-        record: Generations,
-        claim: Claim,
-        condemned: Condemned,
-        touches: Touches,
-        small: SmallObjects,
-        store: ObjectStore,
+        record: SharedRecord,
+        lease: Lease,
+        quota: Quota,
+        evictions: PendingEvictions,
+        usage_log: UsageLog,
+        files: AccountFiles,
+        objects: ObjectFiles,
         options: AccountOptions,
         clock: Callable[[], float],
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._record = record
-        self._claim = claim
-        self._condemned = condemned
-        self._touches = touches
-        self._small = small
-        self._store = store
+        self._lease = lease
+        self._quota = quota
+        self._evictions = evictions
+        self._usage_log = usage_log
+        self._files = files
+        self._objects = objects
         self._options = options
         self._clock = clock
         self._stopped = stopped
-        self._leases: dict[str, tuple[bytes | None, float]] = {}
+        self._seen_leases: dict[str, tuple[bytes | None, float]] = {}  # the content, and the time it was first seen
 
     @property
-    def is_keeper(self) -> bool:
-        """Whether this process is the keeper, as far as it knows."""
-        return bool(self._claim.owner) and self._record.state.keeper == self._claim.owner
+    def is_housekeeper(self) -> bool:
+        """``True`` if this process is the housekeeper, as far as it knows."""
+        return bool(self._lease.member_id) and self._record.state.housekeeper == self._lease.member_id
 
     @property
-    def pressed(self) -> bool:
-        """Whether objects have to go, as far as this process knows."""
+    def eviction_needed(self) -> bool:
+        """``True`` if more objects must be evicted, as far as this process knows."""
         return self._excess_bytes(self._record.state) > 0
 
     def step(self) -> None:
-        """Do what is due. To be called several times in a lease and in a grace.
+        """Do the work that is due. Call it several times per lease and per grace.
 
         Raises:
-            OSError: the medium failed; the next call goes on.
+            OSError: the medium failed. The next call continues.
         """
-        self._claim.renew()
-        self._condemned.spare()
-        self._touches.write_down_if_due()
-        self._claim.settle_if_idle(pressed=self.pressed)
-        self._condemned.delete_due(orphans=self.is_keeper)
-        if self.is_keeper:
-            self._keep()
+        self._lease.renew()
+        self._evictions.withdraw_in_use()
+        self._usage_log.flush_if_due()
+        self._quota.settle_if_idle(eviction_needed=self.eviction_needed)
+        self._evictions.delete_due(of_dead_members=self.is_housekeeper)
+        if self.is_housekeeper:
+            self._serve_all_members()
         else:
-            self._touches.forget()
-            self._watch_the_keeper()
+            self._usage_log.drop_merged()
+            self._watch_housekeeper()
 
-    def count_a_new_account(self) -> bool:
-        """Count the objects for an account that has none, if they are no more than one page.
+    def count_new_account(self) -> bool:
+        """Count the objects for a new account, if they fit in one page.
 
         Returns:
-            Whether the account is counted.
+            ``True`` if the account is counted.
         """
-        if not self._record.state.counted and self.is_keeper:
-            self._scan(most_pages=1)
+        if not self._record.state.counted and self.is_housekeeper:
+            self._scan(max_pages=1)
         return self._record.state.counted
 
-    def _keep(self) -> None:
+    def _serve_all_members(self) -> None:
         state = self._record.state
-        for owner in list(state.owners):
-            if owner != self._claim.owner and not state.owners[owner].dead and self._has_run_out(owner):
-                self._bury(owner)
-        self._leases = {owner: seen for owner, seen in self._leases.items() if owner in state.owners}
+        for member_id in list(state.members):
+            is_other = member_id != self._lease.member_id
+            if is_other and not state.members[member_id].expired and self._lease_has_expired(member_id):
+                self._mark_expired(member_id)
+        self._seen_leases = {name: seen for name, seen in self._seen_leases.items() if name in state.members}
         state = self._record.state
-        if not state.counted or any(owner.dead for owner in state.owners.values()) or self._excess_bytes(state) > 0:
+        if (
+            not state.counted
+            or any(member.expired for member in state.members.values())
+            or self._excess_bytes(state) > 0
+        ):
             self._scan()
-        self._touches.merge_if_due()
+        self._usage_log.merge_if_due()
 
-    def _watch_the_keeper(self) -> None:
-        keeper = self._record.state.keeper
-        if keeper in self._record.state.owners and not self._has_run_out(keeper):
+    def _watch_housekeeper(self) -> None:
+        housekeeper = self._record.state.housekeeper
+        if housekeeper in self._record.state.members and not self._lease_has_expired(housekeeper):
             return
 
         def edit(state: AccountState) -> AccountState | None:
-            if state.keeper != keeper or self._claim.owner not in state.owners:
+            if state.housekeeper != housekeeper or self._lease.member_id not in state.members:
                 return None
-            return state.model_copy(update={"keeper": self._claim.owner})
+            return state.model_copy(update={"housekeeper": self._lease.member_id})
 
-        if self._record.change(edit).keeper == self._claim.owner:
-            logger.info("this process is the account's keeper now, in the place of %s", keeper or "nobody")
+        if self._record.change(edit).housekeeper == self._lease.member_id:
+            logger.info("this process is now the account's housekeeper; it replaces %s", housekeeper or "no process")
 
-    def _has_run_out(self, owner: str) -> bool:
-        """Whether a lease was seen unchanged for its whole life, by this process's clock."""
-        content = self._small.read(f"{OWNERS}/{owner}")
+    def _lease_has_expired(self, member_id: str) -> bool:
+        """Return whether this process, by its own clock, has seen a lease file unchanged for a whole lease."""
+        content = self._files.read(lease_file(member_id))
         now = self._clock()
-        seen = self._leases.get(owner)
+        seen = self._seen_leases.get(member_id)
         if seen is None or seen[0] != content:
-            self._leases[owner] = (content, now)
+            self._seen_leases[member_id] = (content, now)
             return False
         return now - seen[1] >= self._options.lease_seconds
 
-    def _bury(self, owner: str) -> None:
+    def _mark_expired(self, member_id: str) -> None:
         def edit(state: AccountState) -> AccountState | None:
-            found = state.owners.get(owner)
-            if found is None or found.dead:
+            found = state.members.get(member_id)
+            if found is None or found.expired:
                 return None
-            dead = found.model_copy(update={"dead": True})
-            return state.model_copy(update={"owners": {**state.owners, owner: dead}})
+            expired = found.model_copy(update={"expired": True})
+            return state.model_copy(update={"members": {**state.members, member_id: expired}})
 
         self._record.change(edit)
-        logger.info("the account's owner %s is gone; its room comes back when the objects were counted", owner)
+        logger.info(
+            "the lease of process %s has expired; its reservations are released after the objects are counted",
+            member_id,
+        )
 
     def _excess_bytes(self, state: AccountState) -> int:
-        """Return how many bytes of objects are still to be condemned."""
+        """Return the bytes of objects that must be evicted and are not yet pending."""
         capacity, occupied = self._options.capacity_bytes, state.occupied_bytes
         excess = 0
-        if occupied - state.condemned_bytes > self._options.high_watermark * capacity:
+        if occupied - state.pending_eviction_bytes > self._options.high_watermark * capacity:
             excess = occupied - int(self._options.low_watermark * capacity)
-        if 0 < state.wanted_bytes <= capacity:
-            excess = max(excess, occupied + state.wanted_bytes - capacity)
-        return max(0, excess - state.condemned_bytes)
+        if 0 < state.rejected_bytes <= capacity:
+            excess = max(excess, occupied + state.rejected_bytes - capacity)
+        return max(0, excess - state.pending_eviction_bytes)
 
-    def _scan(self, most_pages: int | None = None) -> None:
-        """Count all objects; correct the account, settle the dead, and condemn what was used longest ago."""
+    def _scan(self, max_pages: int | None = None) -> None:
+        """Count all objects, correct the account, remove expired members, and evict the least recently used objects."""
         before = self._record.refresh()
-        dead = [name for name, owner in before.owners.items() if owner.dead]
+        expired = [name for name, member in before.members.items() if member.expired]
         excess = self._excess_bytes(before) if before.counted else 0
-        victims = _Oldest(excess)
-        spared = self._condemned.keys(before) | self._condemned.pinned if excess else set()
-        uses = self._touches.merge() if excess else {}
-        used_still: set[ObjectKey] = set()
-        total = self._store.unfinished_bytes()
-        for number, page in enumerate(self._store.pages()):
-            if self._stopped() or number == most_pages:
+        victims = _LeastRecentlyUsed(excess)
+        excluded = self._evictions.keys(before) | self._evictions.pinned if excess else set()
+        uses = self._usage_log.merge() if excess else {}
+        found_in_log: set[ObjectKey] = set()
+        total = self._objects.unfinished_bytes()
+        for number, page in enumerate(self._objects.pages()):
+            if self._stopped() or number == max_pages:
                 return
-            self._claim.beat()
+            self._lease.renew_if_due()
             for found in page:
                 total += found.nbytes
-                if excess and found.key not in spared:
+                if excess and found.key not in excluded:
                     used = uses.get(found.key, 0.0)
                     if used:
-                        used_still.add(found.key)
+                        found_in_log.add(found.key)
                     victims.offer(max(used, found.stored_at_seconds), found.key, found.nbytes)
-        self._record.change(lambda state: _corrected(state, before, total, dead))
-        for owner in dead:
-            self._small.delete([f"{OWNERS}/{owner}"])
+        self._record.change(lambda state: _corrected(state, before, total, expired))
+        for member_id in expired:
+            self._files.delete([lease_file(member_id)])
         if excess:
-            self._touches.keep_only(used_still)
-            self._condemn(victims.chosen())
+            self._usage_log.keep_only(found_in_log)
+            self._evict(victims.chosen())
 
-    def _condemn(self, chosen: dict[ObjectKey, int]) -> None:
-        keys = list(chosen)
+    def _evict(self, victims: dict[ObjectKey, int]) -> None:
+        keys = list(victims)
         for start in range(0, max(1, len(keys)), _BATCH_KEYS):
-            batch = {key: chosen[key] for key in keys[start : start + _BATCH_KEYS]}
+            batch = {key: victims[key] for key in keys[start : start + _BATCH_KEYS]}
             if batch:
-                self._condemned.condemn(batch, lambda _: {"wanted_bytes": 0})
+                self._evictions.add(batch, lambda _: {"rejected_bytes": 0})
             else:
-                self._record.change(lambda state: state.model_copy(update={"wanted_bytes": 0}))
-        self._condemned.delete_due(orphans=False)
+                self._record.change(lambda state: state.model_copy(update={"rejected_bytes": 0}))
+        self._evictions.delete_due(of_dead_members=False)
 
 
-class _Oldest:
-    """The objects that were used longest ago, as many as have ``excess_bytes`` together."""
+class _LeastRecentlyUsed:
+    """The least recently used objects, as many as have ``excess_bytes`` together."""
 
     def __init__(self, excess_bytes: int) -> None:
         self._excess_bytes = excess_bytes
@@ -194,7 +207,7 @@ class _Oldest:
         self._heap: list[tuple[float, ObjectKey, int]] = []  # the latest use first
 
     def offer(self, used_seconds: float, key: ObjectKey, nbytes: int) -> None:
-        """Take the object, if it was used longer ago than another one, which is then not needed."""
+        """Take the object if it was used less recently than another one, and drop objects that are not needed."""
         if self._total_bytes >= self._excess_bytes and -used_seconds <= self._heap[0][0]:
             return
         heapq.heappush(self._heap, (-used_seconds, key, nbytes))
@@ -203,24 +216,35 @@ class _Oldest:
             self._total_bytes -= heapq.heappop(self._heap)[2]
 
     def chosen(self) -> dict[ObjectKey, int]:
-        """Return the objects and their bytes, those used longest ago first."""
+        """Return the objects and their bytes, the least recently used first."""
         return {key: nbytes for _, key, nbytes in sorted(self._heap, reverse=True)}
 
 
-def _corrected(state: AccountState, before: AccountState, total: int, dead: list[str]) -> AccountState | None:
-    """Return ``state`` after a scan that has found ``total`` bytes and began at ``before``.
+def _corrected(state: AccountState, before: AccountState, total: int, expired: list[str]) -> AccountState | None:
+    """Return ``state`` after a scan.
 
-    There can be no more than what was found, and what was written meanwhile: it moves from a claim to the objects, or
-    is a claim still. Nor can there be more than the account says, if the dead have written all that they had claimed.
-    The smaller one is right, unless more was found than the account can explain: something has come from elsewhere.
+    Two upper limits hold for the used bytes:
+
+    - The bytes found by the scan, plus the bytes written meanwhile. Written bytes move from a quota to the objects, or
+      are still in a quota.
+    - The bytes in the account, plus the whole quotas of expired members: they may have written all of it.
+
+    The smaller one is right, with one exception. If the scan found more than the account can explain, objects came from
+    elsewhere, and the first limit is right.
+
+    Args:
+        before: the state when the scan began.
+        total: the bytes found by the scan.
+        expired: the members that the scan removes.
     """
     if state.counted != before.counted or state.written_bytes < before.written_bytes:
-        return None  # another account has taken this one's place
+        return None  # another account has replaced this one
     at_most = total + state.written_bytes - before.written_bytes
-    buried = sum(owner.claim_bytes for name, owner in state.owners.items() if name in dead)
+    expired_quota_bytes = sum(member.quota_bytes for name, member in state.members.items() if name in expired)
     explained = state.occupied_bytes + state.removed_bytes - before.removed_bytes
-    used = min(at_most, state.used_bytes + buried) if state.counted and total <= explained else at_most
-    if state.counted and not dead and used == state.used_bytes:
+    is_explained = state.counted and total <= explained
+    used = min(at_most, state.used_bytes + expired_quota_bytes) if is_explained else at_most
+    if state.counted and not expired and used == state.used_bytes:
         return None
-    owners = {name: owner for name, owner in state.owners.items() if name not in dead}
-    return state.model_copy(update={"counted": True, "used_bytes": used, "owners": owners})
+    members = {name: member for name, member in state.members.items() if name not in expired}
+    return state.model_copy(update={"counted": True, "used_bytes": used, "members": members})

@@ -1,13 +1,19 @@
-"""Objects that leave, so that no host's eviction breaks another host's read.
+"""Evictions in two steps, so that an eviction on one host breaks no read on another host.
 
-Victims of an eviction are first *condemned*, in batches, for a grace. While a third of it lasts, they are found as
-ever; who finds one has the rest of the grace to load it, and a process that has pinned one, or used one since, takes it
-out again: it is *spared*. After that third nobody finds them any more, and after the grace they are deleted. The
-process that deletes says so in the record first, and from then on nothing is spared. No clocks are compared: every
-process counts from when it saw the batch, by its own clock.
+Victims of an eviction are first *pending*, in batches, for a grace period. Until the deletion begins, a process
+*withdraws* from the batch the objects that it has pinned, or has used since the batch was pending:
 
-An object is in one batch at a time, so one process deletes it; that one takes the bytes that were really there out of
-the account. What is deleted at once, by a user or because it is damaged, goes the same way with no grace.
+1. During the first third of the grace, lookups still find the object. A process that finds it has the rest of the
+   grace to load it.
+2. After that third, the object is *hidden*: no lookup finds it.
+3. After the grace, the object is deleted. The deleting process first marks the batch in the record as being deleted.
+   From then on, nothing can be withdrawn.
+
+No clocks are compared between hosts. Every process counts from the moment when it saw the batch, by its own clock.
+
+An object is in one batch at a time, so only one process deletes it. That process subtracts the bytes that really
+existed from the account. An immediate deletion, by a user or because of damage, takes the same
+way without a grace.
 """
 
 from __future__ import annotations
@@ -16,54 +22,65 @@ import json
 import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from offload_backend_nfs.capacity.account_state import AccountState, Batch
-from offload_backend_nfs.capacity.lease import AccountOptions, Claim
-from offload_backend_nfs.capacity.ports import ObjectStore, SmallObjects
-from offload_backend_nfs.capacity.shared_record import Generations
+from offload_backend_nfs.capacity.account_options import AccountOptions
+from offload_backend_nfs.capacity.account_state import (
+    DELETING,
+    PENDING,
+    AccountState,
+    EvictionBatch,
+    Phase,
+    parse_key,
+)
+from offload_backend_nfs.capacity.lease import Lease
+from offload_backend_nfs.capacity.ports import AccountFiles, ObjectFiles
+from offload_backend_nfs.capacity.shared_record import SharedRecord
 from offload_core.api import ObjectKey
 
-FOLDER = "condemned"
+_FOLDER = "condemned"  # part of the format on the medium
 _HIDDEN_AFTER = 1 / 3
-_REMOVED_AT_ONCE = 256
+_REMOVE_BATCH = 256
 
 
-class Condemned:
-    """The batches of objects that leave, as one process sees them. Calls block, and may come from any thread.
+class PendingEvictions:
+    """The eviction batches as one process sees them. Calls block, and may come from any thread.
 
     Args:
-        clock: seconds that pass also while the machine sleeps.
+        clock: returns seconds, and includes the time during which the machine sleeps.
     """
 
     def __init__(
         self,
-        record: Generations,
-        claim: Claim,
-        small: SmallObjects,
-        store: ObjectStore,
+        record: SharedRecord,
+        lease: Lease,
+        files: AccountFiles,
+        objects: ObjectFiles,
         options: AccountOptions,
         clock: Callable[[], float],
     ) -> None:
         self._record = record
-        self._claim = claim
-        self._small = small
-        self._store = store
+        self._lease = lease
+        self._files = files
+        self._objects = objects
         self._options = options
         self._clock = clock
         self._lock = threading.Lock()
         self._pins: dict[ObjectKey, int] = {}
-        self._used: dict[ObjectKey, float] = {}
-        self._seen: dict[str, float] = {}
-        self._batches: dict[str, dict[ObjectKey, int]] = {}
-        self._lefts: dict[str, tuple[tuple[str, ...], frozenset[ObjectKey]]] = {}
-        self._begun: dict[str, tuple[list[ObjectKey], int]] = {}  # what is left to delete, and the bytes deleted
+        self._used_seconds: dict[ObjectKey, float] = {}
+        self._first_seen_seconds: dict[str, float] = {}
+        self._batch_sizes: dict[str, dict[ObjectKey, int]] = {}
+        self._remaining_cache: dict[str, tuple[tuple[str, ...], frozenset[ObjectKey]]] = {}
+        self._interrupted: dict[str, tuple[list[ObjectKey], int]] = {}  # keys left to delete, and bytes deleted
         self._deleting: set[str] = set()
         self._evicted: list[ObjectKey] = []
-        record.watchers.append(self._look)
+        record.listeners.append(self._on_state)
 
     def pin(self, keys: Iterable[ObjectKey]) -> None:
-        """Keep this process from evicting objects, and spare those that another condemns; until :meth:`unpin`."""
+        """Pin objects until :meth:`unpin`.
+
+        This process does not evict them, and withdraws them from the batches of other processes.
+        """
         with self._lock:
             for key in keys:
                 self._pins[key] = self._pins.get(key, 0) + 1
@@ -78,215 +95,221 @@ class Condemned:
 
     @property
     def pinned(self) -> frozenset[ObjectKey]:
-        """What this process has pinned."""
+        """The objects that this process has pinned."""
         with self._lock:
             return frozenset(self._pins)
 
-    def note_use(self, keys: Iterable[ObjectKey]) -> None:
-        """Note that objects were used, which spares the condemned among them."""
-        if self._record.state.condemned:
+    def mark_used(self, keys: Iterable[ObjectKey]) -> None:
+        """Mark objects as used now. This process withdraws the pending objects among them."""
+        if self._record.state.pending_evictions:
             now = self._clock()
             with self._lock:
-                self._used.update(dict.fromkeys(keys, now))
+                self._used_seconds.update(dict.fromkeys(keys, now))
 
     def hidden(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Return, per key, whether its object is about to go, so that nobody should begin to load it."""
-        batches = self._record.state.condemned.items()
-        hiding = [self._left(name, batch) for name, batch in batches if self._hides(name, batch)]
-        return [any(key in left for left in hiding) for key in keys]
+        """Return, per key, whether its object is hidden: no process should begin to load it."""
+        batches = self._record.state.pending_evictions.items()
+        hiding = [self._remaining(name, batch) for name, batch in batches if self._hides(name, batch)]
+        return [any(key in remaining for remaining in hiding) for key in keys]
 
     def keys(self, state: AccountState) -> set[ObjectKey]:
-        """Return what is about to go, hidden or not."""
-        return {key for name, batch in state.condemned.items() for key in self._left(name, batch)}
+        """Return the keys of all batches, hidden or not."""
+        return {key for name, batch in state.pending_evictions.items() for key in self._remaining(name, batch)}
 
-    def spare(self) -> None:
-        """Take what this process has pinned, or has used since it was condemned, out of its batch.
+    def withdraw_in_use(self) -> None:
+        """Withdraw the objects that this process has pinned, or has used since their batch was pending.
 
         Raises:
             OSError: the medium failed.
         """
         with self._record.lock:
             with self._lock:
-                pinned, used = set(self._pins), dict(self._used)
+                pinned, used_seconds = set(self._pins), dict(self._used_seconds)
 
             def edit(state: AccountState) -> AccountState | None:
-                batches = dict(state.condemned)
-                for name, batch in state.condemned.items():
-                    since = self._seen.get(name, 0.0)
-                    wanted = pinned | {key for key, when in used.items() if when >= since}
-                    if batch.phase == "condemned" and (saved := wanted & self._left(name, batch)):
-                        batches[name] = self._without(name, batch, saved)
-                return None if batches == state.condemned else state.model_copy(update={"condemned": batches})
+                batches = dict(state.pending_evictions)
+                for name, batch in state.pending_evictions.items():
+                    since = self._first_seen_seconds.get(name, 0.0)
+                    in_use = pinned | {key for key, used in used_seconds.items() if used >= since}
+                    if batch.phase == PENDING and (kept := in_use & self._remaining(name, batch)):
+                        batches[name] = self._without(name, batch, kept)
+                if batches == state.pending_evictions:
+                    return None
+                return state.model_copy(update={"pending_evictions": batches})
 
             if edit(self._record.state) is not None:
                 self._record.change(edit)
 
-    def condemn(self, victims: Mapping[ObjectKey, int], update: Callable[[AccountState], dict[str, Any]]) -> None:
-        """Condemn objects, given their bytes; :meth:`delete_due` deletes them after the grace.
+    def add(self, victims: Mapping[ObjectKey, int], update: Callable[[AccountState], dict[str, Any]]) -> None:
+        """Add a batch of victims. :meth:`delete_due` deletes them after the grace.
 
         Args:
-            update: what else the change is to set.
+            victims: the bytes of each object.
+            update: returns the other fields that the same change sets.
 
         Raises:
             OSError: the medium failed.
         """
-        self._add_batch(victims, "condemned" if self._options.grace_seconds > 0 else "deleting", update)
+        self._add_batch(victims, PENDING if self._options.grace_seconds > 0 else DELETING, update)
 
     def delete(self, keys: Collection[ObjectKey]) -> None:
-        """Delete objects now. Those that another process is just deleting are left to it.
+        """Delete objects now. If another process is already deleting an object, that process finishes it.
 
         Raises:
-            OSError: the medium failed; what is left is deleted later.
+            OSError: the medium failed. The remaining objects are deleted later.
         """
-        name = self._add_batch(dict.fromkeys(keys, 0), "deleting", lambda _: {})
-        self._finish(name)
+        name = self._add_batch(dict.fromkeys(keys, 0), DELETING, lambda _: {})
+        self._delete_batch(name)
 
-    def delete_due(self, *, orphans: bool) -> None:
-        """Delete this process's batches whose grace is over, and go on with what was left half-way.
+    def delete_due(self, *, of_dead_members: bool) -> None:
+        """Delete this process's batches whose grace is over, and resume interrupted deletions.
 
         Args:
-            orphans: those of processes that are no more, too.
+            of_dead_members: delete also the batches of members that have left or expired.
 
         Raises:
-            OSError: the medium failed; the next call goes on.
+            OSError: the medium failed. The next call continues.
         """
-        for name, batch in list(self._record.state.condemned.items()):
-            by = self._record.state.owners.get(batch.by)
-            mine = batch.by == self._claim.owner or (orphans and (by is None or by.dead))
-            if mine and (batch.phase == "deleting" or self._age(name) >= self._options.grace_seconds):
-                self._begin(name)
-                self._finish(name)
+        for name, batch in list(self._record.state.pending_evictions.items()):
+            evictor_lives = self._record.state.has_live(batch.evictor)
+            mine = batch.evictor == self._lease.member_id or (of_dead_members and not evictor_lives)
+            if mine and (batch.phase == DELETING or self._age_seconds(name) >= self._options.grace_seconds):
+                self._mark_deleting(name)
+                self._delete_batch(name)
 
     def take_evicted(self) -> list[ObjectKey]:
-        """Return what this process has evicted since the last call."""
+        """Return the objects that this process has evicted since the last call."""
         with self._lock:
             evicted, self._evicted = self._evicted, []
         return evicted
 
     def _add_batch(
-        self,
-        victims: Mapping[ObjectKey, int],
-        phase: Literal["condemned", "deleting"],
-        update: Callable[[AccountState], dict[str, Any]],
+        self, victims: Mapping[ObjectKey, int], phase: Phase, update: Callable[[AccountState], dict[str, Any]]
     ) -> str:
-        """Begin a batch. What is being deleted stays in its batch, what was only condemned changes to one that is."""
+        """Add a batch and return its name.
+
+        An object that another batch already deletes stays in that batch. An object of a pending batch moves to a new
+        batch that deletes at once.
+        """
         with self._record.lock:
             name = secrets.token_hex(8)
-            self._batches[name] = dict(victims)
+            self._batch_sizes[name] = dict(victims)
             content = json.dumps({key.path: nbytes for key, nbytes in victims.items()})
-            self._small.write(f"{FOLDER}/{name}", content.encode())
+            self._files.write(f"{_FOLDER}/{name}", content.encode())
 
             def edit(state: AccountState) -> AccountState:
-                batches = dict(state.condemned)
-                new = Batch(by=self._claim.owner, nbytes=sum(victims.values()), phase=phase)
-                for other, batch in state.condemned.items():
-                    both = self._left(other, batch) & victims.keys()
-                    if both and batch.phase == "condemned" and phase == "deleting":
-                        batches[other] = self._without(other, batch, both)
-                    elif both:
-                        new = self._without(name, new, both)
-                return state.model_copy(update={"condemned": {**batches, name: new}, **update(state)})
+                batches = dict(state.pending_evictions)
+                new = EvictionBatch(evictor=self._lease.member_id, nbytes=sum(victims.values()), phase=phase)
+                for other, batch in state.pending_evictions.items():
+                    in_both = self._remaining(other, batch) & victims.keys()
+                    if in_both and batch.phase == PENDING and phase == DELETING:
+                        batches[other] = self._without(other, batch, in_both)
+                    elif in_both:
+                        new = self._without(name, new, in_both)
+                return state.model_copy(update={"pending_evictions": {**batches, name: new}, **update(state)})
 
             self._record.change(edit)
             return name
 
-    def _begin(self, name: str) -> None:
-        """Say that the batch is being deleted: from here on nothing of it can be spared."""
+    def _mark_deleting(self, name: str) -> None:
+        """Mark a batch in the record as being deleted. From then on, nothing can be withdrawn from it."""
 
         def edit(state: AccountState) -> AccountState | None:
-            batch = state.condemned.get(name)
-            if batch is None or batch.phase == "deleting":
+            batch = state.pending_evictions.get(name)
+            if batch is None or batch.phase == DELETING:
                 return None
-            if kept := self.pinned & self._left(name, batch):
+            if kept := self.pinned & self._remaining(name, batch):
                 batch = self._without(name, batch, kept)
-            deleting = batch.model_copy(update={"phase": "deleting"})
-            return state.model_copy(update={"condemned": {**state.condemned, name: deleting}})
+            deleting = batch.model_copy(update={"phase": DELETING})
+            return state.model_copy(update={"pending_evictions": {**state.pending_evictions, name: deleting}})
 
         self._record.change(edit)
 
-    def _finish(self, name: str) -> None:
-        """Delete the objects of a batch, and take what was there out of the account."""
+    def _delete_batch(self, name: str) -> None:
+        """Delete the objects of a batch, and subtract the bytes that existed from the account."""
         with self._lock:
-            batch = self._record.state.condemned.get(name)
+            batch = self._record.state.pending_evictions.get(name)
             if batch is None or name in self._deleting:
                 return
             self._deleting.add(name)
-        left, removed = self._begun.pop(name, (list(self._left(name, batch)), 0))
+        left, removed_bytes = self._interrupted.pop(name, (list(self._remaining(name, batch)), 0))
         try:
             while left:
-                # What an error leaves in doubt is not found the next time, and counts until the next scan.
-                some = left[-_REMOVED_AT_ONCE:]
-                sizes = self._store.remove(some)
-                del left[-_REMOVED_AT_ONCE:]
-                removed += sum(size or 0 for size in sizes)
-                if batch.nbytes:  # of an eviction, not of a delete
+                # After an error, an object may be gone without being subtracted. It then counts until the next scan.
+                some = left[-_REMOVE_BATCH:]
+                sizes = self._objects.remove(some)
+                del left[-_REMOVE_BATCH:]
+                removed_bytes += sum(size or 0 for size in sizes)
+                if batch.nbytes:  # an eviction, not a deletion on request
                     with self._lock:
                         gone = [key for key, size in zip(some, sizes, strict=True) if size is not None]
                         self._evicted.extend(gone)
-                self._claim.beat()
-            self._record.change(lambda state: _without_batch(state, name, removed))
+                self._lease.renew_if_due()
+            self._record.change(lambda state: _without_batch(state, name, removed_bytes))
         except BaseException:
-            self._begun[name] = (left, removed)
+            self._interrupted[name] = (left, removed_bytes)
             raise
         finally:
             with self._lock:
                 self._deleting.discard(name)
-        self._small.delete([f"{FOLDER}/{name}"])
+        self._files.delete([f"{_FOLDER}/{name}"])
 
-    def _hides(self, name: str, batch: Batch) -> bool:
-        return batch.phase == "deleting" or self._age(name) >= _HIDDEN_AFTER * self._options.grace_seconds
+    def _hides(self, name: str, batch: EvictionBatch) -> bool:
+        return batch.phase == DELETING or self._age_seconds(name) >= _HIDDEN_AFTER * self._options.grace_seconds
 
-    def _age(self, name: str) -> float:
-        """Return for how many seconds this process has known a batch."""
+    def _age_seconds(self, name: str) -> float:
+        """Return the time since this process first saw a batch."""
         now = self._clock()
-        return now - self._seen.get(name, now)
+        return now - self._first_seen_seconds.get(name, now)
 
-    def _left(self, name: str, batch: Batch) -> frozenset[ObjectKey]:
-        known = self._lefts.get(name)
-        if known is None or known[0] != batch.spared:
-            left = frozenset(self._read(name)) - set(map(parse_key, batch.spared))
-            known = self._lefts[name] = (batch.spared, left)
-        return known[1]
+    def _remaining(self, name: str, batch: EvictionBatch) -> frozenset[ObjectKey]:
+        """Return the keys of a batch that were not withdrawn."""
+        cached = self._remaining_cache.get(name)
+        if cached is None or cached[0] != batch.withdrawn:
+            remaining = frozenset(self._sizes(name)) - set(map(parse_key, batch.withdrawn))
+            cached = self._remaining_cache[name] = (batch.withdrawn, remaining)
+        return cached[1]
 
-    def _without(self, name: str, batch: Batch, keys: Collection[ObjectKey]) -> Batch:
-        sizes = self._read(name)
-        spared = (*batch.spared, *(key.path for key in keys))
+    def _without(self, name: str, batch: EvictionBatch, keys: Collection[ObjectKey]) -> EvictionBatch:
+        """Return ``batch`` after ``keys`` were withdrawn from it."""
+        sizes = self._sizes(name)
+        withdrawn = (*batch.withdrawn, *(key.path for key in keys))
         nbytes = max(0, batch.nbytes - sum(sizes.get(key, 0) for key in keys))
-        return batch.model_copy(update={"spared": spared, "nbytes": nbytes})
+        return batch.model_copy(update={"withdrawn": withdrawn, "nbytes": nbytes})
 
-    def _read(self, name: str) -> dict[ObjectKey, int]:
-        if name not in self._batches:
-            content = self._small.read(f"{FOLDER}/{name}")
-            if content is None:  # all deleted since: a change that is based on this state will not succeed
+    def _sizes(self, name: str) -> dict[ObjectKey, int]:
+        """Return all keys of a batch and their bytes."""
+        if name not in self._batch_sizes:
+            content = self._files.read(f"{_FOLDER}/{name}")
+            if content is None:  # the batch was deleted since, so a change that is based on this state cannot succeed
                 return {}
-            self._batches[name] = {parse_key(path): nbytes for path, nbytes in json.loads(content).items()}
-        return self._batches[name]
+            self._batch_sizes[name] = {parse_key(path): nbytes for path, nbytes in json.loads(content).items()}
+        return self._batch_sizes[name]
 
-    def _look(self, state: AccountState) -> None:
-        """Take note of batches that came and went."""
+    def _on_state(self, state: AccountState) -> None:
+        """Remember when new batches were first seen, and drop batches that are gone."""
         now = self._clock()
-        for name in state.condemned:
-            if name not in self._seen:
-                self._read(name)
-                self._seen[name] = now
-        for name in [name for name in self._seen if name not in state.condemned]:
-            del self._seen[name]
-            self._batches.pop(name, None)
-            self._lefts.pop(name, None)
-        if not state.condemned:
+        for name in state.pending_evictions:
+            if name not in self._first_seen_seconds:
+                self._sizes(name)
+                self._first_seen_seconds[name] = now
+        for name in [name for name in self._first_seen_seconds if name not in state.pending_evictions]:
+            del self._first_seen_seconds[name]
+            self._batch_sizes.pop(name, None)
+            self._remaining_cache.pop(name, None)
+        if not state.pending_evictions:
             with self._lock:
-                self._used.clear()
+                self._used_seconds.clear()
 
 
-def _without_batch(state: AccountState, name: str, removed: int) -> AccountState | None:
-    if name not in state.condemned:
+def _without_batch(state: AccountState, name: str, removed_bytes: int) -> AccountState | None:
+    if name not in state.pending_evictions:
         return None
-    condemned = {other: batch for other, batch in state.condemned.items() if other != name}
-    used, total = state.used_bytes - removed, state.removed_bytes + removed
-    return state.model_copy(update={"condemned": condemned, "used_bytes": used, "removed_bytes": total})
-
-
-def parse_key(path: str) -> ObjectKey:
-    """Return the key whose :attr:`ObjectKey.path` this is."""
-    namespace, pack, chunk_hash = path.split("/")
-    return ObjectKey(namespace, pack, bytes.fromhex(chunk_hash))
+    batches = {other: batch for other, batch in state.pending_evictions.items() if other != name}
+    return state.model_copy(
+        update={
+            "pending_evictions": batches,
+            "used_bytes": state.used_bytes - removed_bytes,
+            "removed_bytes": state.removed_bytes + removed_bytes,
+        }
+    )

@@ -1,4 +1,4 @@
-"""What the account of a shared prefix needs of its medium. Everything blocks, and may be called on any thread."""
+"""The interfaces through which an account uses its medium. All calls block, and may come from any thread."""
 
 from __future__ import annotations
 
@@ -8,52 +8,58 @@ from typing import Protocol
 from offload_core.api import ObjectKey, StoredObject
 
 
-class SmallObjects(Protocol):
-    """Small files of the account, by names with ``/`` in them. All raise ``OSError`` where the medium fails."""
+class AccountFiles(Protocol):
+    """The small files of the account. Names may contain ``/``. All calls raise ``OSError`` if the medium fails."""
 
     def create(self, name: str, content: bytes) -> bool:
-        """Create ``name`` whole, unless it is there. Of all who try, on all hosts, exactly one gets ``True``."""
+        """Create the file whole, unless it exists. Of all callers on all hosts, exactly one gets ``True``."""
         ...
 
     def read(self, name: str) -> bytes | None:
-        """Return what ``name`` holds, ``None`` where it is not there."""
+        """Return the content of a file, or ``None`` if there is no such file."""
         ...
 
     def write(self, name: str, content: bytes) -> None:
-        """Create or replace ``name``; readers see the old or the new content."""
+        """Create or replace a file. Readers see the old or the new content."""
         ...
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove, in order; absent ones are no error."""
+        """Delete files in order. An absent file is no error."""
         ...
 
     def names(self, folder: str) -> list[str]:
-        """Return the names of files in ``folder``, perhaps of folders too. What is there throughout is among them."""
+        """Return the names of the files in ``folder``, and perhaps of its folders.
+
+        A file that exists during the whole call is always among them.
+        """
         ...
 
 
-class ObjectStore(Protocol):
-    """The objects that the account is about."""
+class ObjectFiles(Protocol):
+    """The objects whose bytes the account counts."""
 
     def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Return, per key, whether its object is there."""
+        """Return, per key, whether its object exists."""
         ...
 
     def write_new(self, key: ObjectKey, buffer: memoryview) -> bool:
-        """Write an object whole, unless one is there; returns whether it was written."""
+        """Write an object whole, unless it exists. Return whether this call wrote it."""
         ...
 
     def pages(self) -> Iterator[Sequence[StoredObject]]:
-        """Yield every object, in pages. What is there throughout is in it; what comes or goes meanwhile may be."""
+        """Yield all objects, in pages.
+
+        An object that exists during the whole scan is always included. An object that comes or goes meanwhile may be.
+        """
         ...
 
     def remove(self, keys: Sequence[ObjectKey]) -> list[int | None]:
-        """Remove objects that are there; returns the bytes of each, ``None`` where it was not there.
+        """Remove objects. Return the bytes of each object, or ``None`` for an object that did not exist.
 
-        Nobody else removes them now. One that is written only while this goes on stays.
+        No other process removes these objects now. An object that is written only during this call stays.
         """
         ...
 
     def unfinished_bytes(self) -> int:
-        """Return the bytes of what is being written, or was when its writer died."""
+        """Return the bytes of objects that are being written, or whose writer died during the write."""
         ...

@@ -1,4 +1,4 @@
-"""The contract's coroutines for a tier with a capacity: what they hold, and the housekeeping in the background."""
+"""The contract's load and store reservations for a tier with a capacity, on the event loop."""
 
 from __future__ import annotations
 
@@ -7,147 +7,144 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from offload_backend_nfs.capacity.bounded_store import BoundedPlace, Rooms
-from offload_backend_nfs.capacity.lease import Room
+from offload_backend_nfs.capacity.bounded_store import BoundedStore, ReserveResult
+from offload_backend_nfs.capacity.quota import ObjectReservation
 from offload_core.api import LoadReservation, ObjectKey, StoreOutcome, StoreReservation
 
 logger = logging.getLogger(__name__)
 
-_KEEPER_STEP_SECONDS = 2.0
-_LEAST_STEP_SECONDS = 0.1
+_HOUSEKEEPER_STEP_SECONDS = 2.0
+_SHORTEST_STEP_SECONDS = 0.1
 
-Sizes = Callable[[Sequence[ObjectKey]], Awaitable[Sequence[int | None]]]
+SizeLookup = Callable[[Sequence[ObjectKey]], Awaitable[Sequence[int | None]]]
+"""Returns the bytes of objects, ``None`` for an object that does not exist."""
 
 
-class BoundedTier:
-    """Reservations on a bounded place, on the event loop.
+class ReservationManager:
+    """Reservations on a bounded store, and its housekeeping in the background.
 
     Args:
         run_blocking: runs blocking calls on the tier's threads.
     """
 
-    def __init__(self, place: BoundedPlace, run_blocking: Callable[..., Awaitable[Any]]) -> None:
-        self.place = place
+    def __init__(self, bounded_store: BoundedStore, run_blocking: Callable[..., Awaitable[Any]]) -> None:
+        self.bounded_store = bounded_store
         self._run_blocking = run_blocking
-        self._rooms: dict[ObjectKey, list[Room]] = {}  # those that no store has taken yet
-        self._held: list[list[tuple[ObjectKey, Room]]] = []  # by reservation, until its release
+        self._waiting: dict[ObjectKey, list[ObjectReservation]] = {}  # reservations that no store uses yet
+        self._unreleased: list[list[tuple[ObjectKey, ObjectReservation]]] = []  # one list per store reservation
         self._wake = asyncio.Event()
-        self._housekeeping = asyncio.get_running_loop().create_task(self._keep_house())
+        self._housekeeping = asyncio.get_running_loop().create_task(self._run_housekeeping())
 
     async def close(self) -> None:
-        """End the housekeeping, when its step has ended. Cancelled, it stops waiting."""
+        """End the housekeeping after its current step. Cancelled, it stops waiting."""
         self._housekeeping.cancel()
         await asyncio.wait([self._housekeeping])
 
-    async def prepare_load(self, keys: Sequence[ObjectKey], sizes_of: Sizes) -> LoadReservation:
-        """Pin what is there and is not about to go. Cancelled, nothing stays pinned.
-
-        Args:
-            sizes_of: returns, per key, its object's bytes, ``None`` where none is there.
-        """
-        self.place.pin(keys)  # before the look, so that nothing of this process takes it away in between
+    async def prepare_load(self, keys: Sequence[ObjectKey], sizes_of: SizeLookup) -> LoadReservation:
+        """Pin the objects that exist and are not hidden. Cancelled, nothing stays pinned."""
+        self.bounded_store.pin(keys)  # before the lookup, so that this process evicts nothing in between
         try:
             found = await sizes_of(keys)
         except BaseException:
-            self.place.unpin(keys)
+            self.bounded_store.unpin(keys)
             raise
-        leaving = self.place.hidden(keys)
-        sizes = [None if hidden else size for size, hidden in zip(found, leaving, strict=True)]
-        self.place.unpin([key for key, size in zip(keys, sizes, strict=True) if size is None])
-        held = [key for key, size in zip(keys, sizes, strict=True) if size is not None]
-        self.place.note_use(held)
+        hidden = self.bounded_store.hidden(keys)
+        sizes = [None if is_hidden else size for size, is_hidden in zip(found, hidden, strict=True)]
+        self.bounded_store.unpin([key for key, size in zip(keys, sizes, strict=True) if size is None])
+        pinned = [key for key, size in zip(keys, sizes, strict=True) if size is not None]
+        self.bounded_store.mark_used(pinned)
 
         async def release() -> None:
-            self.place.unpin(held)
+            self.bounded_store.unpin(pinned)
 
         return LoadReservation([size is not None for size in sizes], release, sizes)
 
     async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
-        """Take room. Cancelled, it is given back once the thread has ended."""
-        taken: list[Rooms] = []
+        """Reserve capacity. Cancelled, the capacity is released after the thread has ended."""
+        results: list[ReserveResult] = []
         try:
-            await self._run_blocking(lambda: taken.append(self.place.reserve(keys, nbytes)))
+            await self._run_blocking(lambda: results.append(self.bounded_store.reserve(keys, nbytes)))
         except asyncio.CancelledError:
-            for rooms in taken:
-                await self._run_blocking(self.place.give_back, rooms.rooms)
+            for result in results:
+                await self._run_blocking(self.bounded_store.release, result.reservations)
             raise
-        (answer,) = taken
-        held = [(key, room) for key, room in zip(keys, answer.rooms, strict=True) if room is not None]
-        self._held.append(held)
-        for key, room in held:
-            self._rooms.setdefault(key, []).append(room)
-        if self.place.pressed or StoreOutcome.REJECTED in answer.outcomes:
+        (result,) = results
+        held = [(key, one) for key, one in zip(keys, result.reservations, strict=True) if one is not None]
+        self._unreleased.append(held)
+        for key, reservation in held:
+            self._waiting.setdefault(key, []).append(reservation)
+        if self.bounded_store.step_is_urgent or StoreOutcome.REJECTED in result.outcomes:
             self._wake.set()
 
         async def release() -> None:
-            self._held = [other for other in self._held if other is not held]
-            unused: list[Room] = []
-            for key, room in held:
-                if not self._take(key, room):
-                    room.released = True  # used, or about to be by another store of the key, which then ends it
-                elif not self._pass_on(key, room):
-                    unused.append(room)
+            self._unreleased = [other for other in self._unreleased if other is not held]
+            unused: list[ObjectReservation] = []
+            for key, reservation in held:
+                if not self._take(key, reservation):
+                    reservation.released = True  # used, or another store of the key will use it and then end it
+                elif not self._hand_over(key, reservation):
+                    unused.append(reservation)
             if held:
-                await self._run_blocking(self.place.give_back, unused)
+                await self._run_blocking(self.bounded_store.release, unused)
 
-        return StoreReservation(answer.outcomes, answer.evicted, release)
+        return StoreReservation(result.outcomes, result.evicted, release)
 
     async def store(
         self,
         keys: Sequence[ObjectKey],
         buffers: Sequence[memoryview],
-        each: Callable[..., Awaitable[list[StoreOutcome]]],
+        for_each_object: Callable[..., Awaitable[list[StoreOutcome]]],
     ) -> list[StoreOutcome]:
-        """Write objects into their rooms. Cancelled, it waits for the writes that have begun.
+        """Write objects into their reservations. Cancelled, it waits for the writes that have begun.
 
         Args:
-            each: calls a blocking function for every object, given parallel sequences.
+            for_each_object: calls a blocking function for every object, given parallel sequences.
         """
-        rooms = [self._take_fitting(key, len(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
+        reservations = [self._take_fitting(key, len(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
         try:
-            return await each(self.place.store, keys, buffers, rooms)
+            return await for_each_object(self.bounded_store.store, keys, buffers, reservations)
         finally:
-            for key, room in zip(keys, rooms, strict=True):
-                if room is not None and not room.ended:  # its write never began
-                    if room.released:
-                        self.place.give_back_later(room)
+            for key, reservation in zip(keys, reservations, strict=True):
+                if reservation is not None and not reservation.ended:  # its write never began
+                    if reservation.released:
+                        self.bounded_store.release_without_settling(reservation)
                     else:
-                        self._rooms.setdefault(key, []).append(room)
+                        self._waiting.setdefault(key, []).append(reservation)
 
-    def _take_fitting(self, key: ObjectKey, nbytes: int) -> Room | None:
-        """Take the room of an object of ``nbytes``: another reservation may wait to store another content."""
-        for room in self._rooms.get(key, []):
-            if room.nbytes == nbytes:
-                self._take(key, room)
-                return room
+    def _take_fitting(self, key: ObjectKey, nbytes: int) -> ObjectReservation | None:
+        """Take a reservation of ``nbytes`` for an object. Others may wait for an object of another size."""
+        for reservation in self._waiting.get(key, []):
+            if reservation.nbytes == nbytes:
+                self._take(key, reservation)
+                return reservation
         return None
 
-    def _pass_on(self, key: ObjectKey, room: Room) -> bool:
-        """Give a room to a reservation that still waits to store its object, and whose room another store has used."""
-        for held in self._held:
+    def _hand_over(self, key: ObjectKey, reservation: ObjectReservation) -> bool:
+        """Give an unused reservation to a store reservation whose own was used by another store of the same key."""
+        for held in self._unreleased:
             for index, (other_key, other) in enumerate(held):
-                if other_key == key and other.nbytes == room.nbytes and other.ended:
-                    held[index] = (key, room)
-                    self._rooms.setdefault(key, []).append(room)
+                if other_key == key and other.nbytes == reservation.nbytes and other.ended:
+                    held[index] = (key, reservation)
+                    self._waiting.setdefault(key, []).append(reservation)
                     return True
         return False
 
-    def _take(self, key: ObjectKey, room: Room) -> bool:
-        """Take a room out of those that wait for their object; returns whether it was there."""
-        waiting = self._rooms.get(key, [])
-        if room not in waiting:
+    def _take(self, key: ObjectKey, reservation: ObjectReservation) -> bool:
+        """Remove a reservation from those that wait for their object. Return whether it was there."""
+        waiting = self._waiting.get(key, [])
+        if reservation not in waiting:
             return False
-        waiting.remove(room)
+        waiting.remove(reservation)
         if not waiting:
-            del self._rooms[key]
+            del self._waiting[key]
         return True
 
-    async def _keep_house(self) -> None:
-        """Keep house now and then, and soon when room is short. Ends when it is cancelled, after a step's end."""
+    async def _run_housekeeping(self) -> None:
+        """Do the housekeeping regularly, and soon if capacity is short. Cancelled, it ends after the current step."""
         while True:
-            seconds = self.place.step_seconds
-            if self.place.is_keeper:
-                seconds = min(seconds, _KEEPER_STEP_SECONDS)
+            seconds = self.bounded_store.step_seconds
+            if self.bounded_store.is_housekeeper:
+                seconds = min(seconds, _HOUSEKEEPER_STEP_SECONDS)
             try:
                 async with asyncio.timeout(seconds):
                     await self._wake.wait()
@@ -155,7 +152,7 @@ class BoundedTier:
                 pass
             self._wake.clear()
             try:
-                await self._run_blocking(self.place.step)
+                await self._run_blocking(self.bounded_store.step)
             except Exception:
-                logger.exception("the housekeeping of a shared prefix failed; it goes on")
-            await asyncio.sleep(min(seconds, _LEAST_STEP_SECONDS))
+                logger.exception("the housekeeping of the shared objects failed; it continues with the next step")
+            await asyncio.sleep(min(seconds, _SHORTEST_STEP_SECONDS))

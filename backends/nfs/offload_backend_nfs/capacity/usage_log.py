@@ -1,8 +1,9 @@
-"""When objects were used last: records of the backend's own, since access times are not to be had on shared storage.
+"""A log of the times at which objects were last used.
 
-Each process notes what it uses and writes that down now and then, in a small object. Who evicts takes the latest of an
-object's own time and all records. So the order is true up to how often records are written, and up to how far the
-hosts' clocks are apart.
+The backend keeps it because shared storage does not provide reliable access times. Each process collects its uses and
+regularly writes them to a small file. The evicting process takes the latest of an object's storage time and all logged
+uses. So the order of eviction is exact up to two errors: the interval between writes, and the difference between the
+hosts' clocks.
 """
 
 from __future__ import annotations
@@ -14,122 +15,124 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable
 
-from offload_backend_nfs.capacity.pending_evictions import parse_key
-from offload_backend_nfs.capacity.ports import SmallObjects
+from offload_backend_nfs.capacity.account_state import parse_key
+from offload_backend_nfs.capacity.ports import AccountFiles
 from offload_core.api import ObjectKey
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "touches"
-WRITTEN_AFTER_SECONDS = 30.0
-_WRITTEN_AT = 4096
-_MERGED_AFTER_SECONDS = 120.0
-_MERGED_AT = 64
-_MOST_KEPT = 131_072
-"""Uses that are remembered, the latest; older ones give way to the time an object was stored."""
+_FOLDER = "touches"  # part of the format on the medium
+_FLUSH_INTERVAL_SECONDS = 30.0
+_FLUSH_AT_KEYS = 4096
+_MERGE_INTERVAL_SECONDS = 120.0
+_MERGE_AT_FILES = 64
+_MAX_KEYS = 131_072
+"""Keys whose last use is remembered, the latest ones. For any other object its storage time counts."""
 
 
-class Touches:
-    """The uses of objects. Calls block but for :meth:`note`, and may come from any thread.
+class UsageLog:
+    """The logged uses of objects. Calls may come from any thread; all but :meth:`record` block.
 
     Args:
-        clock: seconds, to know when something is due.
-        now: seconds since the epoch.
+        clock: returns seconds; decides when work is due.
+        now: returns seconds since the epoch.
     """
 
-    def __init__(self, small: SmallObjects, clock: Callable[[], float], now: Callable[[], float]) -> None:
-        self._small = small
+    def __init__(self, files: AccountFiles, clock: Callable[[], float], now: Callable[[], float]) -> None:
+        self._files = files
         self._clock = clock
         self._now = now
-        self._written_seconds = self._merged_seconds = clock()
+        self._flushed_seconds = self._merged_seconds = clock()
         self._lock = threading.Lock()
-        self._noted: dict[ObjectKey, float] = {}
+        self._unflushed: dict[ObjectKey, float] = {}
         self._merged: dict[ObjectKey, float] = {}
-        self._read: set[str] = set()
+        self._merged_files: set[str] = set()
 
-    def note(self, keys: Iterable[ObjectKey]) -> None:
-        """Note that objects are used now."""
+    def record(self, keys: Iterable[ObjectKey]) -> None:
+        """Record that objects are used now. Does not block."""
         now = self._now()
         with self._lock:
-            self._noted.update(dict.fromkeys(keys, now))
+            self._unflushed.update(dict.fromkeys(keys, now))
 
-    def write_down_if_due(self) -> None:
-        """Write down what was noted, unless it is little and was done a moment ago.
+    def flush_if_due(self) -> None:
+        """Flush if there are many recorded uses, or if the last flush was long ago.
 
         Raises:
-            OSError: the medium failed; the next call writes it.
+            OSError: the medium failed. The next call tries again.
         """
-        if len(self._noted) >= _WRITTEN_AT or self._clock() - self._written_seconds >= WRITTEN_AFTER_SECONDS:
-            self.write_down()
+        is_late = self._clock() - self._flushed_seconds >= _FLUSH_INTERVAL_SECONDS
+        if len(self._unflushed) >= _FLUSH_AT_KEYS or is_late:
+            self.flush()
 
-    def write_down(self) -> None:
-        """Write down what was noted since the last time.
+    def flush(self) -> None:
+        """Write the uses that were recorded since the last flush.
 
         Raises:
-            OSError: the medium failed; the next call writes it.
+            OSError: the medium failed. The next call tries again.
         """
         with self._lock:
-            noted, self._noted = self._noted, {}
+            uses, self._unflushed = self._unflushed, {}
         try:
-            self._write(noted)
+            self._write(uses)
         except OSError:
             with self._lock:
-                self._noted = {**noted, **self._noted}
+                self._unflushed = {**uses, **self._unflushed}
             raise
-        self._written_seconds = self._clock()
+        self._flushed_seconds = self._clock()
 
     def merge_if_due(self) -> None:
-        """Merge, unless that was done a moment ago: records must not become many while nothing is evicted.
+        """Merge if the last merge was long ago. So the files stay few even if nothing is evicted.
 
         Raises:
             OSError: the medium failed.
         """
-        if self._clock() - self._merged_seconds >= _MERGED_AFTER_SECONDS:
+        if self._clock() - self._merged_seconds >= _MERGE_INTERVAL_SECONDS:
             self.merge()
 
     def merge(self) -> dict[ObjectKey, float]:
-        """Return when objects were used last, in seconds since the epoch, as far as that was written down.
+        """Read the files of all processes, and replace many files by one.
 
-        Many records become one.
+        Returns:
+            Per key its last use, in seconds since the epoch, as far as processes have flushed it.
 
         Raises:
             OSError: the medium failed.
         """
         self._merged_seconds = self._clock()
-        names = self._small.names(FOLDER)
+        names = self._files.names(_FOLDER)
         for name in names:
-            if name not in self._read:
-                for key, used in self._read_one(name).items():
+            if name not in self._merged_files:
+                for key, used in self._read_file(name).items():
                     self._merged[key] = max(used, self._merged.get(key, 0.0))
-                self._read.add(name)
-        self._read.intersection_update(names)
-        if len(self._merged) > _MOST_KEPT:
-            latest = sorted(self._merged.items(), key=lambda item: item[1])[-_MOST_KEPT:]
+                self._merged_files.add(name)
+        self._merged_files.intersection_update(names)
+        if len(self._merged) > _MAX_KEYS:
+            latest = sorted(self._merged.items(), key=lambda item: item[1])[-_MAX_KEYS:]
             self._merged = dict(latest)
-        if len(names) >= _MERGED_AT:
+        if len(names) >= _MERGE_AT_FILES:
             self._write(self._merged)
-            self._small.delete([f"{FOLDER}/{name}" for name in names])
+            self._files.delete([f"{_FOLDER}/{name}" for name in names])
         return self._merged
 
-    def keep_only(self, there: set[ObjectKey]) -> None:
-        """Forget the uses of what is not among ``there``."""
-        self._merged = {key: used for key, used in self._merged.items() if key in there}
+    def keep_only(self, keys: set[ObjectKey]) -> None:
+        """Drop the merged uses of all other keys."""
+        self._merged = {key: used for key, used in self._merged.items() if key in keys}
 
-    def forget(self) -> None:
-        """Forget what was merged: another process does that now."""
-        self._merged, self._read = {}, set()
+    def drop_merged(self) -> None:
+        """Drop all merged uses, because another process merges now."""
+        self._merged, self._merged_files = {}, set()
 
     def _write(self, uses: dict[ObjectKey, float]) -> None:
         if uses:
             body = zlib.compress(json.dumps({key.path: used for key, used in uses.items()}).encode(), 1)
-            self._small.write(f"{FOLDER}/{secrets.token_hex(8)}", body)
+            self._files.write(f"{_FOLDER}/{secrets.token_hex(8)}", body)
 
-    def _read_one(self, name: str) -> dict[ObjectKey, float]:
-        content = self._small.read(f"{FOLDER}/{name}")
+    def _read_file(self, name: str) -> dict[ObjectKey, float]:
+        content = self._files.read(f"{_FOLDER}/{name}")
         if content is None:
             return {}
         try:
             return {parse_key(path): float(used) for path, used in json.loads(zlib.decompress(content)).items()}
         except (zlib.error, ValueError) as error:
-            logger.warning("%s/%s is damaged and passed over: %s", FOLDER, name, error)
+            logger.warning("the usage log %s/%s is damaged and is skipped: %s", _FOLDER, name, error)
             return {}

@@ -1,1 +1,1 @@
-"""The media that objects lie on: a mounted share, or an object store that fsspec speaks to."""
+"""The media for objects: a mounted share, or an object store behind fsspec."""

@@ -1,7 +1,7 @@
-"""What the backend needs of shared storage: blocking operations on whole objects, by their names under a root.
+"""The interface to shared storage: blocking operations on whole objects, by their names under a root.
 
-Names are relative, with ``/`` between folders. Every operation runs on one of the tier's threads and is one try; who
-calls it tries again (:mod:`offload_backend_nfs.storage.retry`).
+Names are relative, with ``/`` between folders. Every operation runs on one of the tier's threads and tries once. The
+caller retries (:mod:`offload_backend_nfs.storage.retry`).
 """
 
 from __future__ import annotations
@@ -13,70 +13,70 @@ from typing import NamedTuple
 from offload_core.api import LoadOutcome
 
 TEMPORARY_FOLDER = ".temporary"
-"""Holds what is being written, so that what killed writers left is found without looking at every folder."""
+"""Holds objects while they are written. So leftovers of killed writers are found without a scan of every folder."""
 TEMPORARY_LIFE_SECONDS = 86_400.0
-"""What is older than this and still temporary is nobody's."""
+"""A temporary older than this has no living writer."""
 
 
 class Entry(NamedTuple):
-    """One thing in a folder."""
+    """One file or folder in a folder."""
 
     name: str
-    """Within the folder."""
+    """The name within the folder."""
     is_folder: bool
     nbytes: int
     modified_seconds: float
-    """Since the epoch."""
+    """Seconds since the epoch."""
 
 
 class Medium(ABC):
-    """Shared storage. Thread-safe; every method blocks, and raises ``OSError`` when the storage fails."""
+    """Shared storage. Thread-safe; every method blocks, and raises ``OSError`` if the storage fails."""
 
     lookup_batch = 64
-    """How many names one call of :meth:`sizes` should be given: what takes some 0.05 s."""
+    """The number of names for one call of :meth:`sizes`: a call should take about 0.05 s."""
 
     @abstractmethod
     def open(self) -> None:
-        """Connect, and check that the place is there.
+        """Connect, and check that the storage exists.
 
         Raises:
-            OSError: it is not, or cannot be used; names it.
+            OSError: it does not exist or cannot be used; the error names it.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of connections. Harmless when repeated or without :meth:`open`."""
+        """Close connections. Harmless if repeated or without :meth:`open`."""
 
     @abstractmethod
     def sizes(self, names: Sequence[str]) -> list[int | None]:
-        """Return, per name, the object's bytes, or ``None`` where nothing is. Never lists a folder."""
+        """Return, per name, the object's bytes, or ``None`` if there is no object. Never lists a folder."""
 
     @abstractmethod
     def load(self, name: str, buffer: memoryview) -> LoadOutcome:
-        """Fill ``buffer``; one of another size than the object's is ``CORRUPT``, what has vanished a ``MISS``."""
+        """Fill ``buffer``. An object of another size is ``CORRUPT``; an absent object is a ``MISS``."""
 
     @abstractmethod
     def store(self, name: str, buffer: memoryview) -> None:
-        """Write the object whole or not at all, over any that is there."""
+        """Write the object whole or not at all. An existing object is replaced."""
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> bool:
-        """Write a small object whole if nothing has that name; return whether this call did.
+        """Write a small object whole if the name is free. Return whether this call wrote it.
 
-        Of several callers on all hosts at most one is told ``True``. After an error it may be there or not.
+        Of several callers on all hosts, at most one gets ``True``. After an error, the object may exist or not.
         """
 
     def store_new(self, name: str, buffer: memoryview) -> bool:
-        """Write the object whole if nothing has that name; return whether this call did. See :meth:`create`."""
+        """Write the object whole if the name is free. Return whether this call wrote it. See :meth:`create`."""
         return self.create(name, bytes(buffer))
 
     @abstractmethod
     def delete(self, names: Sequence[str]) -> None:
-        """Remove objects; absent ones are no error."""
+        """Delete objects. An absent object is no error."""
 
     @abstractmethod
     def entries(self, folder: str) -> list[Entry]:
-        """Return what is in a folder, ``""`` for the root; nothing where there is none. Temporaries are passed over."""
+        """Return the entries of a folder, ``""`` for the root. An absent folder has none. Temporaries are left out."""
 
     def names(self, folder: str) -> list[str]:
         """Return the names in a folder, as :meth:`entries` does, but perhaps faster."""
@@ -84,12 +84,12 @@ class Medium(ABC):
 
     @abstractmethod
     def read_small(self, name: str) -> bytes | None:
-        """Return an object whose size is not known, or ``None``."""
+        """Return an object of unknown size, or ``None`` if there is no object."""
 
     def write_small(self, name: str, data: bytes) -> None:
-        """Write a small object over any that is there."""
+        """Write a small object. An existing object is replaced."""
         self.store(name, memoryview(data))
 
-    def sweep(self, stopped: Callable[[], bool]) -> int:
-        """Remove what writers that are gone had begun, until ``stopped``; return how many pieces it were."""
+    def remove_leftovers(self, stopped: Callable[[], bool]) -> int:
+        """Remove the temporaries of dead writers, until ``stopped`` returns ``True``. Return the number removed."""
         return 0

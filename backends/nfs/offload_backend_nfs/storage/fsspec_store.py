@@ -1,6 +1,6 @@
-"""Shared storage behind fsspec: object stores, whose put is atomic, and servers that rename.
+"""Shared storage behind fsspec: object stores with an atomic put, and servers that need a rename.
 
-fsspec's listing cache is off (whoever opens the file system says so), and nothing here lists but :meth:`entries`.
+The caller opens the file system without fsspec's listing cache. Only :meth:`ObjectStore.entries` lists folders.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Any
 import numpy as np
 from fsspec.asyn import AsyncFileSystem, sync
 
-from offload_backend_nfs.storage import temporaries as owners
+from offload_backend_nfs.storage import temporaries
 from offload_backend_nfs.storage.base import TEMPORARY_FOLDER, TEMPORARY_LIFE_SECONDS, Entry, Medium
 from offload_core.api import LoadOutcome
 
-AT_ONCE = 64
-"""Small requests that one call has on their way together."""
-_TIMES = ("LastModified", "mtime", "last_modified", "updated", "timeModified", "created")
-"""What file systems call the time of an object, the first that is there."""
+MAX_CONCURRENT_REQUESTS = 64
+"""The most small requests of one call that run at the same time."""
+_TIME_FIELDS = ("LastModified", "mtime", "last_modified", "updated", "timeModified", "created")
+"""The fields in which file systems give an object's time. The first one present counts."""
 
-_creating = threading.Lock()
+_create_lock = threading.Lock()
 
 
 class ObjectStore(Medium):
-    """A prefix of an object store where a put is atomic.
+    """A prefix of an object store with an atomic put.
 
     Args:
-        fs: an fsspec file system of this medium's own, whose caches are off.
-        root: the prefix, as ``fs`` takes it.
+        fs: an fsspec file system that no other code uses, with its caches off.
+        root: the prefix, as ``fs`` expects it.
     """
 
     lookup_batch = 256
@@ -43,7 +43,7 @@ class ObjectStore(Medium):
         self._root = root.rstrip("/")
 
     def open(self) -> None:
-        """See :meth:`Medium.open`: the bucket must be there, the prefix need not."""
+        """See :meth:`Medium.open`. The bucket must exist; the prefix need not."""
         bucket = self._root.strip("/").partition("/")[0]
         if self._fs.protocol != "memory":
             try:
@@ -52,12 +52,12 @@ class ObjectStore(Medium):
                 raise self._no_bucket(bucket) from error
 
     def close(self) -> None:
-        """See :meth:`Medium.close`; fsspec ends the connections with the file system."""
+        """See :meth:`Medium.close`. fsspec closes the connections with the file system."""
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
-        """See :meth:`Medium.sizes`; many at once where ``fs`` is asynchronous."""
+        """See :meth:`Medium.sizes`. If ``fs`` is asynchronous, requests run at the same time."""
         if isinstance(self._fs, AsyncFileSystem):
-            return list(self._at_once([self._size_soon(name) for name in names]))
+            return list(self._run_concurrently([self._size_async(name) for name in names]))
         return [self._size(name) for name in names]
 
     def load(self, name: str, buffer: memoryview) -> LoadOutcome:
@@ -71,7 +71,7 @@ class ObjectStore(Medium):
         return LoadOutcome.HIT
 
     def _fetch(self, name: str, nbytes: int) -> bytes | None:
-        """Return an object, ``None`` where none is; anything of another size where it has not ``nbytes``."""
+        """Return an object, or ``None``. If the object's size is not ``nbytes``, the result has a wrong size."""
         return self.read_small(name)
 
     def store(self, name: str, buffer: memoryview) -> None:
@@ -80,10 +80,10 @@ class ObjectStore(Medium):
 
     def create(self, name: str, data: bytes) -> bool:
         """See :meth:`Medium.create`."""
-        # Only file systems with a server behind them decide by themselves who comes first.
-        deciding = nullcontext() if isinstance(self._fs, AsyncFileSystem) else _creating
+        # Only a file system with a server behind it decides by itself which caller is first.
+        one_at_a_time = nullcontext() if isinstance(self._fs, AsyncFileSystem) else _create_lock
         try:
-            with deciding:
+            with one_at_a_time:
                 self._fs.pipe_file(self._path(name), data, mode="create")
         except FileExistsError:
             return False
@@ -92,7 +92,7 @@ class ObjectStore(Medium):
     def delete(self, names: Sequence[str]) -> None:
         """See :meth:`Medium.delete`."""
         if isinstance(self._fs, AsyncFileSystem):
-            self._at_once([self._delete_soon(name) for name in names])
+            self._run_concurrently([self._delete_async(name) for name in names])
             return
         for name in names:
             with suppress(FileNotFoundError):
@@ -119,7 +119,7 @@ class ObjectStore(Medium):
         return [
             Entry(name, found["type"] == "directory", int(found.get("size") or 0), _time_of(found))
             for name, found in names
-            if name and found["name"].strip("/") != path.strip("/")  # the mark of an empty folder
+            if name and found["name"].strip("/") != path.strip("/")  # the marker of an empty folder
         ]
 
     def _path(self, name: str) -> str:
@@ -132,33 +132,35 @@ class ObjectStore(Medium):
             return None
         return int(found["size"]) if found["type"] == "file" else None
 
-    async def _size_soon(self, name: str) -> int | None:
-        """Return the size, on fsspec's loop. Cancellation has no effect on the medium."""
+    async def _size_async(self, name: str) -> int | None:
+        """Return the size, on fsspec's event loop. Cancellation has no effect on the medium."""
         try:
             found = await self._fs._info(self._path(name))
         except FileNotFoundError:
             return None
         return int(found["size"]) if found["type"] == "file" else None
 
-    async def _delete_soon(self, name: str) -> None:
-        """Delete, on fsspec's loop. Cancelled, it may have happened or not."""
+    async def _delete_async(self, name: str) -> None:
+        """Delete, on fsspec's event loop. Cancelled, the object may be deleted or not."""
         with suppress(FileNotFoundError):
             await self._fs._rm_file(self._path(name))
 
-    def _at_once(self, requests: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Run requests on fsspec's loop, at most ``AT_ONCE`` at a time; raise the first error after all have ended."""
-        done: list[Any] = sync(self._fs.loop, _gather, requests)
+    def _run_concurrently(self, requests: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+        """Run requests on fsspec's event loop. Raise the first error after all requests have ended."""
+        done: list[Any] = sync(self._fs.loop, _gather_limited, requests)
         for result in done:
             if isinstance(result, BaseException):
                 raise result
         return done
 
     def _no_bucket(self, bucket: str) -> FileNotFoundError:
-        return FileNotFoundError(2, "there is no such bucket, or this account cannot see it; create it", bucket)
+        return FileNotFoundError(
+            2, "there is no such bucket, or these credentials cannot see it; create the bucket or fix the URL", bucket
+        )
 
 
 class RenamingStore(ObjectStore):
-    """A server whose files appear while they are written: under a temporary name first, then renamed."""
+    """A server that shows unfinished files. So a file is written under a temporary name and then renamed."""
 
     def open(self) -> None:
         """See :meth:`Medium.open`."""
@@ -167,7 +169,7 @@ class RenamingStore(ObjectStore):
     def store(self, name: str, buffer: memoryview) -> None:
         """See :meth:`Medium.store`."""
         path = self._path(name)
-        temporary = self._path(f"{TEMPORARY_FOLDER}/{owners.temporary_name()}")
+        temporary = self._path(f"{TEMPORARY_FOLDER}/{temporaries.temporary_name()}")
         try:
             self._fs.pipe_file(temporary, bytes(buffer))
             try:
@@ -181,7 +183,7 @@ class RenamingStore(ObjectStore):
             raise
 
     def create(self, name: str, data: bytes) -> bool:
-        """See :meth:`Medium.create`; as far as the server opens files exclusively."""
+        """See :meth:`Medium.create`. Its guarantee depends on the server: it must open files exclusively."""
         path = self._path(name)
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         try:
@@ -192,33 +194,38 @@ class RenamingStore(ObjectStore):
         return True
 
     def store_new(self, name: str, buffer: memoryview) -> bool:
-        """See :meth:`Medium.store_new`; of several at the same moment, each may be told ``True``."""
+        """See :meth:`Medium.store_new`. If several callers store at the same moment, each may get ``True``."""
         if self.sizes([name]) != [None]:
             return False
         self.store(name, buffer)
         return True
 
-    def sweep(self, stopped: Callable[[], bool]) -> int:
-        """See :meth:`Medium.sweep`."""
+    def remove_leftovers(self, stopped: Callable[[], bool]) -> int:
+        """See :meth:`Medium.remove_leftovers`."""
         count = 0
         oldest = time.time() - TEMPORARY_LIFE_SECONDS
         for entry in self._entries(TEMPORARY_FOLDER):
             if stopped():
                 break
-            if owners.is_temporary(entry.name) and (entry.modified_seconds < oldest or owners.is_dead(entry.name)):
+            if temporaries.is_temporary(entry.name) and (
+                entry.modified_seconds < oldest or temporaries.writer_is_dead(entry.name)
+            ):
                 self.delete([f"{TEMPORARY_FOLDER}/{entry.name}"])
                 count += 1
         return count
 
 
 def _copy_into(buffer: memoryview, data: bytes) -> None:
-    """Copy an object into a buffer of its size; numpy lets other threads run meanwhile (C8), a slice would not."""
+    """Copy an object into a buffer of its size. Unlike a slice, numpy lets other threads run meanwhile (C8)."""
     np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(data, np.uint8))
 
 
-async def _gather(requests: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Await all requests; errors are among the results. Cancellation goes through to them."""
-    slots = asyncio.Semaphore(AT_ONCE)
+async def _gather_limited(requests: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Await all requests, at most ``MAX_CONCURRENT_REQUESTS`` at a time, and return results and errors.
+
+    Cancellation cancels the requests.
+    """
+    slots = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
 
     async def one(request: Coroutine[Any, Any, Any]) -> Any:
         async with slots:
@@ -228,8 +235,11 @@ async def _gather(requests: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 
 def _time_of(found: dict[str, Any]) -> float:
-    """Return when an object was stored; now where the server does not say, so that nothing goes for its age."""
-    for key in _TIMES:
+    """Return the time at which an object was stored.
+
+    If the server gives no time, return the current time, so that no object is removed because of its age.
+    """
+    for key in _TIME_FIELDS:
         value = found.get(key)
         if isinstance(value, datetime.datetime):
             return value.timestamp()

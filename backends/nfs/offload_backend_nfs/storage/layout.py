@@ -1,7 +1,7 @@
-"""Where objects lie under the root: ``namespace/pack/ab/abcdef….kv``.
+"""The layout of objects under the root: ``namespace/pack/ab/abcdef….kv``.
 
-``ab`` are the first two digits of the chunk hash, so that no folder grows beyond a 256th of a pack, and a listing that
-goes folder by folder has short pages.
+``ab`` are the first two digits of the chunk hash. So no folder holds more than a 256th of a pack, and a listing by
+folder has short pages.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from offload_core.api import ObjectKey, StoredObject
 OBJECT_SUFFIX = ".kv"
 
 FOLDERS = (re.compile(r"[0-9a-f]{64}"), re.compile(r"[a-z0-9-]{1,64}"), re.compile(r"[0-9a-f]{2}"))
-"""Names of the folders above an object, from the root down."""
+"""Patterns for the names of the folders above an object, from the root down."""
 _DIGEST = re.compile(r"(?:[0-9a-f]{2}){1,64}")
 
 
 def name_of(key: ObjectKey) -> str:
-    """Return the name of ``key``'s object."""
+    """Return the name of the object for ``key``."""
     digest = key.chunk_hash.hex()
     return f"{key.namespace}/{key.pack}/{digest[:2]}/{digest}{OBJECT_SUFFIX}"
 
 
 def objects_in(folder: str, entries: Iterable[Entry]) -> list[StoredObject]:
-    """Return the objects among the entries of ``namespace/pack/ab``; anything else there is passed over."""
+    """Return the objects among the entries of the folder ``namespace/pack/ab``. Other entries are skipped."""
     namespace, pack, prefix = folder.split("/")
     found = []
     for entry in entries:

@@ -1,10 +1,14 @@
-"""Shared storage that is mounted: NFS and anything else with the calls of a file system.
+"""Shared storage that is mounted: NFS, or any other mount with the calls of a file system.
 
-What it goes by, on NFS and so everywhere: a file's bytes are on the server when it has been closed, and a reader who
-opens it afterwards sees them (close-to-open consistency), so nothing has its final name before it is closed. What was
-replaced or deleted by another host may answer ESTALE, which is a miss after one more look. There are no locks, no
-mmap, no O_DIRECT and no inotify here. Bytes are forced to the server before the rename: on NFS closing does that
-anyway and tells of errors; on other mounts a name could otherwise outlive a server's crash without its bytes.
+The code relies only on the guarantees of NFS:
+
+- Close-to-open consistency: after a file is closed, its bytes are on the server, and a later open sees them. So a file
+  gets its final name only after it is closed.
+- A file that another host replaced or deleted may fail with ESTALE. The file is then opened once more; a second failure
+  is a miss.
+
+It uses no locks, no mmap, no O_DIRECT and no inotify. It forces bytes to the server before the rename. On NFS, closing
+does so anyway and reports errors. On other mounts, a name without its bytes could otherwise survive a server crash.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from offload_backend_nfs.storage import temporaries as owners
+from offload_backend_nfs.storage import temporaries
 from offload_backend_nfs.storage.base import TEMPORARY_FOLDER, TEMPORARY_LIFE_SECONDS, Entry, Medium
 from offload_core.api import LoadOutcome
 
@@ -27,46 +31,46 @@ logger = logging.getLogger(__name__)
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 MARKER = ".offload-core-share"
-"""A file in the root, by which an empty mount point is told from the share."""
+"""A file in the root. It distinguishes the share from an empty mount point."""
 _MARKER_TEXT = b"offload-core keeps KV caches here. Without this file it takes the share for unmounted.\n"
 _ROOT_CHECK_SECONDS = 1.0
-_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_MISSING_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+_NO_LINK_ERRNOS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class PosixShare(Medium):
     """A folder on a mounted share.
 
     Args:
-        root: the folder, absolute; created by :meth:`open` when its parent exists, and never again.
+        root: the folder, absolute. Only :meth:`open` creates it, if its parent exists.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = str(root)
-        self._marked = False
+        self._has_marker = False
         self._root_seen_seconds = float("-inf")
 
     def open(self) -> None:
-        """See :meth:`Medium.open`. A read-only share is no error: it can still be loaded from."""
+        """See :meth:`Medium.open`. A read-only share is no error: loads still work."""
         if not os.path.isdir(self._root):  # noqa: PTH112 - Path.is_dir is slower, and strings are used throughout
             if not os.path.isdir(os.path.dirname(self._root)):  # noqa: PTH112, PTH120
-                raise OSError(errno.ENOENT, "the folder above the share's is gone; mount the share", self._root)
-            _make_private(self._root)
+                raise OSError(errno.ENOENT, "the parent folder does not exist; mount the share", self._root)
+            _make_private_folder(self._root)
         marker = self._path(MARKER)
         try:
             descriptor = os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
         except FileExistsError:
-            self._marked = True
+            self._has_marker = True
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
-            self._marked = _size(marker) is not None
+            self._has_marker = _size(marker) is not None
         else:
             try:
                 os.write(descriptor, _MARKER_TEXT)
             finally:
                 os.close(descriptor)
-            self._marked = True
+            self._has_marker = True
 
     def close(self) -> None:
         """See :meth:`Medium.close`."""
@@ -75,25 +79,25 @@ class PosixShare(Medium):
         """See :meth:`Medium.sizes`."""
         found = [_size(self._path(name)) for name in names]
         if None in found:
-            self._after_a_miss()
+            self._check_root_after_miss()
         return found
 
     def load(self, name: str, buffer: memoryview) -> LoadOutcome:
-        """See :meth:`Medium.load`; reads straight into ``buffer``.
+        """See :meth:`Medium.load`. Reads directly into ``buffer``.
 
-        What vanishes while it is read (ESTALE: another host deleted it) is looked for once more and then a miss, which
-        is the one case in which a miss has written to its buffer.
+        If another host deletes the object during the read (ESTALE), it is opened once more, and then it is a miss. Only
+        in this case has a miss written to its buffer.
         """
         path = self._path(name)
         for _ in range(2):
             try:
                 return _read(path, buffer)
             except OSError as error:
-                if error.errno not in _GONE:
+                if error.errno not in _MISSING_ERRNOS:
                     raise
                 if error.errno != errno.ESTALE:
                     break
-        self._after_a_miss()
+        self._check_root_after_miss()
         return LoadOutcome.MISS
 
     def store(self, name: str, buffer: memoryview) -> None:
@@ -101,7 +105,7 @@ class PosixShare(Medium):
         self._write(name, buffer, sync=True)
 
     def create(self, name: str, data: bytes) -> bool:
-        """See :meth:`Medium.create`; by a hard link, which exists whole or not at all."""
+        """See :meth:`Medium.create`. Uses a hard link, which exists whole or not at all."""
         temporary = self._write_temporary(memoryview(data), sync=False)
         try:
             linked = self._link(temporary, self._path(name))
@@ -110,7 +114,10 @@ class PosixShare(Medium):
         return self._create_without_links(self._path(name), data) if linked is None else linked
 
     def store_new(self, name: str, buffer: memoryview) -> bool:
-        """See :meth:`Medium.store_new`; on a share without hard links, of several at once each may be told ``True``."""
+        """See :meth:`Medium.store_new`.
+
+        On a share without hard links, if several callers store at the same moment, each may get ``True``.
+        """
         path = self._path(name)
         if _size(path) is not None:
             return False
@@ -118,7 +125,7 @@ class PosixShare(Medium):
         try:
             linked = self._link(temporary, path)
             if linked is None:
-                self._give_name(temporary, path, len(buffer))
+                self._rename(temporary, path, len(buffer))
                 return True
         except BaseException:
             _unlink_quietly(temporary)
@@ -133,7 +140,7 @@ class PosixShare(Medium):
     def _write(self, name: str, buffer: memoryview, *, sync: bool) -> None:
         temporary = self._write_temporary(buffer, sync=sync)
         try:
-            self._give_name(temporary, self._path(name), len(buffer))
+            self._rename(temporary, self._path(name), len(buffer))
         except BaseException:
             _unlink_quietly(temporary)
             raise
@@ -144,17 +151,18 @@ class PosixShare(Medium):
             _unlink(self._path(name))
 
     def entries(self, folder: str) -> list[Entry]:
-        """See :meth:`Medium.entries`. Names with a dot in front are passed over: ``.nfs…`` is what NFS keeps of a file
-        that was deleted while somebody had it open.
+        """See :meth:`Medium.entries`. Names that begin with a dot are skipped.
+
+        If a file is deleted while a process has it open, NFS keeps it as ``.nfs…``.
         """
-        return [entry for entry in _scan(self._path(folder)) if not entry.name.startswith(".")]
+        return [entry for entry in _list_folder(self._path(folder)) if not entry.name.startswith(".")]
 
     def names(self, folder: str) -> list[str]:
-        """See :meth:`Medium.names`; nothing is asked about the files."""
+        """See :meth:`Medium.names`. Does not ask for the files' attributes."""
         try:
             return [name for name in os.listdir(self._path(folder)) if not name.startswith(".")]  # noqa: PTH208
         except OSError as error:
-            if error.errno not in _GONE:
+            if error.errno not in _MISSING_ERRNOS:
                 raise
             return []
 
@@ -164,18 +172,20 @@ class PosixShare(Medium):
             try:
                 return Path(self._path(name)).read_bytes()
             except OSError as error:
-                if error.errno not in _GONE:
+                if error.errno not in _MISSING_ERRNOS:
                     raise
         return None
 
-    def sweep(self, stopped: Callable[[], bool]) -> int:
-        """See :meth:`Medium.sweep`: temporaries of this host's dead processes, and all that are older than a day."""
+    def remove_leftovers(self, stopped: Callable[[], bool]) -> int:
+        """See :meth:`Medium.remove_leftovers`: temporaries of this host's dead processes, and any older than a day."""
         count = 0
         oldest = time.time() - TEMPORARY_LIFE_SECONDS
-        for entry in _scan(self._path(TEMPORARY_FOLDER)):
+        for entry in _list_folder(self._path(TEMPORARY_FOLDER)):
             if stopped():
                 break
-            if owners.is_temporary(entry.name) and (entry.modified_seconds < oldest or owners.is_dead(entry.name)):
+            if temporaries.is_temporary(entry.name) and (
+                entry.modified_seconds < oldest or temporaries.writer_is_dead(entry.name)
+            ):
                 _unlink_quietly(self._path(f"{TEMPORARY_FOLDER}/{entry.name}"))
                 count += 1
         return count
@@ -184,8 +194,8 @@ class PosixShare(Medium):
         return f"{self._root}/{name}" if name else self._root
 
     def _write_temporary(self, buffer: memoryview, *, sync: bool = True) -> str:
-        """Write a file that nobody sees. Small ones need no ``sync``: they are checked when they are read."""
-        temporary = self._path(f"{TEMPORARY_FOLDER}/{owners.temporary_name()}")
+        """Write a temporary file and return its path. Small files need no ``sync``: their readers verify them."""
+        temporary = self._path(f"{TEMPORARY_FOLDER}/{temporaries.temporary_name()}")
         descriptor = self._create_in_folder(temporary)
         try:
             try:
@@ -195,7 +205,7 @@ class PosixShare(Medium):
                 if sync:
                     os.fsync(descriptor)
             finally:
-                os.close(descriptor)  # on NFS it may tell that a write has failed
+                os.close(descriptor)  # on NFS it may report that a write has failed
         except BaseException:
             _unlink_quietly(temporary)
             raise
@@ -206,35 +216,35 @@ class PosixShare(Medium):
         try:
             return os.open(path, flags, FILE_MODE)
         except OSError as error:
-            if error.errno not in _GONE:
+            if error.errno not in _MISSING_ERRNOS:
                 raise
         self._make_folders_above(path)
         return os.open(path, flags, FILE_MODE)
 
-    def _give_name(self, temporary: str, path: str, nbytes: int) -> None:
+    def _rename(self, temporary: str, path: str, nbytes: int) -> None:
         try:
             os.replace(temporary, path)  # noqa: PTH105
             return
         except OSError as error:
-            if error.errno not in _GONE:
+            if error.errno not in _MISSING_ERRNOS:
                 raise
         if _size(temporary) is None and _size(path) == nbytes:
-            return  # an answer was lost on the network, and the client asked again after it had been done
+            return  # the rename was done, but its answer was lost and the client repeated it
         self._make_folders_above(path)
         os.replace(temporary, path)  # noqa: PTH105
 
     def _link(self, temporary: str, path: str) -> bool | None:
-        """Give a file a second name, if that is free; return whether it was, ``None`` where there are no hard links."""
-        for made_folders in (False, True):
+        """Give a file a second name if that is free. Return whether it was, or ``None`` without hard links."""
+        for after_making_folders in (False, True):
             try:
                 os.link(temporary, path)
                 return True
             except FileExistsError:
-                return os.stat(temporary).st_nlink == 2  # noqa: PTH116 - a lost answer, asked for again
+                return os.stat(temporary).st_nlink == 2  # noqa: PTH116 - a lost answer, and a repeated call
             except OSError as error:
-                if error.errno in _NO_LINKS:
+                if error.errno in _NO_LINK_ERRNOS:
                     return None
-                if error.errno not in _GONE or made_folders:
+                if error.errno not in _MISSING_ERRNOS or after_making_folders:
                     raise
             self._make_folders_above(path)
         raise AssertionError("the loop returns or raises")
@@ -252,30 +262,30 @@ class PosixShare(Medium):
         return True
 
     def _make_folders_above(self, path: str) -> None:
-        """Make the folders between the root and ``path``; a root that has vanished is not made again."""
+        """Make the folders between the root and ``path``. A missing root is an error; it is never made again."""
         self._check_root()
         folder = self._root
         for part in path.removeprefix(f"{self._root}/").split("/")[:-1]:
             folder = f"{folder}/{part}"
-            _make_private(folder)
+            _make_private_folder(folder)
 
-    def _after_a_miss(self) -> None:
-        """Tell a miss from a share that is gone, with a look now and then."""
+    def _check_root_after_miss(self) -> None:
+        """Distinguish a miss from a missing share. Checks at most once per ``_ROOT_CHECK_SECONDS``."""
         if time.monotonic() - self._root_seen_seconds > _ROOT_CHECK_SECONDS:
             self._check_root()
 
     def _check_root(self) -> None:
-        """Raise ``OSError`` where the root is not the folder that was opened."""
-        sign = self._path(MARKER) if self._marked else self._root
+        """Raise ``OSError`` if the root is not the folder that was opened."""
+        proof = self._path(MARKER) if self._has_marker else self._root
         try:
-            os.stat(sign)  # noqa: PTH116
+            os.stat(proof)  # noqa: PTH116
         except OSError as error:
-            if error.errno not in _GONE:
+            if error.errno not in _MISSING_ERRNOS:
                 raise
-            self._root_seen_seconds = float("-inf")  # until it is back, every miss is looked into
+            self._root_seen_seconds = float("-inf")  # until the share is back, check at every miss
             raise OSError(
                 errno.ENODEV,
-                f"the share is gone: there is no {sign}; mount it again (nothing is made anew)",
+                f"the share is gone: {proof} does not exist; mount the share again (its folders are never made anew)",
                 self._root,
             ) from error
         self._root_seen_seconds = time.monotonic()
@@ -299,12 +309,12 @@ def _read(path: str, buffer: memoryview) -> LoadOutcome:
 
 
 def _size(path: str) -> int | None:
-    """Return the bytes of a regular file, or ``None``."""
+    """Return the bytes of a regular file, or ``None`` if there is none."""
     for _ in range(2):
         try:
             status = os.stat(path)  # noqa: PTH116
         except OSError as error:
-            if error.errno not in _GONE:
+            if error.errno not in _MISSING_ERRNOS:
                 raise
             if error.errno != errno.ESTALE:
                 break
@@ -313,7 +323,7 @@ def _size(path: str) -> int | None:
     return None
 
 
-def _scan(folder: str) -> list[Entry]:
+def _list_folder(folder: str) -> list[Entry]:
     found: list[Entry] = []
     try:
         with os.scandir(folder) as entries:
@@ -324,16 +334,16 @@ def _scan(folder: str) -> list[Entry]:
                         status = entry.stat(follow_symlinks=False)
                         found.append(Entry(entry.name, is_folder, status.st_size, status.st_mtime))
     except OSError as error:
-        if error.errno not in _GONE:
+        if error.errno not in _MISSING_ERRNOS:
             raise
     return found
 
 
-def _make_private(folder: str) -> None:
+def _make_private_folder(folder: str) -> None:
     try:
         os.mkdir(folder, FOLDER_MODE)  # noqa: PTH102
     except FileExistsError:
-        if not os.path.isdir(folder):  # noqa: PTH112 - another process may have been faster
+        if not os.path.isdir(folder):  # noqa: PTH112 - another process may have made it
             raise
     else:
         os.chmod(folder, FOLDER_MODE)  # noqa: PTH101 - whatever the umask says
@@ -343,7 +353,7 @@ def _unlink(path: str) -> None:
     try:
         os.unlink(path)  # noqa: PTH108
     except OSError as error:
-        if error.errno not in _GONE:
+        if error.errno not in _MISSING_ERRNOS:
             raise
 
 

@@ -1,4 +1,4 @@
-"""Trying again: which errors pass by themselves, and for how long an operation goes on."""
+"""Retries of operations that failed with a transient error."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ T = TypeVar("T")
 
 _FIRST_WAIT_SECONDS = 0.05
 _LONGEST_WAIT_SECONDS = 2.0
-_PASSING_ERRNOS = frozenset(
+_TRANSIENT_ERRNOS = frozenset(
     [
         *(errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT),
         *(errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ENETDOWN, errno.ENETRESET),
         *(errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH),
     ]
 )
-"""s3fs says EBUSY for SlowDown and 503, EREMOTEIO for 500."""
-# For a connection that fails, client libraries raise what is no OSError, or one without a number:
-# botocore.exceptions.EndpointConnectionError, aiohttp.ClientPayloadError and the like. Their packages need not be
-# installed, so they are known by name.
-_PASSING_NAMES = re.compile(r"Connect|Timeout|TimedOut|Disconnect|Incomplete|Streaming|Payload|HTTPClientError")
+"""s3fs raises EBUSY for SlowDown and 503, and EREMOTEIO for 500."""
+# If a connection fails, client libraries raise errors that are no OSError, or an OSError without a number:
+# botocore.exceptions.EndpointConnectionError, aiohttp.ClientPayloadError and the like. Their packages may be missing,
+# so the errors are recognised by name.
+_TRANSIENT_NAMES = re.compile(r"Connect|Timeout|TimedOut|Disconnect|Incomplete|Streaming|Payload|HTTPClientError")
 
 
-def is_passing(error: BaseException) -> bool:
-    """Return whether ``error`` may be gone when the operation is tried again."""
+def is_transient(error: BaseException) -> bool:
+    """Return whether the operation may succeed on a retry after ``error``."""
     if isinstance(error, ConnectionError | TimeoutError):
         return True
     if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in _PASSING_ERRNOS
-    return any(_PASSING_NAMES.search(kind.__name__) for kind in type(error).__mro__)
+        return error.errno in _TRANSIENT_ERRNOS
+    return any(_TRANSIENT_NAMES.search(kind.__name__) for kind in type(error).__mro__)
 
 
 class Retrier:
-    """Tries operations again, with growing random waits, for a limited time.
+    """Retries operations for a limited time, with random waits that grow.
 
-    A wait is anything up to its limit ("full jitter"), so that engines that failed together do not come back together.
-    It holds the thread that waits.
+    A wait is any time up to its limit ("full jitter"). So engines that failed together do not retry together. A wait
+    occupies its thread.
 
     Args:
-        seconds: no try begins later than this after the first one.
+        seconds: no retry begins later than this after the first try.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -53,29 +53,29 @@ class Retrier:
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """End all waits; operations then fail with the error they have."""
+        """End all waits. The waiting operations fail with their last error."""
         self._stopped.set()
 
     @property
     def stopped(self) -> bool:
-        """Whether :meth:`stop` was called."""
+        """``True`` once :meth:`stop` was called."""
         return self._stopped.is_set()
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``function`` until it succeeds, fails for good, or the time is over.
+        """Call ``function`` until it succeeds, fails permanently, or the time is over.
 
         Raises:
-            OSError: the last try's; what a client library raises of its own becomes one too.
+            OSError: the error of the last try. Any other error of a client library is wrapped in an ``OSError``.
         """
         deadline = time.monotonic() + self._seconds
-        longest = _FIRST_WAIT_SECONDS
+        longest_wait = _FIRST_WAIT_SECONDS
         while True:
             try:
                 return function(*args, **kwargs)
             except Exception as error:
-                wait = random.uniform(0, longest)
-                if not is_passing(error) or time.monotonic() + wait > deadline or self._stopped.wait(wait):
+                wait = random.uniform(0, longest_wait)
+                if not is_transient(error) or time.monotonic() + wait > deadline or self._stopped.wait(wait):
                     if isinstance(error, OSError) and error.errno is not None:
                         raise
                     raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
-            longest = min(2 * longest, _LONGEST_WAIT_SECONDS)
+            longest_wait = min(2 * longest_wait, _LONGEST_WAIT_SECONDS)

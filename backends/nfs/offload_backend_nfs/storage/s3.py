@@ -1,6 +1,6 @@
-"""S3 and what speaks its language, by s3fs: one request for each thing, where s3fs by itself makes two.
+"""S3 and compatible stores, through s3fs: one request per operation.
 
-s3fs looks for a folder when an object is missing (a listing), and asks for an object's size before it reads it.
+s3fs by itself makes two requests. It lists a folder if an object is missing, and asks for the size before a read.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from typing import Any
 
 from fsspec.asyn import sync
 
-from offload_backend_nfs.storage.fsspec_store import AT_ONCE, ObjectStore
+from offload_backend_nfs.storage.fsspec_store import MAX_CONCURRENT_REQUESTS, ObjectStore
 
 _DELETE_BATCH = 1000
-"""What S3 takes in one request."""
-_LEAST_TIMEOUT_SECONDS = 1.0
-_MOST_CONNECT_SECONDS = 3.0
+"""The most keys that S3 accepts in one request."""
+_MIN_TIMEOUT_SECONDS = 1.0
+_MAX_CONNECT_SECONDS = 3.0
 
 
 def s3_options(options: Mapping[str, Any], retry_seconds: float) -> dict[str, Any]:
-    """Return s3fs's options: an answer is waited for no longer than ``retry_seconds``, and botocore tries once.
+    """Return the options for s3fs: a request times out after ``retry_seconds``, and botocore does not retry.
 
-    What ``options`` say themselves stands.
+    Values in ``options`` have priority.
     """
-    timeout = max(_LEAST_TIMEOUT_SECONDS, retry_seconds)
+    timeout = max(_MIN_TIMEOUT_SECONDS, retry_seconds)
     config = {
-        "connect_timeout": min(timeout, _MOST_CONNECT_SECONDS),
+        "connect_timeout": min(timeout, _MAX_CONNECT_SECONDS),
         "read_timeout": timeout,
         "retries": {"total_max_attempts": 1, "mode": "standard"},
-        "max_pool_connections": AT_ONCE,
-        # Objects have a checksum of their own, and not every server knows the newer ones of S3.
+        "max_pool_connections": MAX_CONCURRENT_REQUESTS,
+        # Objects carry their own checksum, and some servers do not support the newer checksums of S3.
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
     }
@@ -51,7 +51,7 @@ class S3Store(ObjectStore):
         self._bucket, _, prefix = self._root.partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
         self._part_bytes = part_bytes
-        self._fs.retries = 1  # tries, in s3fs's words; its waits grow to 15 s and know no deadline
+        self._fs.retries = 1  # s3fs counts tries; its own waits grow to 15 s and have no deadline
 
     def open(self) -> None:
         """See :meth:`Medium.open`."""
@@ -62,8 +62,8 @@ class S3Store(ObjectStore):
         except PermissionError as error:
             raise PermissionError(
                 errno.EACCES,
-                f"this account may not use it ({error}); credentials are looked for in the environment (AWS_…), in "
-                "fsspec's configuration and in AWS's own",
+                f"access to the bucket is denied ({error}); give credentials that may use it, in the environment "
+                "(AWS_…), in fsspec's configuration or in AWS's own",
                 self._bucket,
             ) from error
 
@@ -74,64 +74,69 @@ class S3Store(ObjectStore):
             self._fs.close_session(self._fs.loop, creator)
 
     def _fetch(self, name: str, nbytes: int) -> bytes | None:
-        """See :meth:`ObjectStore._fetch`: one request, and no body where the size is another."""
-        data: bytes | None = sync(self._fs.loop, self._get, name, nbytes)
+        """See :meth:`ObjectStore._fetch`. One request; an object of another size is not transferred."""
+        data: bytes | None = sync(self._fs.loop, self._get_async, name, nbytes)
         return data
 
     def store(self, name: str, buffer: memoryview) -> None:
-        """See :meth:`Medium.store`; a large object in parts, several at once.
+        """See :meth:`Medium.store`. A large object is sent in parts, several at once.
 
-        What a killed writer sent of one stays on the server, unseen, until a rule of the bucket ends such uploads.
+        If a writer is killed, its parts stay on the server, invisible, until a rule of the bucket ends such uploads.
         """
         self._fs.pipe_file(self._path(name), bytes(buffer), chunksize=self._part_bytes)
 
     def create(self, name: str, data: bytes) -> bool:
-        """See :meth:`Medium.create`; by ``If-None-Match``, which servers of other makes must know."""
+        """See :meth:`Medium.create`. Uses ``If-None-Match``, which a compatible server must support."""
         try:
             self._fs.pipe_file(self._path(name), data, mode="create", chunksize=self._part_bytes)
         except FileExistsError:
             return False
         except OSError as error:
-            if _code(error) in ("PreconditionFailed", "412"):
+            if _error_code(error) in ("PreconditionFailed", "412"):
                 return False
             raise
         return True
 
     def delete(self, names: Sequence[str]) -> None:
-        """See :meth:`Medium.delete`; a thousand in one request."""
+        """See :meth:`Medium.delete`. One request deletes a thousand objects."""
         for start in range(0, len(names), _DELETE_BATCH):
             objects = [{"Key": self._prefix + name} for name in names[start : start + _DELETE_BATCH]]
             answer = self._call("delete_objects", Delete={"Objects": objects, "Quiet": True})
             for error in answer.get("Errors", []):
                 if error.get("Code") != "NoSuchKey":
                     raise OSError(
-                        errno.EIO, f"cannot delete: {error.get('Code')}: {error.get('Message')}", error["Key"]
+                        errno.EIO,
+                        f"the server refused a deletion: {error.get('Code')}: {error.get('Message')}",
+                        error["Key"],
                     )
 
     def read_small(self, name: str) -> bytes | None:
         """See :meth:`Medium.read_small`."""
-        data: bytes | None = sync(self._fs.loop, self._get, name, None)
+        data: bytes | None = sync(self._fs.loop, self._get_async, name, None)
         return data
 
-    async def _size_soon(self, name: str) -> int | None:
-        """Return the size by one HEAD. Cancellation has no effect on the medium."""
+    async def _size_async(self, name: str) -> int | None:
+        """Return the size with one HEAD request. Cancellation has no effect on the medium."""
         try:
             found = await self._fs._call_s3("head_object", Bucket=self._bucket, Key=self._prefix + name)
         except FileNotFoundError:
             return None
         return int(found["ContentLength"])
 
-    async def _get(self, name: str, nbytes: int | None) -> bytes | None:
-        """Read an object by one GET; nothing of one that has not ``nbytes``. Cancellation has no effect."""
+    async def _get_async(self, name: str, nbytes: int | None) -> bytes | None:
+        """Read an object with one GET request. Cancellation has no effect on the medium.
+
+        If the object's size is not ``nbytes``, the result has a wrong size too, and no body is read.
+        """
         try:
             found = await self._fs._call_s3("get_object", Bucket=self._bucket, Key=self._prefix + name)
         except FileNotFoundError as error:
-            if _code(error) == "NoSuchBucket":
-                raise OSError(errno.ENODEV, "the bucket is gone", self._bucket) from error
+            if _error_code(error) == "NoSuchBucket":
+                raise OSError(errno.ENODEV, "the bucket is gone; create it again", self._bucket) from error
             return None
         async with found["Body"] as body:
             if nbytes is not None and found["ContentLength"] != nbytes:
-                return bytes(1 if nbytes == 0 else 0)  # of another size, as the object is
+                return bytes(1 if nbytes == 0 else 0)  # any wrong size
             data: bytes = await body.read()
             return data
 
@@ -139,8 +144,8 @@ class S3Store(ObjectStore):
         return sync(self._fs.loop, self._fs._call_s3, method, Bucket=self._bucket, **arguments)
 
 
-def _code(error: BaseException) -> str | None:
-    """Return S3's own word for an error that s3fs has translated."""
+def _error_code(error: BaseException) -> str | None:
+    """Return the S3 error code behind an error that s3fs has translated."""
     response = getattr(error.__cause__, "response", None) or {}
     code = response.get("Error", {}).get("Code")
     return str(code) if code is not None else None

@@ -1,4 +1,4 @@
-"""Names of temporaries, which tell who writes them, and whether that process is still there."""
+"""Names of temporary files. Each name identifies its writer, so that leftovers of dead writers can be removed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _NAME = re.compile(r"(?P<host>[0-9a-f]{16})-(?P<pid>[0-9a-f]{1,16})-[0-9a-f]{16}
 
 
 def temporary_name() -> str:
-    """Return a name that nobody else uses, on any host."""
-    return f"{_host()}-{os.getpid():x}-{secrets.token_hex(8)}.tmp"
+    """Return a name that no other writer uses, on any host."""
+    return f"{_host_id()}-{os.getpid():x}-{secrets.token_hex(8)}.tmp"
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether a file was named by :func:`temporary_name`."""
+    """Return whether a name comes from :func:`temporary_name`."""
     return _NAME.fullmatch(name) is not None
 
 
-def is_dead(name: str) -> bool:
-    """Return whether the writer of a temporary is known to be gone: a process of this host that does not run."""
+def writer_is_dead(name: str) -> bool:
+    """Return whether the writer of a temporary was a process of this host that no longer runs."""
     match = _NAME.fullmatch(name)
-    if match is None or match["host"] != _host():
+    if match is None or match["host"] != _host_id():
         return False
     try:
         os.kill(int(match["pid"], 16), 0)
@@ -39,8 +39,11 @@ def is_dead(name: str) -> bool:
 
 
 @functools.cache
-def _host() -> str:
-    """Name this host, boot and space of process ids: containers may share a host's name and have ids of their own."""
+def _host_id() -> str:
+    """Return an identity of this host, boot and process-id namespace.
+
+    Containers may share a host name and still have process ids of their own.
+    """
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())

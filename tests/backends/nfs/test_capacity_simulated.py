@@ -1,4 +1,4 @@
-"""The account of a shared prefix, on simulated hosts that take turns at every operation of the medium."""
+"""The shared account on simulated hosts that take turns at every operation of the medium."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from offload_backend_nfs.capacity.lease import AccountOptions
+from offload_backend_nfs.capacity.account_options import AccountOptions
 
 from offload_core.api.keys import ObjectKey
 from tests.backends.nfs.simulation import Host, World
@@ -32,7 +32,7 @@ _HOST = st.integers(0, HOSTS - 1)
 
 
 class Hosts(RuleBasedStateMachine):
-    """Processes that store, delete, pin, keep house, fail and die, against what is really on the medium."""
+    """Processes that store, delete, pin, do housekeeping, fail and die, compared with the bytes on the medium."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,17 +42,17 @@ class Hosts(RuleBasedStateMachine):
         self.failed = False
         self.waited = 0.0
 
-    @initialize(grain=st.sampled_from([0, 0, 100]), grace=st.sampled_from([0.0, 12.0]), there=st.integers(0, 5))
-    def start(self, grain: int, grace: float, there: int) -> None:
-        """Begin with objects that nobody has accounted for."""
-        self.options = AccountOptions(CAPACITY, grace_seconds=grace, lease_seconds=LEASE_SECONDS, grain_bytes=grain)
-        for number in range(there):
+    @initialize(unit=st.sampled_from([0, 0, 100]), grace=st.sampled_from([0.0, 12.0]), existing=st.integers(0, 5))
+    def start(self, unit: int, grace: float, existing: int) -> None:
+        """Begin with objects that no account has counted."""
+        self.options = AccountOptions(CAPACITY, grace_seconds=grace, lease_seconds=LEASE_SECONDS, quota_unit_bytes=unit)
+        for number in range(existing):
             self.world.objects[key(number)] = (150, 0.0)
         self.hosts = [self._new() for _ in range(HOSTS)]
 
     def _new(self) -> Host:
         host = Host(self.world, self.options)
-        host.start(host.place.open)
+        host.start(host.bounded_store.open)
         return host
 
     def _idle(self, which: int) -> Host:
@@ -80,9 +80,9 @@ class Hosts(RuleBasedStateMachine):
         self._idle(which).unpin()
 
     @rule(which=_HOST)
-    def keep_house(self, which: int) -> None:
+    def do_housekeeping(self, which: int) -> None:
         host = self._idle(which)
-        host.start(host.place.step)
+        host.start(host.bounded_store.step)
 
     @rule(turns=st.lists(_HOST, min_size=1, max_size=40))
     def turns(self, turns: list[int]) -> None:
@@ -123,14 +123,14 @@ class Hosts(RuleBasedStateMachine):
         """End a process cleanly; another one starts."""
         host = self._idle(which)
         host.unpin()
-        host.do(host.place.close)
+        host.do(host.bounded_store.close)
         self.hosts[which] = self._new()
 
     @precondition(lambda self: self.dead)
     @rule()
-    def sweep(self) -> None:
-        """Remove what killed writers had begun."""
-        self.world.debris_bytes = 0
+    def remove_leftovers(self) -> None:
+        """Remove the leftovers of killed writers."""
+        self.world.leftover_bytes = 0
 
     @invariant()
     def the_limit_holds(self) -> None:
@@ -138,40 +138,40 @@ class Hosts(RuleBasedStateMachine):
         assert not any(host.removed_own_pin for host in self.hosts), "a process has evicted what it had pinned itself"
 
     def teardown(self) -> None:
-        """Whatever happened, room that nobody uses comes back."""
+        """Check that unused capacity is released after any run."""
         if not self.hosts:
             return
         for host in self.hosts:
             host.finish()
             host.unpin()
-        if not self.dead and not self.failed and self.waited < LEASE_SECONDS:  # else some were taken for dead
+        if not self.dead and not self.failed and self.waited < LEASE_SECONDS:  # else some leases may have expired
             self._all_leave()
             self._check_that_the_account_is_exact()
         self._all_leave()
         last = Host(self.world, self.options)
-        last.do(last.place.open)
-        for _ in range(4):  # it takes over, buries the dead, ends their batches, and counts
+        last.do(last.bounded_store.open)
+        for _ in range(4):  # it takes over, removes dead members, ends their batches, and counts
             self.world.seconds += LEASE_SECONDS / 4
             for _ in range(5):
                 self.world.seconds += LEASE_SECONDS / 4
-                last.do(last.place.step)
-        last.do(lambda: last.place._keeper._scan())
-        state = last.place.state
-        assert list(state.owners) == [state.keeper]
+                last.do(last.bounded_store.step)
+        last.do(lambda: last.bounded_store._housekeeping._scan())
+        state = last.bounded_store.state
+        assert list(state.members) == [state.housekeeper]
         assert state.occupied_bytes == self.world.real_bytes
-        last.do(last.place.close)
+        last.do(last.bounded_store.close)
 
     def _all_leave(self) -> None:
         for host in self.hosts:
-            host.do(host.place.close)
+            host.do(host.bounded_store.close)
         self.hosts = []
 
     def _check_that_the_account_is_exact(self) -> None:
         reader = Host(self.world, self.options)
-        reader.do(reader.place.open)
-        if reader.place.state.counted:
-            assert reader.place.state.occupied_bytes == self.world.real_bytes
-        reader.do(reader.place.close)
+        reader.do(reader.bounded_store.open)
+        if reader.bounded_store.state.counted:
+            assert reader.bounded_store.state.occupied_bytes == self.world.real_bytes
+        reader.do(reader.bounded_store.close)
 
 
 SETTINGS = hypothesis.settings(

@@ -44,13 +44,13 @@ def writers() -> Iterator[Writers]:
 
 
 def used(folder: Path) -> int:
-    """Return the bytes of all objects, and of those that are being written, that were there at one moment."""
+    """Return the bytes of all objects, complete or being written, that existed at one moment."""
     paths = [*folder.glob("*/*/*/*.kv"), *folder.glob(".temporary/*")]
     before, after = ({path: status(path) for path in paths} for _ in range(2))
-    # What is the same file in both passes was there between them; a key may be stored anew while others are looked at.
-    there = [now for path, now in after.items() if now and (then := before[path]) and now.st_ino == then.st_ino]
-    # The account's own small files are temporary for a moment too, and a written one has two names for a moment.
-    return sum(one.st_size for one in there if one.st_nlink == 1 and one.st_size >= 4 * KIB)
+    # A file that is the same in both passes existed between them. A key may be stored anew during the passes.
+    existing = [now for path, now in after.items() if now and (then := before[path]) and now.st_ino == then.st_ino]
+    # The account's own small files are temporary for a moment too, and a new object has two names for a moment.
+    return sum(one.st_size for one in existing if one.st_nlink == 1 and one.st_size >= 4 * KIB)
 
 
 def status(path: Path) -> os.stat_result | None:
@@ -61,7 +61,7 @@ def status(path: Path) -> os.stat_result | None:
 
 
 def ended(process: subprocess.Popen[str]) -> dict[str, int]:
-    """End a writer and return its counts; it must not have seen an error or a wrong byte."""
+    """End a writer and return its counts. It must not have seen an error or a wrong byte."""
     process.terminate()
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
@@ -71,8 +71,8 @@ def ended(process: subprocess.Popen[str]) -> dict[str, int]:
     return counts
 
 
-async def room_comes_back(backend: NfsBackend, objects: int, limit_seconds: float) -> None:
-    """Wait until there is room for objects of a 16th of the capacity."""
+async def wait_for_capacity(backend: NfsBackend, objects: int, limit_seconds: float) -> None:
+    """Wait until objects of a 16th of the capacity each can be reserved."""
     deadline = time.monotonic() + limit_seconds
     size = CAPACITY // 16
     while True:
@@ -80,7 +80,7 @@ async def room_comes_back(backend: NfsBackend, objects: int, limit_seconds: floa
         await reservation.release()
         if all(outcome is None for outcome in reservation.outcomes):
             return
-        assert time.monotonic() < deadline, f"no room: {backend._place and backend._place.state}"
+        assert time.monotonic() < deadline, f"no capacity: {backend._bounded_store and backend._bounded_store.state}"
         await asyncio.sleep(0.2)
 
 
@@ -110,7 +110,7 @@ def test_processes_at_full_speed_stay_under_one_limit_and_read_whole_objects(
     async def next_process() -> None:
         backend = nfs(url=f"file://{folder}", **LIMITS)
         await backend.open()
-        await room_comes_back(backend, 2, 40)
+        await wait_for_capacity(backend, 2, 40)
         await backend.close()
 
     asyncio.run(next_process())
@@ -142,18 +142,16 @@ def test_processes_keep_one_limit_on_an_object_store(
     assert all(count["stored"] for count in counts), counts
 
 
-def test_what_a_second_process_stores_meets_the_same_limit(memory_folder: Path, nfs: Nfs) -> None:
+def test_a_second_process_meets_the_same_limit(memory_folder: Path, nfs: Nfs) -> None:
     asyncio.run(two_meet_one_limit(nfs, {"url": f"file://{memory_folder}/objects"}))
 
 
-def test_what_a_second_process_stores_on_an_object_store_meets_the_same_limit(
-    s3_options: dict[str, Any], nfs: Nfs
-) -> None:
+def test_a_second_process_on_an_object_store_meets_the_same_limit(s3_options: dict[str, Any], nfs: Nfs) -> None:
     asyncio.run(two_meet_one_limit(nfs, s3_options))
 
 
 async def two_meet_one_limit(nfs: Nfs, options: dict[str, Any]) -> None:
-    """Let two backends ask for more than half of the capacity each."""
+    """Let each of two backends reserve more than half of the capacity."""
     first, second = (nfs(**options, capacity=1000 * KIB) for _ in range(2))
     await first.open()
     await second.open()

@@ -1,4 +1,4 @@
-"""Which capacities are refused at start."""
+"""The capacity options that are refused at start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from offload_backend_nfs import NfsOptions
 
 
 def test_no_capacity_where_files_cannot_be_created_exclusively(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsspec.get_filesystem_class", lambda protocol: object)  # as if its package were there
+    monkeypatch.setattr("fsspec.get_filesystem_class", lambda protocol: object)  # as if its package were installed
     with pytest.raises(pydantic.ValidationError, match=r"no capacity can be kept on oci://.*use one of file, s3"):
         NfsOptions.model_validate({"url": "oci://bucket/kv", "capacity": "1GiB"})
 
