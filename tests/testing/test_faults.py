@@ -351,7 +351,7 @@ def test_faults_compose_and_calls_are_counted(make_rig: MakeRig) -> None:
 
 def test_a_fault_that_an_operation_does_not_know_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=re.escape("FlipBit() cannot happen in 'contains'; it can in load_into, store")
+        ValueError, match=re.escape("FlipBit() cannot happen in 'contains'; it can happen in load_into, store")
     ):
         Inject(FlipBit(), "contains")
     with pytest.raises(ValueError, match="must be between 0 and 1"):
