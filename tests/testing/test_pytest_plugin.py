@@ -1,4 +1,4 @@
-"""What pytest gets where offload-core is installed: little until a contract class is collected."""
+"""The pytest plugin: it costs little until a contract class is collected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which test of the contract fails for which broken backend, and with what words."""
+"""The broken backends, each with the contract's tests that must fail for it and their message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Broken:
     """A backend that breaks one clause.
 
     Args:
-        backend_type: the reference backend but for what its name says.
+        backend_type: the reference backend with the defect that the class name says.
         message: a pattern for the failures' messages, all of them.
         tests: the only tests that fail, ``test_`` left out.
     """
