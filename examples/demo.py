@@ -1,8 +1,8 @@
 """The main job on the real engine: two hybrid models find their KV cache on disk after a restart.
 
-For a Gemma 3 (sliding windows and full attention) and a Qwen3-Next (recurrent states and full attention) with seeded
-random weights: one process without offloading for reference, one that stores to disk, and one that is served from it.
-Exits with 1 when any output differs or nothing was served.
+The models are a Gemma 3 (sliding windows and full attention) and a Qwen3-Next (recurrent states and full attention)
+with seeded random weights. Each runs in three processes: one without offloading as reference, one that stores to disk,
+and one that loads from it. The exit code is 1 if any output differs or no token was loaded.
 
     python -m examples.demo [--folder FOLDER]
 """
@@ -70,10 +70,15 @@ def prompts(*lengths: int, seed: int) -> list[PromptSpec]:
     ]
 
 
-KNOWN = prompts(200, 700, 1283, 4000, seed=1)
-NEW = [prompt.model_copy(update={"name": f"{prompt.name} (new)"}) for prompt in prompts(300, 1500, seed=2)]
-FIRST_ROUND = [Round(name="known", prompts=KNOWN)]
-SECOND_ROUND = [Round(name="mixed", prompts=[KNOWN[3], NEW[0], KNOWN[1], KNOWN[2], NEW[1], KNOWN[0]])]
+STORED_PROMPTS = prompts(200, 700, 1283, 4000, seed=1)
+NEW_PROMPTS = [prompt.model_copy(update={"name": f"{prompt.name} (new)"}) for prompt in prompts(300, 1500, seed=2)]
+FIRST_ROUND = [Round(name="stored", prompts=STORED_PROMPTS)]
+SECOND_ROUND = [
+    Round(
+        name="mixed",
+        prompts=[STORED_PROMPTS[3], NEW_PROMPTS[0], *STORED_PROMPTS[1:3], NEW_PROMPTS[1], STORED_PROMPTS[0]],
+    )
+]
 
 
 def run_model(model: Model, store: Path, advance: Callable[[str, str], None]) -> Outcome:
@@ -98,7 +103,7 @@ def run_model(model: Model, store: Path, advance: Callable[[str, str], None]) ->
 
 
 def differences(outcome: Outcome) -> dict[str, list[str]]:
-    """Return what differs from the run without offloading, by prompt name."""
+    """Return the differences from the run without offloading, by prompt name."""
     reference = {prompt.name: prompt for prompt in outcome.reference.rounds[0].prompts}
     found: dict[str, list[str]] = {name: [] for name in reference}
     for run in (outcome.first, outcome.second):
@@ -141,7 +146,7 @@ def result_table(outcomes: list[Outcome]) -> Table:
 
 
 def verdict(outcomes: list[Outcome]) -> list[str]:
-    """Return what is wrong, one line each; nothing when the demo has shown what it should."""
+    """Return one line for each problem; an empty list if the demo has succeeded."""
     problems = [
         f"{outcome.model.title}: {line}"
         for outcome in outcomes
@@ -160,7 +165,9 @@ def run_demo(folder: Path, console: Console) -> int:
         Model("Gemma 3", tiny_models.write_gemma3(folder / "gemma3"), "float32"),
         Model("Qwen3-Next", tiny_models.write_qwen3_next(folder / "qwen3-next"), "bfloat16"),
     ]
-    finished = len(SECOND_ROUND[0].prompts) * 2 + len(KNOWN) + 6  # three starts, three warm-ups and every prompt
+    finished = (
+        len(SECOND_ROUND[0].prompts) * 2 + len(STORED_PROMPTS) + 6
+    )  # three starts, three warm-ups and every prompt
     columns = (
         TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("{task.fields[doing]}"),
@@ -170,10 +177,10 @@ def run_demo(folder: Path, console: Console) -> int:
         for model in models:
             task = progress.add_task(model.title, total=finished, doing="")
 
-            def advance(step: str, what: str, task: Any = task) -> None:
-                progress.update(task, advance=1, doing=f"{step}: {what}")
+            def advance(step: str, prompt: str, task: Any = task) -> None:
+                progress.update(task, advance=1, doing=f"{step}: {prompt}")
                 if not console.is_terminal:
-                    console.print(f"{progress.tasks[task].description}: {step}: {what}")
+                    console.print(f"{progress.tasks[task].description}: {step}: {prompt}")
 
             outcomes.append(run_model(model, folder / "kv-cache", advance))
             progress.update(task, doing="done")

@@ -1,4 +1,4 @@
-"""What pytest loads by itself where offload-core is installed. Light to import: every run of pytest pays for it."""
+"""The pytest plugin of offload-core. Every run of pytest imports it, so it is light to import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 MARK = "offload_throughput"
 
-# Failures in the harness are to show the values that were compared.
+# Failures in the harness then show the compared values.
 pytest.register_assert_rewrite("offload_core.testing")
 
 _measured = pytest.StashKey[list[tuple[str, "Throughput"]]]()
@@ -23,18 +23,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("offload-core").addoption(
         "--offload-throughput",
         action="store_true",
-        help="measure how fast each backend with a contract class stores and loads, and report it at the end",
+        help="measure stores and loads of each backend with a contract class, and report them at the end",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make room for what is measured, and register the mark of the tests that do it."""
+    """Create the list of measurements, and register the mark of the tests that measure."""
     config.stash[_measured] = []
     config.addinivalue_line("markers", f"{MARK}: measures throughput; left out without --offload-throughput")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out measurements that nobody asked for; refuse a contract of which a test was replaced or skipped."""
+    """Leave out measurements unless the option asks for them; refuse a contract with a replaced or skipped test."""
     if not config.getoption("offload_throughput"):
         measuring = [item for item in items if item.get_closest_marker(MARK)]
         if measuring:
@@ -51,14 +51,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def offload_throughput(pytestconfig: pytest.Config) -> list[tuple[str, Throughput]]:
-    """Where tests leave what they have measured for the report: pairs of a backend's name and a measurement."""
+    """Measurements for the report, which tests append to: pairs of a backend's name and a measurement."""
     return pytestconfig.stash[_measured]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Report what was measured."""
+    """Report the measurements."""
     if measured := config.stash[_measured]:
-        from offload_core.testing.throughput import report  # by now it is loaded
+        from offload_core.testing.throughput import report  # the tests have loaded it already
 
         terminalreporter.section("throughput, one object after the other")
         terminalreporter.write("\n".join([*report(measured), ""]))

@@ -1,4 +1,4 @@
-"""Opens one backend as the core does, for tests and scripts of plugin authors."""
+"""An opener for one backend, as the core opens it, for tests and scripts of plugin authors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def open_backend(
     threads: int = 4,
     wrap: Callable[[Backend[Any]], Backend[Any]] = lambda backend: backend,
 ) -> AsyncIterator[Backend[Any]]:
-    """Construct a backend on threads of its own, open it, and close it at the end of the block.
+    """Construct a backend with its own threads, open it, and close it at the end of the block.
 
     ::
 
@@ -31,7 +31,7 @@ async def open_backend(
         options: the tier's own keys as an operator writes them, without ``name`` and ``type``.
         name: the tier's name.
         threads: the number of threads for blocking calls, as ``io_threads`` sets it.
-        wrap: puts another backend around the new one, for example a ``FaultyBackend``.
+        wrap: a function that puts another backend around the new one, for example a ``FaultyBackend``.
 
     Raises:
         pydantic.ValidationError: the options are wrong.

@@ -1,4 +1,4 @@
-"""How fast a backend stores and loads, one object after the other: what ``pytest --offload-throughput`` reports."""
+"""The report of ``pytest --offload-throughput``: stores and loads of a backend, one object after the other."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from offload_core.api.keys import ObjectKey
 
 MIB = 1024 * 1024
 OBJECTS = ((64 * 1024, 128), (2 * MIB, 32))
-"""Sizes in bytes, and how many objects of each are stored and then loaded."""
+"""Sizes in bytes, each with the number of objects to store and then load."""
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """One operation on objects of one size; a call moves one object, its reservation included."""
+    """Times of one operation on objects of one size; a call reserves and moves one object."""
 
     operation: str
     object_bytes: int
@@ -28,7 +28,7 @@ class Throughput:
 
     @property
     def mib_per_second(self) -> float:
-        """Bytes over the time that all calls took together, one after the other."""
+        """All bytes divided by the time of all calls, one after the other."""
         return self.object_bytes * len(self.latencies_seconds) / sum(self.latencies_seconds) / MIB
 
     def percentile_seconds(self, percent: int) -> float:
@@ -40,10 +40,10 @@ class Throughput:
 async def measure(backend: Backend[Any], object_bytes: int, count: int) -> list[Throughput]:
     """Store, load and delete ``count`` objects of random bytes; cancellation may leave some on the medium.
 
-    What was just stored may come from a cache of the operating system.
+    Loads may come from a cache of the operating system.
 
     Raises:
-        RuntimeError: an object was not taken, or not found again with the bytes that were stored.
+        RuntimeError: an object was not stored, or was not loaded with its stored bytes.
     """
     data = memoryview(os.urandom(object_bytes + count))  # each object begins a byte later
     keys = [_key(object_bytes, number) for number in range(count)]
@@ -77,7 +77,7 @@ async def measure(backend: Backend[Any], object_bytes: int, count: int) -> list[
 
 
 def report(measured: Iterable[tuple[str, Throughput]]) -> list[str]:
-    """Return the lines of a table; ``measured`` are pairs of a backend's name and what was measured on it."""
+    """Return the lines of a table; ``measured`` are pairs of a backend's name and a measurement."""
     rows = [("backend", "operation", "object", "MiB/s", "p50 ms", "p99 ms")]
     for name, one in measured:
         p50, p99 = (f"{one.percentile_seconds(percent) * 1000:.2f}" for percent in (50, 99))

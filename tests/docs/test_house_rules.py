@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,28 +12,11 @@ from pathlib import Path
 import pytest
 
 from offload_core.api.hooks import HookSpecs
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, TEMPLATE
 
 CORE = sorted((ROOT / "offload_core").rglob("*.py"))
-TEMPLATE = ROOT / "examples" / "offload-backend-sqlite" / "offload_backend_sqlite"
-BACKENDS = sorted([*(ROOT / "backends").rglob("*.py"), *TEMPLATE.rglob("*.py")])
+BACKENDS = sorted([*(ROOT / "backends").rglob("*.py"), *(TEMPLATE / "offload_backend_sqlite").rglob("*.py")])
 ADAPTER = ROOT / "offload_core" / "vllm"
-PUBLIC_MODULES = {
-    f"offload_core.{name}"
-    for name in (
-        "backend",
-        "errors",
-        "events",
-        "folder_check",
-        "hookspecs",
-        "keys",
-        "pinning",
-        "quantities",
-        "testing",
-        "wrapper",
-    )
-}
-"""What plugin authors are promised; the bundled backends use nothing else."""
 
 
 def imports(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -50,9 +34,10 @@ def relative(path: Path) -> str:
 
 
 def test_the_rules_are_checked_on_the_real_files() -> None:
-    assert ROOT / "offload_core" / "planner.py" in CORE
+    assert ROOT / "offload_core" / "planning" / "planner.py" in CORE
     assert ROOT / "backends" / "disk" / "offload_backend_disk" / "backend.py" in BACKENDS
-    assert TEMPLATE / "database.py" in BACKENDS
+    assert TEMPLATE / "offload_backend_sqlite" / "database.py" in BACKENDS
+    assert ADAPTER / "connector.py" in CORE
 
 
 @pytest.mark.parametrize("path", [p for p in CORE + BACKENDS if ADAPTER not in p.parents], ids=relative)
@@ -61,14 +46,6 @@ def test_nothing_outside_the_adapter_imports_vllm(path: Path) -> None:
         assert module.split(".")[0] != "vllm"
         assert not module.startswith("offload_core.vllm")
         assert not (module == "offload_core" and "vllm" in names)
-
-
-@pytest.mark.parametrize("path", BACKENDS, ids=relative)
-def test_backends_import_only_public_modules_and_names_of_the_core(path: Path) -> None:
-    for module, names in imports(path):
-        if module.split(".")[0] == "offload_core":
-            assert module in PUBLIC_MODULES or module.startswith("offload_core.testing.")
-            assert not [name for name in names if name.startswith("_")]
 
 
 @pytest.mark.parametrize("path", CORE + BACKENDS, ids=relative)
@@ -83,8 +60,8 @@ def test_nothing_stored_can_run_code(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CORE + BACKENDS, ids=relative)
-def test_modules_stay_small(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 500
+def test_modules_of_the_wheel_do_not_name_the_labs(path: Path) -> None:
+    assert re.findall(r"\btests[./]\w+", path.read_text()) == []
 
 
 def test_the_core_and_the_backends_work_without_vllm() -> None:
@@ -98,14 +75,6 @@ def test_the_core_and_the_backends_work_without_vllm() -> None:
     script = f"import sys; sys.modules['vllm'] = None\nfor name in {modules!r}: __import__(name)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_plugin_authors_need_neither_torch_nor_vllm() -> None:
-    # The tiny models of offload_core.testing are made with torch.
-    needed = sorted(PUBLIC_MODULES - {"offload_core.testing"} | {"offload_core.testing.contract.suite"})
-    script = f"import sys\nfor name in {needed!r}: __import__(name)\nprint({{'torch', 'vllm'}} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
 
 
 def test_every_hook_has_a_test_named_after_it() -> None:

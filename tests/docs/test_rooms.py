@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,3 +119,10 @@ def test_the_rules_are_checked_on_the_real_files() -> None:
     assert CORE / "planning" / "planner.py" in MODULES
     assert ROOT / "backends" / "disk" / "offload_backend_disk" / "backend.py" in STRANGERS
     assert TEMPLATE / "offload_backend_sqlite" / "database.py" in STRANGERS
+
+
+@pytest.mark.parametrize("door", PUBLIC)
+def test_plugin_authors_need_neither_torch_nor_vllm(door: str) -> None:
+    script = f"import sys\nimport {door}\nprint({{'torch', 'vllm'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr

@@ -46,7 +46,7 @@ def _scripted_plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session")
 def _frozen_imports(_quiet_offline_vllm: None) -> Iterator[None]:
-    """Keep what was imported out of the collections that each test's end runs: they take half a second otherwise."""
+    """Keep imported modules out of the garbage collection after each test, which takes half a second otherwise."""
     gc.collect()
     gc.freeze()
     yield
@@ -57,7 +57,7 @@ def _frozen_imports(_quiet_offline_vllm: None) -> Iterator[None]:
 def rig(
     _frozen_imports: None, _scripted_plugin: None, model_folder: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Rig]:
-    """Builds engines on one folder of objects; after the test, nothing may be left on the I/O loop."""
+    """Engines on one folder of objects; after the test, no task may be left on the I/O loop."""
     io = IoLoop.acquire()
     with CallWatch().watching() as watch:
         made = Rig(model_folder, tmp_path / "kv", watch, request.node.name)

@@ -16,7 +16,7 @@ NEVER_SECONDS = 600.0
 
 
 class Rig:
-    """Makes engines, each a lifetime of its own, and lets their I/O go on step by step."""
+    """A maker of engines on one folder, one lifetime after the other; their I/O goes on step by step."""
 
     def __init__(self, model_folder: Path, kv: Path, watch: CallWatch, name: str) -> None:
         self._model_folder = model_folder
@@ -60,12 +60,12 @@ class Rig:
         self.script.advance(self._watch.settle)
 
     def open(self, *kinds: str) -> None:
-        """Hold no calls of these kinds any more; by default, of no kind."""
+        """Stop holding calls of these kinds; by default of all kinds."""
         self._watch.settle()
         self.script.open(self._watch.settle, *kinds)
 
     def drive(self, engine: StandInEngine, work: Workload) -> dict[str, Arrival]:
-        """Run the work to its end and check that nothing is left."""
+        """Run the work to its end and check that the engine has released everything."""
         asked = drive(engine, work, self.tick)
         self.drain(engine)
         return asked
@@ -76,7 +76,7 @@ class Rig:
         return list(self.drive(engine, work))
 
     def step_until(self, engine: StandInEngine, happened: Callable[[], object], max_steps: int = 200) -> None:
-        """Step until something has happened."""
+        """Step until ``happened`` returns something true."""
         for _ in range(max_steps):
             if happened():
                 return
@@ -85,10 +85,10 @@ class Rig:
         raise AssertionError(f"did not happen in {max_steps} steps; requests: {engine.states()}")
 
     def drain(self, engine: StandInEngine) -> None:
-        """Let everything end, and check that nothing is left."""
+        """Let everything end, and check that the engine has released everything."""
         self._finish(engine)
         self.open()
-        engine.add([3], 1)  # an idle engine lets go of what arrived late in its next step
+        engine.add([3], 1)  # an idle engine releases late arrivals in its next step
         self._finish(engine)
         left = engine.leftovers()
         assert left == [], f"left over: {left}"

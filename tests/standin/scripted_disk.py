@@ -22,15 +22,19 @@ SCRIPTS: dict[str, Script] = {}
 
 @dataclass
 class Script:
-    """What happens to the calls of one backend; all chances are drawn from the seed and the call's keys.
+    """A script for the calls of one backend; all chances are drawn from the seed and the call's keys.
+
+    Every call is held until the step in which it came has ended, so that no result depends on threads.
 
     Args:
-        hold_steps: the most further steps that a call of a kind (``contains``, ``load_into``, ``store``) is held; every
-            call is held until the step in which it came has ended, so that nothing depends on threads.
-        fail: chance that a call of a kind raises ``OSError``.
+        seed: the seed of all choices.
+        hold_steps: by kind of call (``contains``, ``load_into``, ``store``), the most further steps that a call is
+            held.
+        fail: by kind of call, the chance that a call raises ``OSError``.
         damage: chance that a loaded object has a wrong byte.
-        miss: chance that an object is not found after all when it is loaded.
-        reject: chance that an object is not taken.
+        miss: chance that a stored object is missing when it is loaded.
+        reject: chance that an object is rejected.
+        shut: see the attribute.
     """
 
     seed: int
@@ -45,38 +49,38 @@ class Script:
     def __post_init__(self) -> None:
         self.step = 0
         self.calls: Counter[str] = Counter()
-        self._seen: Counter[str] = Counter()
+        self._draws: Counter[str] = Counter()
         self._held: list[tuple[float, float, str, asyncio.Future[None]]] = []
 
     @property
     def held(self) -> Counter[str]:
-        """Calls that are held at the moment, by kind."""
+        """Number of calls that are held now, by kind."""
         return Counter(kind for _, _, kind, _ in self._held)
 
     def advance(self, settle: Callable[[], None]) -> None:
-        """Begin the next step: let go of the calls that are due, one by one in an order drawn from the seed."""
+        """Begin the next step: release the calls that are due, one by one in an order drawn from the seed."""
         self.step += 1
         self._release(self.step, settle)
 
     def open(self, settle: Callable[[], None], *kinds: str) -> None:
-        """Hold no calls of these kinds any more (all kinds when none is named) and let go of those that are held."""
+        """Stop holding calls of these kinds, by default of all kinds, and release the held calls."""
         for kind in kinds or CALLS:
             self.hold_steps[kind] = -1
             self.shut.discard(kind)
         while self._release(float("inf"), settle, kinds):
             pass
 
-    def chance(self, what: str, key: ObjectKey) -> float:
-        """Return a number in [0, 1) that only depends on the seed, the key and how often this was asked."""
-        name = f"{self.seed}/{what}/{key.pack}/{key.chunk_hash.hex()}"
-        self._seen[name] += 1
-        return random.Random(f"{name}/{self._seen[name]}").random()
+    def chance(self, event: str, key: ObjectKey) -> float:
+        """Return a number in [0, 1) that depends only on the seed, the event, the key and the number of calls."""
+        name = f"{self.seed}/{event}/{key.pack}/{key.chunk_hash.hex()}"
+        self._draws[name] += 1
+        return random.Random(f"{name}/{self._draws[name]}").random()
 
     async def enter(self, kind: str, keys: Sequence[ObjectKey]) -> None:
-        """Hold the call as long as the script says.
+        """Hold the call for the steps that the script says.
 
         Raises:
-            OSError: the script wants this call to fail.
+            OSError: the script lets this call fail.
         """
         self.calls[kind] += 1
         if not keys:
@@ -91,16 +95,16 @@ class Script:
             raise OSError(f"scripted failure of {kind}")
 
     def _release(self, step: float, settle: Callable[[], None], kinds: Sequence[str] = ()) -> int:
-        """Let go of the calls that are due; returns how many there were."""
+        """Release the calls that are due; returns their number."""
         due = [item for item in self._held if item[0] <= step and (not kinds or item[2] in kinds)]
         self._held = [item for item in self._held if item not in due]
         for _, _, _, future in sorted(due, key=lambda item: item[:2]):
-            future.get_loop().call_soon_threadsafe(_let_go, future)
+            future.get_loop().call_soon_threadsafe(_resolve, future)
             settle()
         return len(due)
 
 
-def _let_go(future: asyncio.Future[None]) -> None:
+def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
 
@@ -112,7 +116,7 @@ class ScriptedOptions(DiskOptions):
 
 
 class ScriptedDisk(DiskBackend):
-    """Does what a disk does, when and if its script says so."""
+    """A disk whose calls are held, fail or lose bytes as its script says."""
 
     options: ScriptedOptions
 

@@ -1,4 +1,4 @@
-"""What an engine does while transfers are under way: abort, reset, reuse, end; and what a tier does to them."""
+"""Events during running transfers: abort, reset, reuse of blocks, end of the engine, and faults of a tier."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prompt(model: StandInModel, family: int = 0) -> list[int]:
 
 
 def stored(rig: Rig, model: StandInModel, *families: int, ranks: int = 1) -> None:
-    """Fill the disk in a lifetime of its own."""
+    """Fill the disk with an engine that is shut down again."""
     engine = rig.engine(model, ranks=ranks)
     for family in families or (0,):
         rig.run(engine, prompt(model, family))
@@ -36,7 +36,7 @@ def stored(rig: Rig, model: StandInModel, *families: int, ranks: int = 1) -> Non
 
 
 def take_all_blocks(rig: Rig, model: StandInModel, engine: StandInEngine) -> None:
-    """Let other requests have every block of the cache once, while the script holds what it holds."""
+    """Let other requests use every block of the cache once, while the script holds its calls."""
     pool = engine.scheduler.kv_cache_manager.block_pool
     handed_out: set[int] = set()
     family = 10
@@ -51,7 +51,7 @@ def take_all_blocks(rig: Rig, model: StandInModel, engine: StandInEngine) -> Non
 
 
 def check_that_reused_blocks_do_not_matter(rig: Rig, model: StandInModel, engine: StandInEngine) -> None:
-    """Give all blocks to others before the held stores go on; the next lifetime must find the right bytes."""
+    """Let other requests use all blocks before the held stores go on; the next engine must find the right bytes."""
     take_all_blocks(rig, model, engine)
     rig.open()
     rig.drain(engine)

@@ -1,4 +1,4 @@
-"""The geometry file that an engine writes holds its plan: for every geometry, against what lies on the disk."""
+"""The geometry file that an engine writes holds its plan: every geometry is compared with the objects on disk."""
 
 from __future__ import annotations
 

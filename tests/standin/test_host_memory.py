@@ -1,4 +1,4 @@
-"""A tier in the workers' own memory, which the scheduler half cannot ask: it goes by what the workers report."""
+"""A tier in the workers' own memory: the scheduler half cannot ask it and relies on the workers' reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads that fail in the middle: an engine with one group of full attention uses what has come before the gap."""
+"""Loads that fail in the middle: an engine with one group of full attention uses the part before the gap."""
 
 from __future__ import annotations
 

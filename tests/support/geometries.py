@@ -26,7 +26,7 @@ def chunked(tokens: int) -> HitPolicy:
 
 
 def needs(policy: HitPolicy, token: int, boundary: int) -> bool:
-    """The definition of a hit: does going on from ``boundary`` read what ``token`` left in the cache?"""
+    """The definition of a hit: does a request that goes on from ``boundary`` read the cache entry of ``token``?"""
     if policy.kind == "full":
         return True
     if policy.kind == "state":
@@ -39,7 +39,7 @@ def needs(policy: HitPolicy, token: int, boundary: int) -> bool:
 def drive(
     planner: HybridOffloadPlanner, there: Callable[[Pack, int], bool], computed: int, limit: int
 ) -> tuple[int, list[tuple[UnitRange, ...]]]:
-    """Run a search with the answers of ``there``; returns the boundary that it found and what it asked for."""
+    """Run a search with the answers of ``there``; returns the boundary that it found and its questions."""
     questions: list[tuple[UnitRange, ...]] = []
     search = planner.search(computed, limit)
     try:
@@ -87,7 +87,7 @@ def geometries(*, default_chunk: bool | None = None) -> st.SearchStrategy[Geomet
 
 @st.composite
 def any_geometries(draw: st.DrawFn, *, default_chunk: bool | None = None) -> Geometry:
-    """Groups, hash block size and chunk size, among them some that are refused."""
+    """Groups, hash block size and chunk size; some of them are refused."""
     hash_block_size = draw(st.sampled_from((1, 2, 4)))
     blocks = st.sampled_from(_FACTORS).map(lambda factor: factor * hash_block_size)
     attention_chunks = st.sampled_from((*_FACTORS, 12, 16, 24, 48)).map(

@@ -1,4 +1,4 @@
-"""A small in-memory backend whose calls tests can hold up, break and watch."""
+"""A small in-memory backend; tests can hold, break and watch its calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from offload_core.config.tier_limits import TierLimits
 
 WAIT_SECONDS = 60
 LIMITS = TierLimits(lookup_timeout_seconds=30.0, load_timeout_seconds_per_mib=0.0, breaker_failures=1_000_000)
-"""Limits that no test comes near by itself."""
+"""Limits that no test reaches by accident."""
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class MemoryOptions(BackendOptions):
 
 
 class Gate:
-    """Holds up a kind of call: ``shut``, wait until one ``arrived``, ``open``."""
+    """A gate for one kind of call: ``shut`` it, wait until a call has ``arrived``, and ``open`` it."""
 
     def __init__(self) -> None:
         self.arrived = threading.Event()
@@ -55,7 +55,7 @@ class Gate:
         assert self.arrived.wait(WAIT_SECONDS), "no call came"
 
     def pass_through(self) -> None:
-        """Called on a thread of the tier."""
+        """Wait at the gate, on a thread of the tier."""
         self.arrived.set()
         assert self._open.wait(WAIT_SECONDS), "the test never opened the gate"
 
@@ -79,10 +79,10 @@ class CountedStore(StoreReservation):
 
 
 class MemoryBackend(Backend[MemoryOptions]):
-    """A dictionary. ``faults`` holds, per call name, what replaces the call's result or is raised."""
+    """A dictionary of objects. ``faults`` has, by call name, an exception to raise or a result to return instead."""
 
     shared = True
-    """Whether the scheduler half asks it; else it goes by what the workers report."""
+    """True if the scheduler half asks the backend; if false, it relies on the workers' reports."""
 
     def __init__(self, options: MemoryOptions, context: BackendContext) -> None:
         super().__init__(options, context)
@@ -160,7 +160,7 @@ class MemoryBackend(Backend[MemoryOptions]):
 def memory_tier(
     name: str = "memory", prepare: Callable[[MemoryBackend], None] | None = None, **common: object
 ) -> tuple[TierConfig, list[MemoryBackend]]:
-    """Return a tier's configuration, and the list in which its backend will be found once it is constructed."""
+    """Return a tier's configuration and a list; the tier's backend is appended to the list on construction."""
     made: list[MemoryBackend] = []
 
     class Recorded(MemoryBackend):

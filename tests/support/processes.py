@@ -1,6 +1,6 @@
-"""Processes for engine runs: a fresh interpreter, or a fork of a server that has the heavy imports done.
+"""Processes for engine runs: a fresh interpreter, or a fork of a server that has done the heavy imports.
 
-Both give a run a process and a session of its own, capture what it prints, and end everything it started.
+Both give a run its own process and session, capture its output, and end every process that it started.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _OUTPUT_SECONDS = 5.0
 # An OpenBLAS with more threads starts them when numpy is imported; a process must be forked from a single thread.
 _SERVER_VARIABLES = {"OPENBLAS_NUM_THREADS": "1"}
 
-# A fork cannot take back what its server's imports have made of any other variable.
+# The server's imports have read every other variable already, and a fork cannot undo that.
 _VARIABLES_FREE_TO_DIFFER = {"PYTHONPATH", "PYTEST_CURRENT_TEST"}
 
 
 @dataclass(frozen=True)
 class Program:
-    """A module with a ``main(arguments) -> exit code``, and how to run it.
+    """A module with a ``main(arguments) -> exit code``, its arguments and its environment.
 
     Args:
-        module: the module's name, also runnable with ``python -m``.
-        arguments: what its ``main`` gets.
+        module: the module's name; ``python -m`` can run it too.
+        arguments: the arguments of its ``main``.
         environment: all environment variables of the run.
-        preload: a module that a fork server shall import once for all runs; ``None`` for a fresh interpreter.
+        preload: a module that the fork server imports once for all runs; ``None`` for a fresh interpreter.
     """
 
     module: str
@@ -48,10 +48,10 @@ class Program:
 
 
 def run_program(program: Program, timeout_seconds: float, on_line: Callable[[str], bool]) -> str | None:
-    """Run ``program`` to its end and return what went wrong, with the last 60 lines printed, or ``None``.
+    """Run ``program`` to its end and return its failure with its last 60 lines of output, or ``None``.
 
-    ``on_line`` is called from another thread with each line printed and returns whether to leave it out of those.
-    When this returns, no process of the run's session is left.
+    ``on_line`` is called from another thread with each printed line; it returns true to leave the line out of the
+    failure. No process of the run's session is left when this function returns.
     """
     tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
 
@@ -103,13 +103,13 @@ def _run_forked(program: Program, timeout_seconds: float, keep: Callable[[TextIO
             return _late(timeout_seconds) if child.exitcode is None else _exit_problem(child.exitcode)
         finally:
             _kill_session(child.pid)
-            child.kill()  # one that had not come as far as a session of its own
+            child.kill()  # it may have no session of its own yet
             child.join()
             child.close()
 
 
 def _forked_main(output: Connection, program: Program) -> None:
-    """Become what a fresh interpreter with the program's environment would be, then run its main function."""
+    """Set up the fork like a fresh interpreter with the program's environment, then run its main function."""
     os.setsid()
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
@@ -149,7 +149,7 @@ _server_lock = threading.Lock()
 
 
 def _can_fork(program: Program) -> bool:
-    """Return whether a fork of the server, started on demand, sees the environment that a fresh interpreter would."""
+    """Return whether a fork of the server sees the environment of a fresh interpreter; start the server if needed."""
     global _server_environment
     if program.preload is None:
         return False

@@ -1,4 +1,4 @@
-"""How many random examples a property gets: a part of them in `make test`, all of them in `make test-long`.
+"""The number of random examples of a property: a part of them in `make test`, all of them in `make test-long`.
 
 The profile is chosen on the command line: ``pytest --hypothesis-profile=thorough``.
 """
@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import settings
 
 ALL_EXAMPLES = 200
-"""Of a property that says nothing of its own."""
+"""Number of examples of a property that names no number of its own."""
 
 # No time limit per example: the machine that runs the tests may be busy with an engine.
 settings.register_profile("quick", deadline=None, max_examples=ALL_EXAMPLES // 4)

@@ -1,4 +1,4 @@
-"""The oracle for KV cache layouts: blocks copied to other ids, compared through the engine's own views."""
+"""The oracle for KV cache layouts: it copies blocks to other ids and compares them through the engine's own views."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small objects in staging memory, as tiers take them."""
+"""Small objects in staging memory, in the form that tiers expect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a process that has served for long is as it was: waits within deadlines, jobs that add up, memory flat."""
+"""Checks of a process after a long time: waits within deadlines, jobs that add up, and memory that does not grow."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import NamedTuple
 VERDICTS = ("jobs_done", "jobs_failed", "jobs_timed_out", "jobs_cancelled")
 """Counters of how jobs end; each job ends in exactly one of these ways."""
 AT_REST_ZERO = ("draining_leases", "breaker_open", "stuck_threads")
-"""Gauges that are zero while nothing is going on on a medium that is well."""
+"""Gauges that are zero while the engine is idle and the medium works."""
 
 _METRIC = re.compile(r'vllm:hybrid_offload_(\w+?)(?:_total)?\{.*?tier="([^"]*)"')
 
 
 class MemorySample(NamedTuple):
-    """Resident memory of a process at one moment; pages of mapped files, which the kernel can drop, need not count."""
+    """Resident memory of a process at one moment; pages of mapped files may be left out, the kernel can drop them."""
 
     seconds: float
     rss_bytes: int
@@ -28,12 +28,12 @@ class MemoryTrend(NamedTuple):
 
     bytes_per_second: float
     growth_bytes: float
-    """Along the line, from the first of the samples to the last."""
+    """Growth along the line, from the first sample to the last."""
     seconds: float
 
 
 def memory_trend(samples: Sequence[MemorySample], warm_up_seconds: float) -> MemoryTrend:
-    """Fit a line to the samples after the warm-up, by the median of all slopes, which single peaks do not move.
+    """Fit a line to the samples after the warm-up, by the median of all slopes; single peaks do not change it.
 
     Raises:
         ValueError: fewer than three samples are left.
@@ -54,12 +54,12 @@ def memory_trend(samples: Sequence[MemorySample], warm_up_seconds: float) -> Mem
 def wait_problems(
     waits: Mapping[str, Mapping[str, float]], deadlines_seconds: float, allowance_seconds: float
 ) -> list[str]:
-    """Return, one line each, the requests that waited longer for storage than they may.
+    """Return one line for each request that waited too long for storage.
 
     Args:
         waits: per request, the fields of :class:`tests.support.engine.waiting.StorageWait`.
-        deadlines_seconds: of a lookup and a load together.
-        allowance_seconds: for a machine that is busy with other work.
+        deadlines_seconds: the deadlines of a lookup and a load together.
+        allowance_seconds: the extra time for a machine that is busy with other work.
     """
     lines: list[str] = []
     for request_id, wait in waits.items():
@@ -72,10 +72,10 @@ def wait_problems(
 
 
 def counter_problems(metrics: Mapping[str, float]) -> list[str]:
-    """Return, one line each, what does not add up in the metrics of an engine that is idle on media that are well.
+    """Return one line for each contradiction in the metrics of an idle engine whose media work.
 
     Args:
-        metrics: as :class:`tests.support.engine.spec.RunResult` has them.
+        metrics: the metrics of a :class:`tests.support.engine.spec.RunResult`.
     """
     by_tier: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for name, value in metrics.items():

@@ -1,4 +1,4 @@
-"""Processes of engine runs: a fork sees what a fresh interpreter would, and nothing of a run is left."""
+"""Processes of engine runs: a fork behaves like a fresh interpreter, and no process of a run is left."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def module_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _program(folder: Path, what: str, *, forked: bool = True, **variables: str) -> Program:
+def _program(folder: Path, behaviour: str, *, forked: bool = True, **variables: str) -> Program:
     search_path = os.pathsep.join([str(folder), *(entry for entry in sys.path if entry)])
     environment = {**run_environment(RunSpec(model="", rounds=[])), **os.environ, "PYTHONPATH": search_path}
-    return Program("run_of_a_test", (what,), environment | variables, PRELOAD_MODULE if forked else None)
+    return Program("run_of_a_test", (behaviour,), environment | variables, PRELOAD_MODULE if forked else None)
 
 
 def _run(program: Program, timeout_seconds: float = 60.0) -> tuple[str | None, list[str]]:

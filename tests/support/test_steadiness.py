@@ -1,4 +1,4 @@
-"""What is said of a process that has served for long."""
+"""The checks of a process after a long time."""
 
 from __future__ import annotations
 

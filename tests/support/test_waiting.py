@@ -1,4 +1,4 @@
-"""What counts as waiting for storage, where the connector of the fault tests measures it."""
+"""The definition of a wait for storage, as the connector of the fault tests measures it."""
 
 from __future__ import annotations
 

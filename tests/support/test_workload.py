@@ -1,4 +1,4 @@
-"""The generator of random workloads: the same seed gives the same one, and it holds what the engine tests need."""
+"""The generator of random workloads: the same seed gives the same workload, with all that the engine tests need."""
 
 from __future__ import annotations
 

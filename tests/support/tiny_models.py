@@ -1,10 +1,10 @@
 """Tiny random-weight models in the Hugging Face folder layout, for tests, the demo and benchmarks.
 
-Nothing is downloaded and no model is instantiated: each writer lists the parameter names and shapes of its
-architecture, draws the weights from a generator seeded by ``(seed, parameter name)`` and stores them as
-``model.safetensors`` beside ``config.json``, ``generation_config.json`` and a word-level tokenizer.  Writing
-is deterministic (same arguments, same bytes) and idempotent: a folder whose marker names the same arguments
-is left as it is.
+No file is downloaded and no model is instantiated. Each writer lists the parameter names and shapes of its
+architecture and draws the weights from a generator seeded by ``(seed, parameter name)``. It stores them as
+``model.safetensors`` beside ``config.json``, ``generation_config.json`` and a word-level tokenizer. Writing is
+deterministic: the same arguments give the same bytes. It is also idempotent: a folder whose marker names the same
+arguments is left unchanged.
 
 Token ids 0..3 are the special tokens (pad, eos, bos, unk); id ``n`` from 4 on is the word ``wn``.
 """
@@ -106,8 +106,8 @@ def write_qwen3_next(
 def prompt_token_ids(length: int, *, seed: int, vocab_size: int, shared_prefix: int = 0, member: int = 0) -> list[int]:
     """Return ``length`` deterministic random word ids (no special tokens).
 
-    Prompts with one ``seed`` are a family: whatever their ``length`` and ``member``, they share their first
-    ``shared_prefix`` ids.  The ids behind the prefix depend on ``(seed, member, length)``.
+    Prompts with one ``seed`` are a family: for any ``length`` and ``member`` they share their first ``shared_prefix``
+    ids. The ids behind the prefix depend on ``(seed, member, length)``.
     Raises ValueError for a negative length or a vocabulary without words.
     """
     if length < 0 or shared_prefix < 0 or vocab_size <= FIRST_WORD_ID:

@@ -31,7 +31,7 @@ PACK = "full-u16"
 
 
 class WatchedCopier(CpuBlockCopier):
-    """Notes which threads touch the KV cache."""
+    """A copier that records the threads that touch the KV cache."""
 
     def __init__(self, caches: CanonicalKVCaches) -> None:
         super().__init__(caches)
@@ -114,7 +114,7 @@ class Rig:
         return self._jobs
 
     def store_all(self, *objects: TransferObject) -> dict[int, bool]:
-        """Store and wait for the end; return, per key number, whether it is on a tier."""
+        """Store and wait for the end; return, by key number, whether the object is on a tier."""
         self.engine.submit_stores(objects)
         assert self.engine.drain_stores(SECONDS)
         return self.store_results()

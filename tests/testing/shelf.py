@@ -25,13 +25,13 @@ from offload_core.api.options import BackendOptions
 class ShelfOptions(BackendOptions):
     """Options of the shelf."""
 
-    name: str = Field(description="which shelf")
+    name: str = Field(description="name of the shelf")
     capacity: int = Field(description="limit in bytes")
 
 
 @dataclass
 class Shelf:
-    """A medium: objects, oldest first, how often each is pinned, and the room that is promised."""
+    """A medium: objects, oldest first, their pins, and the capacity that is promised."""
 
     objects: dict[ObjectKey, bytes] = field(default_factory=dict)
     pins: dict[ObjectKey, int] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class ShelfBackend(Backend[ShelfOptions]):
 
     def put(self, key: ObjectKey, data: bytes) -> None:
         name = self.name_of(key)
-        if name in self.shelf.objects:  # somebody was faster, and it has the room that was promised to it
+        if name in self.shelf.objects:  # another client was faster; its own promise counts
             return
         for number in self._mine.pop(name, []):
             self.shelf.promised.pop(number, None)

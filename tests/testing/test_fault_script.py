@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from offload_backend_disk import DiskBackend, DiskOptions
+from offload_backend_disk.plugin import offload_register_backends
 
-from offload_core.api.backend import Backend, BackendContext, LoadOutcome, StoreOutcome
-from offload_core.api.keys import ObjectKey
-from offload_core.runtime.threads import DaemonExecutor
-from offload_core.testing.faults.script import FAULT_KINDS, FaultScript, Phase, ScriptSettings, kind_of, phases
+from offload_core.api import Backend, LoadOutcome, ObjectKey, StoreOutcome
+from offload_core.testing import FAULT_KINDS, FaultScript, ScriptSettings, open_backend
+from offload_core.testing.faults.script import Phase, kind_of, phases
 from tests.support.memory_backend import key
 
+(DISK,) = offload_register_backends()
 BYTES = 64
 BRIEF = ScriptSettings(deadline_seconds=0.004, hang_seconds=(0.001, 0.003), sick_calls=(20, 40), well_calls=(5, 10))
 
@@ -35,7 +34,7 @@ class Clock:
 
 
 async def _work(backend: Backend[Any], rounds: int) -> list[str]:
-    """Store, look up, load and delete a few objects, over and over; returns what came of each call."""
+    """Store, look up, load and delete a few objects, over and over; returns the result of each call."""
     seen: list[str] = []
     keys = [key(number) for number in range(4)]
     for _ in range(rounds):
@@ -77,17 +76,10 @@ async def _delete(backend: Backend[Any], keys: list[ObjectKey]) -> Any:
 
 def _in_a_disk(folder: Path, script: FaultScript, work: Any) -> Any:
     async def run() -> Any:
-        threads = DaemonExecutor(2, "scripted")
-        backend = script.wrap(DiskBackend(DiskOptions(path=folder), BackendContext("scripted", threads)))
-        await backend.open()
-        try:
+        async with open_backend(DISK, {"path": folder}, threads=2, wrap=script.wrap) as backend:
             return await work(backend)
-        finally:
-            await backend.close()
-            threads.shutdown()
 
-    coroutine: Coroutine[Any, Any, Any] = run()
-    return asyncio.run(coroutine)
+    return asyncio.run(run())
 
 
 @given(seed=st.integers() | st.text(), at_once=st.integers(1, 20))

@@ -1,4 +1,4 @@
-"""Whatever a medium does, a tier answers with a miss or a failure, never with wrong bytes."""
+"""Under every fault of a medium a tier answers with a miss or a failure, never with wrong bytes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,27 @@ from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import DaemonExecutor
-from offload_core.testing.faults.faulty_backend import FaultyBackend
-from offload_core.testing.faults.kinds import Fail, FlipBit, Full, Hang, Late, Lie, Lose, Reorder, Slow, Stall, Truncate
-from offload_core.testing.faults.plan import OPERATIONS, Call, Fault, FaultPlan, GoOn, Inject
+from offload_core.testing import (
+    Call,
+    Fail,
+    Fault,
+    FaultPlan,
+    FaultyBackend,
+    FlipBit,
+    Full,
+    GoOn,
+    Hang,
+    Inject,
+    Late,
+    Lie,
+    Lose,
+    Reorder,
+    Slow,
+    Stall,
+    Truncate,
+    open_backend,
+)
+from offload_core.testing.faults.plan import OPERATIONS
 from offload_core.tiers.opening import close_tiers
 from offload_core.tiers.tier import StagedObject, Tier
 from tests.support.memory_backend import LIMITS, key
@@ -303,21 +320,19 @@ def test_a_tier_that_cannot_be_opened(make_rig: MakeRig) -> None:
 
 
 def _story(seed: int, order: Sequence[int], tmp_path: Path) -> set[str]:
-    """Store and load single objects in the given order, twice, over faults by chance; return what happened to which."""
+    """Store and load single objects in the given order, twice, with random faults; return the faults of each key."""
     plan = FaultPlan([Inject(FlipBit(), "load_into", chance=0.3), Inject(Fail(errno.EIO), "store", 0.2)], seed)
 
     async def main() -> None:
-        context = BackendContext("disk", DaemonExecutor(1, "story"))
-        backend = FaultyBackend(DiskBackend(DiskOptions(path=tmp_path / str(seed)), context), plan)
-        await backend.open()
-        for number in [*order, *order]:
-            try:
-                await backend.store([key(number)], [memoryview(b"data")])
-            except OSError:
-                continue
-            await backend.load_into([key(number)], [memoryview(bytearray(4))])
-        await backend.close()
-        context.executor.shutdown()
+        disk = BackendType("disk", DiskBackend, DiskOptions)
+        path = tmp_path / str(seed)
+        async with open_backend(disk, {"path": path}, wrap=lambda inner: FaultyBackend(inner, plan)) as backend:
+            for number in [*order, *order]:
+                try:
+                    await backend.store([key(number)], [memoryview(b"data")])
+                except OSError:
+                    continue
+                await backend.load_into([key(number)], [memoryview(bytearray(4))])
 
     asyncio.run(main())
     return {f"{entry.fault} {entry.operation} {entry.keys[0]}" for entry in plan.injected}
@@ -351,7 +366,7 @@ def test_faults_compose_and_calls_are_counted(make_rig: MakeRig) -> None:
 
 def test_a_fault_that_an_operation_does_not_know_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=re.escape("FlipBit() cannot happen in 'contains'; it can in load_into, store")
+        ValueError, match=re.escape("FlipBit() cannot happen in 'contains'; it can happen in load_into, store")
     ):
         Inject(FlipBit(), "contains")
     with pytest.raises(ValueError, match="must be between 0 and 1"):

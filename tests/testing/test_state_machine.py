@@ -1,4 +1,4 @@
-"""The state machine passes what is right and finds what is wrong, with the clause and the steps."""
+"""The state machine passes correct backends, and finds broken ones with the clause and the steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.testing.shelf import SHELVES, Promised, ShelfBackend, ShelfOptions
 ALWAYS_THE_SAME = hypothesis.settings(
     STATE_MACHINE_SETTINGS, derandomize=True, database=None, max_examples=1000, phases=[hypothesis.Phase.generate]
 )
-"""Finds; does not make the steps fewer, which takes longer."""
+"""Settings that find a failure but do not shrink its steps, which takes longer."""
 
 SOME = hypothesis.settings(ALWAYS_THE_SAME, max_examples=60)
 
@@ -102,7 +102,7 @@ class CutsTheHash(Unbounded):
 
 
 class FindsWhatWasDeleted(Unbounded):
-    """Keeps a copy of what it has loaded, and forgets to delete that."""
+    """Keeps a copy of loaded objects, and forgets to delete the copy."""
 
     def _load(self, key: ObjectKey, buffer: memoryview) -> LoadOutcome:
         copies = self.__dict__.setdefault("copies", {})
@@ -142,7 +142,7 @@ class IgnoresPins(ShelfBackend):
         return False
 
 
-class LeaksRoom(ShelfBackend):
+class LeaksCapacity(ShelfBackend):
     def give_back(self, granted: dict[ObjectKey, list[int]]) -> None:
         if len(granted) < 2:
             super().give_back(granted)
@@ -153,7 +153,7 @@ class LeaksPins(ShelfBackend):
         super().unpin(keys[:1])
 
 
-class LeaksRoomWhenCancelled(ShelfBackend):
+class LeaksCapacityWhenCancelled(ShelfBackend):
     async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
         reservation = await super().prepare_store(keys, nbytes)
         await self.pause()
@@ -245,9 +245,9 @@ BROKEN: list[tuple[type[ShelfBackend], str]] = [
     (Tears, "C1|C6"),
     (TearsWhenCancelled, "C6|C1|C12|C18|C2"),
     (IgnoresPins, "C9"),
-    (LeaksRoom, "C10|C5"),
+    (LeaksCapacity, "C10|C5"),
     (LeaksPins, "C10"),
-    (LeaksRoomWhenCancelled, "C10|C5"),
+    (LeaksCapacityWhenCancelled, "C10|C5"),
     (PromisesTooMuch, "C11"),
     (AnswersOutOfOrder, "C1|C3|C5|C6|C16"),
     (AnswersOncePerKey, "C2"),

@@ -1,4 +1,4 @@
-"""The strategies bring up what they are for."""
+"""The strategies produce the cases that they exist for."""
 
 from __future__ import annotations
 

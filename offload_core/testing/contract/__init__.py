@@ -1,1 +1,1 @@
-"""The contract of a backend as a pytest class, one module per group of clauses."""
+"""The contract of a backend as a pytest class, with one module for each group of clauses."""

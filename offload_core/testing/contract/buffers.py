@@ -1,7 +1,7 @@
-"""Clause C7: whose a buffer is. Also C13, since what runs when a backend is closed has a buffer too.
+"""Clauses about buffers: C7, the end of a call's access to its buffers, and C13, calls that run during ``close``.
 
-Each test looks at the moment at which a call of the backend stands at the gate, on its thread, before it has begun: if
-the coroutine ends at that moment, the thread was left behind. The gate is then opened and the buffer watched.
+Each test stops a call of the backend at the gate, on its thread, before it has begun. If the coroutine ends meanwhile,
+it has left its thread behind. The test then opens the gate and watches the buffer.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from offload_core.testing.rig.clients import Client, Rig, content, ended, held_o
 
 SIZE = 5000
 POISON = 0xEE
-MOST_CALLS = 4
-"""Of an operation in several thread calls, these many are held one by one."""
-MOST_TURNS = 8
-"""Operations are also cancelled after this many turns of the event loop, for backends without threads."""
+MAX_HELD_CALLS = 4
+"""Most thread calls of one operation that are held, one by one."""
+MAX_TURNS = 8
+"""Operations are also cancelled after fewer turns of the event loop than this, for backends without threads."""
 
 Operation = Callable[[Client, list[ObjectKey], list[memoryview]], Coroutine[Any, Any, Any]]
 
 
 class BuffersContract:
-    """Nothing touches a buffer once its call has ended."""
+    """No access to a buffer after its call has ended."""
 
     @contract_test
     async def test_c07_a_load_that_returned_does_not_touch_its_buffer_afterwards(self, rig: Rig) -> None:
@@ -86,7 +86,7 @@ class BuffersContract:
 
 
 class _Call:
-    """One load or store of a batch of three; ``how`` it ended, for messages."""
+    """One load or store of a batch of three; ``how`` says in messages how it ended."""
 
     def __init__(self, rig: Rig, client: Client, kind: str) -> None:
         self.rig, self.client, self.kind, self.how = rig, client, kind, ""
@@ -95,7 +95,7 @@ class _Call:
         self.buffers = [bytearray(SIZE) if kind == "load" else bytearray(wanted) for wanted in self.contents]
 
     async def prepare(self) -> Any:
-        """Store what is to be loaded, and return the reservation to hold."""
+        """Store the objects that a load needs, and return the reservation to hold."""
         if self.kind == "store":
             return self.client.storing(self.keys, [SIZE] * 3)
         await self.client.put(dict(zip(self.keys, self.contents, strict=True)))
@@ -107,7 +107,7 @@ class _Call:
         run: Operation = Client.load_into if self.kind == "load" else Client.store_from
         return run(self.client, self.keys, views)
 
-    def give_buffers_to_another(self) -> None:
+    def reuse_buffers(self) -> None:
         """Fill the buffers as their next owner would."""
         for buffer in self.buffers:
             buffer[:] = bytes([POISON]) * SIZE
@@ -136,15 +136,15 @@ class _Call:
 async def _ended_calls(
     rig: Rig, kind: str, end: Callable[[_Call, int], Awaitable[asyncio.Task[Any] | None]]
 ) -> AsyncIterator[_Call]:
-    """Yield calls that ``end`` has ended, with each of their thread calls held in turn, and all threads idle again."""
+    """Hold each thread call of an operation in turn, let ``end`` end the operation, and yield it with idle threads."""
     client = await rig.client()
-    for number in range(1, MOST_CALLS + 1):
+    for number in range(1, MAX_HELD_CALLS + 1):
         call = _Call(rig, client, kind)
         async with await call.prepare():
             task = await end(call, number)
             reached = client.calls.count >= number
             if task is not None:
-                call.give_buffers_to_another()
+                call.reuse_buffers()
             client.calls.open()
             await rig.settle()
         if task is not None:
@@ -161,7 +161,7 @@ async def _held(call: _Call, *, hold: set[int] | None, fail: Collection[int] = (
 
 
 async def _to_its_end(call: _Call, task: asyncio.Task[Any]) -> BaseException | None:
-    """Open the gate, unless the call ended while it was shut and left a thread standing there."""
+    """Open the gate, unless the call has ended already and left a thread at the closed gate."""
     if not task.done():
         call.client.calls.open()
     return await ended(task)
@@ -213,7 +213,7 @@ async def _cancelled_with_one_ending(call: _Call, number: int) -> asyncio.Task[A
 
 async def _cancelled_after_turns(rig: Rig, kind: str) -> AsyncIterator[_Call]:
     client = await rig.client()
-    for count in range(MOST_TURNS):
+    for count in range(MAX_TURNS):
         call = _Call(rig, client, kind)
         call.how = f"cancelled after {count} turns of the event loop"
         async with await call.prepare():
@@ -222,7 +222,7 @@ async def _cancelled_after_turns(rig: Rig, kind: str) -> AsyncIterator[_Call]:
             cancelled = task.cancel()
             await ended(task)
             if cancelled:
-                call.give_buffers_to_another()
+                call.reuse_buffers()
             await rig.settle()
         if cancelled:
             yield call
@@ -230,27 +230,27 @@ async def _cancelled_after_turns(rig: Rig, kind: str) -> AsyncIterator[_Call]:
 
 
 async def _expect_close_to_wait(rig: Rig, kind: str) -> None:
-    for count in range(MOST_TURNS):
+    for count in range(MAX_TURNS):
         client = await rig.client()
         call = _Call(rig, client, kind)
         async with await call.prepare():
             if count == 0:
                 client.calls.script(hold={1})
                 task = await held_or_done(client, call.start())
-                what = f"a {kind} held in a thread"
+                running = f"a {kind} held in a thread"
             else:
                 client.calls.script()
                 task = asyncio.ensure_future(call.start())
                 await turns(count)
-                what = f"a {kind} begun {count} turns of the event loop before"
+                running = f"a {kind} begun {count} turns of the event loop before"
             closing = asyncio.ensure_future(client.close())
             await turns()
             closed = closing.done()
-            await turns()  # the coroutine that close waited for may need some more to return
+            await turns()  # the operation that close waited for may need some more turns to return
             early = closed and (client.calls.waiting > 0 or client.calls.unfinished > 0 or not task.done())
             client.calls.open()
             await ended(task)
             failure = await ended(closing)
-        expect(not early, f"C13: close returned before {what} had ended")
+        expect(not early, f"C13: close returned before {running} had ended")
         if failure is not None:
             raise failure

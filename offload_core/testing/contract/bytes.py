@@ -20,7 +20,7 @@ CANARY = 0xA5
 
 
 class BytesContract:
-    """What goes in comes out, outcome by outcome and byte by byte."""
+    """Stored bytes come back unchanged, and every key gets its own outcome."""
 
     @contract_test
     async def test_c01_a_load_returns_the_bytes_that_were_stored(self, rig: Rig) -> None:
@@ -128,7 +128,7 @@ class BytesContract:
     async def test_c04_storing_again_is_harmless(self, rig: Rig) -> None:
         client = await rig.client()
         key, wanted = rig.key(), content(5000)
-        # Both are wanted before the first is stored, as with two engines that compute the same prefix.
+        # Two engines that compute the same prefix both reserve before one of them stores.
         async with client.storing([key], [5000]) as first, client.storing([key], [5000]) as second:
             for number, reservation in enumerate((first, second), 1):
                 if reservation.outcomes == (None,):
@@ -190,11 +190,11 @@ class BytesContract:
             )
 
     def damage(self, options: Mapping[str, Any], key: ObjectKey) -> None:
-        """Cut the stored object of ``key`` short, behind the backend's back. Override it to have this tested.
+        """Truncate the stored object of ``key`` behind the backend's back; override this to test damaged objects.
 
         Args:
             options: the tier's own keys, which name the medium.
-            key: of an object of 1,000 bytes that was stored.
+            key: the key of a stored object of 1,000 bytes.
         """
         raise NotImplementedError
 
@@ -281,4 +281,4 @@ class BytesContract:
                 )
             await client.delete([key])
             if await client.contains([key]) == [True]:
-                return  # that it can be replaced at all is for C12 to prove
+                return  # the tests of C12 prove that a deleted object can be stored again

@@ -12,15 +12,15 @@ from offload_core.testing.contract.checks import contract_test, expect, expect_b
 from offload_core.testing.rig.clients import Client, Rig, content, ended, held_or_done
 
 CAPACITY_BYTES = 1024 * 1024
-"""The limit that ``bounded_options`` is asked to set."""
+"""The limit that ``bounded_options`` sets."""
 OBJECT_BYTES = 64 * 1024
-MOST_OBJECTS = CAPACITY_BYTES // OBJECT_BYTES
-FEWEST_OBJECTS = 4
-"""What a medium adds to each object may cost room, but not nearly all of it."""
+MAX_OBJECTS = CAPACITY_BYTES // OBJECT_BYTES
+MIN_OBJECTS = 4
+"""Fewest objects that must fit. A medium's overhead per object may use some of the capacity, but not nearly all."""
 
 
-class RoomContract:
-    """A limit holds at every moment, and what was given back is there again."""
+class CapacityContract:
+    """A limit holds at every moment, and released capacity can be used again."""
 
     @contract_test
     async def test_c09_what_is_pinned_survives_eviction(self, bounded_rig: Rig) -> None:
@@ -57,33 +57,33 @@ class RoomContract:
 
     @contract_test
     async def test_c10_reservations_that_were_not_used_give_their_room_back(self, bounded_rig: Rig) -> None:
-        await _expect_room_back(bounded_rig, "was never begun")
+        await _expect_capacity_back(bounded_rig, "was never begun")
 
     @contract_test
     async def test_c10_stores_that_failed_give_their_room_back(self, bounded_rig: Rig) -> None:
-        await _expect_room_back(bounded_rig, "failed")
+        await _expect_capacity_back(bounded_rig, "failed")
 
     @contract_test
     async def test_c10_stores_that_were_cancelled_give_their_room_back(self, bounded_rig: Rig) -> None:
-        await _expect_room_back(bounded_rig, "was cancelled")
+        await _expect_capacity_back(bounded_rig, "was cancelled")
 
     @contract_test
     async def test_c10_stored_objects_give_their_room_back_when_deleted(self, bounded_rig: Rig) -> None:
-        await _expect_room_back(bounded_rig, "succeeded")
+        await _expect_capacity_back(bounded_rig, "succeeded")
 
     @contract_test
     async def test_c10_what_was_pinned_makes_room_after_its_release(self, bounded_rig: Rig) -> None:
         client = await bounded_rig.client()
         keys = [*await _fill(bounded_rig, client), bounded_rig.key()]
         if not await _store_one(client, keys[-1]):
-            return  # it does not evict, so pins change nothing
+            return  # the medium does not evict, so pins change nothing
         there = [key for key, present in zip(keys, await client.contains(keys), strict=True) if present]
         for end in _ENDINGS.values():
             async with client.loading(there):
                 await end(client, client.load_into(there, [memoryview(bytearray(OBJECT_BYTES)) for _ in there]))
         expect(
             await _store_one(client, bounded_rig.key()),
-            f"C10: {len(there)} objects were pinned and released 4 times, and no room can be made any more",
+            f"C10: {len(there)} objects were pinned and released 4 times, and the medium evicts none of them any more",
         )
 
     @contract_test
@@ -95,18 +95,18 @@ class RoomContract:
         for reservation in held.values():
             await reservation.release()
         expect(
-            count <= MOST_OBJECTS,
+            count <= MAX_OBJECTS,
             f"C11: {count} reservations of {OBJECT_BYTES} bytes were granted at once under a limit of {CAPACITY_BYTES}",
         )
 
     @contract_test
     async def test_c11_one_batch_is_never_granted_more_than_the_limit(self, bounded_rig: Rig) -> None:
         client = await bounded_rig.client()
-        keys = bounded_rig.keys(2 * MOST_OBJECTS)
+        keys = bounded_rig.keys(2 * MAX_OBJECTS)
         async with client.storing(keys, [OBJECT_BYTES] * len(keys)) as reservation:
             granted = reservation.outcomes.count(None)
         expect(
-            granted <= MOST_OBJECTS,
+            granted <= MAX_OBJECTS,
             f"C11: one batch was granted {granted} objects of {OBJECT_BYTES} bytes under a limit of {CAPACITY_BYTES}",
         )
         async with client.storing(keys[:1], [2 * CAPACITY_BYTES]) as reservation:
@@ -120,14 +120,14 @@ class RoomContract:
     @contract_test
     async def test_c11_what_was_granted_can_be_stored(self, bounded_rig: Rig) -> None:
         client = await bounded_rig.client()
-        keys = bounded_rig.keys(MOST_OBJECTS)
+        keys = bounded_rig.keys(MAX_OBJECTS)
         held = {key: await client.prepare_store([key], [OBJECT_BYTES]) for key in keys}
         granted = [key for key, reservation in held.items() if reservation.outcomes == (None,)]
         for number, key in enumerate(granted, 1):
             (outcome,) = await client.store_from([key], [memoryview(bytearray(OBJECT_BYTES))])
             expect(
                 outcome is StoreOutcome.STORED,
-                f"C11: room for {len(granted)} objects was granted, but storing number {number} was {outcome.name}",
+                f"C11: capacity for {len(granted)} objects was granted, but storing number {number} was {outcome.name}",
             )
         for reservation in held.values():
             await reservation.release()
@@ -163,21 +163,21 @@ _ENDINGS: dict[str, Callable[[Client, Any], Awaitable[None]]] = {
 }
 
 
-async def _release(reservation: Any, what: str) -> None:
+async def _release(reservation: Any, name: str) -> None:
     try:
         await reservation.release()
     except Exception as error:
-        raise AssertionError(f"C10: releasing {what} raised {type(error).__name__}: {error}") from error
+        raise AssertionError(f"C10: releasing {name} raised {type(error).__name__}: {error}") from error
 
 
-async def _expect_room_back(rig: Rig, how: str) -> None:
+async def _expect_capacity_back(rig: Rig, how: str) -> None:
     client = await rig.client()
-    before = await _room(rig, client)
+    before = await _fitting_objects(rig, client)
     expect(
-        before >= FEWEST_OBJECTS,
-        f"C11: a limit of {CAPACITY_BYTES} bytes has room for only {before} objects of {OBJECT_BYTES} bytes",
+        before >= MIN_OBJECTS,
+        f"C11: under a limit of {CAPACITY_BYTES} bytes only {before} objects of {OBJECT_BYTES} bytes fit",
     )
-    rounds = 2 * MOST_OBJECTS
+    rounds = 2 * MAX_OBJECTS
     for _ in range(rounds):
         keys = rig.keys(2)
         async with client.storing(keys, [OBJECT_BYTES] * 2) as reservation:
@@ -186,16 +186,16 @@ async def _expect_room_back(rig: Rig, how: str) -> None:
             await _ENDINGS[how](client, client.store_from(granted, sources))
         await rig.settle()
         await _delete_all(client, keys)
-    after = await _room(rig, client)
+    after = await _fitting_objects(rig, client)
     expect(
         after == before,
         f"C10: {rounds} reservations for stores, each of which {how}, were released and their objects deleted; "
-        f"there is room for {after} objects where {before} fitted before",
+        f"{after} objects fit where {before} fitted before",
     )
 
 
-async def _room(rig: Rig, client: Client) -> int:
-    """Count for how many objects there is room at once, store them and delete them again."""
+async def _fitting_objects(rig: Rig, client: Client) -> int:
+    """Return the number of objects that fit at once; they are stored and deleted again."""
     held = await _reserve_all(rig, client)
     for key, reservation in held.items():
         await client.store_from([key], [memoryview(bytearray(OBJECT_BYTES))])
@@ -207,7 +207,7 @@ async def _room(rig: Rig, client: Client) -> int:
 async def _reserve_all(rig: Rig, client: Client) -> dict[ObjectKey, StoreReservation]:
     """Hold one reservation after the other until one is refused."""
     held: dict[ObjectKey, StoreReservation] = {}
-    for key in rig.keys(2 * MOST_OBJECTS):
+    for key in rig.keys(2 * MAX_OBJECTS):
         reservation = await client.prepare_store([key], [OBJECT_BYTES])
         if reservation.outcomes != (None,):
             await reservation.release()
@@ -225,11 +225,11 @@ async def _store_one(client: Client, key: ObjectKey) -> bool:
 
 
 async def _fill(rig: Rig, client: Client) -> list[ObjectKey]:
-    """Store three times what the medium takes, one by one and some at once."""
-    keys = rig.keys(3 * MOST_OBJECTS)
-    for key in keys[:-MOST_OBJECTS]:
+    """Store three times the capacity, some objects one by one and some at once."""
+    keys = rig.keys(3 * MAX_OBJECTS)
+    for key in keys[:-MAX_OBJECTS]:
         await client.store({key: bytes(OBJECT_BYTES)})
-    await asyncio.gather(*(client.store({key: bytes(OBJECT_BYTES)}) for key in keys[-MOST_OBJECTS:]))
+    await asyncio.gather(*(client.store({key: bytes(OBJECT_BYTES)}) for key in keys[-MAX_OBJECTS:]))
     return keys
 
 
@@ -239,6 +239,6 @@ async def _expect_pinned(client: Client, key: ObjectKey, wanted: bytes, when: st
     expect(
         outcome is LoadOutcome.HIT,
         f"C9: a pinned object of {len(wanted)} bytes was gone ({outcome.name}) {when} and "
-        f"{3 * MOST_OBJECTS} others of its size were stored under a limit of {CAPACITY_BYTES}",
+        f"{3 * MAX_OBJECTS} others of its size were stored under a limit of {CAPACITY_BYTES}",
     )
     expect_bytes("C9", f"a pinned object, {when},", target, wanted)

@@ -1,4 +1,4 @@
-"""What the tests of the contract have in common: how they run, and what they say when they fail."""
+"""Common parts of the contract's tests: their runner and their failure messages."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Test = Callable[..., None]
 
 
 def contract_test(test: Callable[..., Coroutine[Any, Any, None]]) -> Test:
-    """Make a coroutine function a plain test that runs on the :class:`Rig` that is its one fixture.
+    """Turn a coroutine function into a plain test; it runs on the :class:`Rig` that is its only fixture.
 
-    What the backend raises where it should not becomes a failure that names the clause.
+    An unexpected exception of the backend becomes a failure that names the clause.
     """
     clause = clause_of(test.__name__)
 
@@ -35,7 +35,7 @@ def contract_test(test: Callable[..., Coroutine[Any, Any, None]]) -> Test:
 
 
 def clause_of(test_name: str) -> str:
-    """Return the clause that a test is named after: ``C7`` for ``test_c07_…``."""
+    """Return the clause in a test's name: ``C7`` for ``test_c07_…``."""
     match = re.match(r"test_c(\d\d)_", test_name)
     if match is None:
         raise ValueError(f"{test_name!r} does not name a clause; write test_cNN_…")
@@ -43,14 +43,14 @@ def clause_of(test_name: str) -> str:
 
 
 def expect(condition: object, message: str) -> None:
-    """Fail with ``message``, which starts with the clause, unless ``condition`` holds."""
+    """Fail with ``message`` unless ``condition`` holds; the message starts with the clause."""
     __tracebackhide__ = True
     if not condition:
         raise AssertionError(message)
 
 
 def expect_results(clause: str, call: str, got: Sequence[object], wanted: Sequence[object]) -> None:
-    """Fail unless a call returned what it should, key by key."""
+    """Fail unless a call returned the wanted results, key by key."""
     __tracebackhide__ = True
     expect(
         list(got) == list(wanted),
@@ -58,15 +58,15 @@ def expect_results(clause: str, call: str, got: Sequence[object], wanted: Sequen
     )
 
 
-def expect_bytes(clause: str, what: str, got: bytes | bytearray, wanted: bytes) -> None:
+def expect_bytes(clause: str, name: str, got: bytes | bytearray, wanted: bytes) -> None:
     """Fail unless ``got`` is ``wanted``, and name the first byte that differs."""
     __tracebackhide__ = True
     if len(got) != len(wanted):
-        raise AssertionError(f"{clause}: {what} has {len(got)} bytes in place of {len(wanted)}")
+        raise AssertionError(f"{clause}: {name} has {len(got)} bytes in place of {len(wanted)}")
     if got != wanted:
         index = next(i for i, (one, two) in enumerate(zip(got, wanted, strict=True)) if one != two)
         raise AssertionError(
-            f"{clause}: {what}: byte {index} of {len(wanted)} is 0x{got[index]:02x} in place of 0x{wanted[index]:02x}"
+            f"{clause}: {name}: byte {index} of {len(wanted)} is 0x{got[index]:02x} in place of 0x{wanted[index]:02x}"
         )
 
 

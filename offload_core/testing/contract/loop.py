@@ -16,15 +16,15 @@ from offload_core.testing.rig.clients import Client, Rig, content
 
 MIB = 1024 * 1024
 LONG_SECONDS = 0.1
-"""An operation that takes this long is long enough to see whether the loop turns meanwhile."""
+"""Shortest operation that shows whether the loop turns meanwhile."""
 TRIES = 3
 
 
 class LoopContract:
-    """The event loop belongs to all tiers."""
+    """All tiers share the event loop, so no backend may block it."""
 
     largest_object_bytes = 64 * MIB
-    """Objects of up to this size are stored to see whether the loop turns meanwhile; lower it for a small medium."""
+    """Largest object that is stored to see whether the loop turns meanwhile; lower it for a small medium."""
 
     @contract_test
     async def test_c08_nothing_that_blocks_is_called_on_the_event_loop(self, rig: Rig) -> None:
@@ -57,10 +57,10 @@ class LoopContract:
         size = MIB
         while size <= self.largest_object_bytes:
             measured = await _measure(rig, client, size)
-            blocked = _those_that_block(measured)
+            blocked = _blocking(measured)
             for _ in range(TRIES - 1):
                 if blocked:
-                    again = _those_that_block(await _measure(rig, client, size))
+                    again = _blocking(await _measure(rig, client, size))
                     blocked = {name: times for name, times in again.items() if name in blocked}
             for name, (seconds, gap) in blocked.items():
                 raise AssertionError(
@@ -73,7 +73,7 @@ class LoopContract:
 
     @contract_test
     async def test_c14_construction_opens_nothing_and_starts_no_thread(self, rig: Rig) -> None:
-        rig.construct()  # what is imported on first use is not looked at
+        rig.construct()  # imports of the first use are not counted
         threads = set(threading.enumerate())
         with blocking_calls() as recorded:
             rig.construct()
@@ -87,13 +87,13 @@ class LoopContract:
         except Exception as error:
             pytest.fail(
                 f"C14: construction outside of a running event loop raised {type(error).__name__}: {error}; "
-                "make what belongs to the loop in open()",
+                "create objects of the event loop in open()",
                 pytrace=False,
             )
 
 
 async def _longest_gap(operation: Coroutine[Any, Any, Any]) -> tuple[float, float]:
-    """Run ``operation``; return its seconds and the longest time between two turns of the event loop meanwhile."""
+    """Return the seconds that ``operation`` took, and the longest time between two turns of the loop meanwhile."""
     gap = 0.0
 
     async def tick() -> None:
@@ -110,13 +110,13 @@ async def _longest_gap(operation: Coroutine[Any, Any, Any]) -> tuple[float, floa
     try:
         await operation
         seconds = time.monotonic() - begun
-        await asyncio.sleep(0.002)  # for the tick that the operation kept waiting
+        await asyncio.sleep(0.002)  # lets the tick come that the operation delayed
     finally:
         ticking.cancel()
     return seconds, gap
 
 
-def _those_that_block(measured: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+def _blocking(measured: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
     return {
         name: (seconds, gap)
         for name, (seconds, gap) in measured.items()
@@ -125,7 +125,7 @@ def _those_that_block(measured: dict[str, tuple[float, float]]) -> dict[str, tup
 
 
 async def _measure(rig: Rig, client: Client, size: int) -> dict[str, tuple[float, float]]:
-    """Store and load ``size`` bytes; return seconds and longest gap of each, or nothing where they are too many."""
+    """Return seconds and longest gap of a store and a load of ``size`` bytes; nothing if the medium rejects them."""
     key = rig.key()
     async with client.storing([key], [size]) as reservation:
         if reservation.outcomes != (None,):

@@ -20,15 +20,15 @@ from offload_core.testing.throughput import OBJECTS, Throughput, measure
 
 
 class MachineContract:
-    """All clauses together, in random order."""
+    """All clauses together, in operations of random order."""
 
     machine_capacity_bytes = CAPACITY_BYTES
-    """The limit that a bounded medium is given for the state machine: small, so that it evicts often."""
+    """Limit of a bounded medium for the state machine; small, so that it evicts often."""
 
     machine_examples = EXAMPLES
-    """How many random examples the state machine runs: lower it where a medium takes minutes for them."""
+    """Number of random examples of the state machine; lower it if a medium takes minutes for them."""
 
-    if TYPE_CHECKING:  # given by the class that puts the contract together
+    if TYPE_CHECKING:  # the class of the whole contract has them
         backend_type: ClassVar[BackendType]
 
         def bounded_options(self, options: Mapping[str, Any], capacity_bytes: int) -> dict[str, Any]: ...

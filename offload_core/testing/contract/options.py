@@ -1,4 +1,4 @@
-"""Clause C15: the options model."""
+"""Clause about the options model: C15."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECRET = re.compile(
 
 
 class OptionsContract:
-    """What an operator may write, and how it is explained."""
+    """An operator's options are checked, described and, if secret, hidden."""
 
     backend_type: ClassVar[BackendType]
 
@@ -66,7 +66,7 @@ class OptionsContract:
 
 
 def _types(annotation: Any) -> Iterator[Any]:
-    """Yield the types of which an annotation is made."""
+    """Yield the types inside an annotation."""
     arguments = get_args(annotation)
     if not arguments:
         yield annotation
@@ -75,7 +75,7 @@ def _types(annotation: Any) -> Iterator[Any]:
 
 
 def _models(model: type[BaseModel], seen: frozenset[type[BaseModel]] = frozenset()) -> Iterator[type[BaseModel]]:
-    """Yield an options model and those inside it."""
+    """Yield an options model and the models inside it."""
     if model in seen:
         return
     yield model

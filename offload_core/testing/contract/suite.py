@@ -1,6 +1,6 @@
-"""The contract of a backend as a pytest class: subclass it, and clauses C1 to C19 of plugins.md are tested.
+"""The contract of a backend as a pytest class: a subclass of it tests clauses C1 to C19 of plugins.md.
 
-A whole test file::
+A complete test file::
 
     import pytest
     from offload_core.testing import BackendContract
@@ -13,14 +13,15 @@ A whole test file::
         def options(self, tmp_path):
             return {"path": str(tmp_path / "kv.db")}
 
-The tests are plain functions; no plugin for asynchronous tests is needed. Clauses about something that a backend does
-not declare (:class:`offload_core.api.backend.Capabilities`) are skipped. Any other clause is opted out of in one way::
+The tests are plain functions and need no plugin for asynchronous tests. Clauses about a capability that the backend
+does not declare (:class:`offload_core.api.backend.Capabilities`) are skipped. The only way to opt out of another clause
+is::
 
     @pytest.mark.xfail(reason="the server cannot say an object's size")
     def test_c16_an_object_of_another_size_is_corrupt(self, rig):
         super().test_c16_an_object_of_another_size_is_corrupt(rig)
 
-Everything else that would leave a clause untested is refused: :func:`weakened`.
+Any other way to leave a clause untested is refused; see :func:`weakened`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import pytest
 from offload_core.api.backend import BackendType, Capabilities
 from offload_core.testing.contract.buffers import BuffersContract
 from offload_core.testing.contract.bytes import BytesContract
-from offload_core.testing.contract.capacity import CAPACITY_BYTES, RoomContract
+from offload_core.testing.contract.capacity import CAPACITY_BYTES, CapacityContract
 from offload_core.testing.contract.loop import LoopContract
 from offload_core.testing.contract.machine import MachineContract
 from offload_core.testing.contract.options import OptionsContract
@@ -45,20 +46,23 @@ from offload_core.testing.rig.clients import Rig
 
 
 class BackendContract(
-    BytesContract, VisibilityContract, BuffersContract, LoopContract, RoomContract, OptionsContract, MachineContract
+    BytesContract, VisibilityContract, BuffersContract, LoopContract, CapacityContract, OptionsContract, MachineContract
 ):  # fmt: skip
-    """Base of a backend's tests. Set ``backend_type``, write the fixture ``options``, and you are done.
+    """Base of a backend's tests: set ``backend_type`` and write the fixture ``options``.
 
-    Optional: override ``damage`` to have damaged objects tested, ``bounded_options`` where the key for a limit is not
-    ``capacity``, and ``largest_object_bytes`` where objects of 64 MiB are too much.
+    You may also override:
+
+    - ``damage``, to test damaged objects;
+    - ``bounded_options``, if the key for a limit is not ``capacity``;
+    - ``largest_object_bytes``, if objects of 64 MiB are too large.
     """
 
     backend_type: ClassVar[BackendType]
-    """What the plugin registers."""
+    """The backend type that the plugin registers."""
 
     @pytest.fixture
     def options(self) -> Mapping[str, Any]:
-        """The tier's own keys, for a medium with nothing on it; every test gets one of its own."""
+        """The tier's own keys, for an empty medium; every test gets its own medium."""
         _refuse(
             self,
             "a fixture `options` that returns the tier's own keys, for a fresh medium each time",
@@ -74,7 +78,7 @@ class BackendContract(
 
     @pytest.fixture
     def rig(self, options: Mapping[str, Any]) -> Iterator[Rig]:
-        """Clients of the medium of ``options``, and the loop they run on."""
+        """Clients of the medium of ``options``, and their event loop."""
         if not isinstance(getattr(self, "backend_type", None), BackendType):
             _refuse(
                 self,
@@ -92,7 +96,7 @@ class BackendContract(
 
     @pytest.fixture
     def shared_rig(self, rig: Rig) -> Rig:
-        """A rig whose medium has room for several clients at once."""
+        """A rig whose medium several clients can use at once."""
         return _needs(rig, "shared")
 
     @pytest.fixture
@@ -102,7 +106,7 @@ class BackendContract(
 
     @pytest.fixture
     def sizing_rig(self, rig: Rig) -> Rig:
-        """A rig whose clients know how large objects are before they are loaded."""
+        """A rig whose clients know an object's size before they load it."""
         return _needs(rig, "sizes")
 
     @pytest.fixture
@@ -134,38 +138,38 @@ def contract_tests() -> dict[str, Any]:
 
 @functools.cache
 def _required_tests() -> Mapping[str, Any]:
-    """Return what may not be left out: the tests of single clauses and the state machine, which tests them all."""
+    """Return the tests that no subclass may leave out: those of single clauses, and the state machine."""
     names = [name for name in dir(BackendContract) if name.startswith(("test_c", "test_state_machine"))]
     return MappingProxyType({name: inspect.getattr_static(BackendContract, name) for name in names})
 
 
 def weakened(item_class: type | None, test_name: str, marks: Iterable[pytest.Mark]) -> str | None:
-    """Say what is wrong when a test of the contract is not run as it stands; ``None`` when all is well.
+    """Return the reason to refuse a test of the contract that does not run as written; ``None`` if it does run so.
 
-    A test is left out by a capability that is not declared, or opted out of by ``xfail`` with a reason. Refused are a
-    test that is replaced by something else, and marks ``skip`` and ``skipif``, wherever they stand.
+    A test may be skipped because a capability is not declared, and may be opted out of by ``xfail`` with a reason.
+    A test that is replaced otherwise is refused. So are the marks ``skip`` and ``skipif``, at any level.
 
     Args:
         item_class: the class that pytest collected the test from, if any.
-        test_name: the test's function.
-        marks: all marks that apply to it: its own, its class's and its module's.
+        test_name: the name of the test's function.
+        marks: all marks that apply to the test: its own, its class's and its module's.
     """
     if item_class is None or not issubclass(item_class, BackendContract) or test_name not in _required_tests():
         return None
-    what = f"{item_class.__name__}.{test_name}"
+    test = f"{item_class.__name__}.{test_name}"
     cure = "a clause is opted out of by a capability that is not declared, or by pytest.mark.xfail(reason='why')"
     found = inspect.getattr_static(item_class, test_name)
     own = _marks(found)
     marks = [*marks, *own]
     for mark in marks:
         if mark.name in ("skip", "skipif"):
-            return f"{what} is marked {mark.name}; {cure}"
+            return f"{test} is marked {mark.name}; {cure}"
         if mark.name == "xfail" and not str(mark.kwargs.get("reason") or "").strip():
-            return f"{what} is marked xfail without a reason; {cure}"
+            return f"{test} is marked xfail without a reason; {cure}"
     if found is _required_tests()[test_name]:
         return None
     if not callable(found) or not any(mark.name == "xfail" for mark in own):
-        return f"{what} is replaced by {found!r}; {cure}"
+        return f"{test} is replaced by {found!r}; {cure}"
     return None
 
 
@@ -184,5 +188,5 @@ def _needs(rig: Rig, capability: str) -> Rig:
     return rig
 
 
-def _refuse(test: object, what: str, example: str) -> NoReturn:
-    pytest.fail(f"{type(test).__name__} needs {what}, for example:\n{example}", pytrace=False)
+def _refuse(test: object, missing: str, example: str) -> NoReturn:
+    pytest.fail(f"{type(test).__name__} needs {missing}, for example:\n{example}", pytrace=False)

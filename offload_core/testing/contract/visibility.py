@@ -1,4 +1,4 @@
-"""Clauses about what is seen, when and by whom: C5, C6 and C18."""
+"""Clauses about the visibility of stored objects to clients: C5, C6 and C18."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from offload_core.testing.contract.checks import contract_test, expect, expect_b
 from offload_core.testing.rig.clients import Client, Rig, content, ended, held_or_done, until
 
 HIT, MISS = LoadOutcome.HIT, LoadOutcome.MISS
-MOST_CALLS = 6
-"""Of a store in several thread calls, these many are looked at one by one."""
+MAX_HELD_CALLS = 6
+"""A store's thread calls before this one are held, one by one."""
 DAY_SECONDS = 86_400
 
 
 class VisibilityContract:
-    """What was stored is seen, whole, by everybody who should see it."""
+    """Stored objects are visible, whole, to every client that should see them."""
 
     @contract_test
     async def test_c05_what_is_stored_is_visible_at_once(self, rig: Rig) -> None:
@@ -66,13 +66,13 @@ class VisibilityContract:
 
         async def write(client: Client, letter: bytes) -> None:
             for _ in range(rounds):
-                with suppress(OSError):  # whether that is allowed is not the question here
+                with suppress(OSError):  # other tests check whether it may fail
                     await client.store({key: letter * size})
                     await client.delete([key])
 
         async def read(until: asyncio.Future[list[None]]) -> None:
             while not until.done() and not torn:
-                await asyncio.sleep(0)  # a backend may answer without ever waiting
+                await asyncio.sleep(0)  # the backend may never wait
                 outcome, got = await reader.get(key, size, fill=0xA5)
                 if outcome is not MISS and (outcome is not HIT or len(set(got)) > 1):
                     seen = Counter(got)
@@ -91,7 +91,7 @@ class VisibilityContract:
         async with writer.storing([key], [10_000]):
             writer.calls.script(hold=None)
             store = await held_or_done(writer, writer.store_from([key], [memoryview(bytearray(wanted))]))
-            for number in range(1, MOST_CALLS):
+            for number in range(1, MAX_HELD_CALLS):
                 if store.done():
                     break
                 await _expect_whole_or_absent(reader, key, wanted, f"before thread call {number} of its store")
@@ -106,7 +106,7 @@ class VisibilityContract:
         client = await rig.client()
         wanted = content(10_000)
         for how in ("failed", "was cancelled"):
-            for number in range(1, MOST_CALLS):
+            for number in range(1, MAX_HELD_CALLS):
                 key, other = rig.keys(2)
                 async with client.storing([key, other], [10_000] * 2):
                     client.calls.script(**{"fail" if how == "failed" else "hold": {number}})
@@ -201,7 +201,7 @@ def _next_call_or_end(client: Client, task: asyncio.Task[object], number: int) -
 
 @contextmanager
 def _threads_that_alternate() -> Iterator[None]:
-    """Let threads take turns far more often than usual, so that a race is run, not waited for."""
+    """Let threads take turns far more often than usual, so that races happen soon."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:

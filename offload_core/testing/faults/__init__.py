@@ -1,1 +1,1 @@
-"""Seeded faults of storage media."""
+"""Seeded faults of storage media, for backends that must survive them."""

@@ -1,15 +1,15 @@
-"""A backend that misbehaves on purpose: a wrapper for any backend that follows a plan of faults.
+"""A backend that misbehaves on purpose: a wrapper that injects a plan's faults into any backend.
 
-A :class:`~offload_core.testing.faults.plan.FaultPlan` says which fault happens in which calls. Its choices depend on
-the seed, the keys and how often they were asked for, never on time or on the order in which calls of other keys come,
-so a run can be repeated::
+A :class:`~offload_core.testing.faults.plan.FaultPlan` picks the calls for each fault. Its choices depend on the seed,
+on the keys and on the number of earlier calls with the same keys. They never depend on time or on calls with other
+keys, so a run can be repeated::
 
     plan = FaultPlan([Inject(FlipBit(), "load_into", chance=0.1), Inject(Fail(errno.EIO), "store", calls={3})], seed=7)
     backend = FaultyBackend(DiskBackend(options, context), plan)
     ...
-    assert plan.injected  # what really happened, in order
+    assert plan.injected  # the faults that really happened, in order
 
-Calls are counted from 1, per entry of the plan. The first entry is the outermost: a ``Slow`` before a ``Fail`` fails
+Each entry of the plan counts its calls from 1. The first entry is the outermost: a ``Slow`` before a ``Fail`` fails
 late.
 """
 
@@ -27,9 +27,9 @@ from offload_core.testing.faults.plan import Call, Fault, FaultPlan, GoOn
 
 
 class FaultyBackend(BackendWrapper):
-    """Hands calls on to ``inner`` with the faults of ``plan``.
+    """Pass calls on to ``inner`` with the faults of ``plan``.
 
-    Closing releases the calls that hang, waits for all that run (C13) and closes the backend inside.
+    Closing releases hanging calls, waits for all running calls (C13) and closes the inner backend.
     """
 
     def __init__(self, inner: Backend[Any], plan: FaultPlan) -> None:
@@ -49,7 +49,7 @@ class FaultyBackend(BackendWrapper):
         await self._call("open", operate)
 
     async def close(self) -> None:
-        """See :meth:`Backend.close`. Cancellation while calls run leaves the backend inside open."""
+        """See :meth:`Backend.close`. Cancellation while calls run leaves the inner backend open."""
         self.plan.release()
         await self._idle.wait()
         await self.inner.close()
@@ -88,7 +88,7 @@ class FaultyBackend(BackendWrapper):
         await self._call("delete", operate, keys)
 
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
-        """See :meth:`Backend.prepare_load`. What the backend inside has pinned is unpinned when a fault raises."""
+        """See :meth:`Backend.prepare_load`. If a fault raises, the pins of the inner backend are released."""
         held: list[LoadReservation] = []
 
         async def operate(call: Call) -> list[Any]:
@@ -96,10 +96,10 @@ class FaultyBackend(BackendWrapper):
             return list(held[-1].present)
 
         present = await self._prepare("prepare_load", operate, held, keys)
-        return _ChangedLoad(present, held)
+        return _FaultyLoadReservation(present, held)
 
     async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
-        """See :meth:`Backend.prepare_store`. What the backend inside has reserved is released when a fault raises."""
+        """See :meth:`Backend.prepare_store`. If a fault raises, the inner backend's reservation is released."""
         held: list[StoreReservation] = []
 
         async def operate(call: Call) -> list[Any]:
@@ -107,7 +107,7 @@ class FaultyBackend(BackendWrapper):
             return list(held[-1].outcomes)
 
         outcomes = await self._prepare("prepare_store", operate, held, keys)
-        return _ChangedStore(outcomes, held)
+        return _FaultyStoreReservation(outcomes, held)
 
     async def _prepare(
         self,
@@ -126,13 +126,13 @@ class FaultyBackend(BackendWrapper):
     async def _call(
         self, operation: str, operate: GoOn, keys: Sequence[ObjectKey] = (), buffers: Sequence[memoryview] = ()
     ) -> list[Any]:
-        """Send a call through the faults that the plan has chosen for it, the first of them outermost."""
+        """Send a call through the faults that the plan has chosen for it, the first one outermost."""
         call = Call(operation, keys, buffers, self.inner, self.plan, range(len(keys)))
         self._running += 1
         self._idle.clear()
         try:
-            for fault, mine in reversed(self.plan.choose(call)):
-                operate = _around(fault, mine, operate)
+            for fault, seen_by_fault in reversed(self.plan.choose(call)):
+                operate = _around(fault, seen_by_fault, operate)
             return await operate(call)
         finally:
             self._running -= 1
@@ -140,15 +140,17 @@ class FaultyBackend(BackendWrapper):
                 self._idle.set()
 
 
-def _around(fault: Fault, mine: Call, inner: GoOn) -> GoOn:
+def _around(fault: Fault, seen_by_fault: Call, inner: GoOn) -> GoOn:
+    """Return ``inner`` with ``fault`` around it; outer faults may have taken keys out of the batch or moved them."""
+
     async def operate(call: Call) -> list[Any]:
-        chosen = [index for index, position in enumerate(call.positions) if position in mine.chosen]
-        return await fault.apply(replace(call, chosen=chosen, random=mine.random), inner)
+        chosen = [index for index, position in enumerate(call.positions) if position in seen_by_fault.chosen]
+        return await fault.apply(replace(call, chosen=chosen, random=seen_by_fault.random), inner)
 
     return operate
 
 
-class _ChangedLoad(LoadReservation):
+class _FaultyLoadReservation(LoadReservation):
     def __init__(self, present: Sequence[bool], held: Sequence[LoadReservation]) -> None:
         super().__init__(present, nbytes=held[-1].nbytes if held else None)
         self._held = held
@@ -158,7 +160,7 @@ class _ChangedLoad(LoadReservation):
             await reservation.release()
 
 
-class _ChangedStore(StoreReservation):
+class _FaultyStoreReservation(StoreReservation):
     def __init__(self, outcomes: Sequence[StoreOutcome | None], held: Sequence[StoreReservation]) -> None:
         super().__init__(outcomes, [key for reservation in held for key in reservation.evicted])
         self._held = held

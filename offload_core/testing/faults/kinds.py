@@ -1,4 +1,4 @@
-"""The kinds of fault: small classes that compose, each for some of a backend's operations."""
+"""The kinds of fault: small classes that compose, each for certain operations of a backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Slow(Fault):
 
     async def apply(self, call: Call, go_on: GoOn) -> list[Any]:
         """See :meth:`Fault.apply`."""
-        call.happened(self, call.chosen)
+        call.record(self, call.chosen)
         await asyncio.sleep(self.seconds)
         return await go_on(call)
 
@@ -32,7 +32,8 @@ class Hang(Fault):
     """The call does not start until :meth:`FaultPlan.release`, or until the backend is closed.
 
     Args:
-        deaf: hold a cancellation back until then, as a thread in a dead mount does; else cancellation ends the wait.
+        deaf: hold a cancellation back until then, as a thread in a dead mount does. Otherwise cancellation ends the
+            wait.
     """
 
     deaf: bool = False
@@ -40,7 +41,7 @@ class Hang(Fault):
 
     async def apply(self, call: Call, go_on: GoOn) -> list[Any]:
         """See :meth:`Fault.apply`."""
-        call.happened(self, call.chosen)
+        call.record(self, call.chosen)
         released = call.plan.wait_for_release()
         await (to_the_end(released) if self.deaf else released)
         return await go_on(call)
@@ -50,7 +51,7 @@ class Hang(Fault):
 class Stall(Fault):
     """One of the tier's own threads hangs for ``seconds`` before the call starts, as in a mount that is stuck.
 
-    Calls that find no other thread wait behind it. It holds a cancellation back until its end.
+    Calls that find no free thread wait behind it. The fault holds a cancellation back until its end.
     """
 
     seconds: float
@@ -58,21 +59,21 @@ class Stall(Fault):
 
     async def apply(self, call: Call, go_on: GoOn) -> list[Any]:
         """See :meth:`Fault.apply`."""
-        call.happened(self, call.chosen)
+        call.record(self, call.chosen)
         await call.backend.run_blocking(time.sleep, self.seconds)
         return await go_on(call)
 
 
 @dataclass(frozen=True)
 class Late(Fault):
-    """The call holds its buffers for ``seconds``, is done after them, and holds a cancellation back until its end."""
+    """The call keeps its buffers for ``seconds`` and then runs. It holds a cancellation back until its end."""
 
     seconds: float
     per_object: ClassVar[bool] = False
 
     async def apply(self, call: Call, go_on: GoOn) -> list[Any]:
         """See :meth:`Fault.apply`."""
-        call.happened(self, call.chosen)
+        call.record(self, call.chosen)
         return await to_the_end(self._late(call, go_on))
 
     async def _late(self, call: Call, go_on: GoOn) -> list[Any]:
@@ -85,7 +86,7 @@ class Fail(Fault):
     """The call raises ``OSError`` of the given ``errno``.
 
     Args:
-        error: of :mod:`errno`.
+        error: an error number of :mod:`errno`.
         after: do the work first, so that only the answer is lost.
     """
 
@@ -97,29 +98,31 @@ class Fail(Fault):
         """See :meth:`Fault.apply`."""
         if self.after:
             await go_on(call)
-        call.happened(self, call.chosen)
+        call.record(self, call.chosen)
         raise OSError(self.error, f"{os.strerror(self.error)} (injected into {call.operation})")
 
 
 @dataclass(frozen=True)
 class Full(Fault):
-    """The medium has no room: ``prepare_store`` says ``REJECTED``, also for what is there already."""
+    """The medium is full: ``prepare_store`` answers ``REJECTED``, for stored objects too."""
 
     operations: ClassVar[Collection[str]] = ("prepare_store",)
 
     async def apply(self, call: Call, go_on: GoOn) -> list[Any]:
         """See :meth:`Fault.apply`."""
         outcomes = await go_on(call)
-        call.happened(self, call.chosen)
+        call.record(self, call.chosen)
         return [StoreOutcome.REJECTED if index in call.chosen else outcome for index, outcome in enumerate(outcomes)]
 
 
 @dataclass(frozen=True)
 class Lie(Fault):
-    """The medium says yes without looking.
+    """The medium answers yes without doing anything.
 
-    ``contains`` and ``prepare_load`` say that the object is there, ``load_into`` says ``HIT`` and fills nothing,
-    ``store`` says ``STORED`` and keeps nothing, ``prepare_store`` says ``ALREADY_PRESENT``.
+    - ``contains`` and ``prepare_load`` say that the object is there.
+    - ``load_into`` says ``HIT`` and fills no buffer.
+    - ``store`` says ``STORED`` and keeps no object.
+    - ``prepare_store`` says ``ALREADY_PRESENT``.
     """
 
     operations: ClassVar[Collection[str]] = ANSWERS
@@ -136,18 +139,18 @@ class Lie(Fault):
         lie = self._ANSWERS[call.operation]
         if call.operation in ("load_into", "store"):
             rest = iter(await go_on(call.without(call.chosen)))
-            call.happened(self, call.chosen)
+            call.record(self, call.chosen)
             return [lie if index in call.chosen else next(rest) for index in range(len(call.keys))]
         truth = await go_on(call)
         wrong = [index for index in call.chosen if truth[index] != lie]
         if wrong:
-            call.happened(self, wrong)
+            call.record(self, wrong)
         return [lie if index in call.chosen else answer for index, answer in enumerate(truth)]
 
 
 @dataclass(frozen=True)
 class Lose(Fault):
-    """The object vanishes right after ``contains`` or ``prepare_load`` has found it, pinned or not."""
+    """The object vanishes right after ``contains`` or ``prepare_load`` has found it, even if it is pinned."""
 
     operations: ClassVar[Collection[str]] = ("contains", "prepare_load")
 
@@ -157,16 +160,16 @@ class Lose(Fault):
         lost = [index for index in call.chosen if there[index]]
         if lost:
             await call.backend.delete([call.keys[index] for index in lost])
-            call.happened(self, lost)
+            call.record(self, lost)
         return there
 
 
 @dataclass(frozen=True)
 class Truncate(Fault):
-    """Only a prefix arrives: in the buffer of a ``HIT``, or on the medium of what is ``STORED``.
+    """Only a prefix arrives: in the buffer of a ``HIT``, or on the medium of a ``STORED`` object.
 
     Args:
-        share: the part that arrives, at least 0 and less than 1; at least one byte is missing.
+        share: the share of the bytes that arrives, at least 0 and less than 1. At least one byte is missing.
     """
 
     share: float = 0.5
@@ -178,7 +181,7 @@ class Truncate(Fault):
     async def apply(self, call: Call, go_on: GoOn) -> list[Any]:
         """See :meth:`Fault.apply`."""
         if call.operation == "store":
-            call.happened(self, call.chosen)
+            call.record(self, call.chosen)
             cut = [b[: self._cut(b)] if i in call.chosen else b for i, b in enumerate(call.buffers)]
             return await go_on(replace(call, buffers=cut))
         before = {index: bytes(call.buffers[index]) for index in call.chosen}
@@ -188,13 +191,13 @@ class Truncate(Fault):
             cut_at = self._cut(call.buffers[index])
             call.buffers[index][cut_at:] = before[index][cut_at:]
         if hit:
-            call.happened(self, hit)
+            call.record(self, hit)
         return outcomes
 
 
 @dataclass(frozen=True)
 class FlipBit(Fault):
-    """One bit is wrong: in the buffer of a ``HIT``, or on the medium of what is ``STORED``."""
+    """One bit is wrong: in the buffer of a ``HIT``, or on the medium of a ``STORED`` object."""
 
     operations: ClassVar[Collection[str]] = ("load_into", "store")
 
@@ -210,7 +213,7 @@ class FlipBit(Fault):
         for index in hit:
             buffers[index][call.random.randrange(len(buffers[index]))] ^= 1 << call.random.randrange(8)
         if hit:
-            call.happened(self, hit)
+            call.record(self, hit)
         return await go_on(replace(call, buffers=buffers)) if call.operation == "store" else outcomes
 
 
@@ -219,8 +222,8 @@ class Reorder(Fault):
     """The answers of a batch come in another order.
 
     Args:
-        buffers: objects change places too: each of the batch's objects is loaded into, or stored from, the buffer of
-            another one. Only for ``load_into`` and ``store``.
+        buffers: swap the buffers too, for ``load_into`` and ``store`` only. Each object is then loaded into, or stored
+            from, the buffer of another object of the batch.
     """
 
     buffers: bool = False
@@ -233,7 +236,7 @@ class Reorder(Fault):
             return await go_on(call)
         shift = call.random.randrange(1, len(call.keys))
         order = [(index + shift) % len(call.keys) for index in range(len(call.keys))]
-        call.happened(self, call.chosen)
+        call.record(self, call.chosen)
         if self.buffers and call.buffers:
             return await go_on(call.with_keys(order))
         answers = await go_on(call)

@@ -1,4 +1,7 @@
-"""When which fault happens to a backend, and what has happened; the faults themselves are in :mod:`.faults`."""
+"""A plan of faults: it picks the calls that a fault hits, and records the faults that happened.
+
+The faults themselves are in :mod:`offload_core.testing.faults.kinds`.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,23 @@ from offload_core.api.backend import Backend
 from offload_core.api.keys import ObjectKey
 
 ANSWERS = ("contains", "load_into", "store", "prepare_load", "prepare_store")
-"""Operations that answer something per key."""
+"""Operations that return one answer per key."""
 OPERATIONS = ("open", "delete", *ANSWERS)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call on its way to the backend inside.
+    """One call on its way to the inner backend.
 
     Args:
         operation: one of ``OPERATIONS``.
         keys: the batch.
         buffers: parallel to ``keys`` for ``load_into`` and ``store``, else empty.
-        positions: parallel to ``keys``: where each stood in the batch as it came, before outer faults changed it.
+        backend: the inner backend.
+        plan: the plan that :meth:`record` writes to.
+        positions: parallel to ``keys``: each key's index in the original batch, before outer faults changed it.
         chosen: the indices of ``keys`` that the plan picked for the fault.
-        random: the fault's own, seeded.
-        backend: the backend inside.
-        plan: where :meth:`happened` records.
+        random: the fault's own seeded generator.
     """
 
     operation: str
@@ -43,7 +46,7 @@ class Call:
     random: random.Random = field(default_factory=random.Random)
 
     def without(self, indices: Collection[int]) -> Call:
-        """Return the call for the other keys only."""
+        """Return the call without the keys and buffers at ``indices``."""
         kept = [index for index in range(len(self.keys)) if index not in indices]
         return replace(self.with_keys(kept), buffers=[self.buffers[index] for index in kept])
 
@@ -52,29 +55,29 @@ class Call:
         keys, positions = zip(*((self.keys[i], self.positions[i]) for i in order), strict=True) if order else ((), ())
         return replace(self, keys=keys, positions=positions)
 
-    def happened(self, fault: Fault, indices: Sequence[int]) -> None:
-        """Record that ``fault`` has changed something for the keys at ``indices``."""
+    def record(self, fault: Fault, indices: Sequence[int]) -> None:
+        """Record that ``fault`` has changed the call for the keys at ``indices``."""
         keys = tuple(self.keys[index] for index in indices)
-        self.plan.note(Injected(fault, self.operation, keys))
+        self.plan.record(Injected(fault, self.operation, keys))
 
 
 GoOn = Callable[[Call], Awaitable[list[Any]]]
-"""What a fault calls to let the call through: answers per key, an empty list for ``open`` and ``delete``."""
+"""Function that lets a call through; it returns answers per key, or an empty list for ``open`` and ``delete``."""
 
 
 class Fault(ABC):
-    """Something that goes wrong around a call. Frozen data; subclass it for faults of your own."""
+    """A fault of a call. It is frozen data; subclass it for faults of your own."""
 
     operations: ClassVar[Collection[str]] = OPERATIONS
-    """Where it can happen."""
+    """Operations that the fault can hit."""
     per_object: ClassVar[bool] = True
-    """Whether the plan picks keys (``Call.chosen``), or whole calls."""
+    """True if the plan picks single keys (``Call.chosen``), false if it picks whole calls."""
 
     @abstractmethod
     async def apply(self, call: Call, go_on: GoOn) -> list[Any]:
-        """Do the call wrongly: change it before ``go_on(call)``, or its answers afterwards, or do not let it through.
+        """Run the call with the fault: change the call before ``go_on(call)``, change the answers, or block the call.
 
-        Cancellation: see the single faults; buffers are not touched after it has come through (C7).
+        Cancellation: see the single faults. A cancelled call that has ended does not touch its buffers any more (C7).
         """
 
 
@@ -83,10 +86,10 @@ class Inject:
     """One entry of a plan.
 
     Args:
-        fault: what goes wrong.
-        operation: in which calls: one of ``OPERATIONS`` that the fault knows.
-        chance: how likely, per object or per call as the fault has it; 1 is always.
-        calls: only in these calls of the operation, counted from 1; ``None`` for all.
+        fault: the fault to inject.
+        operation: the operation to hit, one of the fault's ``operations``.
+        chance: the probability per object or per call, as the fault's ``per_object`` says; 1 is always.
+        calls: the calls of the operation to hit, counted from 1; ``None`` for all calls.
 
     Raises:
         ValueError: the fault cannot happen in that operation, or the chance is no probability.
@@ -99,15 +102,15 @@ class Inject:
 
     def __post_init__(self) -> None:
         if self.operation not in self.fault.operations:
-            known = ", ".join(self.fault.operations)
-            raise ValueError(f"{self.fault!r} cannot happen in {self.operation!r}; it can in {known}")
+            possible = ", ".join(self.fault.operations)
+            raise ValueError(f"{self.fault!r} cannot happen in {self.operation!r}; it can happen in {possible}")
         if not 0 <= self.chance <= 1:
             raise ValueError(f"chance={self.chance} of {self.fault!r} must be between 0 and 1")
 
 
 @dataclass(frozen=True)
 class Injected:
-    """What has happened: the fault, the operation, and the keys that it changed something for."""
+    """A fault that has happened: the fault, the operation, and the affected keys."""
 
     fault: Fault
     operation: str
@@ -115,25 +118,25 @@ class Injected:
 
 
 class FaultPlan:
-    """Which faults happen when, and what has happened. One plan may serve several backends.
+    """The faults to inject, and the record of those that happened. One plan may serve several backends.
 
-    All but :meth:`release` is used on the event loop of the backends; ``injected`` and ``active`` from any thread.
+    Use ``injected``, ``active`` and :meth:`release` from any thread, all else on the event loop of the backends.
     """
 
     def __init__(self, faults: Sequence[Inject], seed: int = 0) -> None:
         self.faults = tuple(faults)
         self.seed = seed
         self.active = True
-        """Set it to ``False`` to let new calls through as they are."""
+        """False lets new calls through without faults."""
         self.injected: list[Injected] = []
-        """What has happened, in order. What found nothing to do, such as a flipped bit of a miss, is not here."""
+        """Faults that happened, in order. A fault without effect, such as a flipped bit of a miss, is not recorded."""
         self._calls: Counter[int] = Counter()
-        self._seen: Counter[tuple[int, str]] = Counter()
+        self._draws: Counter[tuple[int, str]] = Counter()
         self._released = False
         self._hanging: set[asyncio.Future[None]] = set()
 
     def choose(self, call: Call) -> list[tuple[Fault, Call]]:
-        """Return the faults of this call, outermost first, each with the call as it is to see it."""
+        """Return the faults of this call, outermost first, each with its own view of the call."""
         if not self.active:
             return []
         chosen: list[tuple[Fault, Call]] = []
@@ -149,15 +152,15 @@ class FaultPlan:
                 chosen.append((inject.fault, replace(call, chosen=indices, random=self._random(entry, name))))
         return chosen
 
-    def note(self, injected: Injected) -> None:
-        """Record what has happened; called on the event loop of the backends."""
+    def record(self, injected: Injected) -> None:
+        """Record a fault that has happened; called on the event loop of the backends."""
         self.injected.append(injected)
 
     def release(self) -> None:
-        """Let every call go that hangs, and let none hang from now on. Callable from any thread."""
+        """Release every hanging call, and let no call hang from now on. Callable from any thread."""
         self._released = True
         for future in list(self._hanging):
-            future.get_loop().call_soon_threadsafe(_let_go, future)
+            future.get_loop().call_soon_threadsafe(_resolve, future)
 
     async def wait_for_release(self) -> None:
         """Wait for :meth:`release`. Cancellation ends the wait."""
@@ -166,23 +169,23 @@ class FaultPlan:
         future = asyncio.get_running_loop().create_future()
         self._hanging.add(future)
         try:
-            if not self._released:  # it may have come from another thread just now
+            if not self._released:  # another thread may have released it just now
                 await future
         finally:
             self._hanging.discard(future)
 
     def _indices(self, entry: int, inject: Inject, keys: Sequence[ObjectKey]) -> list[int] | None:
-        """Return what the fault is to touch: indices of keys, or ``None`` when it does not happen at all."""
+        """Return the indices of the keys that the fault hits, or ``None`` if it does not happen at all."""
         if not inject.fault.per_object:
             name = "/".join(key.path for key in keys)
             return list(range(len(keys))) if self._random(entry, name).random() < inject.chance else None
         return [i for i, key in enumerate(keys) if self._random(entry, key.path).random() < inject.chance] or None
 
     def _random(self, entry: int, name: str) -> random.Random:
-        self._seen[entry, name] += 1
-        return random.Random(f"{self.seed}/{entry}/{name}/{self._seen[entry, name]}")
+        self._draws[entry, name] += 1
+        return random.Random(f"{self.seed}/{entry}/{name}/{self._draws[entry, name]}")
 
 
-def _let_go(future: asyncio.Future[None]) -> None:
+def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)

@@ -1,7 +1,7 @@
 """A plugin that puts one script of faults around every tier of a process, for runs on a real engine.
 
-Name this module as an entry point (:func:`tests.support.engine.spec.install_plugin`), and give the tiers
-:data:`TIER_KEYS`. The script stands still until somebody in the process starts :data:`SCRIPT`.
+Name this module in an entry point of the group ``offload_core``, and give the tiers :data:`TIER_KEYS`. No fault happens
+until :meth:`SCRIPT.start <offload_core.testing.faults.script.FaultScript.start>` is called in the process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from offload_core.testing.faults.script import FaultScript, ScriptSettings
 OFFLOAD_API_VERSION = 1
 
 DEADLINE_SECONDS = 0.3
-"""Of a lookup, a load and a store of a tier under the script; what hangs does so for longer."""
+"""Deadline of a lookup, a load and a store of a tier under the script; hanging calls last longer."""
 TIER_KEYS: dict[str, Any] = {
     "lookup_timeout_seconds": DEADLINE_SECONDS,
     "load_timeout_seconds": DEADLINE_SECONDS,
@@ -25,7 +25,7 @@ TIER_KEYS: dict[str, Any] = {
 }
 """The keys of a tier under the script. The breaker's pauses are short, so that most calls reach the faults."""
 ALLOWANCE_SECONDS = 0.2
-"""What a request may wait longer than its deadlines and a step, on a machine that is busy with other work."""
+"""Time that a request may wait beyond its deadlines and a step, on a machine that is busy with other work."""
 
 SCRIPT = FaultScript(
     ScriptSettings(

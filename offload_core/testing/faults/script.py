@@ -1,7 +1,6 @@
 """A seeded script of faults for media in use: phases in which they are well, and phases in which they are sick.
 
-Usually it wraps every tier of an engine, in a plugin's ``offload_wrap_backend``, while somebody else says when it
-starts and stops::
+Usually it wraps every tier of an engine, in a plugin's ``offload_wrap_backend``, and a test starts and stops it::
 
     SCRIPT = FaultScript(ScriptSettings(deadline_seconds=0.5))
 
@@ -15,9 +14,9 @@ starts and stops::
     SCRIPT.stop()
     assert SCRIPT.injected().keys() >= {"hang", "raise"}
 
-The seed alone decides what the phases are: how long each lasts, which kinds of fault it has, in which operations, with
-which chances and durations. Within a phase a :class:`FaultPlan` decides which calls and objects are hit, by seed and
-keys. Which calls fall into which phase depends on who calls when, as in life.
+The seed alone decides the phases: their length, their kinds of fault, and each fault's operation, chance and duration.
+Within a phase a :class:`FaultPlan` picks the calls and objects to hit, by seed and keys. The times of the calls decide
+the phase that each call falls into, as in production.
 """
 
 from __future__ import annotations
@@ -39,26 +38,28 @@ from offload_core.testing.faults.plan import Call, Fault, FaultPlan, Inject, Inj
 _MEDIUM_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EACCES)
 
 _Entry = tuple[Fault, str]
-"""A fault, and the operation that it happens in."""
+"""A fault, and the operation that it hits."""
 
 
 @dataclass(frozen=True)
 class ScriptSettings:
-    """What a script may draw. Pairs are the least and the most of what is drawn evenly.
+    """The ranges that a script draws from. A pair is the least and the greatest value of an even distribution.
 
     Args:
-        deadline_seconds: the longest deadline that the calls have; what is ``late`` takes up to twice as long.
-        hang_seconds: for how long a thread of the tier hangs.
-        well_seconds: how long a phase without faults lasts; it also ends after ``well_calls`` calls.
-        sick_seconds: how long a phase with faults lasts; it also ends after ``sick_calls`` calls.
+        deadline_seconds: the longest deadline of the calls; a ``late`` call takes up to twice as long.
+        hang_seconds: the time for which a thread of the tier hangs.
+        well_seconds: the length of a phase without faults.
+        well_calls: the calls after which a phase without faults ends, if they come before its time is over.
+        sick_seconds: the length of a phase with faults.
+        sick_calls: the calls after which a phase with faults ends, if they come before its time is over.
         kinds: the kinds of fault to use, keys of :data:`FAULT_KINDS`.
-        kinds_at_once: how many of them a sick phase has.
-        chance: how likely a fault of a sick phase is, per object or per call as the fault has it,
-        lookup_share: and what part of that it is in ``contains``, behind which all else stands: nothing is loaded that
-            no lookup has found.
+        kinds_at_once: the number of kinds in a sick phase.
+        chance: the probability of a fault in a sick phase, per object or per call as the fault's ``per_object`` says.
+        lookup_share: the factor for that probability in ``contains``. It is small because an object is loaded only
+            after a lookup has found it.
 
     Raises:
-        ValueError: a kind is not known or named twice, or there is none.
+        ValueError: ``kinds`` is empty, or names an unknown kind or a kind twice.
     """
 
     deadline_seconds: float = 0.5
@@ -120,17 +121,17 @@ def _full(draw: random.Random, settings: ScriptSettings) -> list[_Entry]:
 
 
 FAULT_KINDS: Mapping[str, Callable[[random.Random, ScriptSettings], list[_Entry]]] = {
-    "delay": _delay,  # slower, and still in time by itself
-    "hang": _hang,  # threads of the tier stand still for seconds
-    "late": _late,  # done after all, after the deadline
+    "delay": _delay,  # slower, but within the deadline if nothing else delays the call
+    "hang": _hang,  # threads of the tier hang for seconds
+    "late": _late,  # the call ends after its deadline
     "raise": _raise,
     "short": _short,  # only a part of the bytes arrives
-    "wrong": _wrong,  # other bytes than were stored
-    "phantom": _phantom,  # hits that are not there
-    "lost": _lost,  # objects vanish once a lookup has found them
-    "full": _full,  # the medium has no room
+    "wrong": _wrong,  # the bytes differ from the stored bytes
+    "phantom": _phantom,  # hits for objects that are not there
+    "lost": _lost,  # objects vanish after a lookup has found them
+    "full": _full,  # the medium is full
 }
-"""Every kind of fault by its name, and how its faults are drawn."""
+"""Every kind of fault by its name, with the function that draws its faults."""
 
 
 _NAMES: Mapping[type[Fault], str] = {
@@ -151,12 +152,12 @@ def kind_of(fault: Fault, operation: str) -> str:
 
 @dataclass(frozen=True)
 class Phase:
-    """A time in which the medium is well, or sick in one way.
+    """A time in which the medium is well, or has a fixed set of faults.
 
     Args:
-        seconds: it ends at the first call that comes so long after its own first call,
-        calls: or at the first call after so many.
-        faults: empty where the medium is well.
+        seconds: the length of the phase from its first call on; the next call after it begins the next phase.
+        calls: the calls after which the phase ends, if they come before ``seconds`` are over.
+        faults: the faults; empty if the medium is well.
     """
 
     seconds: float
@@ -167,20 +168,20 @@ class Phase:
 def phases(seed: int | str, settings: ScriptSettings) -> Iterator[Phase]:
     """Yield the phases of a seed without end: sick and well in turn, the first one sick.
 
-    The kinds are dealt like cards, so that each comes up before any comes up again. A kind has at least half of the
-    faults, in as many operations, that it may have.
+    Kinds are drawn without replacement, so every kind comes up before one comes up again. A phase has at least half of
+    the pairs of fault and operation that a kind may have.
     """
     draw = random.Random(f"faults:{seed}")
-    deck: list[str] = []
+    undrawn: list[str] = []
     while True:
-        hand: list[str] = []
-        while len(hand) < min(settings.kinds_at_once, len(settings.kinds)):
-            if not deck:
-                deck = draw.sample(list(settings.kinds), len(settings.kinds))
-                deck.sort(key=lambda kind: kind not in hand)  # those in the hand are dealt last
-            hand.append(deck.pop())
+        drawn_kinds: list[str] = []
+        while len(drawn_kinds) < min(settings.kinds_at_once, len(settings.kinds)):
+            if not undrawn:
+                undrawn = draw.sample(list(settings.kinds), len(settings.kinds))
+                undrawn.sort(key=lambda kind: kind not in drawn_kinds)  # kinds of this phase are drawn last
+            drawn_kinds.append(undrawn.pop())
         faults: list[Inject] = []
-        for kind in hand:
+        for kind in drawn_kinds:
             drawn = FAULT_KINDS[kind](draw, settings)
             for fault, operation in draw.sample(drawn, draw.randint(-(-len(drawn) // 2), len(drawn))):
                 share = settings.lookup_share if operation == "contains" else 1.0
@@ -190,7 +191,7 @@ def phases(seed: int | str, settings: ScriptSettings) -> Iterator[Phase]:
 
 
 class _ScriptPlan(FaultPlan):
-    """Asks the plan of the phase that is on, and counts what has happened by kind of fault and operation."""
+    """A plan that follows the phases of a script, and counts its faults by kind and operation."""
 
     def __init__(self, settings: ScriptSettings, clock: Callable[[], float]) -> None:
         super().__init__(())
@@ -205,7 +206,7 @@ class _ScriptPlan(FaultPlan):
         self.phases_begun = 0
 
     def restart(self, seed: int | str | None) -> None:
-        """Begin the phases of a seed; ``None`` lets new calls through as they are."""
+        """Begin the phases of a seed; ``None`` lets new calls through without faults."""
         with self._lock:
             self._phases = None if seed is None else phases(seed, self._settings)
             self.seed = random.Random(f"plan:{seed}").getrandbits(32)
@@ -214,7 +215,7 @@ class _ScriptPlan(FaultPlan):
                 self.phases_begun = 0
 
     def choose(self, call: Call) -> list[tuple[Fault, Call]]:
-        """Return the faults of this call; the first call after a phase's end begins the next one."""
+        """Return the faults of this call; the first call after the end of a phase begins the next phase."""
         with self._lock:
             if self._phases is None:
                 return []
@@ -227,26 +228,26 @@ class _ScriptPlan(FaultPlan):
             self._calls_left -= 1
             return self._current.choose(call)
 
-    def note(self, injected: Injected) -> None:
-        """Count it, and keep nothing of it: a script may run for days."""
+    def record(self, injected: Injected) -> None:
+        """Count the fault without keeping it, because a script may run for days."""
         with self._lock:
             self._counts[kind_of(injected.fault, injected.operation), injected.operation] += 1
 
     def counts(self) -> dict[tuple[str, str], int]:
-        """Return how many calls were hit, per kind and operation."""
+        """Return the number of faulty calls per kind and operation."""
         with self._lock:
             return dict(self._counts)
 
 
 class FaultScript:
-    """Faults by a script, for every backend that it wraps. Until :meth:`start` nothing goes wrong.
+    """A script of faults for the backends that it wraps. No fault happens before :meth:`start`.
 
-    What happens to several backends, as when an engine opens a tier in both of its halves, happens in the same phases.
-    All methods may be called from any thread.
+    All wrapped backends share the phases, for example if both halves of an engine open a tier. Every method may be
+    called from any thread.
 
     Args:
-        settings: what may be drawn.
-        clock: seconds, for the phases' durations.
+        settings: the ranges that the script draws from.
+        clock: the clock for the phases, in seconds.
     """
 
     def __init__(self, settings: ScriptSettings | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -258,22 +259,22 @@ class FaultScript:
         return FaultyBackend(backend, self._plan)
 
     def start(self, seed: int | str) -> None:
-        """Play the script of ``seed`` from its beginning. What hangs or is late from before goes on."""
+        """Play the script of ``seed`` from its beginning. Calls that hang or are late already go on to their end."""
         self._plan.restart(seed)
 
     def stop(self) -> None:
-        """Let new calls through as they are. What hangs or is late goes on to its end."""
+        """Let new calls through without faults. Calls that hang or are late already go on to their end."""
         self._plan.restart(None)
 
     @property
     def phases_begun(self) -> int:
-        """How many phases have begun since the last start."""
+        """Number of phases that have begun since the last start."""
         return self._plan.phases_begun
 
     def injected(self) -> dict[str, dict[str, int]]:
-        """Return what has happened so far, over all seeds: per kind and operation, how many calls were hit.
+        """Return the number of faulty calls so far, over all seeds, per kind and operation.
 
-        What found nothing to do, such as a wrong byte in a miss, is not counted.
+        A fault without effect, such as a wrong byte in a miss, is not counted.
         """
         report: dict[str, dict[str, int]] = {}
         for (kind, operation), count in sorted(self._plan.counts().items()):

@@ -1,6 +1,6 @@
-"""Records calls that wait for the operating system, on the thread that must not make them.
+"""A recorder of calls that wait for the operating system, on a thread that must not make them.
 
-Python's audit events name most of them as they happen; the functions that have no event are replaced meanwhile.
+Python's audit events report most of these calls. Functions without an event are replaced while the recorder runs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _EVENTS = frozenset(
         "socket.gethostbyaddr",
     ]
 )
-_WITHOUT_EVENT = [(time, "sleep")] + [  # time.sleep has one from Python 3.13 on
+_WITHOUT_EVENT = [(time, "sleep")] + [  # time.sleep has an event from Python 3.13 on
     (os, name)
     for name in (
         *("stat", "fsync", "fdatasync", "sendfile", "read", "readv", "pread", "preadv"),
@@ -69,22 +69,22 @@ _recorded: list[str] = []
 
 @contextmanager
 def blocking_calls() -> Iterator[list[str]]:
-    """Record what this thread calls that may block, in the words ``open('/a/path') at file.py:12``.
+    """Record this thread's calls that may block, in the form ``open('/a/path') at file.py:12``.
 
-    Imports, and what asyncio itself calls, are left out.
+    Imports and the calls of asyncio itself are left out.
     """
     global _installed, _thread
     with _lock:
         if not _installed:
-            sys.addaudithook(_heard)  # it cannot be removed again, so there is one for good
+            sys.addaudithook(_audit)  # a hook cannot be removed, so the process gets one only
             _installed = True
     recorded: list[str] = []
     _recorded[:] = []
     with ExitStack() as replaced:
         for module, name in _WITHOUT_EVENT:
             if hasattr(module, name):
-                told = _telling(f"{module.__name__}.{name}", getattr(module, name))
-                replaced.enter_context(mock.patch.object(module, name, told))
+                recording = _recording(f"{module.__name__}.{name}", getattr(module, name))
+                replaced.enter_context(mock.patch.object(module, name, recording))
         _thread = threading.get_ident()
         try:
             yield recorded
@@ -93,7 +93,7 @@ def blocking_calls() -> Iterator[list[str]]:
             recorded += _recorded
 
 
-def _telling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _recording(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         if _thread == threading.get_ident():
@@ -103,7 +103,7 @@ def _telling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _heard(event: str, arguments: tuple[object, ...]) -> None:
+def _audit(event: str, arguments: tuple[object, ...]) -> None:
     if _thread is not None and event in _EVENTS and _thread == threading.get_ident():
         _record(event, arguments, sys._getframe(1))
 
@@ -115,5 +115,5 @@ def _record(name: str, arguments: tuple[object, ...], caller: FrameType) -> None
         if module.startswith(_NOT_THE_BACKENDS) or (frame is caller and module.startswith("asyncio.")):
             return
         frame = frame.f_back
-    of = repr(arguments[0]) if arguments else ""
-    _recorded.append(f"{name}({of}) at {caller.f_code.co_filename}:{caller.f_lineno}")
+    argument = repr(arguments[0]) if arguments else ""
+    _recorded.append(f"{name}({argument}) at {caller.f_code.co_filename}:{caller.f_lineno}")

@@ -1,4 +1,4 @@
-"""Clients of one medium whose threads a test can hold up, and an event loop to run them on.
+"""Clients of one medium and their event loop; a test can hold the clients' threads.
 
 A client calls its backend as the core does: every load and every store under a reservation.
 """
@@ -38,10 +38,10 @@ TEST_LIMIT_SECONDS = 60
 
 
 class Rig:
-    """Makes clients of one medium and runs coroutines on one event loop; use it as a context manager.
+    """Clients of one medium and one event loop for them; use it as a context manager.
 
     Args:
-        backend_type: what is tested.
+        backend_type: the backend type under test.
         options: the tier's own keys, which name the medium.
     """
 
@@ -54,8 +54,8 @@ class Rig:
         self._runner = asyncio.Runner()
         loop = self._runner.get_loop()
         loop.set_default_executor(WatchedLoopThreads(self._loop_calls))
-        # By default asyncio logs a lost error with its traceback, whenever garbage is collected; the parser that this
-        # calls breaks the one that pytest may be running just then (python/cpython#106905).
+        # By default asyncio logs a lost error with its traceback when garbage is collected. That runs a parser, which
+        # breaks the parser that pytest may be running just then (python/cpython#106905).
         loop.set_exception_handler(lambda _, context: logger.debug("%s", context.get("message")))
         self._numbers = itertools.count()
         self._stuck = False
@@ -68,14 +68,15 @@ class Rig:
             if not self._stuck:
                 self.run(self._close_clients())
         finally:
-            if not self._stuck:  # else closing the loop would wait for what does not end
+            if not self._stuck:  # a stuck operation never ends, and closing the loop would wait for it
                 self._runner.close()
 
     def run(self, coroutine: Coroutine[Any, Any, T], limit_seconds: float = TEST_LIMIT_SECONDS) -> T:
         """Run ``coroutine`` to its end.
 
         Raises:
-            AssertionError: it took longer than ``limit_seconds``, or the loop stood still while a call was held.
+            AssertionError: the coroutine took longer than ``limit_seconds``, or the loop stood still while a call was
+                held.
         """
 
         async def limited() -> T:
@@ -110,7 +111,7 @@ class Rig:
         return client
 
     def capabilities(self) -> Capabilities:
-        """What the backend declares."""
+        """Return the capabilities that the backend declares."""
 
         async def declared() -> Capabilities:
             return self.construct().backend.capabilities
@@ -118,12 +119,12 @@ class Rig:
         return self.run(declared())
 
     def key(self) -> ObjectKey:
-        """Return a key that was not used before."""
+        """Return a key that the rig has not used before."""
         digest = hashlib.sha256(b"contract %d" % next(self._numbers)).digest()
         return ObjectKey("ab" * 32, "full-u256", digest)
 
     def keys(self, count: int) -> list[ObjectKey]:
-        """Return ``count`` keys that were not used before."""
+        """Return ``count`` keys that the rig has not used before."""
         return [self.key() for _ in range(count)]
 
     async def settle(self) -> None:
@@ -142,13 +143,13 @@ class Rig:
         self._open_gates()
         for client in self.clients:
             if client.opened and not client.closed:
-                with suppress(Exception):  # a test of C13 says what is wrong with it
+                with suppress(Exception):  # the tests of C13 report errors of close
                     await client.close()
             client.backend.context.executor.shutdown()
 
 
 class Client:
-    """A backend with its own threads; each call counts its thread work in :attr:`calls`."""
+    """A backend with its own threads; :attr:`calls` counts the calls that it hands to threads."""
 
     def __init__(self, backend: Backend[Any], calls: Calls) -> None:
         self.backend = backend
@@ -194,7 +195,7 @@ class Client:
             return list(await self.backend.load_into(keys, buffers))
 
     async def store_from(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
-        """See :meth:`Backend.store`; the caller holds a reservation that granted all of it."""
+        """See :meth:`Backend.store`; the caller holds a reservation that covers all objects."""
         with self._counted():
             return list(await self.backend.store(keys, buffers))
 
@@ -217,18 +218,18 @@ class Client:
             await self._release(reservation)
 
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
-        """Load every key under a reservation, whatever that says is there."""
+        """Load every key under a reservation, even the keys that it reports as absent."""
         async with self.loading(keys):
             return await self.load_into(keys, buffers)
 
     async def get(self, key: ObjectKey, nbytes: int, fill: int = 0) -> tuple[LoadOutcome, bytes]:
-        """Load one object into a buffer of ``nbytes`` bytes that holds ``fill`` before."""
+        """Load one object into a buffer of ``nbytes`` bytes, filled with ``fill`` before."""
         buffer = bytearray([fill]) * nbytes
         (outcome,) = await self.load([key], [memoryview(buffer)])
         return outcome, bytes(buffer)
 
     async def store(self, objects: Mapping[ObjectKey, bytes]) -> list[StoreOutcome]:
-        """Store objects as the core does: reserve, store what is wanted, release."""
+        """Store objects as the core does: reserve, store the wanted objects, release."""
         keys = list(objects)
         async with self.storing(keys, [len(objects[key]) for key in keys]) as reservation:
             outcomes = list(reservation.outcomes)
@@ -243,12 +244,12 @@ class Client:
         """Store objects that a test needs.
 
         Raises:
-            AssertionError: one was rejected.
+            AssertionError: an object was rejected.
         """
         for (key, content), outcome in zip(objects.items(), await self.store(objects), strict=True):
             if outcome is StoreOutcome.REJECTED:
                 raise AssertionError(
-                    f"{key} of {len(content)} bytes was rejected, on a fresh medium; give it more room in `options`"
+                    f"{key} of {len(content)} bytes was rejected on a fresh medium; set a higher limit in `options`"
                 )
 
     async def listed(self) -> list[StoredObject]:
@@ -265,7 +266,7 @@ class Client:
             current_calls.reset(token)
 
     async def _release(self, reservation: LoadReservation | StoreReservation) -> None:
-        with self._counted(), suppress(Exception):  # the tests of C10 say what is wrong with it
+        with self._counted(), suppress(Exception):  # the tests of C10 report errors of release
             await reservation.release()
 
 
@@ -282,12 +283,12 @@ async def turns(count: int = 20) -> None:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let the event loop turn until ``condition`` holds."""
-    while not condition():  # noqa: ASYNC110 - what it waits for happens on other threads
+    while not condition():  # noqa: ASYNC110 - the condition changes on other threads
         await asyncio.sleep(0.0005)
 
 
 async def held_or_done(client: Client, operation: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Start ``operation`` and wait until one of its calls stands at the gate and no other runs, or it has ended."""
+    """Start ``operation``; wait until it has ended, or until all its running calls stand at the gate."""
     task = asyncio.ensure_future(operation)
     calls = client.calls
     await until(lambda: task.done() or (calls.waiting > 0 and calls.waiting == calls.unfinished))
@@ -296,6 +297,6 @@ async def held_or_done(client: Client, operation: Coroutine[Any, Any, T]) -> asy
 
 
 async def ended(task: asyncio.Task[Any]) -> BaseException | None:
-    """Wait for ``task`` and return how it failed, if it did."""
+    """Wait for ``task`` and return its error, if it failed."""
     await asyncio.wait({task})
     return asyncio.CancelledError() if task.cancelled() else task.exception()

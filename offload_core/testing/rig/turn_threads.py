@@ -15,15 +15,15 @@ CALL_LIMIT_SECONDS = 60
 
 
 class TurnThreads(ThreadPoolExecutor):
-    """Does one call at a time, in turns with the event loop, on a thread that the loop waits for; a seed picks which.
+    """An executor that runs one call at a time, in turns with the event loop; a seed picks the order.
 
-    A call begins in one turn and is done in a later one. So what was handed in together happens in any order, one after
-    the other, and a cancellation after so many turns of the loop always comes at the same point. Calls do not overlap
-    in time, which other tests are for.
+    A call begins in one turn of the loop and is done in a later one; the loop waits for its thread. So calls that were
+    submitted together run in any order, one after the other. A cancellation after a number of turns always comes at the
+    same point. Calls never overlap in time; other tests cover that.
 
     Args:
         loop: the loop to take turns with.
-        seed: picks the order.
+        seed: the seed of the order.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seed: int) -> None:
@@ -38,7 +38,7 @@ class TurnThreads(ThreadPoolExecutor):
         turns = 1 + self._random.randrange(4)
 
         def call() -> bool:
-            """Begin, and some turns later do it; between the two a cancellation comes too late to stop it."""
+            """Begin the call, and run it some turns later; once it has begun, a cancellation cannot stop it."""
             nonlocal turns
             if not future.running():
                 return future.set_running_or_notify_cancel()

@@ -1,4 +1,4 @@
-"""Executors whose calls a test can count, hold at a gate, and make fail."""
+"""Executors for tests: a test can count their calls, hold them at a gate, and make them fail."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 HOLD_LIMIT_SECONDS = 20
-"""A call held for longer goes on by itself: the event loop, which would open the gate, stands still."""
+"""Longest time that a call is held. After it the event loop, which opens the gate, must be standing still."""
 
 current_calls: ContextVar[Calls | None] = ContextVar("current_calls", default=None)
-"""Where the running task's calls to the event loop's own executor are counted."""
+"""Counter for the running task's calls to the event loop's own executor."""
 
 
 @dataclass
 class _Script:
-    """What becomes of the calls that come while it holds."""
+    """Fate of the calls that are submitted while the script is in force: held, failed or let through."""
 
     hold: Collection[int] | None = ()
     fail: Collection[int] = ()
@@ -43,34 +43,34 @@ class Calls:
         self._unfinished: set[Future[Any]] = set()
         self._script = _Script()
         self.waiting = 0
-        """How many stand at the gate now, on a thread, before they have begun."""
+        """Number of calls that stand at the gate now, on a thread, before they have begun."""
         self.gave_up = False
-        """A held call went on by itself after ``HOLD_LIMIT_SECONDS``."""
+        """True if a held call went on by itself after ``HOLD_LIMIT_SECONDS``."""
 
     @property
     def count(self) -> int:
-        """How many came since the last script."""
+        """Number of calls since the last script."""
         return self._script.count
 
     @property
     def unfinished(self) -> int:
-        """How many calls wait or run."""
+        """Number of calls that wait or run."""
         with self._changed:
             return len(self._unfinished)
 
     def script(self, *, hold: Collection[int] | None = (), fail: Collection[int] = ()) -> None:
-        """Say what becomes of the calls that come from now on; those that came before go on.
+        """Set the calls to hold and to fail from now on; calls that are held already go on.
 
         Args:
-            hold: numbers of those that wait at the gate; ``None`` for all.
-            fail: numbers of those that raise ``OSError`` in place of being made.
+            hold: numbers of the calls that wait at the gate; ``None`` for all.
+            fail: numbers of the calls that raise ``OSError`` in place of being made.
         """
         self.open()
         with self._changed:
             self._script = _Script(hold, fail)
 
     def open(self) -> None:
-        """Let all held calls go on, and from now on hold none and let none fail."""
+        """Let all held calls go on; from now on hold no call and fail no call."""
         with self._changed:
             self._script.hold = self._script.fail = ()
             self._changed.notify_all()

@@ -1,1 +1,1 @@
-"""Random operations on a backend, checked against an oracle."""
+"""Random operations on a backend, with every answer checked against an oracle."""

@@ -1,4 +1,4 @@
-"""The operations of the state machine: how each calls a backend, in the core's way, and what came of it."""
+"""Random operations of the state machine and the calls to a backend that they make."""
 
 from __future__ import annotations
 
@@ -10,60 +10,16 @@ from hypothesis import strategies as st
 from offload_core.api.backend import Backend
 from offload_core.api.keys import ObjectKey
 from offload_core.testing import strategies
-from offload_core.testing.state_machine.oracle import ContractError, Deleted, Read, Seen, Written
+from offload_core.testing.state_machine.guarded_buffers import GuardedBuffers
+from offload_core.testing.state_machine.oracle import ContractError, DeleteEvent, LoadEvent, LookupEvent, StoreEvent
 from offload_core.testing.strategies import Content
 
 SIZES_BYTES = (*strategies.SIZES_BYTES, 9_000, 9_001)
-"""Among them two of which a small medium takes only one at a time."""
-SLOTS = 5
-"""How many keys an example has at most; an operation names them by number."""
+"""Sizes of objects. A small medium holds only one object of the last two sizes at a time."""
+MAX_KEYS = 5
+"""Most keys of an example; an operation names them by number, its slots."""
 
-_CANARY = 0xC5
 _FILL = 0x3A
-_BETWEEN_BYTES = 61
-"""Canaries between two buffers; odd, so that buffers start at all alignments."""
-
-
-class Arena:
-    """The buffers of one call, side by side in one piece of memory with canaries between them (C17)."""
-
-    def __init__(self, contents: Sequence[bytes]) -> None:
-        self._memory = bytearray([_CANARY]) * (sum(map(len, contents)) + _BETWEEN_BYTES * (len(contents) + 1))
-        self._pieces: list[tuple[int, int]] = []
-        start = _BETWEEN_BYTES
-        for content in contents:
-            self._pieces.append((start, start + len(content)))
-            self._memory[start : start + len(content)] = content
-            start += len(content) + _BETWEEN_BYTES
-        self._left: bytes | None = None
-
-    def views(self) -> list[memoryview]:
-        """Return one writable view per buffer."""
-        return [memoryview(self._memory)[start:end] for start, end in self._pieces]
-
-    def retire(self) -> None:
-        """Check the canaries and overwrite the buffers: the call has ended, and they are another's now.
-
-        Raises:
-            ContractError: something beside the buffers was written to.
-        """
-        ends = [0, *(end for _, end in self._pieces)]
-        starts = [*(start for start, _ in self._pieces), len(self._memory)]
-        for end, start in zip(ends, starts, strict=True):
-            if self._memory[end:start] != bytes([_CANARY]) * (start - end):
-                raise ContractError(f"C17: bytes beside the given buffers were written to, within {end} to {start}")
-        for start, end in self._pieces:
-            self._memory[start:end] = bytes([_CANARY ^ 0xFF]) * (end - start)
-        self._left = bytes(self._memory)
-
-    def check_untouched(self) -> None:
-        """Check that nothing was written since :meth:`retire`; a call that never began was given nothing.
-
-        Raises:
-            ContractError: something was.
-        """
-        if self._left is not None and self._memory != self._left:
-            raise ContractError("C7: a buffer was written to after the call that it was given to had ended")
 
 
 class Operation(NamedTuple):
@@ -72,19 +28,19 @@ class Operation(NamedTuple):
     kind: Literal["store", "load", "contains", "delete"]
     slots: tuple[int, ...]
     contents: tuple[Content, ...] = ()
-    """Of a store, parallel to ``slots``."""
+    """Contents of a store, parallel to ``slots``."""
     sizes_bytes: tuple[int | None, ...] = ()
-    """Of a load, parallel to ``slots``; ``None`` for the size that the object should have."""
+    """Buffer sizes of a load, parallel to ``slots``; ``None`` stands for the size that the object should have."""
     client: int = 0
     cancel_after_turns: int | None = None
-    """Of the event loop; ``None`` to let it end."""
+    """Turns of the event loop before the operation is cancelled; ``None`` lets it end."""
 
 
 @st.composite
 def operations(draw: st.DrawFn, max_client: int = 2) -> Operation:
     """Operations on batches with repeats, empty ones too; many are cancelled."""
     kind = draw(st.sampled_from(["store", "store", "store", "load", "load", "load", "contains", "delete"]))
-    slots = tuple(draw(strategies.batches(st.integers(0, SLOTS - 1), 4)))
+    slots = tuple(draw(strategies.batches(st.integers(0, MAX_KEYS - 1), 4)))
     client = draw(st.integers(0, max_client))
     cancel = draw(st.sampled_from([None, None, None, 0, 1, 2, 3, 5, 8, 13, 16, 20, 24]))
     if kind == "store":
@@ -97,14 +53,15 @@ def operations(draw: st.DrawFn, max_client: int = 2) -> Operation:
     return Operation("contains" if kind == "contains" else "delete", slots, (), (), client, cancel)
 
 
-class Attempt:
-    """An operation that runs: its events for the oracle have answers as far as the backend has given them.
+class OperationRun:
+    """One run of an operation: its calls to the backend, as the core makes them, and its events for the oracle.
 
     Args:
+        operation: the operation to run.
         backend: the client.
-        keys: those of the operation's slots.
-        sizes_bytes: of a load, the sizes of its buffers.
-        prepared: the caller holds a reservation, which a store is granted in whole.
+        keys: the keys of the operation's slots.
+        sizes_bytes: the buffer sizes of a load.
+        reserved: whether the caller holds a reservation; a store's reservation covers all of its objects.
     """
 
     def __init__(
@@ -114,95 +71,95 @@ class Attempt:
         keys: Sequence[ObjectKey],
         sizes_bytes: Sequence[int] = (),
         *,
-        prepared: bool = False,
+        reserved: bool = False,
     ) -> None:
         self.operation = operation
         self._backend = backend
         self._keys = list(keys)
-        self._prepared = prepared
+        self._reserved = reserved
         data = [content.data() for content in operation.contents] or [bytes([_FILL]) * size for size in sizes_bytes]
-        self.arena = Arena(data)
+        self.buffers = GuardedBuffers(data)
         pairs = zip(keys, operation.contents, strict=False)
-        self.writes = [Written(key, content, granted=prepared) for key, content in pairs]
-        self.reads = [Read(key, before) for key, before in zip(keys, data, strict=True)] if sizes_bytes else []
-        self.seen: list[Seen] = []
-        self.deletes = [Deleted(key, cancelled=True) for key in keys] if operation.kind == "delete" else []
+        self._stores = [StoreEvent(key, content, reserved=reserved) for key, content in pairs]
+        self._loads = [LoadEvent(key, before) for key, before in zip(keys, data, strict=True)] if sizes_bytes else []
+        self._lookups: list[LookupEvent] = []
+        self._deletes = [DeleteEvent(key, cancelled=True) for key in keys] if operation.kind == "delete" else []
 
     @property
-    def events(self) -> list[Written | Read | Seen | Deleted]:
-        """What the oracle is to settle."""
-        return [*self.writes, *self.reads, *self.seen, *self.deletes]
+    def events(self) -> list[StoreEvent | LoadEvent | LookupEvent | DeleteEvent]:
+        """Events for the oracle, with the answers that the backend has given so far."""
+        return [*self._stores, *self._loads, *self._lookups, *self._deletes]
 
     async def run(self) -> None:
-        """Do it, and use the buffers for something else as soon as it has ended.
+        """Run the operation, and reuse its buffers as soon as it has ended.
 
         Cancellation goes through to the backend; reservations are released all the same.
         """
         try:
             await self._run()
         finally:
-            self.arena.retire()
+            self.buffers.end_call()
 
     async def _run(self) -> None:
         kind = self.operation.kind
         if kind == "store":
-            await (self._store(range(len(self._keys))) if self._prepared else self._reserve_and_store())
+            await (self._store(range(len(self._keys))) if self._reserved else self._reserve_and_store())
         elif kind == "load":
-            await (self._load() if self._prepared else self._reserve_and_load())
+            await (self._load() if self._reserved else self._reserve_and_load())
         elif kind == "contains":
             answers = check_parallel("contains", self._keys, await self._backend.contains(self._keys))
-            self.seen = [Seen(key, bool(answer)) for key, answer in zip(self._keys, answers, strict=True)]
+            self._lookups = [LookupEvent(key, bool(answer)) for key, answer in zip(self._keys, answers, strict=True)]
         else:
             await self._backend.delete(self._keys)
-            for deleted in self.deletes:
-                deleted.cancelled = False
+            for event in self._deletes:
+                event.cancelled = False
 
     def answers(self) -> str:
         """Return the answers in words, for the list of steps."""
-        outcomes = [*(written.outcome for written in self.writes), *(read.outcome for read in self.reads)]
+        outcomes = [*(event.outcome for event in self._stores), *(event.outcome for event in self._loads)]
         answers = [outcome.name if outcome else "-" for outcome in outcomes]
-        return ", ".join([*answers, *(str(seen.answer) for seen in self.seen)]) or "done"
+        return ", ".join([*answers, *(str(event.present) for event in self._lookups)]) or "done"
 
     async def _reserve_and_store(self) -> None:
         sizes = [content.size_bytes for content in self.operation.contents]
         reservation = await self._backend.prepare_store(self._keys, sizes)
         try:
             outcomes = check_parallel("prepare_store", self._keys, reservation.outcomes)
-            for written, outcome in zip(self.writes, outcomes, strict=True):
-                written.outcome, written.granted = outcome, outcome is None
+            for event, outcome in zip(self._stores, outcomes, strict=True):
+                event.outcome, event.reserved = outcome, outcome is None
             await self._store([index for index, outcome in enumerate(outcomes) if outcome is None])
         finally:
             await reservation.release()
 
     async def _store(self, wanted: Sequence[int]) -> None:
-        views = self.arena.views()
+        views = self.buffers.views()
         keys = [self._keys[index] for index in wanted]
         stored = await self._backend.store(keys, [views[index].toreadonly() for index in wanted])
         for index, outcome in zip(wanted, check_parallel("store", keys, stored), strict=True):
-            self.writes[index].outcome = outcome
+            self._stores[index].outcome = outcome
 
     async def _reserve_and_load(self) -> None:
         reservation = await self._backend.prepare_load(self._keys)
         try:
             present = check_parallel("prepare_load", self._keys, reservation.present)
-            for read, there in zip(self.reads, present, strict=True):
-                read.prepared = there
+            for event, there in zip(self._loads, present, strict=True):
+                event.prepared = there
             await self._load()
         finally:
             await reservation.release()
 
     async def _load(self) -> None:
-        views = self.arena.views()
+        views = self.buffers.views()
         outcomes = check_parallel("load_into", self._keys, await self._backend.load_into(self._keys, views))
-        for read, outcome, view in zip(self.reads, outcomes, views, strict=True):
-            read.outcome, read.after = outcome, bytes(view)
+        for event, outcome, view in zip(self._loads, outcomes, views, strict=True):
+            event.outcome, event.after = outcome, bytes(view)
 
 
 def check_parallel(call: str, keys: Sized, answers: Sequence[Any]) -> Sequence[Any]:
     """Return ``answers`` if there is one per key (C2).
 
     Raises:
-        ContractError: there is another number.
+        ContractError: the numbers of answers and keys differ.
     """
     if len(answers) != len(keys):
         raise ContractError(f"C2: {call} gave {len(answers)} answers for {len(keys)} keys")

@@ -1,4 +1,4 @@
-"""The medium that the state machine's examples run on."""
+"""The medium under test: the state machine's examples share it."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ _PROBES = 8
 
 
 class Medium:
-    """What the examples of one run share: how to make clients, and how much room a bounded medium has.
+    """The medium of one run: constructs clients and knows how many probes fit into a bounded medium.
+
+    A probe is an object of a sixth of the capacity.
 
     Args:
-        backend_type: what is tested.
+        backend_type: the backend type under test.
         options: the tier's own keys; they name the medium.
-        capacity_bytes: the limit that they set on a bounded medium, else ``None``.
+        capacity_bytes: the limit that the options set on a bounded medium, else ``None``.
 
     Raises:
-        ValueError: there is a limit and the backend declares none, or the other way round.
-        ContractError: a bounded medium takes nothing.
+        ValueError: a limit is given and the backend declares none, or the other way round.
+        ContractError: a bounded medium stores nothing.
     """
 
     def __init__(self, backend_type: BackendType, options: Mapping[str, Any], capacity_bytes: int | None) -> None:
         self._backend_type = backend_type
         self._options = backend_type.options.model_validate(dict(options))
-        self._failures = 0
+        self._failed_examples = 0
         self.capacity_bytes = capacity_bytes
-        self.capabilities, self.room, self.evicts = asyncio.run(self._measure())
+        self.capabilities, self.fitting_probes, self.evicts = asyncio.run(self._measure())
 
     def construct(self, seed: int = 0) -> Backend[Any]:
         """Construct a client, on the running event loop."""
@@ -41,16 +43,16 @@ class Medium:
         return self._backend_type.backend(self._options, BackendContext("machine", threads))
 
     def namespaces(self) -> list[str]:
-        """Return namespaces that differ in their last digit only; others after :meth:`soiled`."""
-        digest = hashlib.sha256(b"machine %d" % self._failures).hexdigest()
+        """Return namespaces that differ in their last digit only; :meth:`change_namespaces` changes them."""
+        digest = hashlib.sha256(b"machine %d" % self._failed_examples).hexdigest()
         return [digest[:-1] + digit for digit in "012"]
 
-    def soiled(self) -> None:
-        """Note that an example has failed and may have left objects behind."""
-        self._failures += 1
+    def change_namespaces(self) -> None:
+        """Use other namespaces from now on, because a failed example may have left objects behind."""
+        self._failed_examples += 1
 
-    async def probe(self, backend: Backend[Any]) -> int:
-        """Return how many of some objects, a sixth of the capacity each, a bounded medium would take now."""
+    async def count_fitting_probes(self, backend: Backend[Any]) -> int:
+        """Return the number of probes that a bounded medium would store now."""
         reservation = await self._reserve(backend, self._probe_keys("probe"))
         await reservation.release()
         return reservation.outcomes.count(None)
@@ -64,7 +66,7 @@ class Medium:
         return await backend.prepare_store(keys, [self.capacity_bytes // 6] * len(keys))
 
     async def _measure(self) -> tuple[Capabilities, int, bool]:
-        """Return the capabilities, how many probes a bounded medium takes, and whether it evicts to take others."""
+        """Return the capabilities, the number of probes that fit, and whether the medium evicts to store others."""
         backend = self.construct()
         capabilities = backend.capabilities
         if capabilities.bounded != (self.capacity_bytes is not None):
@@ -81,9 +83,11 @@ class Medium:
         data = memoryview(bytes(self.capacity_bytes // 6))
         await backend.store(wanted, [data] * len(wanted))
         await reservation.release()
-        evicts = await self.probe(backend) == len(wanted)
+        evicts = await self.count_fitting_probes(backend) == len(wanted)
         await backend.delete(keys)
         await backend.close()
         if not wanted:
-            raise ContractError(f"C11: an empty medium of {self.capacity_bytes} bytes takes no sixth of that")
+            raise ContractError(
+                f"C11: an empty medium with a limit of {self.capacity_bytes} bytes rejects an object of a sixth of it"
+            )
         return capabilities, len(wanted), evicts

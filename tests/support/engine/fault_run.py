@@ -1,11 +1,12 @@
-"""Workloads under a script of faults on a real engine, and what is noted around each.
+"""Workloads under a script of faults on a real engine, with measurements around each workload.
 
 A run has :mod:`offload_core.testing.faults.plugin` installed as a plugin, and names
 :class:`~tests.support.engine.waiting.WaitingConnector` as its connector and :func:`under_faults` as
-``around_workloads``. All of it is in one process with the engine, which opens every tier twice: both halves' backends
-follow one script.
+``around_workloads``. All of it is in one process with the engine. The engine opens every tier twice, once in each half;
+the backends of both halves follow one script.
 
-The first workload of a run should have no faults: what the process holds after it is what later ones are compared with.
+The first workload of a run should have no faults: later workloads are compared with the resources that the process
+holds after it.
 """
 
 from __future__ import annotations
@@ -33,19 +34,23 @@ if TYPE_CHECKING:
 
 _SETTLE_SECONDS = 30.0
 
-_before: dict[str, int] | None = None
+_baseline: dict[str, int] | None = None
 
 
 @contextlib.contextmanager
 def under_faults(workload: Workload, drain: Callable[[], float]) -> Iterator[dict[str, Any]]:
-    """Play the script of ``workload.fault_seed`` while the workload runs, and note what it did to the process.
+    """Play the script of ``workload.fault_seed`` while the workload runs, and measure its effects on the process.
 
-    The notes are ``injected`` (see :meth:`FaultScript.injected`, over all workloads so far), ``waits`` (by internal
-    request id, the fields of :class:`StorageWait`), ``phases`` (how many the script has begun), ``held`` (what the
-    process holds once the script is over, all calls have ended and the engine is idle), ``left`` (by how much that is
-    more or less than after the first workload) and ``settle_seconds`` (how long it took to come to rest, at most 30).
+    The notes are:
+
+    - ``injected``: see :meth:`FaultScript.injected`, over all workloads so far;
+    - ``waits``: the fields of :class:`StorageWait`, by internal request id;
+    - ``phases``: the number of phases that the script has begun;
+    - ``held``: the process's resources once the script is over, all calls have ended and the engine is idle;
+    - ``left``: the differences between those resources and the resources after the first workload;
+    - ``settle_seconds``: the time until the process came to rest, at most 30 seconds.
     """
-    global _before
+    global _baseline
     notes: dict[str, Any] = {}
     scheduler, worker = (WaitingConnector.current[role] for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER))
     tiers = _tiers(scheduler, worker)
@@ -57,18 +62,18 @@ def under_faults(workload: Workload, drain: Callable[[], float]) -> Iterator[dic
         SCRIPT.stop()
     started = time.monotonic()
     pause = threading.Event()
-    if _before is None:
+    if _baseline is None:
         _start_threads(tiers)
         while _held(worker)["staging bytes"] and time.monotonic() < started + _SETTLE_SECONDS:
             pause.wait(0.05)
-        _before = _held(worker)
-    while (held := _held(worker)) != _before and time.monotonic() < started + _SETTLE_SECONDS:
+        _baseline = _held(worker)
+    while (held := _held(worker)) != _baseline and time.monotonic() < started + _SETTLE_SECONDS:
         drain()
         pause.wait(0.05)
     notes["settle_seconds"] = time.monotonic() - started
     notes["held"] = held
     notes["left"] = {
-        name: more for name in sorted(held | _before) if (more := held.get(name, 0) - _before.get(name, 0))
+        name: more for name in sorted(held | _baseline) if (more := held.get(name, 0) - _baseline.get(name, 0))
     }
     notes["phases"] = SCRIPT.phases_begun
     notes["injected"] = SCRIPT.injected()
@@ -82,7 +87,7 @@ def _tiers(scheduler: WaitingConnector, worker: WaitingConnector) -> list[Tier]:
 
 
 def _start_threads(tiers: list[Tier]) -> None:
-    """Have every tier start all its threads, which it does as they are needed."""
+    """Make every tier start all its threads; a tier starts them only as they are needed."""
     loop = _io(WaitingConnector.current[KVConnectorRole.WORKER])
     for tier in tiers:
         together = threading.Barrier(tier.keys.io_threads)
@@ -99,11 +104,11 @@ def _io(worker: WaitingConnector) -> IoLoop:
 
 
 def _held(worker: WaitingConnector) -> dict[str, int]:
-    """Return how much the process holds of what could leak."""
+    """Return the amounts of all resources of the process that could leak."""
     assert worker._worker_half is not None
     held = {"staging bytes": worker._worker_half._staging.used_bytes}
     threads = Counter(re.sub(r"[-_ ]?\d+", "", thread.name) for thread in threading.enumerate())
-    threads["offload-seal"] = max(threads["offload-seal"], 2)  # so many are started as they are needed
+    threads["offload-seal"] = max(threads["offload-seal"], 2)  # two are started as they are needed
     held |= {f"thread {name}": count for name, count in threads.items()}
     tasks: Counter[str] = _io(worker).submit(_tasks()).result(10)
     held |= {f"task {name}": count for name, count in tasks.items()}
@@ -112,15 +117,15 @@ def _held(worker: WaitingConnector) -> dict[str, int]:
 
 
 async def _tasks() -> Counter[str]:
-    """Count the other tasks of the loop by what they run. Cancellation leaves nothing behind."""
+    """Count the other tasks of the loop by their coroutines. Cancellation leaves nothing behind."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     return Counter(getattr(task.get_coro(), "__qualname__", str(task)) for task in others)
 
 
 def _files() -> Counter[str]:
-    """Count the open descriptors by what they are."""
+    """Count the open descriptors by their targets."""
     kinds: Counter[str] = Counter()
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # that of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of this listing is closed
             kinds[re.sub(r"\d+", "N", str(entry.readlink()))] += 1
     return kinds

@@ -55,16 +55,16 @@ class Lab:
         ]
 
     def standard(self, *lengths: int) -> list[Round]:
-        """One round of prompts that many tests use: their outputs without offloading are computed once for all."""
+        """One round of prompts that many tests use; their outputs without offloading are computed only once."""
         return [Round(name="prompts", prompts=self.prompts(*(lengths or STANDARD_LENGTHS), family=30))]
 
     def alone(self, rounds: Sequence[Round]) -> RunResult:
-        """What an engine without offloading says to rounds of :meth:`standard` prompts, computed once per session."""
+        """The answers of an engine without offloading to rounds of :meth:`standard` prompts, once per session."""
         whole = self.reference(self.standard())
-        (said,) = whole.rounds
-        by_name = {prompt.name: prompt for prompt in said.prompts}
+        (answers,) = whole.rounds
+        by_name = {prompt.name: prompt for prompt in answers.prompts}
         asked = [
-            said.model_copy(update={"name": item.name, "prompts": [by_name[prompt.name] for prompt in item.prompts]})
+            answers.model_copy(update={"name": item.name, "prompts": [by_name[prompt.name] for prompt in item.prompts]})
             for item in rounds
         ]
         return whole.model_copy(update={"rounds": asked})

@@ -4,7 +4,7 @@ A byte that a load should have written and did not then stands out: as a key, va
 
     {"kv_connector": "PoisoningConnector", "kv_connector_module_path": "tests.support.engine.poisoning", ...}
 
-What to fill is taken from the engine's own block tables and tensors, not from what our planner made of them.
+The blocks to fill come from the engine's own block tables and tensors, not from our planner.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PoisonedStepMetadata(StepMetadata):
 
 
 class PoisoningConnector(HybridOffloadConnector):
-    """Fills what will be loaded with :data:`POISON_BYTE`; otherwise the connector that it inherits from."""
+    """A connector that fills blocks with :data:`POISON_BYTE` before they are loaded; otherwise as its base class."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

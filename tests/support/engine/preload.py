@@ -1,6 +1,6 @@
-"""What every run of a tiny model imports, imported once in the server that the runs are forked from.
+"""The imports of every run of a tiny model, done once in the server that the runs are forked from.
 
-Nothing here may start a thread: see :mod:`tests.support.processes`.
+No import here may start a thread: see :mod:`tests.support.processes`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ MODULES = (
 for _name in MODULES:
     importlib.import_module(_name)
 
-# Engine start and shutdown collect garbage eight times: that need not walk the modules again each time.
+# Engine start and shutdown collect garbage eight times; without the freeze each would walk all modules.
 gc.collect()
 gc.freeze()
 
-# What the server's own end prints concerns nobody; a run brings its own output.
-with Path(os.devnull).open("wb") as _nowhere:
+# The server prints nothing of interest at its own end; a run brings its own output.
+with Path(os.devnull).open("wb") as _null:
     for _descriptor in (1, 2):
-        os.dup2(_nowhere.fileno(), _descriptor)
+        os.dup2(_null.fileno(), _descriptor)

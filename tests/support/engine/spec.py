@@ -1,7 +1,7 @@
-"""What a run of one vLLM engine is told and what it reports, and the helpers around it that need no vLLM.
+"""The input and the report of a run of one vLLM engine, with helpers that need no vLLM.
 
-:class:`RunSpec` and :class:`RunResult` are the JSON documents of :mod:`tests.support.engine.engine_run`;
-:func:`run_in_process` runs one spec in a process of its own, :func:`compare` finds where two results differ.
+:class:`RunSpec` and :class:`RunResult` are the JSON documents of :mod:`tests.support.engine.engine_run`.
+:func:`run_in_process` runs one spec in its own process. :func:`compare` lists the differences of two results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.workload import Workload, WorkloadResult
 
 PROGRESS_KEY = "prompt_finished"
 RECORD_FORMAT = "%(levelname)s %(name)s: %(message)s"
-"""How a run prints the log records, from warnings on, of all loggers but vLLM's."""
+"""Format of the log records that a run prints: warnings and errors of all loggers but vLLM's."""
 RUN_MODULE = "tests.support.engine.engine_run"
 PRELOAD_MODULE = "tests.support.engine.preload"
 
@@ -107,11 +107,11 @@ class RoundResult(_Model):
 
 
 class RunResult(_Model):
-    """Everything one run reports.
+    """The whole report of one run.
 
-    ``metrics`` maps ``name{label="value",...}`` as on /metrics (model and engine labels left out) to the
-    final value of every counter and gauge and of every histogram's count and sum.  ``engine`` describes the
-    engine (block size, blocks, async scheduling, and the KV cache groups when the engine runs in-process).
+    ``metrics`` maps ``name{label="value",...}``, as on /metrics, to final values; the labels for model and engine are
+    left out. It has every counter and gauge, and the count and sum of every histogram. ``engine`` describes the engine:
+    block size, blocks, async scheduling, and the KV cache groups if the engine runs in-process.
     """
 
     rounds: list[RoundResult]
@@ -126,7 +126,7 @@ class RunResult(_Model):
 
 
 def compare(a: RunResult, b: RunResult, *, max_logprob_gap: float = 1e-4) -> list[str]:
-    """Describe every difference in outputs between two runs, one line per prompt; empty when they agree.
+    """Return every difference in outputs between two runs, one line per prompt; empty if they agree.
 
     Rounds and prompts are paired by position and must carry the same names.  Tokens must be equal; the
     log probability of each chosen token may differ by at most ``max_logprob_gap``.  Timings and cache counts
@@ -155,14 +155,14 @@ def _difference(name: str, a: PromptResult, b: PromptResult, max_gap: float) -> 
 
 
 def logged_problems(lines: Iterable[str]) -> list[str]:
-    """Return those of a run's lines that are a warning or an error of anyone but vLLM, or the head of a traceback."""
+    """Return the lines of a run that are a traceback's head, or a warning or an error that is not vLLM's."""
     return [line for line in lines if _PROBLEM.match(line)]
 
 
 def disk_transfer_config(folder: Path, **extra_config: Any) -> dict[str, Any]:
     """Return a ``kv_transfer_config`` of our connector with one ``disk`` tier on ``folder``; more keys are added.
 
-    A lookup may take 30 seconds: on a machine that is busy with other work a test must not see a miss for that.
+    A lookup may take 30 seconds, so that a test sees no miss on a machine that is busy with other work.
     """
     return {
         "kv_connector": "HybridOffloadConnector",
@@ -205,8 +205,8 @@ def stock_transfer_config() -> dict[str, Any]:
 def run_environment(spec: RunSpec) -> dict[str, str]:
     """Return the environment variables that vLLM needs for ``spec`` on a CPU; the engine core runs in-process.
 
-    Nothing is compiled, not even the sampler's few operations, since that costs each process seconds.  A rank
-    computes with one thread: two would wait for each other, busily, whenever the machine has other work.
+    No code is compiled, not even the sampler's few operations, because that costs each process seconds. A rank
+    computes with one thread: two threads would busily wait for each other on a machine with other work.
     """
     variables = {
         "HF_HUB_OFFLINE": "1",
@@ -230,16 +230,24 @@ def run_in_process(
     on_line: Callable[[str], None] | None = None,
     fresh_interpreter: bool = False,
 ) -> RunResult:
-    """Run ``spec`` in a process of its own (and its children's) and return what it reports.
+    """Run ``spec`` in its own process and return its report.
 
-    The child gets :func:`run_environment`, this process's environment over it and ``env`` over that; it finds
-    modules where this process does.  It is forked from a server that has vLLM imported, which saves seconds; a run
-    whose variables differ from the first run's in anything but the search path, and one with ``fresh_interpreter``,
-    starts from nothing.  A calling script needs an ``if __name__ == "__main__"`` guard.
-    ``on_progress`` is called from another thread with the fields of each finished prompt, ``on_line`` with each other
-    line that is printed or logged.
-    Raises RunFailedError, with the last 60 lines of the child's output, if it fails or takes longer than
-    ``timeout_seconds``; in both cases no process of the run is left.
+    The child's environment is :func:`run_environment`, overridden by this process's environment and then by ``env``.
+    The child has this process's module search path. It is usually forked from a server that has vLLM imported, which
+    saves seconds. It starts from a fresh interpreter with ``fresh_interpreter``, or if a variable other than the search
+    path differs from the first run's. A calling script needs an ``if __name__ == "__main__"`` guard.
+
+    Args:
+        spec: the engine and its rounds.
+        timeout_seconds: the longest time that the run may take.
+        env: environment variables of the child.
+        on_progress: called from another thread with the fields of each finished prompt.
+        on_line: called from another thread with every other line that is printed or logged.
+        fresh_interpreter: start a fresh interpreter in place of a fork.
+
+    Raises:
+        RunFailedError: the child failed or took longer than ``timeout_seconds``; with its last 60 lines of output. No
+            process of the run is left.
     """
     search_path = os.pathsep.join(entry for entry in sys.path if entry)
     environment = {**run_environment(spec), **os.environ, "PYTHONPATH": search_path, **(env or {})}

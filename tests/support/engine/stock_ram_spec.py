@@ -1,14 +1,14 @@
 """An out-of-tree vLLM ``OffloadingSpec`` that keeps blocks in unlimited plain RAM of the worker process.
 
-vLLM's own CPU spec refuses to run without a GPU, so stock ``OffloadingConnector`` cannot be compared with
-anything on a CPU-only machine.  With this spec it can, as a differential oracle and a performance peer::
+vLLM's own CPU spec refuses to run without a GPU. With this spec the stock ``OffloadingConnector`` runs on a CPU-only
+machine too, as a differential oracle and a performance peer::
 
     {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config":
      {"spec_name": "RamOffloadingSpec", "spec_module_path": "tests.support.engine.stock_ram_spec"}}
 
-The scheduler side numbers the stored chunks 0, 1, 2, ... per KV cache group and never evicts.  The worker
-side keeps, per group and layer reference, one row of ``page_size_bytes`` bytes per stored block, in slabs that
-grow on demand, and copies synchronously inside ``submit_store`` and ``submit_load``.
+The scheduler side numbers the stored chunks 0, 1, 2, ... per KV cache group and never evicts. The worker side keeps one
+row of ``page_size_bytes`` bytes per stored block, for each group and layer reference. Rows lie in slabs that grow on
+demand. The worker copies synchronously inside ``submit_store`` and ``submit_load``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
-"""A connector that measures how long each request waits for storage; it poisons blocks too, see :mod:`.poisoning`.
+"""A connector that measures each request's wait for storage; it poisons blocks too, see :mod:`.poisoning`.
 
-A request waits in each step in which the engine asks for it and is told to ask again, until it asks the next time, and
-from the start of its load until the engine learns how that has ended. Where the engine does not come to ask, because it
-has no room or no turn for the request, storage is not to blame, and nothing is counted.
+Two kinds of wait are counted:
+
+- The engine asks for a request and is told to ask again; the wait ends when it asks the next time.
+- A load has started; the wait ends when the engine learns its outcome.
+
+The engine may not ask at all, because it has no free blocks or no turn for the request. Storage is not to blame then,
+and no time is counted.
 """
 
 from __future__ import annotations
@@ -29,15 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class StorageWait:
-    """How long one request has waited for storage, in seconds.
+    """The wait of one request for storage, in seconds.
 
     Args:
-        lookups: for answers, its own and those that other requests' loads stand for.
-        loads: for loads, until their verdict.
-        kept_back: for the engine to be told of a load that has failed.
-        longest_step: the longest step of the engine in these times.
-        asked: how often the engine was told to ask again.
-        loads_begun: how many loads it had.
+        lookups: the wait for lookups, including lookups that wait for another request's load.
+        loads: the wait for loads, until their outcome.
+        kept_back: the wait until the engine learns of a failed load.
+        longest_step: the longest step of the engine during these waits.
+        asked: the number of times that the engine was told to ask again.
+        loads_begun: the number of loads.
     """
 
     lookups: float = 0.0
@@ -58,48 +62,48 @@ class StorageWaits:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._waits: dict[str, StorageWait] = {}
-        self._since: dict[str, tuple[str, float]] = {}  # per request that waits: for what, and since when
-        self._asked: set[str] = set()  # told in this step to ask again
+        self._since: dict[str, tuple[str, float]] = {}  # per waiting request: the kind of wait and its begin
+        self._asked: set[str] = set()  # requests for which the engine must ask again, of this step
         self._last_step = clock()
 
-    def begin(self, request_id: str, what: str) -> None:
-        """Note that a request waits for ``what``, a field of :class:`StorageWait`; it may do so already."""
+    def begin(self, request_id: str, kind: str) -> None:
+        """Begin a wait of a request, unless it waits already; ``kind`` is a field of :class:`StorageWait`."""
         wait = self._waits.setdefault(request_id, StorageWait())
-        if what == "lookups":
+        if kind == "lookups":
             wait.asked += 1
             self._asked.add(request_id)
-        elif what == "loads":
+        elif kind == "loads":
             wait.loads_begun += 1
         if request_id not in self._since:
-            self._since[request_id] = (what, self._clock())
+            self._since[request_id] = (kind, self._clock())
 
     def end(self, request_id: str) -> None:
-        """Note that a request does not wait any more; it may not have waited at all."""
+        """End the wait of a request, if it waits."""
         if (begun := self._since.pop(request_id, None)) is not None:
-            what, since = begun
+            kind, since = begun
             wait, now = self._waits[request_id], self._clock()
-            setattr(wait, what, getattr(wait, what) + now - since)
+            setattr(wait, kind, getattr(wait, kind) + now - since)
             wait.longest_step = max(wait.longest_step, now - self._last_step)
 
     def step(self) -> None:
-        """Note that the engine has asked all that it asks in this step."""
+        """End a step, after the engine's last question in it."""
         now = self._clock()
-        for request_id, (what, _) in list(self._since.items()):
+        for request_id, (kind, _) in list(self._since.items()):
             wait = self._waits[request_id]
             wait.longest_step = max(wait.longest_step, now - self._last_step)
-            if what == "lookups" and request_id not in self._asked:
+            if kind == "lookups" and request_id not in self._asked:
                 self.end(request_id)
         self._asked.clear()
         self._last_step = now
 
     def take(self) -> dict[str, StorageWait]:
-        """Return the waits since the last call, of requests that have ended, and forget them."""
+        """Return and forget the waits of requests that have stopped waiting since the last call."""
         waits, self._waits = self._waits, {key: self._waits[key] for key in self._since}
         return {key: wait for key, wait in waits.items() if key not in self._since}
 
 
 class WaitingConnector(PoisoningConnector):
-    """Measures every request's waits; otherwise the connector that it inherits from."""
+    """A connector that measures every request's waits; otherwise as its base class."""
 
     current: ClassVar[dict[KVConnectorRole, WaitingConnector]] = {}
     """The connectors of this process."""
@@ -110,7 +114,7 @@ class WaitingConnector(PoisoningConnector):
         self.current[role] = self
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Note whether the request must ask again."""
+        """Begin a wait if the engine must ask again, else end it."""
         matched, asynchronous = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if matched is None:
             self.waits.begin(request.request_id, "lookups")
@@ -119,18 +123,18 @@ class WaitingConnector(PoisoningConnector):
         return matched, asynchronous
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Note that a load begins."""
+        """Begin the wait for a load."""
         if num_external_tokens:
             self.waits.begin(request.request_id, "loads")
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PoisonedStepMetadata:
-        """Note what this step has asked."""
+        """End this step's questions."""
         self.waits.step()
         return super().build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Note loads that have ended, and of failed ones also when the engine learns of it."""
+        """End the waits for loads; after a failed load, wait until the engine learns of it."""
         report = connector_output.kv_connector_worker_meta
         for request_id in report.failed_requests if isinstance(report, StepReport) else ():
             self.waits.end(request_id)
@@ -142,7 +146,7 @@ class WaitingConnector(PoisoningConnector):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Note the end of a request."""
+        """End the wait of a finished request."""
         self.waits.end(request.request_id)
         return super().request_finished_all_groups(request, block_ids)
 

@@ -1,4 +1,4 @@
-"""One rank's KV cache, allocated by vLLM's own function, and each layer's way to address it by token position."""
+"""One rank's KV cache, allocated by vLLM's own function; each layer addresses it by token position."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Positions = npt.NDArray[np.int64]
 
 
 class WrongBytesError(AssertionError):
-    """The KV cache does not hold what a forward pass would read there."""
+    """The KV cache does not hold the bytes that a forward pass must read there."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class RankCache:
             yield from layers
 
     def poison(self, blocks: Iterable[int]) -> None:
-        """Overwrite the blocks with a pattern, whatever group they belong to."""
+        """Overwrite the blocks of all groups with a pattern."""
         for block in blocks:
             for layer in self.all_layers():
                 layer.poison(block)

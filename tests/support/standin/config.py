@@ -1,4 +1,4 @@
-"""The stand-in's configuration: vLLM's own, completed the way its engine core does."""
+"""The stand-in's configuration: vLLM's own, completed as in vLLM's engine core."""
 
 from __future__ import annotations
 

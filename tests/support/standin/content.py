@@ -1,6 +1,6 @@
-"""What the stand-in's KV cache must hold: bytes that are a pure function of layer, rank and prefix.
+"""The expected content of the stand-in's KV cache: bytes that are a pure function of layer, rank and prefix.
 
-The hash of no tokens at all names the salt and the version of the weights, so that bytes of another salt or of old
+The hash of an empty prefix depends on the salt and the version of the weights. So bytes of another salt or of old
 weights are wrong bytes.
 """
 
@@ -24,8 +24,9 @@ class Prefix:
 
     Args:
         prompt: token ids of the prompt.
-        seed: what besides the tokens decides the bytes (salt and version of the weights).
-        vocab_size: sampled tokens lie in ``[first_token, vocab_size)``.
+        seed: salt and version of the weights; the bytes depend on them and on the tokens.
+        vocab_size: the end of the range of sampled tokens.
+        first_token: the begin of the range of sampled tokens.
     """
 
     def __init__(self, prompt: Sequence[int], seed: str, vocab_size: int, first_token: int) -> None:
@@ -37,7 +38,7 @@ class Prefix:
         self.reseed(seed)
 
     def reseed(self, seed: str) -> None:
-        """Start anew with another seed: all bytes computed from now on differ."""
+        """Set another seed: all bytes computed from now on differ."""
         self._hashes = [_mix(zlib.crc32(seed.encode()) + 1)]
 
     def hash_at(self, tokens: int) -> int:
@@ -53,7 +54,7 @@ class Prefix:
         return np.array([self._hashes[end] for end in ends.tolist()], dtype=np.uint64)
 
     def sample(self, tokens: int) -> int:
-        """Return the token that follows the first ``tokens`` tokens, whatever the seed, and remember it."""
+        """Return the token that follows the first ``tokens`` tokens, for any seed, and keep it."""
         if tokens == len(self.tokens):
             digest = zlib.crc32(repr([*self.tokens[-8:], tokens]).encode())
             self.tokens.append(self._first_token + digest % (self._vocab_size - self._first_token))
@@ -61,7 +62,7 @@ class Prefix:
 
 
 def layer_seed(layer: str, rank: int) -> int:
-    """Return what sets one layer's bytes on one rank apart from all others."""
+    """Return the seed that makes one layer's bytes on one rank differ from all others."""
     return _mix(zlib.crc32(f"{layer}/{rank}".encode()))
 
 

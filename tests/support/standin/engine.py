@@ -1,10 +1,14 @@
 """An engine without a model, for KV cache geometries that no CPU engine can run.
 
-Real are vLLM's configuration, KV cache specs and groups, scheduler, KV cache managers and allocation of the cache's
-tensors, and both halves of the connector and its tiers. Only the model runner is a stand-in: it writes bytes that are a
-pure function of layer, rank and prefix (:mod:`standin_content`), checks in every step that all that the step would read
-is there, and poisons every block that the block pool hands out. A byte that should have been loaded and was not, or was
-loaded into the wrong place, raises :class:`WrongBytesError` with layer, group, position and request.
+These parts of vLLM are real: configuration, KV cache specs and groups, scheduler, KV cache managers and allocation of
+the cache's tensors. Both halves of the connector and its tiers are real too. Only the model runner is a stand-in:
+
+- It writes bytes that are a pure function of layer, rank and prefix (:mod:`tests.support.standin.content`).
+- It checks in every step the bytes that the step would read.
+- It poisons every block that the block pool hands out.
+
+A byte that is missing, or was loaded into the wrong place, raises
+:class:`~tests.support.standin.cache.WrongBytesError` with layer, group, position and request.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ _FIRST_TOKEN = 3
 
 @dataclass(frozen=True)
 class Served:
-    """Where a request's prompt tokens came from at its first schedule, and what it gave back."""
+    """The sources of a request's prompt tokens at its first schedule."""
 
     prompt_tokens: int
     local_tokens: int
@@ -56,7 +60,7 @@ class StandInEngine:
         folder: a model folder with a config that vLLM accepts and a vocabulary; its weights give the identity.
         connector: ``kv_connector_extra_config`` of the connector, or ``None`` for an engine without one.
         ranks: tensor parallel workers, each with its own cache and connector half.
-        async_scheduling: schedule a step before the previous one's output is known, as vLLM does by default.
+        async_scheduling: schedule a step before the output of the previous step is known, as vLLM does by default.
         changes: fields of vLLM's ``EngineArgs`` or of ``KVTransferConfig`` (those that begin with ``kv_``).
     """
 
@@ -106,7 +110,7 @@ class StandInEngine:
         init_none_hash(hash_function)
         self._block_hasher = get_request_block_hasher(hash_block_size, hash_function)
         self.new_blocks: list[int] = []
-        """What the block pool has handed out in the latest step."""
+        """Blocks that the block pool has handed out in the latest step."""
         self._watch_allocations()
         self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._queue_size = self.vllm_config.max_concurrent_batches
@@ -159,7 +163,7 @@ class StandInEngine:
         """Reset vLLM's prefix cache; a complete reset stands for new weights, so all bytes change with it."""
         try:
             done = bool(self.scheduler.reset_prefix_cache(running, connector))
-        except RuntimeError:  # vLLM does not preempt a request that waits for a load; then it has not reset anything
+        except RuntimeError:  # vLLM refuses to preempt a request that waits for a load, and resets nothing
             done = False
         if done and connector:
             self._weights += 1
@@ -186,7 +190,7 @@ class StandInEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether vLLM's engine core would go on stepping."""
+        """True if vLLM's engine core would go on stepping."""
         return bool(self._queue) or self.scheduler.has_requests()
 
     def shutdown(self) -> None:
@@ -200,7 +204,7 @@ class StandInEngine:
                 worker.connector.shutdown()
 
     def leftovers(self) -> list[str]:
-        """Return what an engine without work should not hold any more."""
+        """Return the resources that an idle engine should have released."""
         pool = self.scheduler.kv_cache_manager.block_pool
         left: list[str] = []
         if self.scheduler.requests or self.scheduler.running or self.scheduler.waiting:
@@ -264,12 +268,12 @@ class StandInEngine:
 
 
 def _sent(message: Any) -> Any:
-    """Return what arrives in another process."""
+    """Return the message as it arrives in another process."""
     return ForkingPickler.loads(ForkingPickler.dumps(message))
 
 
 def _worker_leftovers(connector: Any) -> list[tuple[str, object]]:
-    """Look into the worker half for what its public face does not show."""
+    """Return the resources that the worker half holds, which its public interface does not show."""
     if connector is None or connector._worker_half is None or connector._worker_half._engine is None:
         return []
     engine = connector._worker_half._engine

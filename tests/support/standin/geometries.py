@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 
 @dataclass(frozen=True)
 class StandInModel:
-    """What the stand-in needs to know of a model.
+    """The properties of a model that the stand-in needs.
 
     Args:
         layers: each layer's KV cache spec, in the model's order.
@@ -27,8 +27,9 @@ class StandInModel:
         max_num_batched_tokens: tokens per step.
         num_blocks: blocks in the cache; few, so that requests are preempted and cached blocks evicted.
         layout: name of vLLM's ``KVCacheLayout``.
-        kernel_block_size: tokens of the attention kernels' blocks where they are smaller than the manager's.
-        hybrid_chunk_size: for the connector; ``None`` for its default.
+        kernel_block_size: tokens of the attention kernels' blocks if they are smaller than the manager's, else
+            ``None``.
+        hybrid_chunk_size: the connector's setting; ``None`` for its default.
     """
 
     name: str
@@ -40,7 +41,7 @@ class StandInModel:
     kernel_block_size: int | None = None
     hybrid_chunk_size: int | None = None
     chunk_tokens: int = field(default=256, kw_only=True)
-    """Distance between boundaries: what a prompt must exceed to be found again."""
+    """Tokens between boundaries; a prompt must be longer than this to be found again."""
 
 
 def _full(block_size: int, **changes: object) -> FullAttentionSpec:

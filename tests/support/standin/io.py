@@ -1,4 +1,4 @@
-"""Makes asynchronous I/O deterministic: between two steps of the stand-in, everything that can end has ended."""
+"""Deterministic asynchronous I/O: between two steps of the stand-in, every call that can end has ended."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.threads import DaemonExecutor
 
 _QUIET_TURNS = 64
-"""Turns of the loop without a call on any thread after which nothing is left to happen."""
+"""Turns of the loop, without a call on any thread, after which the loop counts as idle."""
 _POLL_SECONDS = 0.0002
 
 
 class CallWatch:
-    """Knows how many blocking calls are on their way on all of the core's threads."""
+    """A counter of the blocking calls that wait or run on all of the core's threads."""
 
     def __init__(self) -> None:
         self._calls: set[Future[Any]] = set()
@@ -40,7 +40,7 @@ class CallWatch:
             DaemonExecutor.submit = original  # type: ignore[method-assign]
 
     def settle(self) -> None:
-        """Wait until the I/O loop has nothing to do: all that is left waits for something outside of it."""
+        """Wait until the I/O loop is idle: all remaining tasks wait for an event outside the loop."""
         io = IoLoop.acquire()
         try:
             io.submit(self._quiet()).result(60)

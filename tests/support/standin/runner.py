@@ -1,4 +1,4 @@
-"""A model runner without a model: it follows vLLM's own runner step by step, and writes and checks bytes instead."""
+"""A model runner without a model: it follows vLLM's own runner step by step, but writes and checks bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class StandInRunner:
     """One rank's model runner.
 
     Args:
-        prefixes: the requests' tokens by id, shared by all ranks; the first rank to run a step appends what it samples.
+        cache: the rank's KV cache.
+        connector: the rank's worker half, if any.
+        prefixes: the requests' tokens by id, shared by all ranks; the first rank to run a step appends its samples.
     """
 
     def __init__(self, cache: RankCache, connector: KVConnectorBase_V1 | None, prefixes: Mapping[str, Prefix]) -> None:
@@ -34,20 +36,20 @@ class StandInRunner:
         self._prefixes = prefixes
         self._requests: dict[str, _Running] = {}
         self._state_column: dict[str, int] = {}
-        """Where a request's running state lies, as vLLM's ``mamba_state_idx``."""
+        """Column of a request's running state in its block table, as vLLM's ``mamba_state_idx``."""
 
     def execute(self, output: SchedulerOutput, new_blocks: Sequence[int]) -> ModelRunnerOutput:
         """Run one step.
 
         Args:
             output: the step, as it reaches a worker.
-            new_blocks: what the block pool has handed out for this step: nobody may rely on what is in there.
+            new_blocks: the blocks that the block pool has handed out for this step; their content is undefined.
 
         Raises:
-            WrongBytesError: a forward pass would have read something else than what it should.
+            WrongBytesError: a forward pass would have read wrong bytes.
         """
         stray = set(output.new_block_ids_to_zero or ()) - set(new_blocks)
-        # A failed load's blocks are zeroed late; they are not new, and nothing valid is in there.
+        # A failed load's blocks are zeroed late; they are not new, and their content is not valid.
         self.cache.poison([*new_blocks, *stray])
         self.cache.copy_blocks((copy[0], copy[1]) for copy in output.kv_cache_block_copies or ())
         fresh = self._update(output)
@@ -81,7 +83,7 @@ class StandInRunner:
         )
 
     def _update(self, output: SchedulerOutput) -> set[str]:
-        """Take the step's changes; returns the requests whose block tables are new."""
+        """Apply the step's changes; returns the requests with new block tables."""
         cached = output.scheduled_cached_reqs
         for req_id in (*output.finished_req_ids, *(output.preempted_req_ids or ()), *cached.resumed_req_ids):
             self._state_column.pop(req_id, None)
@@ -107,7 +109,7 @@ class StandInRunner:
         return fresh
 
     def _forward(self, output: SchedulerOutput, fresh: set[str]) -> dict[str, list[int]]:
-        """Check what every scheduled request reads, then write what it computes; returns the sampled tokens."""
+        """Check the bytes that scheduled requests read, then write their results; returns the sampled tokens."""
         for req_id, scheduled in output.num_scheduled_tokens.items():
             self._read_states(req_id, scheduled)
         sampled: dict[str, list[int]] = {}
@@ -131,7 +133,7 @@ class StandInRunner:
             layer.check(prefix, table, layer.states(layer.first_attended(start), start), why)
 
     def _attend_to_all_blocks(self, layer: Layer, table: Sequence[int], prefix: Prefix, start: int, why: str) -> None:
-        """Check every whole block that the engine takes as computed, whether or not this request attends to it."""
+        """Check every whole block that the engine takes as computed, even if this request does not attend to it."""
         size = layer.spec.block_size
         for index in range(start // size):
             if table[index] != NULL_BLOCK:

@@ -16,7 +16,7 @@ _VOCABULARY = 1024
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request and the step in which it comes."""
+    """A request and the step in which it arrives."""
 
     step: int
     prompt: tuple[int, ...]
@@ -26,11 +26,13 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Workload:
-    """What happens in which step.
+    """The events of every step.
 
     Args:
+        seed: the seed of all choices.
+        arrivals: the requests, in the order of their steps.
         aborts: steps in which some unfinished request is aborted.
-        resets: by step, whether to preempt what is running and whether to reset the connector too.
+        resets: by step, whether to preempt running requests and whether to reset the connector too.
     """
 
     seed: int
@@ -42,7 +44,7 @@ class Workload:
 def make_workload(
     model: StandInModel, seed: int, *, requests: int = 14, aborts: int = 0, resets: int = 0, salts: int = 1
 ) -> Workload:
-    """Return random work: prompts of any length in a few families, some of them asked for several times at once."""
+    """Return random work: prompts of any length in a few families; some prompts arrive several times at once."""
     rng = random.Random(f"{model.name}/{seed}")
     families = [_tokens(rng, model.max_model_len) for _ in range(3)]
     step = 0
@@ -78,11 +80,14 @@ def drive(
     """Run the work to its end; returns the requests by id.
 
     Args:
-        between_steps: lets the I/O go on.
+        engine: the engine.
+        work: the requests, aborts and resets.
+        between_steps: a function that lets the I/O go on.
+        max_steps: the number of steps after which the work counts as stuck.
 
     Raises:
         WrongBytesError: the engine would have read wrong bytes.
-        AssertionError: wrong tokens came out, or the work does not come to an end.
+        AssertionError: the tokens are wrong, or the work does not end.
     """
     rng = random.Random(f"drive/{work.seed}")
     waiting = list(work.arrivals)
@@ -106,7 +111,7 @@ def drive(
 
 
 def check_outputs(engine: StandInEngine, asked: dict[str, Arrival]) -> None:
-    """Check that every request gave the tokens it gives without offloading, an aborted one the first of them."""
+    """Check that every request gave its tokens of a run without offloading; an aborted one only the first of them."""
     for request_id, arrival in asked.items():
         expected = reference(arrival.prompt, arrival.max_tokens)
         got = engine.outputs[request_id]

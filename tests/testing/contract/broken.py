@@ -1,4 +1,4 @@
-"""Which test of the contract fails for which broken backend, and with what words."""
+"""The broken backends, each with the contract's tests that must fail for it and their message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Broken:
     """A backend that breaks one clause.
 
     Args:
-        backend_type: the reference backend but for what its name says.
+        backend_type: the reference backend with the defect that the class name says.
         message: a pattern for the failures' messages, all of them.
         tests: the only tests that fail, ``test_`` left out.
     """
@@ -42,7 +42,7 @@ def _options(options: type[ReferenceOptions], message: str, *tests: str) -> Brok
     return Broken(BackendType("broken", ReferenceBackend, options), message, tests)
 
 
-_ROOM_TESTS = (
+_CAPACITY_TESTS = (
     "c10_reservations_that_were_not_used_give_their_room_back",
     "c10_stores_that_failed_give_their_room_back",
     "c10_stores_that_were_cancelled_give_their_room_back",
@@ -185,25 +185,23 @@ BROKEN = [
     ),
     _backend(
         c.GivesBackWhatWasStoredOnly,
-        r"C10: 32 reservations .* was never begun, .* room for 0 objects where 16 fitted before",
+        r"C10: 32 reservations .* was never begun, .* 0 objects fit where 16 fitted before",
         "c10_reservations_that_were_not_used_give_their_room_back",
     ),
     _backend(
         c.CountsFailedStores,
-        r"C10: 32 reservations .* failed, .* room for 0 objects where 16 fitted before",
+        r"C10: 32 reservations .* failed, .* 0 objects fit where 16 fitted before",
         "c10_stores_that_failed_give_their_room_back",
     ),
     _backend(
         c.CountsCancelledStores,
-        r"C10: 32 reservations .* was cancelled, .* room for 0 objects where 16 fitted before",
+        r"C10: 32 reservations .* was cancelled, .* 0 objects fit where 16 fitted before",
         "c10_stores_that_were_cancelled_give_their_room_back",
     ),
-    _backend(
-        c.CountsDeletedObjects, r"C10: 32 reservations .* room for 0 objects where 16 fitted before", *_ROOM_TESTS
-    ),
+    _backend(c.CountsDeletedObjects, r"C10: 32 reservations .* 0 objects fit where 16 fitted before", *_CAPACITY_TESTS),
     _backend(
         c.NeverUnpins,
-        r"C10: 16 objects were pinned and released 4 times, and no room can be made",
+        r"C10: 16 objects were pinned and released 4 times, and the medium evicts none of them",
         "c10_what_was_pinned_makes_room_after_its_release",
     ),
     _backend(
@@ -218,7 +216,7 @@ BROKEN = [
     ),
     _backend(
         c.GivesGrantedRoomAway,
-        r"C11: room for 16 objects was granted, but storing number 1 was REJECTED",
+        r"C11: capacity for 16 objects was granted, but storing number 1 was REJECTED",
         "c11_what_was_granted_can_be_stored",
     ),
     _backend(

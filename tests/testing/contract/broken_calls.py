@@ -1,4 +1,4 @@
-"""Backends that break a clause about buffers, the event loop, room or options, each in one way and in no other."""
+"""Backends that break a clause about buffers, the event loop, capacity or options, each in one way and no other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field
 
 from offload_core.api.backend import BackendContext, LoadOutcome, StoreOutcome, StoreReservation, to_the_end
 from offload_core.api.keys import ObjectKey
-from tests.testing.contract.reference import ReferenceBackend, ReferenceOptions, ReservedStore, Room
+from tests.testing.contract.reference import ReferenceBackend, ReferenceOptions, Reserved, ReservedStore
 
 Keys = Sequence[ObjectKey]
 Buffers = Sequence[memoryview]
@@ -116,7 +116,7 @@ class CannotReleaseAfterAnError(ReferenceBackend):
         self.failed = False
         return outcomes
 
-    def give_back(self, granted: Sequence[tuple[ObjectKey, Room]]) -> None:
+    def give_back(self, granted: Sequence[tuple[ObjectKey, Reserved]]) -> None:
         super().give_back(granted)
         if self.failed:
             self.failed = False
@@ -132,8 +132,8 @@ class GivesBackWhatWasStoredOnly(ReferenceBackend):
         self.used |= set(keys)
         return await super().store(keys, buffers)
 
-    def give_back(self, granted: Sequence[tuple[ObjectKey, Room]]) -> None:
-        super().give_back([(key, room) for key, room in granted if key in self.used])
+    def give_back(self, granted: Sequence[tuple[ObjectKey, Reserved]]) -> None:
+        super().give_back([(key, reserved) for key, reserved in granted if key in self.used])
 
 
 class CountsFailedStores(ReferenceBackend):
@@ -141,12 +141,12 @@ class CountsFailedStores(ReferenceBackend):
         try:
             return await super().store(keys, buffers)
         except OSError:
-            self.keep_room(keys, buffers)
+            self.keep_reserved(keys, buffers)
             raise
 
-    def keep_room(self, keys: Keys, buffers: Buffers) -> None:
+    def keep_reserved(self, keys: Keys, buffers: Buffers) -> None:
         for key, buffer in zip(keys, buffers, strict=True):
-            self.medium.reserved[key].append(Room(len(buffer)))
+            self.medium.reserved[key].append(Reserved(len(buffer)))
 
 
 class CountsCancelledStores(CountsFailedStores):
@@ -154,7 +154,7 @@ class CountsCancelledStores(CountsFailedStores):
         try:
             return await ReferenceBackend.store(self, keys, buffers)
         except asyncio.CancelledError:
-            self.keep_room(keys, buffers)
+            self.keep_reserved(keys, buffers)
             raise
 
 
@@ -163,7 +163,7 @@ class CountsDeletedObjects(ReferenceBackend):
         for key in keys:
             found = self.medium.objects.get(key)
             if found is not None:
-                self.medium.reserved[key].append(Room(found.nbytes))
+                self.medium.reserved[key].append(Reserved(found.nbytes))
         await super().delete(keys)
 
 
@@ -181,13 +181,13 @@ class CountsStoredBytesOnly(ReferenceBackend):
 class CountsABatchAtItsEnd(ReferenceBackend):
     async def prepare_store(self, keys: Keys, nbytes: Sequence[int]) -> StoreReservation:
         reservations = []
-        hidden: list[tuple[ObjectKey, Room]] = []
+        hidden: list[tuple[ObjectKey, Reserved]] = []
         for key, size in zip(keys, nbytes, strict=True):
             reservations.append(await super().prepare_store([key], [size]))
             if self.medium.reserved[key]:
                 hidden.append((key, self.medium.reserved[key].pop()))
-        for key, room in hidden:
-            self.medium.reserved[key].append(room)
+        for key, reserved in hidden:
+            self.medium.reserved[key].append(reserved)
 
         def release() -> None:
             for reservation in reservations:
@@ -261,7 +261,7 @@ class BareOptions(ReferenceOptions):
 
 
 class TalkativeOptions(ReferenceOptions):
-    access_key: str | None = Field(default=None, description="what the server asks for")
+    access_key: str | None = Field(default=None, description="key of the server")
 
 
 class Clock:
@@ -271,4 +271,4 @@ class Clock:
 class OddOptions(ReferenceOptions):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    clock: Clock | None = Field(default=None, description="what time it is")
+    clock: Clock | None = Field(default=None, description="time of the clock")

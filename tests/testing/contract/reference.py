@@ -25,8 +25,8 @@ from offload_core.api.options import BackendOptions
 
 
 class ReferenceOptions(BackendOptions):
-    medium: str = Field(description="the name of the medium; whoever gives the same one finds the same objects")
-    capacity: int | None = Field(default=None, ge=0, description="how many bytes of objects to keep")
+    medium: str = Field(description="the name of the medium; clients with the same name share their objects")
+    capacity: int | None = Field(default=None, ge=0, description="limit of all objects together, in bytes")
 
 
 @dataclass
@@ -37,27 +37,27 @@ class Stored:
 
 
 @dataclass(eq=False)
-class Room:
-    """Reserved for one store to come."""
+class Reserved:
+    """Capacity that is reserved for one future store."""
 
     nbytes: int
 
 
 class Medium:
-    """Objects, the room they take, and who holds what. Every method may be called from any thread."""
+    """Objects, their pins and the reserved capacity. Every method may be called from any thread."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.objects: OrderedDict[ObjectKey, Stored] = OrderedDict()
         self.pins: Counter[ObjectKey] = Counter()
-        self.reserved: defaultdict[ObjectKey, list[Room]] = defaultdict(list)
+        self.reserved: defaultdict[ObjectKey, list[Reserved]] = defaultdict(list)
 
     def used(self) -> int:
         stored = sum(found.nbytes for found in self.objects.values())
-        return stored + sum(room.nbytes for rooms in self.reserved.values() for room in rooms)
+        return stored + sum(one.nbytes for reserved in self.reserved.values() for one in reserved)
 
-    def make_room(self, nbytes: int, capacity: int | None) -> tuple[bool, list[ObjectKey]]:
-        """Evict what is unpinned, the oldest first, if that makes room; else nothing."""
+    def evict_for(self, nbytes: int, capacity: int | None) -> tuple[bool, list[ObjectKey]]:
+        """Evict unpinned objects, the oldest first, if ``nbytes`` fit then; else evict none."""
         evicted: list[ObjectKey] = []
         excess = 0 if capacity is None else self.used() + nbytes - capacity
         for key, found in self.objects.items():
@@ -73,7 +73,7 @@ class Medium:
         return True, evicted
 
     def commit(self, key: ObjectKey, content: bytes | bytearray) -> None:
-        """Make an object visible; the room that was reserved for it becomes its own."""
+        """Make an object visible; it uses the capacity that was reserved for it."""
         with self.lock:
             if self.reserved[key]:
                 self.reserved[key].pop(0)
@@ -145,25 +145,25 @@ class ReferenceBackend(Backend[ReferenceOptions]):
     async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
         outcomes: list[StoreOutcome | None] = []
         evicted: list[ObjectKey] = []
-        granted: list[tuple[ObjectKey, Room]] = []
+        granted: list[tuple[ObjectKey, Reserved]] = []
         with self.medium.lock:
             for key, size in zip(keys, nbytes, strict=True):
                 if key in self.medium.objects:
                     outcomes.append(StoreOutcome.ALREADY_PRESENT)
                     continue
-                fits, gone = self.medium.make_room(size, self.options.capacity)
+                fits, gone = self.medium.evict_for(size, self.options.capacity)
                 evicted += gone
                 outcomes.append(None if fits else StoreOutcome.REJECTED)
                 if fits:
-                    granted.append((key, Room(size)))
+                    granted.append((key, Reserved(size)))
                     self.medium.reserved[key].append(granted[-1][1])
         return ReservedStore(outcomes, evicted, lambda: self.give_back(granted))
 
-    def give_back(self, granted: Sequence[tuple[ObjectKey, Room]]) -> None:
+    def give_back(self, granted: Sequence[tuple[ObjectKey, Reserved]]) -> None:
         with self.medium.lock:
-            for key, room in granted:
-                if room in self.medium.reserved[key]:  # else a store has used it
-                    self.medium.reserved[key].remove(room)
+            for key, reserved in granted:
+                if reserved in self.medium.reserved[key]:  # else a store has used it
+                    self.medium.reserved[key].remove(reserved)
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         return await self.run_blocking(self.store_all, keys, buffers)

@@ -1,4 +1,4 @@
-"""The rig under the contract's tests: what it holds, what it makes fail, and how it ends."""
+"""The rig of the contract's tests: it holds calls, makes calls fail, and ends."""
 
 from __future__ import annotations
 

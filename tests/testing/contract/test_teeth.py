@@ -1,4 +1,4 @@
-"""The contract's tests pass for a backend that keeps it, and each fails for one that breaks just its clause."""
+"""The contract's tests pass for a backend that keeps the contract, and each fails for one that breaks its clause."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLAUSES = re.findall(r"^\| (C\d+) \|", (ROOT / "plugins.md").read_text(), re.MUL
 
 
 class Results:
-    """Collects what became of each test of a pytest run."""
+    """The outcome of each test of a pytest run."""
 
     def __init__(self) -> None:
         self.passed: set[str] = set()
