@@ -14,10 +14,10 @@ import pytest
 from offload_backend_disk import DiskBackend, DiskOptions
 from offload_backend_disk.capacity.account import Account
 from offload_backend_disk.capacity.eviction import Limits
-from offload_backend_disk.capacity.processes import FOLDER_NAME, Owners
 from offload_backend_disk.folder.layout import Layout
-from offload_backend_disk.folder.mount_guard import Home
-from offload_backend_disk.scan import Sweep
+from offload_backend_disk.folder.mount_guard import MountGuard
+from offload_backend_disk.folder.processes import STATE_FOLDER, Processes
+from offload_backend_disk.scan import Scan
 
 from offload_core.api.backend import BackendContext
 from offload_core.api.keys import ObjectKey
@@ -32,7 +32,7 @@ def key(number: int, pack: str = "full-u256") -> ObjectKey:
 
 def files_under(folder: Path) -> list[Path]:
     """All files but those of the account."""
-    return sorted(path for path in folder.rglob("*") if FOLDER_NAME not in path.parts and not path.is_dir())
+    return sorted(path for path in folder.rglob("*") if STATE_FOLDER not in path.parts and not path.is_dir())
 
 
 def used(folder: Path) -> int:
@@ -47,7 +47,9 @@ def used(folder: Path) -> int:
 
 
 def open_account(root: Path, capacity_bytes: int, owner: str = "owner", **options: Any) -> Account:
-    account = Account(Home(root), Owners(root, owner), Limits(capacity_bytes, **{"low_watermark": 1.0, **options}))
+    account = Account(
+        MountGuard(root), Processes(root, owner), Limits(capacity_bytes, **{"low_watermark": 1.0, **options})
+    )
     account.open()
     return account
 
@@ -55,14 +57,14 @@ def open_account(root: Path, capacity_bytes: int, owner: str = "owner", **option
 def settled(folder: Path, capacity_bytes: int) -> tuple[int, list[Path]]:
     """Open the folder as the next process does; returns its account's bytes, and what is no object."""
     account = open_account(folder, capacity_bytes, "next")
-    account.settle_the_dead()
-    sweep = Sweep(Layout(folder), Owners(folder, "next"), account)
-    if sweep.is_needed():
-        for _ in sweep.steps():
+    account.release_dead_reservations()
+    scan = Scan(Layout(folder), Processes(folder, "next"), account)
+    if scan.is_needed():
+        for _ in scan.steps():
             pass
     total = account.used_bytes
     account.close()
-    assert list((folder / FOLDER_NAME / "owners").iterdir()) == [], "what the dead had locked is still there"
+    assert list((folder / STATE_FOLDER / "owners").iterdir()) == [], "what the dead had locked is still there"
     return total, [path for path in files_under(folder) if path.suffix != ".kv"]
 
 

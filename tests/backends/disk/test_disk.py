@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from offload_backend_disk import DiskBackend
-from offload_backend_disk.capacity.processes import FOLDER_NAME
+from offload_backend_disk.folder.processes import STATE_FOLDER
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
@@ -51,7 +51,7 @@ def test_only_the_owner_can_look_into_folders_and_files(backend: DiskBackend, tm
 
     with umask(mask):
         asyncio.run(main())
-    own = tmp_path / "objects" / FOLDER_NAME
+    own = tmp_path / "objects" / STATE_FOLDER
     made = [path for path in [own.parent, *own.parent.rglob("*")] if own not in [path, *path.parents]]
     assert len(made) == 5
     for path in made:

@@ -162,7 +162,7 @@ def test_objects_from_before_there_was_a_capacity_are_counted_and_evicted(bounde
 def test_a_folder_that_is_not_scanned_yet_counts_as_full(tmp_path: Path) -> None:
     account = open_account(tmp_path, 100 * KIB)
     assert account.reserve([(key(0), 1)]) == ([None], [])
-    account.scan_ends()
+    account.finish_scan()
     assert account.reserve([(key(0), 1)])[0] != [None]
     account.close()
 
@@ -227,7 +227,7 @@ def test_the_account_is_what_is_on_the_disk(
     root = tmp_path_factory.mktemp("account")
     layout = Layout(root)
     account = open_account(root, 1000)
-    account.scan_ends()
+    account.finish_scan()
     reserved: list[tuple[int, ObjectKey, int]] = []
     pinned: list[ObjectKey] = []
     try:
@@ -242,16 +242,16 @@ def test_the_account_is_what_is_on_the_disk(
                 _, one, nbytes = reserved[0]
                 layout.path(one).parent.mkdir(parents=True, exist_ok=True)
                 layout.path(one).write_bytes(bytes(nbytes))
-                account.settle([one], [reserved.pop(0)[0]])
+                account.release([reserved.pop(0)[0]], stored=[one])
             elif step == "abandon" and reserved:
-                account.settle([], [reserved.pop()[0]])
+                account.release([reserved.pop()[0]])
             elif step == "remove" and one not in pinned:
                 account.remove([one])
             elif step == "pin":
                 if account.pin([one]) != [None]:
                     pinned.append(one)
             elif step == "touch":
-                account.touch([one])
+                account.record_use([one])
             in_flight = sum(nbytes for _, _, nbytes in reserved)
             assert account.used_bytes == used(root) + in_flight <= 1000
     finally:

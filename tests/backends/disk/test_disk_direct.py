@@ -200,7 +200,7 @@ def test_on_is_refused_at_open_where_the_file_system_cannot_do_it(disk: Disk) ->
         assert caught.value.errno == errno.EINVAL
         assert str(caught.value) == (
             f"[Errno 22] {folder}: direct_io: on, but its file system does not open a file with O_DIRECT (Invalid "
-            "argument); set direct_io to off or auto, or choose a folder on a file system that knows O_DIRECT, such "
+            "argument); set direct_io to off or auto, or choose a folder on a file system that supports O_DIRECT, such "
             "as ext4 or xfs"
         )
         assert files_under(folder) == []

@@ -63,7 +63,7 @@ def test_what_is_evicted_is_what_a_brute_force_oracle_says(
 ) -> None:
     root = tmp_path_factory.mktemp("order")
     account = open_account(root, CAPACITY, policy=policy)
-    account.scan_ends()
+    account.finish_scan()
     oracle = Oracle(segmented=policy == "slru")
     try:
         for step, number in steps:
@@ -75,7 +75,7 @@ def test_what_is_evicted_is_what_a_brute_force_oracle_says(
                 path = root / one.namespace / one.pack / one.chunk_hash.hex()[:2] / f"{one.chunk_hash.hex()}.kv"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(bytes(SIZES[number]))
-                account.settle([one], [granted])
+                account.release([granted], stored=[one])
             elif step == "delete" and there:
                 account.remove([one])
                 for segment in (oracle.unprotected, oracle.protected):
@@ -86,8 +86,8 @@ def test_what_is_evicted_is_what_a_brute_force_oracle_says(
                     assert account.pin([one]) != [None]
                     account.unpin([one])
                 else:
-                    account.touch([one])
-                account.write_down()
+                    account.record_use([one])
+                account.flush()
                 oracle.use(number)
             assert account.used_bytes == sum(SIZES[each] for each in oracle.all())
     finally:

@@ -119,7 +119,7 @@ def test_a_full_quota_rejects_stores_until_there_is_room(
 def test_a_disk_that_is_full_at_the_start_is_used_when_there_is_room(
     small_disk: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload_backend_disk.housekeeping._LOOK_AGAIN_SECONDS", 1.0)  # of ten
+    monkeypatch.setattr("offload_backend_disk.housekeeping._CHECK_SECONDS", 1.0)  # of ten
     filler = small_disk / "filler"
     filler.write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096))
     backend = disk(small_disk, capacity="200KiB")
