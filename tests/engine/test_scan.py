@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from offload_backend_disk.capacity.processes import FOLDER_NAME
 from offload_backend_disk.folder.layout import Layout
+from offload_backend_disk.folder.processes import STATE_FOLDER
 
 from offload_core.api.keys import ObjectKey
 from tests.support.engine.lab import Lab, count, objects, ours, served
@@ -27,7 +27,7 @@ def test_the_first_request_is_served_while_many_objects_are_counted(gemma3: Lab,
     gemma3.run(rounds, transfer)
     own = len(objects(kv))
     _add_foreign_objects(kv)
-    shutil.rmtree(kv / FOLDER_NAME)
+    shutil.rmtree(kv / STATE_FOLDER)
 
     lines: list[str] = []
     result = gemma3.run(rounds, transfer, on_line=lines.append)

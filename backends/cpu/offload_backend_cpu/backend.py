@@ -1,9 +1,9 @@
 """The ``cpu`` backend: host memory of the worker process.
 
-Everything but the copies happens on the event loop, so nothing here needs a lock. An object's pages are *reserved* from
-:meth:`CpuBackend.prepare_store` on, become visible when they are filled, and are given back when the object was evicted
-or deleted and no load uses them any more. While loads use an object it is not in the order of eviction; with the last
-one's end it comes back there as just used.
+Everything but the copies happens on the event loop, so nothing here needs a lock. :meth:`CpuBackend.prepare_store`
+*reserves* an object's pages. The object becomes visible when its pages are filled. After its eviction or deletion they
+are released as soon as no load uses them. An object is not in the order of eviction while loads use it. When the last
+load ends, the object returns there as just used.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from offload_backend_cpu.arena import Arena
-from offload_backend_cpu.eviction import Recency
+from offload_backend_cpu.eviction import EvictionOrder
 from offload_backend_cpu.free_pages import Run
-from offload_backend_cpu.memory_setup import Preparation
+from offload_backend_cpu.memory_setup import MemorySetup
 from offload_backend_cpu.options import CpuOptions
 from offload_core.api import (
     Backend,
@@ -31,40 +31,43 @@ from offload_core.api import (
 )
 
 _LIST_BATCH = 1000
-# One batch of the transfer engine: 2 MiB and headers, copied in some 0.15 ms. Handing it to a thread was seen to cost
-# 0.1 ms, and 2 ms on busy cores, and with that nearly twice the processor time (benchmarks/cpu_memory.py).
+# One batch of the transfer engine: 2 MiB and headers, copied in some 0.15 ms. Use of a thread was measured to add
+# 0.1 ms, on busy cores 2 ms, and nearly to double the processor time (benchmarks/cpu_memory.py).
 _INLINE_COPY_BYTES = 2112 * 1024
 
 
 class _Object:
-    """An object's memory. There may be a million of them, so it has nothing that it could do without."""
+    """An object's memory. There may be a million objects, so every attribute here is indispensable.
 
-    __slots__ = ("gone", "nbytes", "num_pages", "pins", "runs", "stored_at_seconds")
+    Attributes:
+        pins: the loads that use or await it.
+        removed: it was evicted or deleted; its pages are released with the last pin.
+    """
+
+    __slots__ = ("nbytes", "num_pages", "pins", "removed", "runs", "stored_at_seconds")
 
     def __init__(self, runs: tuple[Run, ...], nbytes: int, num_pages: int) -> None:
         self.runs = runs
         self.nbytes = nbytes
         self.num_pages = num_pages
         self.pins = 0
-        """Loads that use or await it."""
-        self.gone = False
-        """Evicted or deleted: its pages are given back with the last pin."""
+        self.removed = False
         self.stored_at_seconds = time.time()
 
 
 class CpuBackend(Backend[CpuOptions]):
-    """Objects in host memory; the option ``eviction`` says which make room for others.
+    """Objects in host memory; the option ``eviction`` sets the order of eviction.
 
     Args:
-        pinning: how to pin the memory; by default by CUDA, as the option ``pin`` says.
+        pinning: the means of pinning; by default CUDA, as the option ``pin`` says.
     """
 
     def __init__(self, options: CpuOptions, context: BackendContext, pinning: HostPinning | None = None) -> None:
         super().__init__(options, context)
-        self._preparation = Preparation(options, context.name, self.run_blocking, pinning)
+        self._memory_setup = MemorySetup(options, context.name, self.run_blocking, pinning)
         self._arena: Arena | None = None
         self._objects: dict[ObjectKey, _Object] = {}
-        self._evictable = Recency("lru", 0)
+        self._eviction_order = EvictionOrder("lru", 0)
         self._reserved: dict[ObjectKey, list[_Object]] = {}
 
     @property
@@ -73,25 +76,25 @@ class CpuBackend(Backend[CpuOptions]):
         return Capabilities(medium="host", persistent=False, shared=False, bounded=True, lists=True, sizes=True)
 
     async def open(self) -> None:
-        """Set the memory aside; the system gives it as it is filled, unless the options have it prepared.
+        """Map the memory. The system gives it as it is filled, unless the options make it pinned or prefaulted.
 
-        Cancelled while it pins, it ends when that has.
+        A call that is cancelled while it pins ends after the current piece.
 
         Raises:
-            OSError: there is not so much memory, or it cannot be pinned and ``pin`` is ``on``.
+            OSError: the system has not so much memory, or it cannot be pinned and ``pin`` is ``on``.
         """
         arena = Arena(self.options.capacity)
-        await self._preparation.start(arena)
-        self._evictable = Recency(self.options.eviction, arena.pages.num_pages)
+        await self._memory_setup.start(arena)
+        self._eviction_order = EvictionOrder(self.options.eviction, arena.pages.num_pages)
         self._arena = arena
 
     async def close(self) -> None:
-        """Wait for running copies and let go of the memory."""
-        self._preparation.stop()
+        """Wait for running copies and release the memory."""
+        self._memory_setup.stop()
         await super().close()
-        await self._preparation.undo()
+        await self._memory_setup.undo()
         self._objects.clear()
-        self._evictable = Recency("lru", 0)
+        self._eviction_order = EvictionOrder("lru", 0)
         self._arena = None
 
     async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
@@ -99,7 +102,7 @@ class CpuBackend(Backend[CpuOptions]):
         return [key in self._objects for key in keys]
 
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
-        """Pin what is there."""
+        """Pin the objects that are present."""
         found = [self._objects.get(key) for key in keys]
         pinned = [(key, held) for key, held in zip(keys, found, strict=True) if held is not None]
         for key, held in pinned:
@@ -112,7 +115,7 @@ class CpuBackend(Backend[CpuOptions]):
         return LoadReservation([held is not None for held in found], release, sizes)
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
-        """See :meth:`Backend.load_into`. When it is cancelled it ends with its copies."""
+        """See :meth:`Backend.load_into`. A cancelled call ends with its copies."""
         outcomes: list[LoadOutcome] = []
         copies: list[tuple[tuple[Run, ...], memoryview]] = []
         pinned: list[tuple[ObjectKey, _Object]] = []
@@ -128,13 +131,13 @@ class CpuBackend(Backend[CpuOptions]):
                 pinned.append((key, held))
                 self._pin(key, held)
         try:
-            await self._copy(self._memory.read, copies, are_there=True)
+            await self._copy(self._memory.read, copies, are_resident=True)
         finally:
             self._unpin_all(pinned)
         return outcomes
 
     async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
-        """Reserve pages, evicting others as ``eviction`` says; what is larger than all that could go is rejected."""
+        """Reserve pages; objects are evicted for them in the order of ``eviction``. If too few can be, reject."""
         outcomes: list[StoreOutcome | None] = []
         evicted: list[ObjectKey] = []
         taken: list[tuple[ObjectKey, _Object]] = []
@@ -142,7 +145,7 @@ class CpuBackend(Backend[CpuOptions]):
             present = self._objects.get(key)
             if present is not None:
                 if not present.pins:
-                    self._evictable.use(key)
+                    self._eviction_order.record_use(key)
                 outcomes.append(StoreOutcome.ALREADY_PRESENT)
                 continue
             reserved = self._reserve(size, evicted)
@@ -160,7 +163,7 @@ class CpuBackend(Backend[CpuOptions]):
         return StoreReservation(outcomes, evicted, release)
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
-        """See :meth:`Backend.store`. When it is cancelled it ends with its copies, and nothing is stored."""
+        """See :meth:`Backend.store`. A cancelled call ends with its copies, and stores nothing."""
         outcomes: list[StoreOutcome] = []
         filling: list[tuple[ObjectKey, _Object]] = []
         copies: list[tuple[tuple[Run, ...], memoryview]] = []
@@ -171,7 +174,7 @@ class CpuBackend(Backend[CpuOptions]):
             held = next((r for r in self._reserved.get(key, ()) if r.nbytes == len(buffer)), None)
             if held is not None:
                 self._take_reserved(key, held)
-            elif self._memory.pages_for(len(buffer)) <= self._memory.pages.free_pages:  # prepare_store evicts
+            elif self._memory.pages_for(len(buffer)) <= self._memory.pages.num_free:  # prepare_store evicts
                 held = self._reserve(len(buffer), [])
             if held is None:
                 outcomes.append(StoreOutcome.REJECTED)
@@ -180,8 +183,8 @@ class CpuBackend(Backend[CpuOptions]):
             filling.append((key, held))
             copies.append((held.runs, buffer))
         try:
-            there = self._memory.is_there
-            await self._copy(self._memory.write, copies, are_there=all(there(runs) for runs, _ in copies))
+            are_resident = all(self._memory.is_resident(runs) for runs, _ in copies)
+            await self._copy(self._memory.write, copies, are_resident=are_resident)
         except BaseException:
             for _, held in filling:
                 self._free(held)
@@ -191,14 +194,14 @@ class CpuBackend(Backend[CpuOptions]):
                 self._free(held)
             else:
                 self._objects[key] = held
-                self._evictable.add(key, held.num_pages)
+                self._eviction_order.add(key, held.num_pages)
         return outcomes
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """See :meth:`Backend.delete`."""
         for key in keys:
             if key in self._objects:
-                self._forget(key)
+                self._remove(key)
 
     async def list_objects(self) -> AsyncIterator[Sequence[StoredObject]]:
         """See :meth:`Backend.list_objects`."""
@@ -217,26 +220,27 @@ class CpuBackend(Backend[CpuOptions]):
         copy: Callable[[tuple[Run, ...], memoryview], None],
         batch: Sequence[tuple[tuple[Run, ...], memoryview]],
         *,
-        are_there: bool,
+        are_resident: bool,
     ) -> None:
-        """Run a batch's copies: on one of the tier's threads, or here where they are done before that had them.
+        """Run a batch's copies on one of the tier's threads; a small batch is copied here, which is faster.
 
-        ``are_there``: whether the system has given the memory.
+        Args:
+            are_resident: the system has given the memory of all copies.
         """
-        if are_there and sum([len(buffer) for _, buffer in batch]) <= _INLINE_COPY_BYTES:
+        if are_resident and sum([len(buffer) for _, buffer in batch]) <= _INLINE_COPY_BYTES:
             _copy_all(copy, batch)
         else:
             await self.run_blocking(_copy_all, copy, batch)
 
     def _reserve(self, nbytes: int, evicted: list[ObjectKey]) -> _Object | None:
-        """Take pages for an object, evicting others (added to ``evicted``) where enough of them could go."""
+        """Take pages for an object, or ``None`` if too few can be evicted. Evicted keys are added to ``evicted``."""
         pages = self._memory.pages
         needed = self._memory.pages_for(nbytes)
-        if needed > pages.free_pages + self._evictable.size:
+        if needed > pages.num_free + self._eviction_order.size:
             return None
-        while pages.free_pages < needed:
-            victim = self._evictable.next_victim()
-            self._forget(victim)
+        while pages.num_free < needed:
+            victim = self._eviction_order.next_victim()
+            self._remove(victim)
             evicted.append(victim)
         return _Object(pages.take(needed), nbytes, needed)
 
@@ -246,21 +250,21 @@ class CpuBackend(Backend[CpuOptions]):
         if not self._reserved[key]:
             del self._reserved[key]
 
-    def _forget(self, key: ObjectKey) -> None:
-        """Make an object invisible; its pages are free at once, or when the last load that uses them has ended."""
+    def _remove(self, key: ObjectKey) -> None:
+        """Make an object invisible. Its pages are released at once, or after the last load that uses them."""
         held = self._objects.pop(key)
-        held.gone = True
+        held.removed = True
         if not held.pins:
-            self._evictable.remove(key)
+            self._eviction_order.remove(key)
             self._free(held)
 
     def _free(self, held: _Object) -> None:
-        if self._arena is not None:  # else all of it has gone with close()
-            self._arena.pages.give_back(held.runs)
+        if self._arena is not None:  # else close() has released everything
+            self._arena.pages.release(held.runs)
 
     def _pin(self, key: ObjectKey, held: _Object) -> None:
         if not held.pins:
-            self._evictable.remove(key)
+            self._eviction_order.remove(key)
         held.pins += 1
 
     def _unpin_all(self, pinned: Sequence[tuple[ObjectKey, _Object]]) -> None:
@@ -268,10 +272,10 @@ class CpuBackend(Backend[CpuOptions]):
             held.pins -= 1
             if held.pins or self._arena is None:
                 continue
-            if held.gone:
+            if held.removed:
                 self._free(held)
             else:
-                self._evictable.add(key, held.num_pages, used_again=True)
+                self._eviction_order.add(key, held.num_pages, used_again=True)
 
 
 def _copy_all(

@@ -1,11 +1,11 @@
-"""In which order objects are evicted. Pure bookkeeping, for one thread; every operation takes constant time.
+"""The order of eviction. Pure bookkeeping, for one thread; every operation takes constant time.
 
-``lru``: what was used longest ago goes first.
+``lru`` evicts the least recently used object first.
 
-``slru``: segmented LRU (Karedla, Love and Wherry, "Caching strategies to improve disk system performance", IEEE
-Computer 27(3), 1994). A new object is on *probation*; used again, it is *protected*. Those on probation go first, so
-that a scan, many objects that nobody asks for again, passes through without taking what is in use. The protected part
-has a limit; beyond it, its least recently used objects are on probation again, as if just used.
+``slru`` is segmented LRU. The source is Karedla, Love and Wherry, "Caching strategies to improve disk system
+performance", IEEE Computer 27(3), 1994. A new object is on *probation*; used again, it is *protected*. Objects on
+probation are evicted first. So a scan, many objects that are used only once, does not evict the objects in use. The
+protected part has a limit. Beyond it, its least recently used objects are on probation again, as if just used.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ PROTECTED_SHARE = 0.8
 """The largest part of the capacity that ``slru`` protects."""
 
 
-class Recency:
-    """Objects that may be evicted, with their sizes. What is in use is taken out of it with :meth:`remove`.
+class EvictionOrder:
+    """Objects that may be evicted, with their sizes. An object in use is taken out with :meth:`remove`.
 
     Args:
         policy: ``lru`` or ``slru``.
         capacity: of all objects, in the unit of their sizes.
+
+    Attributes:
+        size: the sum of the sizes of all objects.
     """
 
     def __init__(self, policy: Policy, capacity: int) -> None:
         self.size = 0
-        """The sum of the sizes of all objects."""
         self._segmented = policy == "slru"
         self._protected_limit = int(capacity * PROTECTED_SHARE)
         self._protected_size = 0
@@ -43,7 +45,7 @@ class Recency:
         return len(self._probation) + len(self._protected)
 
     def add(self, key: ObjectKey, size: int, *, used_again: bool = False) -> None:
-        """Add an object as just used; ``used_again`` when that was not the first time."""
+        """Add an object as just used; ``used_again`` if it was used before."""
         self.size += size
         if not (used_again and self._segmented):
             self._probation[key] = size
@@ -55,12 +57,12 @@ class Recency:
             self._protected_size -= its_size
             self._probation[oldest] = its_size
 
-    def use(self, key: ObjectKey) -> None:
-        """Note that an object was used again."""
+    def record_use(self, key: ObjectKey) -> None:
+        """Record that an object was used again."""
         self.add(key, self.remove(key), used_again=True)
 
     def remove(self, key: ObjectKey) -> int:
-        """Take an object out and return its size."""
+        """Remove an object and return its size."""
         size = self._probation.pop(key, None)
         if size is None:
             size = self._protected.pop(key)
@@ -69,5 +71,5 @@ class Recency:
         return size
 
     def next_victim(self) -> ObjectKey:
-        """Return the object that is to go first; there must be one."""
+        """Return the next object to evict; there must be one."""
         return next(iter(self._probation or self._protected))

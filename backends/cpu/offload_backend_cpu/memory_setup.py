@@ -1,7 +1,7 @@
-"""What happens to the memory of a ``cpu`` tier around its use: pinned, or taken from the system, and let go of again.
+"""The setup of a ``cpu`` tier's memory: it is pinned, or taken from the system, and released at the end.
 
-Both take a second for a few GiB. So they go piece by piece, in the background and between the tier's own calls, except
-where pinning is demanded: whether that works is to be known when the tier opens.
+Both take a second for a few GiB. So they run piece by piece, in the background and between the tier's own calls. With
+``pin: on`` the tier opens only after all is pinned, so that a failure is known at once.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from offload_core.api import HostPinning, demand_pinning, pinning_in_use
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 * 1024 * 1024
-"""Small enough that a tier's thread is back within about a tenth of a second."""
+"""Size of a piece, small enough that a tier's thread is free again within about a tenth of a second."""
 
 
-class Preparation:
+class MemorySetup:
     """Pins or populates an arena. For the event loop; construct it on the thread that has chosen the GPU.
 
     Args:
-        name: the tier's, for messages.
-        run_blocking: the backend's.
-        pinning: how to pin; by default by CUDA, where there is some use for it.
+        options: the tier's options.
+        name: the tier's name, for messages.
+        run_blocking: the backend's method.
+        pinning: the means of pinning; by default CUDA, if this process uses a GPU.
     """
 
     def __init__(
@@ -37,15 +38,17 @@ class Preparation:
         self._name = name
         self._run_blocking = run_blocking
         self._pinning = None if options.pin == "off" else pinning or pinning_in_use()
-        self._arena: Arena | None = None  # kept for as long as something of it is pinned
+        self._arena: Arena | None = None  # kept alive while a piece of it is pinned
         self._pinned: list[int] = []
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, arena: Arena) -> None:
-        """Pin now what must be pinned, and begin with the rest. Cancelled, it ends with the piece in hand.
+        """Pin the memory if ``pin`` is ``on``; otherwise begin the background work.
+
+        A cancelled call ends after the current piece.
 
         Raises:
-            OSError: the memory must be pinned and cannot be; nothing of it is then.
+            OSError: ``pin`` is ``on`` and the memory cannot be pinned. No piece stays pinned then.
         """
         self._arena = arena
         if self._options.pin == "on":
@@ -55,19 +58,19 @@ class Preparation:
                 await self._each_piece(arena, self._pin)
             except OSError as error:
                 await self.undo()
-                raise OSError(f"{error}; pin: {self._options.pin} needs that, pin: auto does without") from error
+                raise OSError(f"{error}; pin: on needs that; set pin to auto or off to go without") from error
         elif self._pinning is not None:
             self._task = asyncio.create_task(self._in_background(arena, self._pin))
         elif self._options.prefault:
             self._task = asyncio.create_task(self._in_background(arena, _populate))
 
     def stop(self) -> None:
-        """Begin no further piece."""
+        """Start no further piece."""
         if self._task is not None:
             self._task.cancel()
 
     async def undo(self) -> None:
-        """Wait for the piece in hand and unpin all. Cancelled, it leaves the rest pinned; another call goes on."""
+        """Wait for the current piece and unpin all. A cancelled call leaves the rest pinned; another call continues."""
         if self._task is not None:
             await asyncio.wait([self._task])
             self._task = None
@@ -75,7 +78,7 @@ class Preparation:
             try:
                 await self._run_blocking(self._pinning.unregister, self._pinned[-1])
             except OSError as error:
-                logger.warning("tier %r: %s; it stays pinned until the process ends", self._name, error)
+                logger.warning("tier %r: %s; this memory stays pinned until the process ends", self._name, error)
             self._pinned.pop()
         self._arena = None
 
@@ -84,8 +87,8 @@ class Preparation:
             await self._each_piece(arena, prepare)
         except OSError as error:
             logger.warning(
-                "tier %r: %s. The tier works without, more slowly while its memory fills; lower its capacity of %d "
-                "bytes if there is not so much memory.",
+                "tier %r: %s. The tier works without that, more slowly while its memory fills; lower its capacity of "
+                "%d bytes if the machine has not so much memory.",
                 self._name, error, self._options.capacity,
             )  # fmt: skip
 
@@ -94,17 +97,17 @@ class Preparation:
         for start in range(0, arena.pages.num_pages, step):
             if not await self._run_blocking(prepare, arena, start, min(step, arena.pages.num_pages - start)):
                 logger.info(
-                    "tier %r: the system gives memory only when it is written to, so that it is then", self._name
+                    "tier %r: prefault has no effect: this kernel cannot populate memory, Linux 5.14 can", self._name
                 )
                 return
 
     def _pin(self, arena: Arena, start_page: int, num_pages: int) -> bool:
-        """Pin one piece; runs on one of the tier's threads."""
+        """Pin one piece. Runs on one of the tier's threads."""
         assert self._pinning is not None
         address = arena.address + start_page * PAGE_BYTES
         self._pinning.register(address, num_pages * PAGE_BYTES)
         self._pinned.append(address)
-        arena.note_there(start_page + num_pages)
+        arena.mark_resident(start_page + num_pages)
         return True
 
 

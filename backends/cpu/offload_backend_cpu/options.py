@@ -1,4 +1,4 @@
-"""What users can set of the ``cpu`` type."""
+"""The options of the ``cpu`` type."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class CpuOptions(BackendOptions):
     capacity: Bytes = Field(ge=PAGE_BYTES, description="host memory for objects, of each worker process")
     eviction: Literal["lru", "slru"] = Field(
         "lru",
-        description="what makes room: lru, what was used longest ago; slru, the same, but what was never used again "
-        "since it was stored goes first",
+        description="order of eviction: lru, the least recently used object first; slru, objects that were never used "
+        "since their store first, then the least recently used ones",
     )
     pin: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="whether the memory is page-locked by CUDA, all of it from the start on: auto, where the worker "
-        "uses a GPU; on, else the engine does not start",
+        description="page-lock the whole memory by CUDA from the start on: auto, if the worker uses a GPU; on, and "
+        "the engine does not start if that fails; off",
     )
     prefault: bool = Field(
         False,
-        description="take the whole capacity from the system soon after the start, in the background; by default it "
-        "is taken as it is filled, and then the first stores are slower",
+        description="take the whole capacity from the system soon after the start, in the background; by default the "
+        "system gives memory as it is filled, and the first stores are slower",
     )

@@ -1,4 +1,4 @@
-"""The plugin: what the entry point names."""
+"""The plugin module that the entry point names."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The plugin: what the entry point names."""
+"""The plugin module that the entry point names."""
 
 from __future__ import annotations
 
-from offload_backend_disk.backend import DiskBackend, DiskOptions
+from offload_backend_disk.backend import DiskBackend
+from offload_backend_disk.options import DiskOptions
 from offload_core.api import BackendType, hookimpl
 
 OFFLOAD_API_VERSION = 1

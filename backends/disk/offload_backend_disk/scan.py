@@ -1,6 +1,6 @@
-"""Goes through a folder in small steps: removes what dead writers left, and brings the account in line.
+"""The scan of a folder, in small steps: it removes the files of dead processes and corrects the account.
 
-One process does it at a time; the others go on with what the account says.
+One process scans at a time; the others use the account as it is.
 """
 
 from __future__ import annotations
@@ -12,42 +12,42 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from offload_backend_disk.capacity.account import Account
-from offload_backend_disk.capacity.processes import Owners
 from offload_backend_disk.folder.layout import Layout, hash_range
+from offload_backend_disk.folder.processes import Processes
 
 logger = logging.getLogger(__name__)
 
-_FILES_AT_ONCE = 256
+_FILES_PER_STEP = 256
 
 
-class Sweep:
-    """What has to be gone through in one folder, and when.
+class Scan:
+    """The scan of one folder.
 
     Args:
         layout: the folder.
-        owners: its writers.
-        account: its account, if it has a capacity.
+        processes: the processes that write to it.
+        account: its account, if the tier has a capacity.
     """
 
-    def __init__(self, layout: Layout, owners: Owners, account: Account | None) -> None:
+    def __init__(self, layout: Layout, processes: Processes, account: Account | None) -> None:
         self._layout = layout
-        self._owners = owners
+        self._processes = processes
         self._account = account
         self._unreadable: set[Path] = set()
-        self._has_unknown_debris = False
+        self._is_older_than_lock_files = False
 
-    def begin(self) -> bool:
-        """Take this process's lock; returns whether there is anything to go through. What takes no time is done now.
+    def start(self) -> bool:
+        """Register this process, and scan an empty folder at once; return whether a scan remains to be done.
 
-        Without a lock, in a folder that cannot be written, nothing is.
+        A folder that cannot be written cannot be locked either, and is never scanned.
         """
         try:
-            new = self._owners.take()
-            empty = self._layout.is_empty()
-            self._has_unknown_debris = new and not empty  # from before there were locks
+            is_first = self._processes.register()
+            is_empty = self._layout.is_empty()
+            self._is_older_than_lock_files = is_first and not is_empty
             if not self.is_needed():
                 return False
-            if not empty:
+            if not is_empty:
                 return True
             for _ in self.steps():
                 pass
@@ -57,70 +57,71 @@ class Sweep:
             return False
 
     def is_needed(self) -> bool:
-        """Return whether writers have died, or the account may be behind the disk. Blocks.
+        """Return whether processes have died, or the account may differ from the disk. Blocks.
 
         Raises:
             OSError: the folder cannot be written.
         """
         if self._account is not None and self._account.needs_scan():
             return True
-        return self._has_unknown_debris or bool(self._owners.dead())
+        return self._is_older_than_lock_files or bool(self._processes.dead())
 
     def steps(self) -> Generator[None, None, bool]:
-        """Do it; every step blocks for some milliseconds, on any thread, one at a time.
+        """Scan; each step blocks for some milliseconds, on any thread, one at a time.
 
-        Folders that cannot be read are left out, and each is named once in the log.
+        A folder that cannot be read is skipped, and logged once.
 
         Returns:
-            Whether all of it was done, or is being done by another process; else it is to be tried again.
+            True if every folder was scanned, or another process scans now; false if the scan must be retried.
 
         Raises:
             OSError: the folder itself cannot be read or written.
         """
-        with self._alone() as alone:
-            if not alone:
+        with self._only_scan() as is_only:
+            if not is_only:
                 return True
-            dead = self._owners.dead()
+            dead = self._processes.dead()
             folders = self._layout.folders()
             yield
             complete = True
             for folder in folders:
                 try:
-                    yield from self._folder(folder)
+                    yield from self._scan_folder(folder)
                 except OSError as error:
                     complete = False
                     if folder not in self._unreadable:
                         self._unreadable.add(folder)
-                        logger.warning("%s cannot be scanned, and is tried again later: %s", folder, error)
+                        logger.warning("%s cannot be scanned, and is retried later: %s", folder, error)
                 else:
                     self._unreadable.discard(folder)
             if complete:
                 if self._account is not None:
-                    self._account.scan_ends()
-                self._owners.forget(dead)
-                self._has_unknown_debris = False
+                    self._account.finish_scan()
+                self._processes.remove_lock_files(dead)
+                self._is_older_than_lock_files = False
             return complete
 
-    def _folder(self, folder: Path) -> Iterator[None]:
-        names, temporary = self._layout.names_in(folder)
-        for name, owner in temporary:
-            if not self._owners.alive(owner):
+    def _scan_folder(self, folder: Path) -> Iterator[None]:
+        names, temporaries = self._layout.names_in(folder)
+        for name, process in temporaries:
+            if not self._processes.is_alive(process):
                 (folder / name).unlink(missing_ok=True)
         if self._account is None:
             yield
             return
         after, last = hash_range(folder.name)
-        for start in range(0, max(len(names), 1), _FILES_AT_ONCE):
-            part = names[start : start + _FILES_AT_ONCE]
-            ends = start + _FILES_AT_ONCE >= len(names)
-            up_to = last if ends else self._layout.key(folder, part[-1]).chunk_hash
+        for start in range(0, max(len(names), 1), _FILES_PER_STEP):
+            part = names[start : start + _FILES_PER_STEP]
+            is_last = start + _FILES_PER_STEP >= len(names)
+            up_to = last if is_last else self._layout.key(folder, part[-1]).chunk_hash
             self._account.scan(folder, part, after, up_to)
             after = up_to
             yield
 
     @contextmanager
-    def _alone(self) -> Iterator[bool]:
-        with (self._owners.folder / "scanning").open("w") as lock:
+    def _only_scan(self) -> Iterator[bool]:
+        """Keep other processes from scanning meanwhile. Yields ``False`` if one scans already."""
+        with (self._processes.state_folder / "scanning").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

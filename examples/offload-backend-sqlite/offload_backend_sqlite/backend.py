@@ -1,7 +1,7 @@
 """The ``sqlite`` backend: the contract's coroutines around the blocking calls of :mod:`.database`.
 
-Every coroutine here runs to its end before it lets a cancellation through (C7), and what a cancelled one has reserved
-is given back at once, because its caller never got the reservation (C10).
+A cancelled coroutine runs to its end before it raises the cancellation (C7). If it was reserving, it releases the
+reservation at once, because its caller never got it (C10).
 """
 
 from __future__ import annotations
@@ -10,22 +10,17 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from pydantic import Field, field_validator
-
 from offload_backend_sqlite.database import Database
+from offload_backend_sqlite.options import SqliteOptions
 from offload_core.api import (
     Backend,
     BackendContext,
-    BackendOptions,
-    Bytes,
     Capabilities,
     LoadOutcome,
     LoadReservation,
     ObjectKey,
-    Seconds,
     StoredObject,
     StoreOutcome,
     StoreReservation,
@@ -34,26 +29,6 @@ from offload_core.api import (
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class SqliteOptions(BackendOptions):
-    """Options of the ``sqlite`` type."""
-
-    path: Path = Field(description="database file, on a local file system; created when its folder exists")
-    capacity: Bytes = Field(gt=0, description="most bytes of objects to keep")
-    busy_timeout_seconds: Seconds = Field(
-        5.0, gt=0, description="how long a call waits for another process that is writing"
-    )
-
-    @field_validator("path")
-    @classmethod
-    def _folder_exists(cls, path: Path) -> Path:
-        path = path.expanduser().absolute()
-        if not path.parent.is_dir():
-            raise ValueError(f"the folder {path.parent} does not exist; create it, or mount the disk that has it")
-        if path.is_dir():
-            raise ValueError(f"{path} is a folder; name a file in it, for example {path / 'kv-cache.sqlite'}")
-        return path
 
 
 class SqliteBackend(Backend[SqliteOptions]):
@@ -68,11 +43,11 @@ class SqliteBackend(Backend[SqliteOptions]):
         self._closed = False
 
     async def open(self) -> None:
-        """Create the file if it is missing, and check that it is ours."""
+        """Create the file if it is missing, and check its format."""
         await self._run(self._database.open)
 
     async def close(self) -> None:
-        """Wait for running operations, then close every connection and give back all reservations (C13)."""
+        """Wait for running operations, then release all reservations and close every connection (C13)."""
         self._closed = True
         while self._running:
             await asyncio.wait(self._running)
@@ -83,7 +58,7 @@ class SqliteBackend(Backend[SqliteOptions]):
         return await self._run(self._database.contains, keys)
 
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
-        """Pin what is there, for the other processes too (C9)."""
+        """Pin the objects that are present: no process evicts them (C9)."""
         sizes, release = await self._reserve(self._database.pin, keys)
         return LoadReservation([size is not None for size in sizes], release, sizes)
 
@@ -92,12 +67,12 @@ class SqliteBackend(Backend[SqliteOptions]):
         return await self._run(self._database.load, keys, buffers)
 
     async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
-        """Reserve room, evicting what was not used for longest (C11). What is already present is pinned as well."""
-        (outcomes, evicted), release = await self._reserve(self._database.make_room, keys, nbytes)
+        """Reserve capacity; the least recently used objects are evicted for it (C11). Objects present are pinned."""
+        (outcomes, evicted), release = await self._reserve(self._database.reserve, keys, nbytes)
         return StoreReservation(outcomes, evicted, release)
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
-        """See :meth:`Backend.store`. What has no reservation is stored if there is room, else rejected."""
+        """See :meth:`Backend.store`. An object without a reservation is stored if it fits, else rejected."""
         return await self._run(self._database.store, keys, buffers)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
@@ -112,7 +87,7 @@ class SqliteBackend(Backend[SqliteOptions]):
             after = batch[-1].key.path
 
     async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``function`` on a thread of the tier, where :meth:`close` waits for it."""
+        """Run ``function`` on a thread of the tier; :meth:`close` waits for its end."""
         if self._closed:
             raise OSError(f"tier {self.context.name!r} is closed")
         running = asyncio.create_task(self.run_blocking(function, *args, **kwargs))
@@ -123,6 +98,7 @@ class SqliteBackend(Backend[SqliteOptions]):
     async def _reserve(
         self, function: Callable[Concatenate[str, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> tuple[T, Callable[[], Awaitable[None]]]:
+        """Run ``function`` with a new reservation; return its result, and the reservation's release."""
         reservation = secrets.token_hex(8)
         release = partial(self._release, reservation)
         try:
@@ -132,5 +108,5 @@ class SqliteBackend(Backend[SqliteOptions]):
             raise
 
     async def _release(self, reservation: str) -> None:
-        if not self._closed:  # closing has given everything back
+        if not self._closed:  # close() has released everything
             await self._run(self._database.release, reservation)

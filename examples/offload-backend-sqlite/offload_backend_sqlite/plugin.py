@@ -1,8 +1,9 @@
-"""The plugin: the module that the entry point in pyproject.toml names."""
+"""The plugin module that the entry point in pyproject.toml names."""
 
 from __future__ import annotations
 
-from offload_backend_sqlite.backend import SqliteBackend, SqliteOptions
+from offload_backend_sqlite.backend import SqliteBackend
+from offload_backend_sqlite.options import SqliteOptions
 from offload_core.api import BackendType, hookimpl
 
 OFFLOAD_API_VERSION = 1

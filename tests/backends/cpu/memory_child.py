@@ -1,4 +1,4 @@
-"""Loads and stores at random through staging, a cpu tier and a disk tier; prints by how much the process has grown.
+"""Load and store at random through staging, a cpu tier and a disk tier; print the growth of the process.
 
     python -m tests.backends.cpu.memory_child FOLDER STAGING_BYTES CAPACITY_BYTES STORED_BYTES
 
@@ -27,7 +27,7 @@ from offload_core.tiers.tier import StagedObject, Tier
 
 PAYLOADS_BYTES = (4096, 20_000, 256 * 1024, 2 * 1024 * 1024)
 CLIENTS = 6
-KNOWN = 400
+REMEMBERED = 400
 
 
 def status_bytes(field: str) -> int:
@@ -36,21 +36,21 @@ def status_bytes(field: str) -> int:
     return int(found[1]) * 1024
 
 
-def start_the_peak_anew() -> int:
-    """Return how large the process is now, which from now on is its peak so far."""
+def reset_peak() -> int:
+    """Reset the peak of the process to its size now; return that size."""
     Path("/proc/self/clear_refs").write_text("5")
     return status_bytes("VmRSS")
 
 
 class Load:
-    """Clients that store and load, until so much has been stored."""
+    """Clients that store and load until a number of bytes is stored."""
 
     def __init__(self, pool: StagingPool, tiers: Sequence[Tier], payloads_bytes: Sequence[int]) -> None:
         self._pool = pool
         self._tiers = tiers
         self._payloads_bytes = payloads_bytes
         self._chooser = random.Random(5)
-        self._known: list[tuple[ObjectKey, int]] = []
+        self._stored_objects: list[tuple[ObjectKey, int]] = []
         self.stored_bytes = 0
         self.hits = 0
 
@@ -82,12 +82,14 @@ class Load:
         if stored:
             assert all(map(all, stored))
             self.stored_bytes += sum(staged.lease.nbytes for staged in batch)
-            self._known = [*self._known, *((staged.key, staged.lease.nbytes) for staged in batch)][-KNOWN:]
+            self._stored_objects = [*self._stored_objects, *((staged.key, staged.lease.nbytes) for staged in batch)][
+                -REMEMBERED:
+            ]
         else:
             await asyncio.sleep(0)
 
     async def _load(self) -> None:
-        wanted = self._chooser.sample(self._known, min(BATCH_OBJECTS, len(self._known)))
+        wanted = self._chooser.sample(self._stored_objects, min(BATCH_OBJECTS, len(self._stored_objects)))
         leases: list[Lease] = []
         try:
             for _, nbytes in wanted:
@@ -124,10 +126,10 @@ async def main(folder: Path, staging_bytes: int, capacity_bytes: int, stored_byt
             await tier.close()
         return load.stored_bytes
 
-    # Whatever is imported, started or grown once by the first use is no part of what a load costs.
+    # The first use imports, starts and grows things once; these are not part of the cost of a load.
     await run("warm-up", 1 << 22, 1 << 20, 1 << 22, [20_000])
     gc.collect()
-    before = start_the_peak_anew()
+    before = reset_peak()
     for name, amount, payloads_bytes in (
         ("mixed", stored_bytes, PAYLOADS_BYTES),
         ("small", capacity_bytes * 5 // 4, PAYLOADS_BYTES[:2]),

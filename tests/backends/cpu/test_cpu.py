@@ -1,4 +1,4 @@
-"""What the cpu backend does with its memory."""
+"""The memory of the cpu backend: eviction, pins and pages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def key(number: int) -> ObjectKey:
 
 @pytest.fixture
 def backend() -> Iterator[CpuBackend]:
-    """Room for eight objects of a page."""
+    """A backend with a capacity of eight objects of a page."""
     executor = DaemonExecutor(2, "ram")
     yield CpuBackend(CpuOptions.model_validate({"capacity": 8 * PAGE_BYTES}), BackendContext("ram", executor))
     executor.shutdown()
@@ -48,7 +48,7 @@ async def present(backend: CpuBackend) -> list[int]:
     return [number for number in range(20) if (await backend.contains([key(number)]))[0]]
 
 
-def test_what_was_used_longest_ago_goes_first_whether_stored_loaded_or_offered_again(backend: CpuBackend) -> None:
+def test_the_least_recently_used_is_evicted_first_whether_stored_loaded_or_offered_again(backend: CpuBackend) -> None:
     async def main() -> None:
         await backend.open()
         await put(backend, *range(8))
@@ -89,7 +89,7 @@ def test_an_object_that_is_deleted_while_it_is_pinned_keeps_its_bytes_until_it_i
     asyncio.run(main())
 
 
-def test_a_store_without_a_reservation_evicts_nothing_since_it_could_not_tell(backend: CpuBackend) -> None:
+def test_a_store_without_a_reservation_evicts_nothing_since_it_could_not_report_it(backend: CpuBackend) -> None:
     async def main() -> None:
         await backend.open()
         await put(backend, *range(8))
@@ -114,7 +114,7 @@ def test_nothing_works_before_it_is_opened_or_after_it_is_closed(backend: CpuBac
 
 
 @pytest.mark.parametrize(("capacity", "message"), [("2 KiB", "4096"), ("lots", "is not a size"), (None, "missing")])
-def test_a_capacity_that_cannot_be_is_refused(capacity: str | None, message: str) -> None:
+def test_an_invalid_capacity_is_refused(capacity: str | None, message: str) -> None:
     entry = {"name": "ram", "type": "cpu"} | ({} if capacity is None else {"capacity": capacity})
     with pytest.raises(ConfigError, match=message):
         load_config({"backends": [entry]})
@@ -125,13 +125,13 @@ def test_the_arena_gives_every_object_pages_of_its_own(steps: list[tuple[bool, i
     arena = Arena(16 * PAGE_BYTES)
     held: list[tuple[tuple[Run, ...], bytes]] = []
     for take, size in steps:
-        if take and arena.pages_for(size) <= arena.pages.free_pages:
+        if take and arena.pages_for(size) <= arena.pages.num_free:
             runs, content = arena.pages.take(arena.pages_for(size)), os.urandom(size)
             arena.write(runs, memoryview(content))
             held.append((runs, content))
         elif held:
-            arena.pages.give_back(held.pop(size % len(held))[0])
-        assert arena.pages.free_pages == 16 - sum(arena.pages_for(len(content)) for _, content in held)
+            arena.pages.release(held.pop(size % len(held))[0])
+        assert arena.pages.num_free == 16 - sum(arena.pages_for(len(content)) for _, content in held)
         for runs, content in held:
             target = bytearray(len(content))
             arena.read(runs, memoryview(target))
@@ -148,7 +148,7 @@ def test_an_object_in_several_runs_is_whole_and_its_neighbours_are_untouched(run
         walls.append(arena.pages.take(1))
         arena.write(walls[-1], memoryview(b"wall" * (PAGE_BYTES // 4)))
     for hole in holes:
-        arena.pages.give_back(hole)
+        arena.pages.release(hole)
     runs = arena.pages.take(4 * run_pages)
     assert len(runs) == 4
     content, buffer = os.urandom(4 * run_pages * PAGE_BYTES - short_bytes), bytearray(4 * run_pages * PAGE_BYTES)

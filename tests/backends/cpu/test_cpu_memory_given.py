@@ -1,4 +1,4 @@
-"""When the cpu backend's memory is taken from the system, and pinned."""
+"""The cpu backend's memory is taken from the system, and pinned, when the options say so."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ KEY = ObjectKey("ab" * 32, "full-u256", bytes(32))
 CAPACITY = 2 * PIECE_BYTES + PAGE_BYTES
 
 
-class Pins:
-    """A pinning that notes what is pinned. After ``limit`` pieces it has no more."""
+class RecordedPinning:
+    """A pinning that records the pinned pieces. It fails after ``limit`` pieces."""
 
     def __init__(self, limit: int = 1000) -> None:
         self.limit = limit
@@ -50,7 +50,7 @@ def executor() -> Iterator[DaemonExecutor]:
     executor.shutdown()
 
 
-def made(executor: DaemonExecutor, pinning: Pins | None = None, **options: Any) -> CpuBackend:
+def make_backend(executor: DaemonExecutor, pinning: RecordedPinning | None = None, **options: Any) -> CpuBackend:
     return CpuBackend(
         CpuOptions.model_validate({"capacity": CAPACITY, **options}), BackendContext("ram", executor), pinning
     )
@@ -67,65 +67,65 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_where_it_works_on_a_gpu_all_memory_is_pinned_in_the_background_and_let_go_of_at_the_end(
+def test_with_a_gpu_all_memory_is_pinned_in_the_background_and_unpinned_at_close(
     executor: DaemonExecutor,
 ) -> None:
     async def main() -> None:
-        pins = Pins()
-        backend = made(executor, pins)
+        pinning = RecordedPinning()
+        backend = make_backend(executor, pinning)
         await backend.open()
         assert await works(backend)
-        assert await asyncio.to_thread(pins.all_are_pinned.wait, 30)
+        assert await asyncio.to_thread(pinning.all_are_pinned.wait, 30)
         assert await works(backend)
         await backend.close()
-        assert pins.pinned == {}
+        assert pinning.pinned == {}
 
     asyncio.run(main())
 
 
 def test_closed_while_it_pins_it_leaves_nothing_pinned(executor: DaemonExecutor) -> None:
     async def main() -> None:
-        pins = Pins()
-        backend = made(executor, pins)
+        pinning = RecordedPinning()
+        backend = make_backend(executor, pinning)
         await backend.open()
         await asyncio.sleep(0)
         await backend.close()
-        assert pins.pinned == {}
-        assert not pins.all_are_pinned.is_set()
+        assert pinning.pinned == {}
+        assert not pinning.all_are_pinned.is_set()
 
     asyncio.run(main())
 
 
-def test_memory_that_cannot_be_pinned_is_used_as_it_is(
+def test_memory_that_cannot_be_pinned_is_used_unpinned(
     executor: DaemonExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        pins = Pins(limit=1)
-        backend = made(executor, pins)
+        pinning = RecordedPinning(limit=1)
+        backend = make_backend(executor, pinning)
         await backend.open()
-        assert await asyncio.to_thread(pins.has_failed.wait, 30)
+        assert await asyncio.to_thread(pinning.has_failed.wait, 30)
         async with asyncio.timeout(30):
-            while "tier 'ram': no more can be pinned. The tier works without" not in caplog.text:
+            while "tier 'ram': no more can be pinned. The tier works without that" not in caplog.text:
                 await backend.run_blocking(bool)
         assert await works(backend)
         await backend.close()
-        assert pins.pinned == {}
+        assert pinning.pinned == {}
 
     asyncio.run(main())
 
 
-def test_pinning_that_is_demanded_is_done_when_the_tier_is_open_or_it_does_not_open(executor: DaemonExecutor) -> None:
+def test_with_pin_on_the_tier_opens_only_after_all_is_pinned(executor: DaemonExecutor) -> None:
     async def main() -> None:
-        pins = Pins()
-        backend = made(executor, pins, pin="on")
+        pinning = RecordedPinning()
+        backend = make_backend(executor, pinning, pin="on")
         await backend.open()
-        assert pins.all_are_pinned.is_set()
+        assert pinning.all_are_pinned.is_set()
         await backend.close()
-        pins = Pins(limit=2)
-        backend = made(executor, pins, pin="on")
-        with pytest.raises(OSError, match="no more can be pinned; pin: on needs that, pin: auto does without"):
+        pinning = RecordedPinning(limit=2)
+        backend = make_backend(executor, pinning, pin="on")
+        with pytest.raises(OSError, match="no more can be pinned; pin: on needs that; set pin to auto or off"):
             await backend.open()
-        assert pins.pinned == {}
+        assert pinning.pinned == {}
         await backend.close()
 
     asyncio.run(main())
@@ -133,7 +133,7 @@ def test_pinning_that_is_demanded_is_done_when_the_tier_is_open_or_it_does_not_o
 
 def test_pinning_without_a_gpu_is_refused_with_the_cure(executor: DaemonExecutor) -> None:
     async def main() -> None:
-        backend = made(executor, pin="on")
+        backend = make_backend(executor, pin="on")
         with pytest.raises(OSError, match="torch finds no CUDA GPU in this process; pin: on needs that"):
             await backend.open()
         await backend.close()
@@ -143,29 +143,29 @@ def test_pinning_without_a_gpu_is_refused_with_the_cure(executor: DaemonExecutor
 
 def test_pin_off_pins_nothing(executor: DaemonExecutor) -> None:
     async def main() -> None:
-        pins = Pins(limit=0)
-        backend = made(executor, pins, pin="off")
+        pinning = RecordedPinning(limit=0)
+        backend = make_backend(executor, pinning, pin="off")
         await backend.open()
         assert await works(backend)
         await backend.close()
-        assert not pins.has_failed.is_set()
+        assert not pinning.has_failed.is_set()
 
     asyncio.run(main())
 
 
-def test_memory_is_taken_as_it_is_filled_or_with_prefault_soon(executor: DaemonExecutor) -> None:
+def test_memory_is_taken_as_it_is_filled_or_soon_with_prefault(executor: DaemonExecutor) -> None:
     async def main() -> None:
         before = resident_bytes()
-        backend = made(executor)
+        backend = make_backend(executor)
         await backend.open()
         assert await works(backend)
         assert resident_bytes() - before < CAPACITY / 2
         await backend.close()
-        backend = made(executor, prefault=True)
+        backend = make_backend(executor, prefault=True)
         await backend.open()
         async with asyncio.timeout(30):
             while resident_bytes() - before < CAPACITY * 0.9:
-                await backend.run_blocking(bool)  # the one thread does the rest between two calls
+                await backend.run_blocking(bool)  # the one thread populates a piece between two calls
                 assert await works(backend)
         await backend.close()
 
@@ -176,9 +176,9 @@ def test_populating_changes_no_byte() -> None:
     arena = Arena(16 * PAGE_BYTES)
     runs, content = arena.pages.take(3), os.urandom(3 * PAGE_BYTES)
     arena.write(runs, memoryview(content))
-    assert not arena.is_there(arena.pages.take(1))
+    assert not arena.is_resident(arena.pages.take(1))
     assert arena.populate(0, 16)
-    assert arena.is_there(arena.pages.take(1))
+    assert arena.is_resident(arena.pages.take(1))
     buffer = bytearray(3 * PAGE_BYTES)
     arena.read(runs, memoryview(buffer))
     assert buffer == content

@@ -1,4 +1,4 @@
-"""A process grows by what is configured: staging and the cpu tier's capacity, and a tenth for all the rest."""
+"""A process grows by the configured sizes of staging and cpu tier, plus a tenth of them for everything else."""
 
 from __future__ import annotations
 

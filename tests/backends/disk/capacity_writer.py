@@ -1,10 +1,10 @@
-"""Writers that fill a folder as fast as they can. One process imports all of it and forks them, since they die often.
+"""Writers that fill a folder at full speed. They die often, so one process imports everything once and forks them.
 
 python capacity_writer.py FOLDER OPTIONS_AS_JSON, then a line per request on stdin:
 
-``start SEED``: fork a writer. It says ``storing PID`` when it has stored something.
-``kill PID``: kill it with SIGKILL at once, and say ``ended PID STATUS``.
-``stop PID``: end it in good order, and say the same.
+``start SEED``: fork a writer. It prints ``storing PID`` after its first stored object.
+``kill PID``: kill it with SIGKILL at once, and print ``ended PID STATUS``.
+``stop PID``: stop it with SIGTERM, and print the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIZES = range(2_000, 40_000)
 
 
 async def write(options: DiskOptions, seed: int) -> None:
-    """Store sealed objects of random sizes, in three batches at once, until SIGTERM comes."""
+    """Store sealed objects of random sizes, in three batches at once, until SIGTERM arrives."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     backend = DiskBackend(options, BackendContext("disk", DaemonExecutor(4, "disk")))

@@ -14,10 +14,10 @@ import pytest
 from offload_backend_disk import DiskBackend, DiskOptions
 from offload_backend_disk.capacity.account import Account
 from offload_backend_disk.capacity.eviction import Limits
-from offload_backend_disk.capacity.processes import FOLDER_NAME, Owners
 from offload_backend_disk.folder.layout import Layout
-from offload_backend_disk.folder.mount_guard import Home
-from offload_backend_disk.scan import Sweep
+from offload_backend_disk.folder.mount_guard import MountGuard
+from offload_backend_disk.folder.processes import STATE_FOLDER, Processes
+from offload_backend_disk.scan import Scan
 
 from offload_core.api.backend import BackendContext
 from offload_core.api.keys import ObjectKey
@@ -31,12 +31,12 @@ def key(number: int, pack: str = "full-u256") -> ObjectKey:
 
 
 def files_under(folder: Path) -> list[Path]:
-    """All files but those of the account."""
-    return sorted(path for path in folder.rglob("*") if FOLDER_NAME not in path.parts and not path.is_dir())
+    """Return all files except those of the state folder."""
+    return sorted(path for path in folder.rglob("*") if STATE_FOLDER not in path.parts and not path.is_dir())
 
 
 def used(folder: Path) -> int:
-    """Bytes of all objects in a folder, and of those that are being written."""
+    """Return the bytes of all objects and unfinished files in a folder."""
     sizes = []
     for path in files_under(folder):
         try:
@@ -46,29 +46,31 @@ def used(folder: Path) -> int:
     return sum(sizes)
 
 
-def open_account(root: Path, capacity_bytes: int, owner: str = "owner", **options: Any) -> Account:
-    account = Account(Home(root), Owners(root, owner), Limits(capacity_bytes, **{"low_watermark": 1.0, **options}))
+def open_account(root: Path, capacity_bytes: int, process: str = "process", **options: Any) -> Account:
+    account = Account(
+        MountGuard(root), Processes(root, process), Limits(capacity_bytes, **{"low_watermark": 1.0, **options})
+    )
     account.open()
     return account
 
 
-def settled(folder: Path, capacity_bytes: int) -> tuple[int, list[Path]]:
-    """Open the folder as the next process does; returns its account's bytes, and what is no object."""
+def recover(folder: Path, capacity_bytes: int) -> tuple[int, list[Path]]:
+    """Open the folder as the next process does; return the bytes in its account, and the files that are no objects."""
     account = open_account(folder, capacity_bytes, "next")
-    account.settle_the_dead()
-    sweep = Sweep(Layout(folder), Owners(folder, "next"), account)
-    if sweep.is_needed():
-        for _ in sweep.steps():
+    account.release_dead_reservations()
+    scan = Scan(Layout(folder), Processes(folder, "next"), account)
+    if scan.is_needed():
+        for _ in scan.steps():
             pass
     total = account.used_bytes
     account.close()
-    assert list((folder / FOLDER_NAME / "owners").iterdir()) == [], "what the dead had locked is still there"
+    assert list((folder / STATE_FOLDER / "owners").iterdir()) == [], "lock files of dead processes remain"
     return total, [path for path in files_under(folder) if path.suffix != ".kv"]
 
 
 @pytest.fixture
 def disk() -> Iterator[Disk]:
-    """Make disk backends with two threads each; they are closed in the end."""
+    """Make disk backends with two threads each; the fixture closes them."""
     made: list[tuple[DaemonExecutor, DiskBackend]] = []
 
     def make(path: Path, **options: Any) -> DiskBackend:
@@ -91,26 +93,26 @@ def backend(disk: Disk, tmp_path: Path) -> DiskBackend:
 def mount(*arguments: str | Path) -> None:
     done = subprocess.run(["mount", *map(str, arguments)], capture_output=True, text=True, check=False)
     if done.returncode:
-        pytest.skip(f"this machine does not let us mount: {done.stderr.strip()}")
+        pytest.skip(f"this machine does not permit a mount: {done.stderr.strip()}")
 
 
 @contextmanager
 def tmpfs(size: str) -> Iterator[Path]:
     """A real file system of its own. It can be remounted."""
-    # Not in tmp_path: what a killed test run leaves mounted there would make every later run fail when it cleans up.
+    # Not in tmp_path: after a killed test run, a mount left there would make the cleanup of every later run fail.
     folder = Path(tempfile.mkdtemp(prefix="offload-small-disk-"))
     try:
         mount("-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", folder)
         try:
             yield folder
         finally:
-            subprocess.run(["umount", "--lazy", str(folder)], check=True)  # a test that fails has files open there
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)  # a failed test has files open there
     finally:
         folder.rmdir()
 
 
 @pytest.fixture
 def small_disk() -> Iterator[Path]:
-    """A file system of 256 KiB. Ask for it before ``disk``, so that what is on it is closed before it goes."""
+    """A file system of 256 KiB. Request it before ``disk``: backends on it must close before it is unmounted."""
     with tmpfs("256k") as folder:
         yield folder

@@ -1,4 +1,4 @@
-"""What only the disk backend does, on a file system that works; the rest is in ``test_disk_contract.py``."""
+"""Behaviour of the disk backend beyond the contract, on a file system without faults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from offload_backend_disk import DiskBackend
-from offload_backend_disk.capacity.processes import FOLDER_NAME
+from offload_backend_disk.folder.processes import STATE_FOLDER
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
@@ -51,7 +51,7 @@ def test_only_the_owner_can_look_into_folders_and_files(backend: DiskBackend, tm
 
     with umask(mask):
         asyncio.run(main())
-    own = tmp_path / "objects" / FOLDER_NAME
+    own = tmp_path / "objects" / STATE_FOLDER
     made = [path for path in [own.parent, *own.parent.rglob("*")] if own not in [path, *path.parents]]
     assert len(made) == 5
     for path in made:
@@ -66,7 +66,7 @@ def test_a_folder_that_exists_keeps_its_mode(disk: Disk, tmp_path: Path) -> None
     assert stat.S_IMODE((tmp_path / "shared").stat().st_mode) == 0o750
 
 
-def test_a_folder_removed_at_run_time_is_made_again(backend: DiskBackend, tmp_path: Path) -> None:
+def test_a_folder_removed_at_run_time_is_created_again(backend: DiskBackend, tmp_path: Path) -> None:
     async def main() -> None:
         await backend.open()
         shutil.rmtree(tmp_path / "objects")
@@ -78,12 +78,12 @@ def test_a_folder_removed_at_run_time_is_made_again(backend: DiskBackend, tmp_pa
     asyncio.run(main())
 
 
-def test_its_medium_outlives_the_process_and_is_shared(backend: DiskBackend) -> None:
+def test_the_medium_is_persistent_and_shared(backend: DiskBackend) -> None:
     capabilities = backend.capabilities
     assert (capabilities.medium, capabilities.persistent, capabilities.shared) == ("disk", True, True)
 
 
-def test_a_listing_passes_over_what_is_not_its_own(backend: DiskBackend, tmp_path: Path) -> None:
+def test_a_listing_ignores_foreign_files(backend: DiskBackend, tmp_path: Path) -> None:
     async def main() -> list[ObjectKey]:
         await backend.open()
         await backend.store([key(0xC5)], [memoryview(b"data")])

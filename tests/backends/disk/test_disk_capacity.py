@@ -1,4 +1,4 @@
-"""A folder's capacity holds for all processes together, whatever becomes of them."""
+"""A folder's capacity binds all its processes together, even if some are killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offload_backend_disk.folder.layout import Layout
 from offload_core.api.backend import BackendContext, LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
-from tests.backends.disk.conftest import open_account, settled, tmpfs, used
+from tests.backends.disk.conftest import open_account, recover, tmpfs, used
 
 KIB = 1024
 Make = Callable[..., DiskBackend]
@@ -39,7 +39,7 @@ def bounded(tmp_path: Path) -> Iterator[Make]:
 
 
 async def put(backend: DiskBackend, *numbers: int, nbytes: int = 10 * KIB) -> list[ObjectKey]:
-    """Store as a tier does; returns what was evicted."""
+    """Store as a tier does; return the evicted keys."""
     keys = [key(number) for number in numbers]
     reservation = await backend.prepare_store(keys, [nbytes] * len(keys))
     wanted = [one for one, outcome in zip(keys, reservation.outcomes, strict=True) if outcome is None]
@@ -49,8 +49,8 @@ async def put(backend: DiskBackend, *numbers: int, nbytes: int = 10 * KIB) -> li
     return list(reservation.evicted)
 
 
-async def known(backend: DiskBackend) -> None:
-    """Wait until a store is taken, which the folder's scan comes before."""
+async def scanned(backend: DiskBackend) -> None:
+    """Wait for the scan of the folder: until it ends, every store is rejected."""
     probe = ObjectKey("cd" * 32, "probe", b"probe")
     while True:
         reservation = await backend.prepare_store([probe], [0])
@@ -59,7 +59,7 @@ async def known(backend: DiskBackend) -> None:
             return
 
 
-def test_what_was_used_longest_ago_goes_first_whoever_has_used_it(bounded: Make, tmp_path: Path) -> None:
+def test_the_least_recently_used_is_evicted_first_across_processes(bounded: Make, tmp_path: Path) -> None:
     async def main() -> None:
         one, other = bounded(), bounded()
         await one.open()
@@ -104,7 +104,7 @@ def test_an_eviction_goes_on_to_the_low_watermark(bounded: Make) -> None:
     asyncio.run(main())
 
 
-def test_what_a_process_has_pinned_is_evicted_by_no_other(bounded: Make) -> None:
+def test_no_process_evicts_an_object_that_another_has_pinned(bounded: Make) -> None:
     async def main() -> None:
         reader, writer = bounded(), bounded()
         await reader.open()
@@ -126,7 +126,7 @@ def test_what_a_process_has_pinned_is_evicted_by_no_other(bounded: Make) -> None
     asyncio.run(main())
 
 
-def test_what_does_not_fit_beside_what_is_pinned_is_rejected_and_nothing_goes_for_it(bounded: Make) -> None:
+def test_an_object_that_does_not_fit_beside_pinned_ones_is_rejected_and_evicts_nothing(bounded: Make) -> None:
     async def main() -> None:
         reader, writer = bounded(), bounded()
         await reader.open()
@@ -151,7 +151,7 @@ def test_objects_from_before_there_was_a_capacity_are_counted_and_evicted(bounde
         await unbounded.close()
         backend = bounded()
         await backend.open()
-        await known(backend)
+        await scanned(backend)
         assert await put(backend, 10, 11) == [key(0)]
         assert used(tmp_path) == 100 * KIB
         await backend.close()
@@ -162,16 +162,16 @@ def test_objects_from_before_there_was_a_capacity_are_counted_and_evicted(bounde
 def test_a_folder_that_is_not_scanned_yet_counts_as_full(tmp_path: Path) -> None:
     account = open_account(tmp_path, 100 * KIB)
     assert account.reserve([(key(0), 1)]) == ([None], [])
-    account.scan_ends()
+    account.finish_scan()
     assert account.reserve([(key(0), 1)])[0] != [None]
     account.close()
 
 
-def test_a_damaged_account_is_made_anew_from_what_is_on_the_disk(bounded: Make, tmp_path: Path) -> None:
+def test_a_damaged_account_is_rebuilt_from_the_files_on_the_disk(bounded: Make, tmp_path: Path) -> None:
     async def main(expected: list[ObjectKey]) -> None:
         backend = bounded()
         await backend.open()
-        await known(backend)
+        await scanned(backend)
         assert await put(backend, *range(10 * len(expected), 10 * len(expected) + 10)) == expected
         await backend.close()
 
@@ -182,7 +182,7 @@ def test_a_damaged_account_is_made_anew_from_what_is_on_the_disk(bounded: Make, 
     assert used(tmp_path) == 100 * KIB
 
 
-def test_on_a_full_disk_stores_are_rejected_and_the_account_is_right_when_there_is_room_again() -> None:
+def test_on_a_full_disk_stores_are_rejected_and_the_account_stays_right() -> None:
     executor = DaemonExecutor(2, "disk")
 
     async def main(folder: Path) -> None:
@@ -208,7 +208,7 @@ def test_on_a_full_disk_stores_are_rejected_and_the_account_is_right_when_there_
         await backend.delete([key(number) for number in range(5)])
         assert await store(50) == [StoreOutcome.STORED]
         await backend.close()
-        assert settled(folder, 2048 * KIB) == (used(folder), [])
+        assert recover(folder, 2048 * KIB) == (used(folder), [])
         assert used(folder) == (stored - 4) * 50 * KIB
 
     with tmpfs("1m") as folder:
@@ -216,18 +216,18 @@ def test_on_a_full_disk_stores_are_rejected_and_the_account_is_right_when_there_
     executor.shutdown()
 
 
-STEPS = st.sampled_from(["reserve", "write", "abandon", "remove", "pin", "touch"])
+STEPS = st.sampled_from(["reserve", "write", "abandon", "remove", "pin", "use"])
 
 
 @settings(max_examples=60, deadline=None)
 @given(steps=st.lists(st.tuples(STEPS, st.integers(0, 7))))
-def test_the_account_is_what_is_on_the_disk(
+def test_the_account_agrees_with_the_files_on_the_disk(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
 ) -> None:
     root = tmp_path_factory.mktemp("account")
     layout = Layout(root)
     account = open_account(root, 1000)
-    account.scan_ends()
+    account.finish_scan()
     reserved: list[tuple[int, ObjectKey, int]] = []
     pinned: list[ObjectKey] = []
     try:
@@ -242,16 +242,16 @@ def test_the_account_is_what_is_on_the_disk(
                 _, one, nbytes = reserved[0]
                 layout.path(one).parent.mkdir(parents=True, exist_ok=True)
                 layout.path(one).write_bytes(bytes(nbytes))
-                account.settle([one], [reserved.pop(0)[0]])
+                account.release([reserved.pop(0)[0]], stored=[one])
             elif step == "abandon" and reserved:
-                account.settle([], [reserved.pop()[0]])
+                account.release([reserved.pop()[0]])
             elif step == "remove" and one not in pinned:
                 account.remove([one])
             elif step == "pin":
                 if account.pin([one]) != [None]:
                     pinned.append(one)
-            elif step == "touch":
-                account.touch([one])
+            elif step == "use":
+                account.record_use([one])
             in_flight = sum(nbytes for _, _, nbytes in reserved)
             assert account.used_bytes == used(root) + in_flight <= 1000
     finally:

@@ -1,4 +1,4 @@
-"""What dead writers leave, folders that cannot be scanned, accounts of other versions."""
+"""Files left by dead processes, folders that cannot be scanned, accounts of other versions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from offload_backend_disk import DiskBackend
 from offload_backend_disk.capacity.account import Account
-from offload_backend_disk.capacity.processes import FOLDER_NAME, Owners
 from offload_backend_disk.folder.layout import Layout
-from offload_backend_disk.folder.mount_guard import Home
-from offload_backend_disk.scan import Sweep
+from offload_backend_disk.folder.mount_guard import MountGuard
+from offload_backend_disk.folder.processes import STATE_FOLDER, Processes
+from offload_backend_disk.scan import Scan
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
@@ -24,35 +24,35 @@ from tests.backends.disk.conftest import Disk, files_under, key, mount, open_acc
 KIB = 1024
 
 
-def begin_to_write(root: Path, owner: str, number: int = 0) -> Path:
-    """Leave what a writer has begun to write for a key."""
+def begin_to_write(root: Path, process: str, number: int = 0) -> Path:
+    """Leave the unfinished file of a process for a key."""
     layout = Layout(root)
-    path = Path(layout.temporary(layout.name(key(number)), owner))
+    path = Path(layout.temporary(layout.path_string(key(number)), process))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"half")
     return path
 
 
-def die(root: Path, owner: str) -> None:
-    """Leave the lock file of a writer that was killed."""
-    folder = root / FOLDER_NAME / "owners"
+def die(root: Path, process: str) -> None:
+    """Leave the lock file of a killed process."""
+    folder = root / STATE_FOLDER / "owners"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / owner).touch()
+    (folder / process).touch()
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what happens in the background; the test's time limit ends it otherwise."""
-    while not condition():  # noqa: ASYNC110 - of what nobody tells us
+    """Wait for background work; otherwise the test's time limit ends it."""
+    while not condition():  # noqa: ASYNC110 - the work signals no end
         await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("options", [{}, {"capacity": 100 * KIB}], ids=["without a limit", "with a limit"])
-def test_what_dead_writers_left_is_removed_at_the_next_start_and_what_live_ones_write_is_not(
+def test_unfinished_files_of_dead_processes_are_removed_and_those_of_live_ones_are_not(
     disk: Disk, tmp_path: Path, options: dict[str, int]
 ) -> None:
     root = tmp_path / "objects"
-    alive = Owners(root, "5a5a")
-    alive.take()
+    alive = Processes(root, "5a5a")
+    alive.register()
     die(root, "dead")
     left, lost = begin_to_write(root, "dead"), begin_to_write(root, "unknown", 1)
     writing, foreign = begin_to_write(root, "5a5a", 2), root / "notes.tmp"
@@ -61,18 +61,18 @@ def test_what_dead_writers_left_is_removed_at_the_next_start_and_what_live_ones_
     async def main() -> None:
         backend = disk(root, **options)
         await backend.open()
-        await until(lambda: not left.exists() and not (root / FOLDER_NAME / "owners" / "dead").exists())
+        await until(lambda: not left.exists() and not (root / STATE_FOLDER / "owners" / "dead").exists())
         assert not lost.exists()
         assert writing.exists()
         assert foreign.exists()
         await backend.close()
 
     asyncio.run(main())
-    assert [path.name for path in (root / FOLDER_NAME / "owners").iterdir()] == ["5a5a"]
-    alive.drop()
+    assert [path.name for path in (root / STATE_FOLDER / "owners").iterdir()] == ["5a5a"]
+    alive.unregister()
 
 
-def test_debris_from_before_there_were_locks_is_removed(disk: Disk, tmp_path: Path) -> None:
+def test_unfinished_files_older_than_the_lock_files_are_removed(disk: Disk, tmp_path: Path) -> None:
     root = tmp_path / "objects"
     left = begin_to_write(root, "1234")
 
@@ -84,7 +84,7 @@ def test_debris_from_before_there_were_locks_is_removed(disk: Disk, tmp_path: Pa
     asyncio.run(main())
 
 
-def test_on_a_read_only_folder_debris_stays_and_nobody_complains(
+def test_in_a_read_only_folder_unfinished_files_stay_and_nothing_is_logged(
     small_disk: Path, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     die(small_disk, "dead")
@@ -105,21 +105,21 @@ def test_on_a_read_only_folder_debris_stays_and_nobody_complains(
     assert caplog.records == []
 
 
-def test_no_two_writers_use_one_temporary_name(tmp_path: Path) -> None:
-    name = Layout(tmp_path).name(key(0))
-    names = {Layout.temporary(name, owner) for owner in ("a", "b") for _ in range(1000)}
+def test_every_temporary_name_is_unique(tmp_path: Path) -> None:
+    name = Layout(tmp_path).path_string(key(0))
+    names = {Layout.temporary(name, process) for process in ("a", "b") for _ in range(1000)}
     assert len(names) == 2000
 
 
-def test_a_writer_whose_lock_file_was_removed_takes_another_before_it_writes(disk: Disk, tmp_path: Path) -> None:
+def test_a_process_whose_lock_file_was_removed_registers_again_before_it_writes(disk: Disk, tmp_path: Path) -> None:
     backend = disk(tmp_path)
 
     async def main() -> None:
         await backend.open()
-        (own,) = (tmp_path / FOLDER_NAME / "owners").iterdir()
+        (own,) = (tmp_path / STATE_FOLDER / "owners").iterdir()
         own.unlink()
         assert await backend.store([key(0)], [memoryview(b"data")]) == [StoreOutcome.STORED]
-        assert Owners(tmp_path, "other").alive(own.name)
+        assert Processes(tmp_path, "other").is_alive(own.name)
 
     asyncio.run(main())
 
@@ -131,9 +131,9 @@ def fill_folder(root: Path, *numbers: int, nbytes: int = 10 * KIB) -> None:
         path.write_bytes(bytes(nbytes))
 
 
-def open_sweep(root: Path) -> tuple[Sweep, Account]:
+def open_scan(root: Path) -> tuple[Scan, Account]:
     account = open_account(root, 100 * KIB)
-    return Sweep(Layout(root), Owners(root, "owner"), account), account
+    return Scan(Layout(root), Processes(root, "process"), account), account
 
 
 def test_a_folder_that_cannot_be_scanned_is_named_once_and_the_others_are_scanned(
@@ -148,18 +148,18 @@ def test_a_folder_that_cannot_be_scanned_is_named_once_and_the_others_are_scanne
             raise OSError(5, "Input/output error", str(folder))
         return names_in(folder)
 
-    sweep, account = open_sweep(tmp_path)
+    scan, account = open_scan(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(Layout, "names_in", staticmethod(failing))
         for _ in range(2):
-            for _ in sweep.steps():
+            for _ in scan.steps():
                 pass
             assert account.used_bytes == 20 * KIB
-            assert account.reserve([(key(9), 1)]) == ([None], []), "what is there is not known yet"
+            assert account.reserve([(key(9), 1)]) == ([None], []), "the folder counts as full until it was scanned"
     assert [record.getMessage() for record in caplog.records] == [
-        f"{bad} cannot be scanned, and is tried again later: [Errno 5] Input/output error: '{bad}'"
+        f"{bad} cannot be scanned, and is retried later: [Errno 5] Input/output error: '{bad}'"
     ]
-    for _ in sweep.steps():
+    for _ in scan.steps():
         pass
     assert account.used_bytes == 30 * KIB
     assert account.reserve([(key(9), 1)])[0] != [None]
@@ -168,19 +168,19 @@ def test_a_folder_that_cannot_be_scanned_is_named_once_and_the_others_are_scanne
 
 def test_objects_that_come_and_go_during_the_scan_are_counted_right(tmp_path: Path) -> None:
     fill_folder(tmp_path, 1, 2, 3, 4)
-    sweep, account = open_sweep(tmp_path)
-    for number, _ in enumerate(sweep.steps()):
+    scan, account = open_scan(tmp_path)
+    for number, _ in enumerate(scan.steps()):
         if number == 1:
             account.remove([key(1), key(4)])
             fill_folder(tmp_path, 5, nbytes=7)
-            account.settle([key(5)], [])
+            account.release([], stored=[key(5)])
     assert account.used_bytes == used(tmp_path) == 20 * KIB + 7
     account.close()
 
 
-def test_what_is_evicted_while_it_is_scanned_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_evicted_during_its_scan_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill_folder(tmp_path, 1)
-    sweep, account = open_sweep(tmp_path)
+    scan, account = open_scan(tmp_path)
     other = open_account(tmp_path, 100 * KIB, "other")
     names_in = Layout.names_in
 
@@ -190,7 +190,7 @@ def test_what_is_evicted_while_it_is_scanned_is_not_counted(tmp_path: Path, monk
         return listed
 
     monkeypatch.setattr(Layout, "names_in", staticmethod(too_late))
-    for _ in sweep.steps():
+    for _ in scan.steps():
         pass
     assert account.used_bytes == used(tmp_path) == 0
     account.close()
@@ -200,7 +200,7 @@ def test_what_is_evicted_while_it_is_scanned_is_not_counted(tmp_path: Path, monk
 def test_only_one_process_scans_at_a_time(tmp_path: Path) -> None:
     fill_folder(tmp_path, 1)
     account = open_account(tmp_path, 100 * KIB)
-    one, other = (Sweep(Layout(tmp_path), Owners(tmp_path, "owner"), account) for _ in range(2))
+    one, other = (Scan(Layout(tmp_path), Processes(tmp_path, "process"), account) for _ in range(2))
     steps = one.steps()
     next(steps)
     assert list(other.steps()) == []
@@ -210,8 +210,8 @@ def test_only_one_process_scans_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 3])
-def test_an_account_of_another_version_is_made_anew_by_a_scan(disk: Disk, tmp_path: Path, version: int) -> None:
-    folder = tmp_path / FOLDER_NAME
+def test_an_account_of_another_version_is_rebuilt_by_a_scan(disk: Disk, tmp_path: Path, version: int) -> None:
+    folder = tmp_path / STATE_FOLDER
     folder.mkdir()
     with sqlite3.connect(folder / "account.sqlite") as old:
         old.execute("CREATE TABLE objects (something TEXT)")
@@ -233,22 +233,22 @@ def test_an_account_of_another_version_is_made_anew_by_a_scan(disk: Disk, tmp_pa
     asyncio.run(main())
 
 
-def test_an_account_that_turns_out_damaged_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_account_found_damaged_is_rebuilt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fill_folder(tmp_path, *range(9))
-    sweep, account = open_sweep(tmp_path)
-    for _ in sweep.steps():
+    scan, account = open_scan(tmp_path)
+    for _ in scan.steps():
         pass
     account.close()
-    database = tmp_path / FOLDER_NAME / "account.sqlite"
+    database = tmp_path / STATE_FOLDER / "account.sqlite"
     content = bytearray(database.read_bytes())
     content[4096:] = os.urandom(len(content) - 4096)
     database.write_bytes(content)
-    sweep, account = open_sweep(tmp_path)
+    scan, account = open_scan(tmp_path)
     with pytest.raises(OSError, match="malformed"):
-        account.used_bytes  # noqa: B018 - asking is the test
-    assert "is made anew by a scan" in caplog.text
+        account.used_bytes  # noqa: B018 - the access is the test
+    assert "a scan of the folder rebuilds it" in caplog.text
     assert account.needs_scan()
-    for _ in sweep.steps():
+    for _ in scan.steps():
         pass
     assert account.used_bytes == used(tmp_path)
     account.close()
@@ -262,7 +262,7 @@ def test_a_folder_that_was_removed_at_run_time_gets_a_new_account(disk: Disk, tm
         (tmp_path / "objects").rename(tmp_path / "away")
         assert await backend.load_into([key(0)], [memoryview(bytearray(4))]) == [LoadOutcome.MISS]
         outcome = None
-        while outcome is not StoreOutcome.STORED:  # the first ones are rejected, until the new folder is known
+        while outcome is not StoreOutcome.STORED:  # rejected until the new folder was scanned
             outcome = await store(backend, 0)
             await asyncio.sleep(0.01)
         await backend.close()
@@ -285,13 +285,13 @@ def test_a_backend_whose_folder_is_gone_can_be_closed(disk: Disk, tmp_path: Path
         await backend.open()
         await store(backend, 0)
         held = await backend.prepare_load([key(0)])
-        assert held.present == (True,), "so that there is something to write down"
+        assert held.present == (True,), "so that a use waits for the flush"
         (tmp_path / "objects").rename(tmp_path / "away")
         await held.release()
         await backend.close()
 
     asyncio.run(main())
-    assert not (tmp_path / "objects").exists(), "closing makes nothing"
+    assert not (tmp_path / "objects").exists(), "close() creates nothing"
 
 
 @pytest.mark.parametrize("options", [{}, {"capacity": 100 * KIB}], ids=["without a limit", "with a limit"])
@@ -324,11 +324,11 @@ def test_after_an_unmount_nothing_is_written_below_the_mount_point_until_it_is_b
     assert len(files_under(root)) == 2
 
 
-def test_a_deleted_folder_is_made_again_on_its_own_file_system(tmp_path: Path) -> None:
-    home = Home(tmp_path / "a" / "b")
+def test_a_deleted_folder_is_created_again_on_its_own_file_system(tmp_path: Path) -> None:
+    guard = MountGuard(tmp_path / "a" / "b")
     (tmp_path / "a").mkdir()
-    home.open()
-    home.root.rmdir()
+    guard.open()
+    guard.root.rmdir()
     (tmp_path / "a").rmdir()
-    home.open()
-    assert home.root.is_dir()
+    guard.open()
+    assert guard.root.is_dir()

@@ -1,4 +1,4 @@
-"""Objects that are read and written past the page cache, and file systems that cannot do that."""
+"""Objects that are read and written past the page cache, and file systems without direct I/O."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def ramfs() -> Iterator[Path]:
 
 
 @contextmanager
-def on_ext4() -> Iterator[Path]:
-    """The folder of temporary files, whatever its file system is."""
+def on_temporary_folder() -> Iterator[Path]:
+    """Use the folder of temporary files, on any file system."""
     with tempfile.TemporaryDirectory(prefix="offload-direct-io-") as folder:
         yield Path(folder)
 
@@ -56,7 +56,7 @@ def on_tmpfs() -> Iterator[Path]:
         yield folder
 
 
-FILE_SYSTEMS = {"the folder for temporary files": on_ext4, "tmpfs": on_tmpfs}
+FILE_SYSTEMS = {"the folder for temporary files": on_temporary_folder, "tmpfs": on_tmpfs}
 
 
 @pytest.fixture(params=list(FILE_SYSTEMS.values()), ids=list(FILE_SYSTEMS))
@@ -65,8 +65,8 @@ def folder(request: pytest.FixtureRequest) -> Iterator[Path]:
         yield path
 
 
-class Opens:
-    """Whether objects were opened with O_DIRECT, in order."""
+class RecordedOpens:
+    """A record per opened object, in order: true if it was opened with O_DIRECT."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refuse: bool = False) -> None:
         self.direct: list[bool] = []
@@ -95,7 +95,7 @@ def filled(data: bytes, offset: int = 0) -> memoryview:
 
 
 async def round_trip(backend: DiskBackend, data: bytes, store_offset: int, load_offset: int) -> tuple[object, bytes]:
-    """Store and load; what lies around the buffers must not change."""
+    """Store and load; the memory around the buffers must not change."""
     assert await backend.store([key(1)], [filled(data, store_offset).toreadonly()]) == [StoreOutcome.STORED]
     around = page_aligned(load_offset + len(data) + PAGE)
     around[:] = b"\x5a" * len(around)
@@ -120,7 +120,7 @@ def test_objects_of_every_size_come_back_from_and_to_any_address(path_of: Any, d
             data = os.urandom(nbytes)
             assert asyncio.run(round_trip(backend, data, store_offset, load_offset)) == (HIT, data)
             (path,) = files_under(folder)
-            assert path.read_bytes() == data, "others would see other bytes"
+            assert path.read_bytes() == data, "other programs would see other bytes"
             asyncio.run(backend.delete([key(1)]))
 
         check()
@@ -151,7 +151,7 @@ def test_c16_a_file_of_another_size_is_corrupt(disk: Disk, tmp_path: Path, optio
 def test_whole_pages_at_aligned_addresses_go_past_the_page_cache(
     disk: Disk, folder: Path, monkeypatch: pytest.MonkeyPatch, option: str, offset: int, nbytes: int, expected: bool
 ) -> None:
-    opens = Opens(monkeypatch)
+    opens = RecordedOpens(monkeypatch)
     backend = disk(folder / "objects", direct_io=option)
 
     async def main() -> None:
@@ -193,20 +193,20 @@ def test_an_object_is_read_by_one_system_call(
     assert calls == [0]
 
 
-def test_on_is_refused_at_open_where_the_file_system_cannot_do_it(disk: Disk) -> None:
+def test_on_is_refused_at_open_on_a_file_system_without_direct_io(disk: Disk) -> None:
     with ramfs() as folder:
         with pytest.raises(OSError, match="direct_io: on") as caught:
             asyncio.run(disk(folder, direct_io="on").open())
         assert caught.value.errno == errno.EINVAL
         assert str(caught.value) == (
             f"[Errno 22] {folder}: direct_io: on, but its file system does not open a file with O_DIRECT (Invalid "
-            "argument); set direct_io to off or auto, or choose a folder on a file system that knows O_DIRECT, such "
+            "argument); set direct_io to off or auto, or choose a folder on a file system that supports O_DIRECT, such "
             "as ext4 or xfs"
         )
         assert files_under(folder) == []
 
 
-def test_auto_uses_the_page_cache_where_the_file_system_cannot_do_otherwise(
+def test_auto_uses_the_page_cache_on_a_file_system_without_direct_io(
     disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = os.urandom(2 * PAGE)
@@ -222,10 +222,8 @@ def test_auto_uses_the_page_cache_where_the_file_system_cannot_do_otherwise(
     )
 
 
-def test_a_refusal_is_understood_where_we_may_not_mount(
-    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Opens(monkeypatch, refuse=True)
+def test_a_simulated_refusal_is_treated_the_same(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    RecordedOpens(monkeypatch, refuse=True)
     with pytest.raises(OSError, match="set direct_io to off or auto"):
         asyncio.run(disk(tmp_path / "objects", direct_io="on").open())
     backend = disk(tmp_path / "objects", direct_io="auto")
@@ -234,7 +232,7 @@ def test_a_refusal_is_understood_where_we_may_not_mount(
 
 
 @pytest.mark.parametrize("option", ["on", "auto"])
-def test_a_file_system_that_gives_back_other_bytes_is_not_trusted(
+def test_a_file_system_that_returns_other_bytes_is_refused(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
     monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: len(data))
@@ -269,7 +267,7 @@ async def loaded(backend: DiskBackend, buffer: memoryview) -> list[LoadOutcome]:
     return list(await backend.load_into([key(1)], [buffer]))
 
 
-def test_nothing_is_left_of_the_probe_nor_of_one_that_was_killed(disk: Disk, folder: Path) -> None:
+def test_no_probe_leaves_a_file_even_if_it_was_killed(disk: Disk, folder: Path) -> None:
     (folder / "objects").mkdir()
     (folder / "objects" / ".direct-io.0123456789abcdef.tmp").write_bytes(b"x")
     asyncio.run(disk(folder / "objects", direct_io="on").open())

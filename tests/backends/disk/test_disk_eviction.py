@@ -1,4 +1,4 @@
-"""What goes first, when an eviction begins and ends, and what must be left free."""
+"""The order of eviction, its begin and end, and the space to keep free."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = {number: (37 * number) % 130 + 10 for number in range(12)}
 
 
 class Oracle:
-    """Both orders, as plain lists with the next to go first."""
+    """Both orders as plain lists, the next victim first."""
 
     def __init__(self, *, segmented: bool) -> None:
         self.segmented = segmented
@@ -58,12 +58,12 @@ STEP = st.tuples(
 @pytest.mark.parametrize("policy", ["lru", "slru"])
 @settings(max_examples=50, deadline=None)
 @given(steps=st.lists(STEP, min_size=20, max_size=60))
-def test_what_is_evicted_is_what_a_brute_force_oracle_says(
+def test_the_order_of_eviction_is_that_of_a_brute_force_oracle(
     tmp_path_factory: pytest.TempPathFactory, policy: str, steps: list[tuple[str, int]]
 ) -> None:
     root = tmp_path_factory.mktemp("order")
     account = open_account(root, CAPACITY, policy=policy)
-    account.scan_ends()
+    account.finish_scan()
     oracle = Oracle(segmented=policy == "slru")
     try:
         for step, number in steps:
@@ -75,7 +75,7 @@ def test_what_is_evicted_is_what_a_brute_force_oracle_says(
                 path = root / one.namespace / one.pack / one.chunk_hash.hex()[:2] / f"{one.chunk_hash.hex()}.kv"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(bytes(SIZES[number]))
-                account.settle([one], [granted])
+                account.release([granted], stored=[one])
             elif step == "delete" and there:
                 account.remove([one])
                 for segment in (oracle.unprotected, oracle.protected):
@@ -86,8 +86,8 @@ def test_what_is_evicted_is_what_a_brute_force_oracle_says(
                     assert account.pin([one]) != [None]
                     account.unpin([one])
                 else:
-                    account.touch([one])
-                account.write_down()
+                    account.record_use([one])
+                account.flush()
                 oracle.use(number)
             assert account.used_bytes == sum(SIZES[each] for each in oracle.all())
     finally:
@@ -97,7 +97,7 @@ def test_what_is_evicted_is_what_a_brute_force_oracle_says(
 async def put(
     backend: DiskBackend, *numbers: int, nbytes: int = 10 * KIB
 ) -> tuple[list[StoreOutcome], list[ObjectKey]]:
-    """Store as a tier does; returns what became of each, and what was evicted."""
+    """Store as a tier does; return the outcome of each key, and the evicted keys."""
     keys = [key(number) for number in numbers]
     reservation = await backend.prepare_store(keys, [nbytes] * len(keys))
     wanted = [one for one, outcome in zip(keys, reservation.outcomes, strict=True) if outcome is None]
@@ -106,7 +106,7 @@ async def put(
     return [outcome or next(stored) for outcome in reservation.outcomes], list(reservation.evicted)
 
 
-def test_one_pass_over_many_prompts_leaves_what_was_used_again(disk: Disk, tmp_path: Path) -> None:
+def test_one_pass_over_many_prompts_does_not_evict_reused_objects_under_slru(disk: Disk, tmp_path: Path) -> None:
     async def main(policy: str) -> list[bool]:
         backend = disk(tmp_path / policy, capacity=100 * KIB, low_watermark=1, eviction=policy)
         await backend.open()
@@ -140,7 +140,7 @@ def test_a_long_eviction_goes_on_with_the_stores_that_follow(disk: Disk, tmp_pat
             await put(backend, *range(start, start + 50), nbytes=4)
         return [len((await put(backend, 250 + number, nbytes=4))[1]) for number in range(4)]
 
-    assert asyncio.run(main()) == [65, 61, 0, 0], "64 at a time beside what the store itself needs"
+    assert asyncio.run(main()) == [65, 61, 0, 0], "64 per step beside the victims for the store itself"
 
 
 def fill(folder: Path, leave_bytes: int) -> Path:
@@ -151,7 +151,7 @@ def fill(folder: Path, leave_bytes: int) -> Path:
     return filler
 
 
-def test_what_is_to_be_kept_free_is_made_free_and_otherwise_stores_are_rejected(disk: Disk) -> None:
+def test_space_to_keep_free_is_freed_by_eviction_and_otherwise_stores_are_rejected(disk: Disk) -> None:
     async def main(folder: Path) -> None:
         backend = disk(folder / "objects", capacity="100MiB", keep_free=200 * KIB)
         await backend.open()
@@ -163,7 +163,7 @@ def test_what_is_to_be_kept_free_is_made_free_and_otherwise_stores_are_rejected(
             assert outcomes == [StoreOutcome.STORED]
             evicted += gone
             status = os.statvfs(folder)
-            assert status.f_bavail * status.f_frsize >= (200 - 64) * KIB, "the account itself may have grown"
+            assert status.f_bavail * status.f_frsize >= (200 - 64) * KIB, "the account's own file may have grown"
         assert evicted == [key(number) for number in range(len(evicted))] != []
         assert await put(backend, 12, nbytes=190 * KIB) == ([StoreOutcome.REJECTED], [])
         assert list(await backend.contains([key(4), key(11)])) == [True, True], "evicted in vain"
@@ -175,7 +175,7 @@ def test_what_is_to_be_kept_free_is_made_free_and_otherwise_stores_are_rejected(
         asyncio.run(main(folder))
 
 
-def test_without_a_capacity_what_would_leave_too_little_free_is_rejected(disk: Disk) -> None:
+def test_without_a_capacity_a_store_that_leaves_too_little_free_is_rejected(disk: Disk) -> None:
     async def main(folder: Path) -> None:
         backend = disk(folder / "objects", keep_free=200 * KIB)
         await backend.open()

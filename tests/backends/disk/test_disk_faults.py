@@ -41,12 +41,12 @@ def test_c6_on_a_full_disk_a_store_is_rejected_and_leaves_nothing_behind(small_d
     asyncio.run(backend.open())
     assert store(backend, (0, bytes(1024 * KIB))) == [REJECTED]
     assert files_under(small_disk) == []
-    data = os.urandom(100 * KIB)  # the room is there again
+    data = os.urandom(100 * KIB)  # the space is free again
     store(backend, (0, data))
     assert load(backend, 0, len(data)) == (HIT, data)
 
 
-def test_c6_on_a_full_disk_what_is_there_and_the_rest_of_the_batch_stay_whole(disk: Disk, small_disk: Path) -> None:
+def test_c6_on_a_full_disk_stored_objects_and_the_rest_of_the_batch_stay_whole(disk: Disk, small_disk: Path) -> None:
     backend = disk(small_disk)
     asyncio.run(backend.open())
     old, small = os.urandom(20 * KIB), os.urandom(10 * KIB)
@@ -80,7 +80,7 @@ def test_a_read_only_disk_without_the_folder_cannot_be_opened(small_disk: Path, 
         asyncio.run(backend.open())
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_at_open(disk: Disk, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error_at_open(disk: Disk, tmp_path: Path) -> None:
     backend = disk(tmp_path / "objects")
     (tmp_path / "objects").write_text("in the way")
     with pytest.raises(OSError, match="objects"):
@@ -88,7 +88,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_open(disk: Disk, tmp_path: 
 
 
 @pytest.mark.parametrize("options", [{}, {"capacity": "10MiB"}], ids=["without a limit", "with a limit"])
-def test_a_full_quota_rejects_stores_until_there_is_room(
+def test_a_full_quota_rejects_stores_until_space_is_free(
     disk: Disk,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -108,7 +108,7 @@ def test_a_full_quota_rejects_stores_until_there_is_room(
         for _ in range(2):
             outcomes = await backend.store([key(1), key(0), key(2)], [memoryview(b"object")] * 3)
             assert outcomes[::2] == [REJECTED, REJECTED]
-        assert len(caplog.records) == 1, "it is said once"
+        assert len(caplog.records) == 1, "logged once"
         assert await backend.load_into([key(0)], [memoryview(bytearray(6))]) == [HIT]
         monkeypatch.setattr(files, "write", write)
         assert await backend.store([key(1)], [memoryview(b"object")]) == [STORED]
@@ -116,10 +116,10 @@ def test_a_full_quota_rejects_stores_until_there_is_room(
     asyncio.run(main())
 
 
-def test_a_disk_that_is_full_at_the_start_is_used_when_there_is_room(
+def test_a_disk_that_is_full_at_the_start_is_used_when_space_is_free(
     small_disk: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload_backend_disk.housekeeping._LOOK_AGAIN_SECONDS", 1.0)  # of ten
+    monkeypatch.setattr("offload_backend_disk.housekeeping._CHECK_SECONDS", 1.0)  # of ten
     filler = small_disk / "filler"
     filler.write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096))
     backend = disk(small_disk, capacity="200KiB")
@@ -134,13 +134,13 @@ def test_a_disk_that_is_full_at_the_start_is_used_when_there_is_room(
         await backend.open()
         assert await put() is REJECTED
         filler.unlink()
-        while await put() is not STORED:  # noqa: ASYNC110 - it is tried again after a second
+        while await put() is not STORED:  # noqa: ASYNC110 - retried after a second
             await asyncio.sleep(0.05)
 
     asyncio.run(main())
 
 
-def test_a_disk_that_cannot_tell_what_is_there_fails(backend: DiskBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lookup_on_a_failing_disk_is_an_error(backend: DiskBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*arguments: object, **keywords: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 

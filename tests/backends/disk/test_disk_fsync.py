@@ -1,4 +1,4 @@
-"""The fsync option forces to the disk what it says, before an object counts as stored."""
+"""The fsync option forces data to the disk before an object counts as stored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.backends.disk.conftest import Disk, key
         ("data and folder", [("file", 0), ("folder", 1), ("file", 1), ("folder", 2)]),
     ],
 )
-def test_what_is_forced_to_the_disk(
+def test_files_and_folders_are_forced_to_the_disk_as_the_option_says(
     tmp_path: Path,
     disk: Disk,
     monkeypatch: pytest.MonkeyPatch,
@@ -48,4 +48,4 @@ def test_what_is_forced_to_the_disk(
             await reservation.release()
 
     asyncio.run(main())
-    assert seen == forced, "what was forced, and how many objects could be seen then"
+    assert seen == forced, "forced files and folders, each with the number of visible objects"

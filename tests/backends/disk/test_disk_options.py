@@ -1,4 +1,4 @@
-"""What the disk backend says about its options, as the operator sees it."""
+"""The checks of the disk backend's options, as the operator sees them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def problem(path: object) -> str:
     return only
 
 
-def test_a_folder_that_exists_or_whose_parent_does(tmp_path: Path) -> None:
+def test_a_folder_that_exists_or_has_a_parent_is_accepted(tmp_path: Path) -> None:
     assert options(str(tmp_path)).path == tmp_path
     assert options(str(tmp_path / "new")).path == tmp_path / "new"
-    assert not (tmp_path / "new").exists(), "validation makes nothing"
+    assert not (tmp_path / "new").exists(), "validation creates nothing"
 
 
 def test_a_relative_path_and_the_home_folder_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_a_wrong_type_is_refused() -> None:
     [("~no-such-user/kv", "home directory"), ("/tmp/" + "x" * 300, "File name too long")],
     ids=["unknown user", "too long"],
 )
-def test_a_path_that_cannot_be_looked_at_is_a_problem_like_any_other(path: str, reason: str) -> None:
+def test_a_path_that_cannot_be_examined_is_reported_like_any_problem(path: str, reason: str) -> None:
     found = problem(path)
     assert found.startswith(f"backends.0.path: {path!r} is not valid: ")
     assert reason in found
@@ -79,6 +79,6 @@ def test_watermarks_in_the_wrong_order_are_refused_with_the_cure(tmp_path: Path)
 
 
 @pytest.mark.parametrize("given", [{"eviction": "fifo"}, {"keep_free": "1,5GiB"}, {"high_watermark": 0}], ids=str)
-def test_an_option_that_means_nothing_is_refused(tmp_path: Path, given: dict[str, object]) -> None:
+def test_an_invalid_option_is_refused(tmp_path: Path, given: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=rf"backends\.0\.{next(iter(given))}: "):
         load_config({"backends": [{"name": "nvme", "type": "disk", "path": str(tmp_path), **given}]})

@@ -1,4 +1,4 @@
-"""Several processes on one folder with a limit: killed at any moment, at full speed, one after the other."""
+"""Several processes on one folder with a capacity: killed at any moment, at full speed, one after the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload_core.api.backend import LoadOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.cli.probes import sealed
 from tests.backends.disk.capacity_writer import NAMESPACE, PACK, SIZES
-from tests.backends.disk.conftest import Disk, files_under, key, settled, used
+from tests.backends.disk.conftest import Disk, files_under, key, recover, used
 
 MIB = 1024 * 1024
 CAPACITY = 4 * MIB
@@ -27,7 +27,7 @@ VERIFY = "import sys; from offload_core.cli import app; sys.exit(app(sys.argv[1:
 
 
 class Writers:
-    """Starts and ends writers, which share a folder."""
+    """Writers that share a folder."""
 
     def __init__(self, folder: Path, **options: object) -> None:
         command = [sys.executable, str(WRITER), str(folder), json.dumps(options)]
@@ -48,14 +48,14 @@ class Writers:
             self._process.communicate(timeout=30)
 
     def start(self, seed: int) -> str:
-        """Start a writer; returns its process id when it has stored something."""
+        """Start a writer; return its process id after its first stored object."""
         self._ask(f"start {seed}")
         _, pid = self._hear("storing")
         self.running.append(pid)
         return pid
 
     def end(self, pid: str, how: str) -> int:
-        """End a writer, by ``kill`` or ``stop``; returns its exit code."""
+        """End a writer by ``kill`` or ``stop``; return its exit code."""
         self._ask(f"{how} {pid}")
         self.running.remove(pid)
         return int(self._hear("ended", pid)[2])
@@ -75,7 +75,7 @@ class Writers:
 
 
 def verify(folder: Path, tmp_path: Path) -> tuple[int, str]:
-    """Run ``offload-core verify``; returns its exit code and what it says."""
+    """Run ``offload-core verify``; return its exit code and its output on stderr."""
     config = tmp_path / "offload.json"
     config.write_text(json.dumps({"backends": [{"name": "disk", "type": "disk", "path": str(folder)}]}))
     command = [sys.executable, "-c", VERIFY, "verify", str(config)]
@@ -97,9 +97,9 @@ def check_after_kills(tmp_path: Path, kills: int, seed: int) -> None:
             assert used(folder) <= CAPACITY
             if number < kills - 4:
                 writers.start(1000 * seed + 10 + number)
-    total, debris = settled(folder, CAPACITY)
+    total, debris = recover(folder, CAPACITY)
     assert debris == []
-    assert abs(total - used(folder)) <= MOST_BYTES, "the account is wrong by more than an object"
+    assert abs(total - used(folder)) <= MOST_BYTES, "the account differs by more than one object"
     assert used(folder) > CAPACITY // 4
     code, said = verify(folder, tmp_path)
     assert (code, f"{len(files_under(folder))} objects" in said, "0 damaged" in said) == (0, True, True), said
@@ -115,7 +115,7 @@ def test_writers_killed_two_hundred_times_leave_whole_objects_and_a_right_accoun
     check_after_kills(tmp_path, 200, 1)
 
 
-def test_four_processes_at_full_speed_stay_under_the_limit_and_lose_nothing_that_is_pinned(
+def test_four_processes_at_full_speed_stay_under_the_limit_and_evict_nothing_that_is_pinned(
     tmp_path: Path, disk: Disk
 ) -> None:
     folder = tmp_path / "objects"
@@ -145,8 +145,8 @@ def test_four_processes_at_full_speed_stay_under_the_limit_and_lose_nothing_that
 
     asyncio.run(main())
     assert max(seen) <= CAPACITY
-    assert max(seen) > CAPACITY // 2, "the limit was never near"
-    assert settled(folder, CAPACITY) == (used(folder), [])
+    assert max(seen) > CAPACITY // 2, "the writers never came near the limit"
+    assert recover(folder, CAPACITY) == (used(folder), [])
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])

@@ -1,4 +1,4 @@
-"""The template as an author would have it: a copy outside the project, installed in an environment of its own."""
+"""The template as a plugin author has it: a copy outside the project, installed in an environment of its own."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support.paths import ROOT, TEMPLATE
 
 @dataclass(frozen=True)
 class CleanEnvironment:
-    """A virtual environment with the wheels of the core and of the template, and a folder that is nobody's."""
+    """A virtual environment with the wheels of the core and of the template, and an empty folder to run in."""
 
     python: Path
     folder: Path
 
     def run(self, *arguments: str | Path, timeout_seconds: float = 60) -> subprocess.CompletedProcess[str]:
-        """Run its Python in the folder, with no way to the sources of this project."""
+        """Run its Python in the folder, without access to the sources of this project."""
         return _run(self.python, *arguments, cwd=self.folder, timeout_seconds=timeout_seconds)
 
 
@@ -51,7 +51,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def clean(tmp_path_factory: pytest.TempPathFactory, template: Path) -> CleanEnvironment:
-    """Both wheels in a new environment; what they depend on comes from this one, since tests have no network."""
+    """Install both wheels in a new environment. Their dependencies come from this one, since tests have no network."""
     folder = tmp_path_factory.mktemp("clean")
     wheels, venv, dependencies = folder / "wheels", folder / "venv", folder / "dependencies"
     for source in (ROOT, template):
@@ -59,12 +59,12 @@ def clean(tmp_path_factory: pytest.TempPathFactory, template: Path) -> CleanEnvi
     _must(sys.executable, "-m", "venv", "--without-pip", venv)
     pip = (sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "--disable-pip-version-check")
     _must(*pip, "install", "--quiet", "--no-deps", "--no-index", *wheels.iterdir())
-    # Not the folder of this environment itself: it has the metadata of the project's own editable installation.
+    # Not the folder of this environment itself: it contains the project's own editable installation.
     dependencies.mkdir()
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if not entry.name.startswith(("offload_", "_editable_impl_offload_")):
             (dependencies / entry.name).symlink_to(entry)
-    (dependencies / "tests").symlink_to(ROOT / "tests")  # the labs that run an engine; nothing of the sources is there
+    (dependencies / "tests").symlink_to(ROOT / "tests")  # the labs that run an engine; no sources of the packages
     (site_packages,) = venv.glob("lib/python*/site-packages")
     (site_packages / "dependencies.pth").write_text(f"{dependencies}\n")
     elsewhere = folder / "elsewhere"

@@ -1,4 +1,4 @@
-"""Run in the clean environment: one engine that stores to sqlite and one that loads.
+"""Serve in the clean environment: one engine stores to sqlite and one loads.
 
     python serve.py FOLDER
 

@@ -1,4 +1,4 @@
-"""What the template's backend does beyond the contract: between processes, and with files in disorder."""
+"""Behaviour of the template's backend beyond the contract: between processes, and with damaged files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sqlite(path: Path) -> Iterator[Open]:
-    """Make backends on one file with a capacity of 16 MiB, which wait half a second for each other."""
+    """Make backends on one file. Its capacity is 16 MiB, and they wait half a second for each other."""
     executors: list[DaemonExecutor] = []
 
     def make() -> SqliteBackend:
@@ -50,7 +50,7 @@ def sqlite(path: Path) -> Iterator[Open]:
         executor.shutdown()
 
 
-def held(path: Path) -> int:
+def num_holds(path: Path) -> int:
     with closing(sqlite3.connect(path)) as db:
         return int(db.execute("SELECT count(*) FROM holds").fetchone()[0])
 
@@ -81,7 +81,7 @@ RESERVE_AND_DIE = """if True:
 
 
 @pytest.mark.parametrize("opened", ["before", "after"])
-def test_room_that_a_dead_process_reserved_is_free(
+def test_the_reservation_of_a_dead_process_is_released(
     clean: CleanEnvironment, sqlite: Open, path: Path, opened: str
 ) -> None:
     async def main() -> None:
@@ -90,10 +90,10 @@ def test_room_that_a_dead_process_reserved_is_free(
             await backend.open()
         died = clean.run("-c", RESERVE_AND_DIE, path)
         assert died.stdout == "None\n", died.stderr
-        assert held(path) == 1
+        assert num_holds(path) == 1
         if opened == "after":
             await backend.open()
-            assert held(path) == 0
+            assert num_holds(path) == 0
         reservation = await backend.prepare_store([key(0)], [2 << 20])
         assert reservation.outcomes == (None,)
         await reservation.release()
@@ -103,7 +103,7 @@ def test_room_that_a_dead_process_reserved_is_free(
     asyncio.run(main())
 
 
-def test_room_that_a_living_client_reserved_is_its_own(sqlite: Open) -> None:
+def test_the_reservation_of_a_live_process_is_kept(sqlite: Open) -> None:
     async def main() -> None:
         first, second, third = sqlite(), sqlite(), sqlite()
         await first.open()
@@ -120,7 +120,7 @@ def test_room_that_a_living_client_reserved_is_its_own(sqlite: Open) -> None:
     asyncio.run(main())
 
 
-def test_what_was_used_last_stays_and_what_another_client_loads_too(sqlite: Open) -> None:
+def test_recently_used_objects_and_those_another_client_loads_are_not_evicted(sqlite: Open) -> None:
     async def main() -> None:
         writer, reader = sqlite(), sqlite()
         await writer.open()
@@ -141,7 +141,7 @@ def test_what_was_used_last_stays_and_what_another_client_loads_too(sqlite: Open
     asyncio.run(main())
 
 
-def test_what_a_cancelled_call_reserved_is_given_back(sqlite: Open, path: Path) -> None:
+def test_the_reservation_of_a_cancelled_call_is_released(sqlite: Open, path: Path) -> None:
     async def main() -> None:
         backend = sqlite()
         await backend.open()
@@ -154,7 +154,7 @@ def test_what_a_cancelled_call_reserved_is_given_back(sqlite: Open, path: Path) 
             other.execute("COMMIT")
         with pytest.raises(asyncio.CancelledError):
             await reserving
-        assert held(path) == 0
+        assert num_holds(path) == 0
         await backend.close()
 
     asyncio.run(main())
@@ -209,7 +209,7 @@ def test_an_object_whose_pages_are_damaged_is_corrupt_and_its_neighbours_are_not
 
 
 @pytest.mark.parametrize("content", [b"not a database" * 1000, b""], ids=["garbage", "empty"])
-def test_a_file_of_something_else_is_refused_and_left_as_it_was(sqlite: Open, path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_database_is_refused_and_left_as_it_was(sqlite: Open, path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
     async def main() -> None:
@@ -223,7 +223,7 @@ def test_a_file_of_something_else_is_refused_and_left_as_it_was(sqlite: Open, pa
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_database_of_something_else_is_refused(sqlite: Open, path: Path) -> None:
+def test_a_database_of_another_program_is_refused(sqlite: Open, path: Path) -> None:
     with closing(sqlite3.connect(path)) as db:
         db.execute("CREATE TABLE objects (theirs)")
 
@@ -234,7 +234,7 @@ def test_a_database_of_something_else_is_refused(sqlite: Open, path: Path) -> No
     asyncio.run(main())
 
 
-def test_a_file_that_stays_locked_fails_the_batch_and_only_that(sqlite: Open, path: Path) -> None:
+def test_a_file_that_stays_locked_fails_only_the_batch(sqlite: Open, path: Path) -> None:
     async def main() -> None:
         backend = sqlite()
         await backend.open()

@@ -1,4 +1,4 @@
-"""The template is built, installed in a clean environment, found, put through the contract and served from."""
+"""The template is built, installed in a clean environment, found, tested against the contract, and served from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.testing.template.conftest import CleanEnvironment
 TEST_FILE = "tests/test_sqlite.py"
 
 
-def test_the_clean_environment_has_nothing_of_the_sources(clean: CleanEnvironment) -> None:
+def test_the_clean_environment_imports_no_sources_of_the_project(clean: CleanEnvironment) -> None:
     script = """if True:
         import importlib.metadata, json, offload_core, offload_backend_sqlite
         files = [offload_core.__file__, offload_backend_sqlite.__file__]
@@ -63,7 +63,7 @@ def test_the_configuration_in_its_readme_is_accepted(clean: CleanEnvironment) ->
     assert float(options["busy_timeout_seconds"]) == float(documented["busy_timeout_seconds"])
 
 
-def test_it_depends_on_this_version_of_the_core_and_on_nothing_else() -> None:
+def test_it_depends_on_this_version_of_the_core_only() -> None:
     project = tomllib.loads((TEMPLATE / "pyproject.toml").read_text())["project"]
     (requirement,) = map(Requirement, project["dependencies"])
     assert requirement.name == "offload-core"

@@ -1,8 +1,8 @@
-"""The account of a folder of objects: who may write how much, what was used when, and so what goes first.
+"""The account of a folder: its objects, their last uses, and the reservations of all processes.
 
-One SQLite database in the folder, shared by all processes on the host. Every byte is reserved in it before it is
-written, so the account is never behind what is on the disk; what a killed process had reserved is settled by those that
-live on. Files are removed within a transaction only, so that what it finds on the disk is so until it ends.
+One SQLite database in the folder serves all processes on the host. Every byte is reserved in it before the write, so
+the account never counts less than the disk holds. If a process is killed, the surviving ones release its reservations.
+Files are removed inside a transaction only, so a file seen there exists until the transaction ends.
 
 Everything here blocks; calls may come from any thread.
 """
@@ -14,14 +14,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from offload_backend_disk.capacity.database import FULL, Database
+from offload_backend_disk.capacity.database import Database
 from offload_backend_disk.capacity.eviction import Evictor, Limits
 from offload_backend_disk.capacity.pins import Pins
-from offload_backend_disk.capacity.processes import Owners
-from offload_backend_disk.capacity.rows import PackNames, Records
-from offload_backend_disk.capacity.write_behind import Notes
+from offload_backend_disk.capacity.rows import PackNumbers, Rows
+from offload_backend_disk.capacity.write_behind import WriteBehind
+from offload_backend_disk.folder.files import DISK_FULL_ERRNOS
 from offload_backend_disk.folder.layout import Layout, hash_range
-from offload_backend_disk.folder.mount_guard import Home
+from offload_backend_disk.folder.mount_guard import MountGuard
+from offload_backend_disk.folder.processes import Processes
 from offload_core.api import ObjectKey
 
 
@@ -29,86 +30,86 @@ class Account:
     """The account of one folder, as one process sees it.
 
     Args:
-        home: the folder.
-        owners: this process's lock in it; reservations are made in its name.
-        limits: how much may be in the folder.
+        mount_guard: the folder.
+        processes: the processes that use it; reservations are made in this one's name.
+        limits: the limits of the folder.
     """
 
-    def __init__(self, home: Home, owners: Owners, limits: Limits) -> None:
-        self._home = home
-        self._layout = Layout(home.root)
-        self._owners = owners
-        self._database = Database(owners.folder / "account.sqlite")
-        self._pins = Pins(owners.folder / "pins")
-        self._evictor = Evictor(self._layout, self._pins, limits, home.free_bytes)
+    def __init__(self, mount_guard: MountGuard, processes: Processes, limits: Limits) -> None:
+        self._mount_guard = mount_guard
+        self._layout = Layout(mount_guard.root)
+        self._processes = processes
+        self._database = Database(processes.state_folder / "account.sqlite")
+        self._pins = Pins(processes.state_folder / "pins")
+        self._evictor = Evictor(self._layout, self._pins, limits, mount_guard.free_bytes)
         self._lock = threading.Lock()  # around everything that uses the database
-        self._packs = PackNames()
-        self._notes = Notes()
-        self._opened = False
+        self._pack_numbers = PackNumbers()
+        self._write_behind = WriteBehind()
+        self._is_open = False
         self._reopened = False
-        self._known = False
+        self._is_scanned = False
 
     def open(self) -> None:
-        """Open or create the account, and take this process's lock.
+        """Open or create the account, and register this process.
 
         Raises:
-            OSError: the folder cannot be written, is full, or is on another file system than it was.
+            OSError: the folder cannot be written, is full, or is on another file system than before.
         """
         with self._lock:
-            self._opened = True
+            self._is_open = True
             self._open()
 
     def close(self) -> None:
-        """Write down what was used and let go of everything. Idempotent."""
-        if self._database.is_there:  # else there is nobody left to tell
-            self.write_down()
+        """Flush the pending changes, then close all files and remove this process's lock. Idempotent."""
+        if self._database.is_in_place:  # a removed one has no reader left
+            self.flush()
         with self._lock:
-            self._opened = False
+            self._is_open = False
             self._database.close()
             self._pins.close()
-        self._owners.drop()
+        self._processes.unregister()
 
     def reserve(self, wanted: Sequence[tuple[ObjectKey, int]]) -> tuple[list[int | None], list[ObjectKey]]:
-        """Reserve room for objects, in order, evicting what is to go first.
+        """Reserve capacity for objects, in order; other objects are evicted for it.
 
         Returns:
-            Per object a reservation, or ``None`` where there is no room; and what was evicted.
+            A reservation per object, ``None`` if it does not fit; and the evicted keys.
 
         Raises:
-            OSError: the account cannot be used. A disk that is merely full has no room.
+            OSError: the account cannot be used. A full disk is no error: nothing fits then.
         """
         evicted: list[ObjectKey] = []
         granted: list[int | None] = []
-        if not self._known and self._lock.locked():  # nothing waits for a scan
+        if not self._is_scanned and self._lock.locked():  # a store never waits for a scan
             return [None] * len(wanted), evicted
         try:
-            with self._transaction() as records:
+            with self._transaction() as rows:
                 for key, nbytes in wanted:
-                    room = self._evictor.make_room(records, nbytes)
-                    if not room and self._settle_the_dead(records):
-                        room = self._evictor.make_room(records, nbytes)
-                    granted.append(records.reserve(self._owners.owner, key, nbytes) if room else None)
-                    evicted += records.removed
-                    records.removed.clear()
-                self._known = self._known or records.totals().scanned
+                    fits = self._evictor.evict_for(rows, nbytes)
+                    if not fits and self._release_dead_reservations(rows):
+                        fits = self._evictor.evict_for(rows, nbytes)
+                    granted.append(rows.add_reservation(self._processes.own_name, key, nbytes) if fits else None)
+                    evicted += rows.removed_files
+                    rows.removed_files.clear()
+                self._is_scanned = self._is_scanned or rows.totals().scanned
         except OSError as error:
-            self._notes.lose(evicted)
-            if error.errno not in FULL:
+            self._write_behind.record_removed(evicted)
+            if error.errno not in DISK_FULL_ERRNOS:
                 raise
             return [None] * len(wanted), evicted
         return granted, evicted
 
-    def settle(self, written: Iterable[ObjectKey], ended: Iterable[int]) -> None:
-        """End reservations, and take up objects that are on the disk now.
+    def release(self, reservations: Iterable[int], stored: Iterable[ObjectKey] = ()) -> None:
+        """Release reservations, and add the objects that are on the disk now.
 
-        Where this cannot be written down, because the disk is full, the next transaction does it.
+        If the database cannot be written because the disk is full, the next transaction does it.
         """
-        self._notes.settle(written, ended)
-        self.write_down()
+        self._write_behind.record_stored(stored, reservations)
+        self.flush()
 
-    def write_down(self) -> None:
-        """Write down what was noted, if anything was. What cannot be is kept."""
-        if self._notes:
+    def flush(self) -> None:
+        """Write the pending changes to the database. If that fails, they stay pending."""
+        if self._write_behind:
             with suppress(OSError), self._transaction():
                 pass
 
@@ -120,144 +121,149 @@ class Account:
         """
         removed = 0
         try:
-            with self._transaction() as records:
+            with self._transaction() as rows:
                 for key in keys:
                     self._layout.unlink(key)
-                    records.removed.append(key)
+                    rows.removed_files.append(key)
                     removed += 1
-                records.drop(records.removed)
+                rows.remove_objects(rows.removed_files)
         except OSError as error:
-            if error.errno not in FULL or not removed:
+            if error.errno not in DISK_FULL_ERRNOS or not removed:
                 raise
 
-    def touch(self, keys: Iterable[ObjectKey]) -> None:
-        """Note that objects were used. It is written down with the next transaction."""
-        self._notes.touch(keys)
+    def record_use(self, keys: Iterable[ObjectKey]) -> None:
+        """Record a use of objects. The next transaction writes it to the database."""
+        self._write_behind.record_use(keys)
 
     def pin(self, keys: Sequence[ObjectKey]) -> list[int | None]:
-        """Keep all processes from evicting objects, until as many :meth:`unpin`; returns the sizes of those there."""
+        """Pin the objects that are present: no process evicts one until :meth:`unpin` was called as often.
+
+        Returns:
+            The size of each object, ``None`` if it is absent.
+        """
         sizes = self._pins.pin(keys, self._layout.nbytes)
-        self.touch(key for key, size in zip(keys, sizes, strict=True) if size is not None)
+        self.record_use(key for key, size in zip(keys, sizes, strict=True) if size is not None)
         return sizes
 
     def unpin(self, keys: Iterable[ObjectKey]) -> None:
-        """Undo :meth:`pin`, for the keys that it said are there."""
+        """Undo :meth:`pin` for the keys that it found present."""
         self._pins.unpin(keys)
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all objects and reservations in the folder."""
-        with self._transaction() as records:
-            return records.totals().used
+        with self._transaction() as rows:
+            return rows.totals().used
 
     @property
-    def has_notes(self) -> bool:
-        """Whether :meth:`write_down` has anything to do."""
-        return bool(self._notes)
+    def needs_flush(self) -> bool:
+        """True if changes are pending for :meth:`flush`."""
+        return bool(self._write_behind)
 
-    def take_reopened(self) -> bool:
-        """Return whether the account has been opened again, because its folder had gone, since this was asked last."""
+    def take_reopened_flag(self) -> bool:
+        """Return whether the account was reopened since the last call, because its folder had gone."""
         reopened, self._reopened = self._reopened, False
         return reopened
 
-    def settle_the_dead(self) -> None:
-        """End the reservations of processes that have ended, and remove what they had begun to write."""
-        with self._transaction() as records:
-            self._settle_the_dead(records)
+    def release_dead_reservations(self) -> None:
+        """Release the reservations of ended processes, and remove their unfinished files."""
+        with self._transaction() as rows:
+            self._release_dead_reservations(rows)
 
     def needs_scan(self) -> bool:
-        """Return whether the account may be behind the disk: it is new, or the machine was started since.
+        """Return whether the account may differ from the disk: it is new, or the machine was restarted.
 
-        A new account counts as full until it has been brought in line, since nobody knows what is there.
+        A new account counts as full until a scan has added the objects of the folder.
         """
-        with self._transaction() as records:
-            totals = records.totals()
-        self._known = totals.scanned
+        with self._transaction() as rows:
+            totals = rows.totals()
+        self._is_scanned = totals.scanned
         return not totals.scanned or totals.boot != _boot_id()
 
     def scan(self, folder: Path, names: Sequence[str], after: bytes, up_to: bytes) -> None:
-        """Bring the account in line with files of one of the layout's folders.
+        """Correct the account for a part of one folder of the layout.
 
         Args:
-            names: its objects whose hashes are above ``after`` and at most ``up_to``, as far as there are any.
+            names: the folder's objects with hashes above ``after`` and at most ``up_to``.
         """
         namespace, pack = folder.parts[-3:-1]
         listed = [self._layout.key(folder, name) for name in names]
-        with self._transaction() as records:  # in which nothing is removed: what is there now is there until its end
-            known = records.hashes(namespace, pack, after, up_to)
-            sizes = {key: size for key in listed if (size := self._size(key))}
-            fresh = ((key, size) for key, size in sizes.items() if known.get(key.chunk_hash) != size[0])
-            records.put((key, nbytes, used) for key, (nbytes, used) in fresh)
-            there = {key.chunk_hash for key in sizes}
-            missing = [ObjectKey(namespace, pack, one) for one in known if one not in there]
-            records.drop(key for key in missing if self._size(key) is None)
+        with self._transaction() as rows:  # nothing is removed meanwhile: a file seen here exists until its end
+            counted = rows.objects_between(namespace, pack, after, up_to)
+            present = {key: found for key in listed if (found := self._size_and_time(key))}
+            changed = ((key, found) for key, found in present.items() if counted.get(key.chunk_hash) != found[0])
+            rows.put_objects((key, nbytes, stored_ns) for key, (nbytes, stored_ns) in changed)
+            present_hashes = {key.chunk_hash for key in present}
+            missing = [ObjectKey(namespace, pack, one) for one in counted if one not in present_hashes]
+            rows.remove_objects(key for key in missing if self._size_and_time(key) is None)
 
-    def scan_ends(self) -> None:
-        """Note that every folder was scanned."""
-        with self._transaction() as records:
-            for namespace, pack, prefix in records.folders():
+    def finish_scan(self) -> None:
+        """Record that every folder was scanned; objects of folders that are gone are removed from the account."""
+        with self._transaction() as rows:
+            for namespace, pack, prefix in rows.folders():
                 if not (self._layout.root / namespace / pack / prefix).is_dir():
-                    gone = records.hashes(namespace, pack, *hash_range(prefix))
-                    records.drop(ObjectKey(namespace, pack, one) for one in gone)
-            records.set_scanned(_boot_id())
-        self._known = True
+                    gone = rows.objects_between(namespace, pack, *hash_range(prefix))
+                    rows.remove_objects(ObjectKey(namespace, pack, one) for one in gone)
+            rows.set_scanned(_boot_id())
+        self._is_scanned = True
 
-    def _size(self, key: ObjectKey) -> tuple[int, int] | None:
-        """Return an object's size in bytes and when it was stored, in nanoseconds."""
+    def _size_and_time(self, key: ObjectKey) -> tuple[int, int] | None:
+        """Return an object's size in bytes and the time of its store in nanoseconds."""
         status = self._layout.status(key)
         return None if status is None else (status.st_size, status.st_mtime_ns)
 
-    def _settle_the_dead(self, records: Records) -> bool:
-        """Return whether there was anything to settle."""
-        alive = {owner: self._owners.alive(owner) for owner in records.owners() if owner != self._owners.owner}
-        left = [one for one in records.reservations_of_others(self._owners.owner) if not alive[one[1]]]
-        for _, owner, key in left:
-            self._layout.remove_debris(key, owner)
-        self._put(records, ((key, self._notes.now()) for _, _, key in left))
-        records.end(number for number, _, _ in left)
+    def _release_dead_reservations(self, rows: Rows) -> bool:
+        """Return whether a dead process had reservations. Its objects that reached the disk are added."""
+        own_name = self._processes.own_name
+        alive = {name: self._processes.is_alive(name) for name in rows.reserving_processes() if name != own_name}
+        left = [one for one in rows.reservations_of_others(own_name) if not alive[one[1]]]
+        for _, process, key in left:
+            self._layout.remove_temporaries(key, process)
+        self._put_present(rows, ((key, self._write_behind.next_time_ns()) for _, _, key in left))
+        rows.remove_reservations(number for number, _, _ in left)
         return bool(left)
 
-    def _put(self, records: Records, objects: Iterable[tuple[ObjectKey, int]]) -> None:
-        """Take up objects, as far as they are there, with when they were used."""
-        sizes = ((key, self._layout.nbytes(key), used) for key, used in objects)
-        records.put((key, nbytes, used) for key, nbytes, used in sizes if nbytes is not None)
+    def _put_present(self, rows: Rows, objects: Iterable[tuple[ObjectKey, int]]) -> None:
+        """Add those of the objects that are on the disk, with the time of their last use."""
+        sizes = ((key, self._layout.nbytes(key), used_ns) for key, used_ns in objects)
+        rows.put_objects((key, nbytes, used_ns) for key, nbytes, used_ns in sizes if nbytes is not None)
 
     @contextmanager
-    def _transaction(self) -> Iterator[Records]:
-        """One transaction, which starts with what is to be written down; everything in it happens or nothing.
+    def _transaction(self) -> Iterator[Rows]:
+        """Run one transaction, all or nothing. It begins with the pending changes.
 
         Raises:
             OSError: the account cannot be used.
         """
         with self._lock:
-            if not self._opened:
+            if not self._is_open:
                 raise OSError(f"{self._database.path}: the account is not open")
-            if not self._database.is_there:  # somebody has removed the folder, or unmounted it
+            if not self._database.is_in_place:  # the folder was removed or unmounted
                 self._open()
                 self._reopened = True
-            notes = self._notes.take()
-            removed: list[ObjectKey] = []
+            pending = self._write_behind.take()
+            removed_files: list[ObjectKey] = []
             try:
                 with self._database.transaction() as sql:
-                    records = Records(sql, self._packs)
-                    removed = records.removed
-                    records.end(notes.ended)
-                    records.drop(key for key in notes.gone if self._layout.nbytes(key) is None)
-                    self._put(records, notes.written.items())
-                    self._evictor.note_use(records, notes.touched.items(), self._notes.now)
-                    yield records
+                    rows = Rows(sql, self._pack_numbers)
+                    removed_files = rows.removed_files
+                    rows.remove_reservations(pending.reservations)
+                    rows.remove_objects(key for key in pending.removed if self._layout.nbytes(key) is None)
+                    self._put_present(rows, pending.stored_ns.items())
+                    self._evictor.record_use(rows, pending.used_ns.items(), self._write_behind.next_time_ns)
+                    yield rows
             except BaseException:
-                self._packs.clear()
-                self._notes.put_back(notes)
-                self._notes.lose(removed)
+                self._pack_numbers.clear()
+                self._write_behind.put_back(pending)
+                self._write_behind.record_removed(removed_files)
                 raise
 
     def _open(self) -> None:
         self._database.close()
-        self._packs.clear()
-        self._home.open()
-        self._owners.take()
-        with self._owners.opening():
+        self._pack_numbers.clear()
+        self._mount_guard.open()
+        self._processes.register()
+        with self._processes.startup_lock():
             self._database.open()
         self._pins.open()
 

@@ -1,4 +1,4 @@
-"""What a tier with a capacity does around its folder: it keeps the folder's account. Blocks, on any thread."""
+"""A folder of objects that never exceeds its capacity. Everything here blocks, on any thread."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from offload_backend_disk.capacity.account import Account
-from offload_backend_disk.capacity.database import FULL
+from offload_backend_disk.folder.files import DISK_FULL_ERRNOS
 from offload_backend_disk.folder.object_folder import ObjectFolder
 from offload_core.api import ObjectKey, StoreOutcome
 
-_TRY_AGAIN_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
 
 
-class Room(NamedTuple):
-    """What became of a request for room: per key a reservation, or the reason why there is none."""
+class ReservedCapacity(NamedTuple):
+    """The answer to a request for capacity.
+
+    Args:
+        reservations: the number of the reservation per key, or ``None``.
+        outcomes: the reason per key without a reservation; ``None`` for the others.
+        evicted: the keys that were evicted for it.
+    """
 
     reservations: list[int | None]
     outcomes: list[StoreOutcome | None]
@@ -24,19 +30,21 @@ class Room(NamedTuple):
 
 
 class BoundedFolder:
-    """A folder under the limit that its account keeps, for all processes together."""
+    """A folder under one limit for all its processes, which its account keeps."""
 
     def __init__(self, folder: ObjectFolder, account: Account) -> None:
         self._folder = folder
         self._account = account
-        self._closed_by: OSError | None = None
+        self._open_error: OSError | None = None
         self._next_try_seconds = 0.0
 
     def open(self) -> None:
-        """Open the account, and settle what processes that were killed have left.
+        """Open the account, and release the reservations of processes that were killed.
+
+        A folder that cannot be written is no error: its objects can be loaded.
 
         Raises:
-            OSError: the folder cannot even be read. One that cannot be written can still be loaded from.
+            OSError: the folder cannot even be read.
         """
         try:
             self._open_account()
@@ -45,42 +53,46 @@ class BoundedFolder:
                 raise
 
     def is_usable(self) -> bool:
-        """Return whether the account can be used; one that could not be opened is tried again."""
+        """Return whether the account can be used. If it could not be opened before, try again."""
         try:
-            self._reopen()
+            self._retry_open()
         except OSError:
             return False
         return True
 
     def close(self) -> None:
-        """Let go of the account. Idempotent."""
+        """Close the account. Idempotent."""
         self._account.close()
 
     def pin(self, keys: Sequence[ObjectKey]) -> list[int | None]:
-        """Keep all processes from evicting objects until :meth:`unpin`; returns the sizes of those that are there."""
-        return self._account.pin(keys) if self._closed_by is None else self._folder.sizes(keys)
+        """Pin the objects that are present: no process evicts one until :meth:`unpin` was called as often.
+
+        Returns:
+            The size of each object, ``None`` if it is absent.
+        """
+        return self._account.pin(keys) if self._open_error is None else self._folder.sizes(keys)
 
     def unpin(self, keys: Sequence[ObjectKey]) -> None:
-        """Undo :meth:`pin`, for the keys whose size it told."""
+        """Undo :meth:`pin` for the keys that it found present."""
         self._account.unpin(keys)
 
-    def reserve(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> Room:
-        """Reserve room for what is not there yet, evicting what is to go first."""
+    def reserve(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> ReservedCapacity:
+        """Reserve capacity for the objects that are absent; others are evicted for it."""
         present = self._folder.contains(keys)
         wanted = [(key, size) for key, size, there in zip(keys, nbytes, present, strict=True) if not there]
         granted, evicted = self._reserve(wanted)
-        self._account.touch([key for key, there in zip(keys, present, strict=True) if there])
+        self._account.record_use([key for key, there in zip(keys, present, strict=True) if there])
         rest = iter(granted)
         reservations = [None if there else next(rest) for there in present]
         outcomes = [
             StoreOutcome.ALREADY_PRESENT if there else StoreOutcome.REJECTED if reservation is None else None
             for there, reservation in zip(present, reservations, strict=True)
         ]
-        return Room(reservations, outcomes, evicted)
+        return ReservedCapacity(reservations, outcomes, evicted)
 
-    def give_back(self, reservations: Sequence[int]) -> None:
-        """End reservations that were not used."""
-        self._account.settle([], reservations)
+    def release(self, reservations: Sequence[int]) -> None:
+        """Release reservations that were not used."""
+        self._account.release(reservations)
 
     def store(
         self,
@@ -89,12 +101,13 @@ class BoundedFolder:
         reservations: Sequence[int | None],
         used: set[int],
     ) -> list[StoreOutcome]:
-        """Write objects, in order; the first error ends the batch. What has no reservation gets one first.
+        """Write objects, in order; the first error ends the batch.
 
-        What another process has stored meanwhile is left as it is, and what finds the disk full is rejected.
+        An object without a reservation gets one first. If another process has stored an object meanwhile, it is left
+        as it is. If the disk is full, the object is rejected.
 
         Args:
-            used: gets the reservations that have become objects; the others are still the caller's.
+            used: receives the reservations that have become objects; the others remain the caller's.
         """
         if not self._folder.prepare_to_write():
             return [StoreOutcome.REJECTED] * len(keys)
@@ -102,8 +115,8 @@ class BoundedFolder:
         outcomes: list[StoreOutcome | None] = [None] * len(held)
         missing = [index for index, reservation in enumerate(held) if reservation is None]
         if missing:
-            room = self.reserve([keys[index] for index in missing], [len(buffers[index]) for index in missing])
-            for index, reservation, outcome in zip(missing, room.reservations, room.outcomes, strict=True):
+            reserved = self.reserve([keys[index] for index in missing], [len(buffers[index]) for index in missing])
+            for index, reservation, outcome in zip(missing, reserved.reservations, reserved.outcomes, strict=True):
                 held[index], outcomes[index] = reservation, outcome
         written: list[tuple[int, ObjectKey]] = []
         try:
@@ -120,42 +133,42 @@ class BoundedFolder:
             done = {reservation for reservation, _ in written}
             own = (held[index] for index in missing)
             unused = [one for one in own if one is not None and one not in done]
-            self._account.settle([key for _, key in written], [*done, *unused])
+            self._account.release([*done, *unused], stored=[key for _, key in written])
             used |= done
         return [outcome for outcome in outcomes if outcome is not None]
 
     def delete(self, keys: Sequence[ObjectKey]) -> None:
         """Remove objects; absent ones are no error."""
-        self._reopen()
+        self._retry_open()
         self._account.remove(keys)
 
     def _reserve(self, wanted: Sequence[tuple[ObjectKey, int]]) -> tuple[list[int | None], list[ObjectKey]]:
         try:
-            self._reopen()
+            self._retry_open()
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL_ERRNOS:
                 raise
             return [None] * len(wanted), []
         return self._account.reserve(wanted) if wanted else ([], [])
 
-    def _reopen(self) -> None:
-        """Open an account that could not be opened: the disk may have been full or read-only.
+    def _retry_open(self) -> None:
+        """Open the account if that failed before: the disk may have been full or read-only.
 
         Raises:
-            OSError: it still cannot.
+            OSError: it failed again, or failed less than a second ago.
         """
-        if self._closed_by is not None:
+        if self._open_error is not None:
             if time.monotonic() < self._next_try_seconds:
-                raise self._closed_by
+                raise self._open_error
             self._open_account()
 
     def _open_account(self) -> None:
         try:
             self._account.open()
-            self._account.settle_the_dead()
+            self._account.release_dead_reservations()
         except OSError as error:
             self._account.close()
-            self._closed_by = error
-            self._next_try_seconds = time.monotonic() + _TRY_AGAIN_SECONDS
+            self._open_error = error
+            self._next_try_seconds = time.monotonic() + _RETRY_SECONDS
             raise
-        self._closed_by = None
+        self._open_error = None

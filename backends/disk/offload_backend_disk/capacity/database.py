@@ -1,4 +1,4 @@
-"""The database of a folder's account: its tables, and transactions that wait for each other.
+"""The database of a folder's account: its tables, and the transactions of several processes.
 
 Everything here blocks. One thread at a time.
 """
@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from offload_backend_disk.folder.files import DISK_FULL_ERRNOS
+
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 2
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Errors that say that there is no room, and nothing worse."""
 
 _BUSY_SECONDS = 10.0
 _SHORTEST_PAUSE_SECONDS = 0.0002
@@ -59,27 +59,27 @@ class Database:
     """An SQLite database that several processes use.
 
     Args:
-        path: its file; made when it is missing. A damaged one, or one of another version, is made anew.
+        path: its file. It is created if it is missing, damaged, or of another version.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._connection: sqlite3.Connection | None = None
-        self._file: os.stat_result | None = None
+        self._file_status: os.stat_result | None = None
 
     def open(self) -> None:
-        """Connect. One process at a time: SQLite does not wait where it sets WAL up.
+        """Connect. One process at a time: SQLite does not wait while another process turns on WAL mode.
 
         Raises:
             OSError: the folder cannot be written, or is full.
         """
-        with self._errors():
+        with self._sqlite_errors_as_os_errors():
             try:
                 self._connect()
             except sqlite3.DatabaseError as error:
                 if isinstance(error, sqlite3.OperationalError):
                     raise
-                self._remove()
+                self._remove_files()
                 self._connect()
 
     def close(self) -> None:
@@ -90,28 +90,28 @@ class Database:
             self._connection = None
 
     @property
-    def is_there(self) -> bool:
-        """Whether it is open, and its file is where it was."""
+    def is_in_place(self) -> bool:
+        """True if the database is open and its file was neither removed nor replaced."""
         try:
             return (
                 self._connection is not None
-                and self._file is not None
-                and os.path.samestat(self.path.stat(), self._file)
+                and self._file_status is not None
+                and os.path.samestat(self.path.stat(), self._file_status)
             )
         except FileNotFoundError:
             return False
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """One transaction: everything in it happens or nothing.
+        """Run one transaction, all or nothing.
 
         Raises:
-            OSError: another process has held the database for ten seconds; or the medium failed, or is full.
+            OSError: another process has locked the database for ten seconds; or the disk has failed, or is full.
         """
         sql = self._connection
         if sql is None:
             raise OSError(f"{self.path}: the account is not open")
-        with self._errors():
+        with self._sqlite_errors_as_os_errors():
             _begin(sql)
             try:
                 yield sql
@@ -133,36 +133,36 @@ class Database:
                     sql.execute(statement)
                 sql.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             sql.execute("COMMIT")
-            sql.execute("PRAGMA busy_timeout = 0")  # from here on we wait ourselves, in shorter steps
+            sql.execute("PRAGMA busy_timeout = 0")  # from here on _begin waits, in shorter steps
         except BaseException:
             sql.close()
             raise
         self._connection = sql
-        self._file = self.path.stat()
+        self._file_status = self.path.stat()
 
-    def _remove(self) -> None:
+    def _remove_files(self) -> None:
         for damaged in self.path.parent.glob(f"{self.path.name}*"):
             damaged.unlink(missing_ok=True)
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _sqlite_errors_as_os_errors(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
-            code = getattr(error, "sqlite_errorcode", 0)  # our own errors have none
-            if code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) and self.is_there:
-                logger.warning("%s is damaged (%s); it is made anew by a scan of the folder", self.path, error)
-                self._remove()
+            code = getattr(error, "sqlite_errorcode", 0)  # errors of the sqlite3 module itself have none
+            if code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) and self.is_in_place:
+                logger.warning("%s is damaged (%s); a scan of the folder rebuilds it", self.path, error)
+                self._remove_files()
             number = errno.ENOSPC if code == sqlite3.SQLITE_FULL or self._is_full() else errno.EIO
             raise OSError(number, f"{error}", str(self.path)) from error
 
     def _is_full(self) -> bool:
-        """Return whether the disk or a quota is full, which SQLite does not always say."""
+        """Return whether the disk or a quota is full. SQLite's own error does not always say so."""
         probe = self.path.with_name(f"probe-{os.getpid()}")
         try:
             probe.write_bytes(bytes(64 * 1024))
         except OSError as error:
-            return error.errno in FULL
+            return error.errno in DISK_FULL_ERRNOS
         finally:
             with suppress(OSError):
                 probe.unlink(missing_ok=True)
@@ -170,7 +170,7 @@ class Database:
 
 
 def _begin(sql: sqlite3.Connection) -> None:
-    """Wait for the other processes. SQLite itself waits in steps of up to 100 ms, in which nobody works."""
+    """Begin a transaction after those of other processes. SQLite would wait in steps of up to 100 ms, too long."""
     deadline = time.monotonic() + _BUSY_SECONDS
     pause = _SHORTEST_PAUSE_SECONDS
     while True:
@@ -186,14 +186,14 @@ def _begin(sql: sqlite3.Connection) -> None:
 
 
 def _drop_everything(sql: sqlite3.Connection) -> None:
-    """Drop the tables of another version. In place, since a process of that version may still have the file open."""
+    """Drop the tables of another version. The file stays: a process of that version may still have it open."""
     tables = sql.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'").fetchall()
     for (name,) in tables:
         sql.execute(f'DROP TABLE "{name}"')
 
 
 def _statements(script: str) -> Iterator[str]:
-    """Split a script, which sqlite3 itself would only run in a transaction of its own."""
+    """Split a script into statements, since ``executescript`` would commit our transaction."""
     statement = ""
     for line in script.splitlines():
         statement += line + "\n"

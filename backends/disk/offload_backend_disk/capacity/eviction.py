@@ -1,10 +1,12 @@
-"""Which objects make room for others, and how much of it.
+"""The order of eviction, and its extent.
 
-``lru``: what was used longest ago goes first. ``slru``, segmented LRU (Karedla, Love and Wherry, "Caching strategies to
-improve disk system performance", IEEE Computer 27(3), 1994): what was used since it was stored is protected, and goes
-after all that was not; when the protected objects come to more than their part of the capacity, those used longest ago
-take their place among the others again, as the last to go. One pass over many prompts that never come again then leaves
-in place what many requests share.
+``lru`` evicts the least recently used object first.
+
+``slru`` is segmented LRU. The source is Karedla, Love and Wherry, "Caching strategies to improve disk system
+performance", IEEE Computer 27(3), 1994. An object is protected from its first use after the store on. Unprotected
+objects are evicted first. When the protected objects exceed their part of the capacity, the least recently used of
+them become unprotected again, as if they were just used. So one pass over many prompts that never come again does not
+evict the objects that many requests share.
 """
 
 from __future__ import annotations
@@ -14,26 +16,28 @@ from dataclasses import dataclass
 from typing import Literal
 
 from offload_backend_disk.capacity.pins import Pins
-from offload_backend_disk.capacity.rows import Records, Totals
+from offload_backend_disk.capacity.rows import Rows, Totals
 from offload_backend_disk.folder.layout import Layout
 from offload_core.api import ObjectKey
 
 Policy = Literal["lru", "slru"]
 
-PROTECTED_PART = 0.8
-_EXTRA_AT_ONCE = 64
+PROTECTED_SHARE = 0.8
+"""The largest part of the capacity that ``slru`` protects."""
+
+_EXTRA_PER_STEP = 64
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much may be in a folder.
+    """The limits of a folder.
 
     Args:
         capacity_bytes: limit on all objects and reservations.
         high_watermark: an eviction begins when this part of the capacity would be exceeded.
-        low_watermark: and goes on until no more than this part is in use.
-        keep_free_bytes: what must be left free on the file system.
-        policy: which objects go first.
+        low_watermark: it continues until at most this part is in use.
+        keep_free_bytes: bytes to leave free on the file system.
+        policy: the order of eviction.
     """
 
     capacity_bytes: int
@@ -44,10 +48,10 @@ class Limits:
 
 
 class Evictor:
-    """Makes room in the transactions of an account, which come one at a time.
+    """Evicts objects in the transactions of an account, one transaction at a time.
 
     Args:
-        free_bytes: tells how much is free on the file system.
+        free_bytes: returns the free bytes of the file system.
     """
 
     def __init__(self, layout: Layout, pins: Pins, limits: Limits, free_bytes: Callable[[], int]) -> None:
@@ -55,76 +59,76 @@ class Evictor:
         self._pins = pins
         self._limits = limits
         self._free_bytes = free_bytes
-        self._draining = False
+        self._is_above_low_watermark = False  # and an eviction has begun
 
-    def note_use(self, records: Records, used: Iterable[tuple[ObjectKey, int]], clock: Callable[[], int]) -> None:
-        """Write down when objects were used."""
+    def record_use(self, rows: Rows, used_ns: Iterable[tuple[ObjectKey, int]], next_time_ns: Callable[[], int]) -> None:
+        """Record the times of use of objects."""
         segmented = self._limits.policy == "slru"
-        records.touch(used, protect=segmented)
+        rows.record_use(used_ns, protect=segmented)
         if segmented:
-            excess = records.totals().protected - int(PROTECTED_PART * self._limits.capacity_bytes)
-            records.demote(excess, clock)
+            excess = rows.totals().protected - int(PROTECTED_SHARE * self._limits.capacity_bytes)
+            rows.demote(excess, next_time_ns)
 
-    def make_room(self, records: Records, nbytes: int) -> bool:
-        """Make room for ``nbytes`` more; returns whether there is. Where it cannot be made, nothing is evicted.
+    def evict_for(self, rows: Rows, nbytes: int) -> bool:
+        """Evict objects until ``nbytes`` more fit; return whether they do. If they cannot fit, nothing is evicted.
 
-        An eviction that goes on to the low watermark does so in steps, with each request for room, since all processes
-        wait for this one meanwhile.
+        All processes wait for this one meanwhile. So an eviction down to the low watermark takes several steps, one
+        with each request.
         """
-        totals, limits = records.totals(), self._limits
+        totals, limits = rows.totals(), self._limits
         if not totals.scanned:
             return False
         if totals.used + nbytes > limits.high_watermark * limits.capacity_bytes:
-            self._draining = True
-        lacking = self._lacking(totals, nbytes)
-        if lacking > totals.objects or not self._evict_at_least(records, lacking):
+            self._is_above_low_watermark = True
+        missing = self._missing_bytes(totals, nbytes)
+        if missing > totals.objects or not self._evict_at_least(rows, missing):
             return False
-        if self._draining:
+        if self._is_above_low_watermark:
             target = min(int(limits.low_watermark * limits.capacity_bytes), limits.capacity_bytes - nbytes)
-            self._draining = self._evict_some(records, records.totals().used - target)
+            self._is_above_low_watermark = self._evict_step(rows, rows.totals().used - target)
         return True
 
-    def _lacking(self, totals: Totals, nbytes: int) -> int:
-        lacking = totals.used + nbytes - self._limits.capacity_bytes
+    def _missing_bytes(self, totals: Totals, nbytes: int) -> int:
+        missing = totals.used + nbytes - self._limits.capacity_bytes
         if self._limits.keep_free_bytes:
-            # What is reserved may not be on the disk yet.
+            # Reserved bytes may not be on the disk yet.
             free_bytes = self._free_bytes() - totals.reserved
-            lacking = max(lacking, self._limits.keep_free_bytes + nbytes - free_bytes)
-        return lacking
+            missing = max(missing, self._limits.keep_free_bytes + nbytes - free_bytes)
+        return missing
 
-    def _evict_at_least(self, records: Records, nbytes: int) -> bool:
+    def _evict_at_least(self, rows: Rows, nbytes: int) -> bool:
         while nbytes > 0:
-            victims = self._victims(records, nbytes)
+            victims = self._victims(rows, nbytes)
             if sum(size for _, size in victims) < nbytes:
                 return False
-            nbytes -= self._evict(records, victims)
+            nbytes -= self._evict(rows, victims)
         return True
 
-    def _evict_some(self, records: Records, nbytes: int) -> bool:
-        """Return whether there is more to evict."""
-        victims = self._victims(records, nbytes, _EXTRA_AT_ONCE)
-        return bool(victims) and self._evict(records, victims) < nbytes
+    def _evict_step(self, rows: Rows, nbytes: int) -> bool:
+        """Evict some of ``nbytes``; return whether more remains to evict."""
+        victims = self._victims(rows, nbytes, _EXTRA_PER_STEP)
+        return bool(victims) and self._evict(rows, victims) < nbytes
 
-    def _victims(self, records: Records, nbytes: int, most: int | None = None) -> list[tuple[ObjectKey, int]]:
-        """Return what is to go first, of at least ``nbytes`` bytes in all, or less."""
+    def _victims(self, rows: Rows, nbytes: int, most: int | None = None) -> list[tuple[ObjectKey, int]]:
+        """Return the next unpinned objects to evict, of ``nbytes`` bytes in all if there are so many."""
         found: list[tuple[ObjectKey, int]] = []
         if nbytes > 0:
-            for key, size in records.in_order():
-                if self._pins.is_free(key):
+            for key, size in rows.in_eviction_order():
+                if self._pins.is_unpinned(key):
                     found.append((key, size))
                     nbytes -= size
                 if nbytes <= 0 or len(found) == most:
                     break
         return found
 
-    def _evict(self, records: Records, victims: Iterable[tuple[ObjectKey, int]]) -> int:
-        """Return how many bytes have gone."""
-        gone = 0
+    def _evict(self, rows: Rows, victims: Iterable[tuple[ObjectKey, int]]) -> int:
+        """Evict the victims that are still unpinned; return their bytes."""
+        evicted_bytes = 0
         for key, size in victims:
-            with self._pins.without(key) as free:
-                if free:
+            with self._pins.keep_unpinned(key) as unpinned:
+                if unpinned:
                     self._layout.unlink(key)
-                    records.removed.append(key)
-                    gone += size
-        records.drop(records.removed)
-        return gone
+                    rows.removed_files.append(key)
+                    evicted_bytes += size
+        rows.remove_objects(rows.removed_files)
+        return evicted_bytes

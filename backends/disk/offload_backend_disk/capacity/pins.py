@@ -1,9 +1,9 @@
-"""Pins: what is being loaded is not evicted, whichever process would evict it.
+"""Pins: no process evicts an object while any process loads it.
 
-A pin is a shared lock on one byte of a file, at a place that the key gives; who evicts takes the byte for itself
-alone, for as long as that takes. The kernel lets go of a process's locks when it ends, so no pin outlives its process.
-The locks are Linux's open file description locks (fcntl(2), F_OFD_SETLK), which also keep two backends of one process
-apart. Nothing here waits.
+A pin is a shared lock on one byte of a file; the key gives the byte's position. To evict an object, a process locks its
+byte exclusively for as long as the eviction takes. The kernel releases a process's locks when the process ends, so no
+pin outlives it. The locks are Linux's open file description locks (fcntl(2), F_OFD_SETLK), which also keep two backends
+of one process apart. No call here waits.
 """
 
 from __future__ import annotations
@@ -26,103 +26,104 @@ class Pins:
     """The pins of one folder, as one process sees them.
 
     Args:
-        path: the file to lock bytes of; made when it is missing, and always empty.
+        path: the file with the locked bytes; created if it is missing, and always empty.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
         self._counts: dict[ObjectKey, int] = {}
-        self._pinning = -1
-        self._evicting = -1
+        self._pin_descriptor = -1
+        self._evict_descriptor = -1
 
     def open(self) -> None:
-        """Open the file, again where it was removed: what is pinned stays pinned.
+        """Open the file, or open it again after it was removed. Pinned objects stay pinned.
 
         Raises:
             OSError: the folder cannot be written.
         """
         with self._lock:
             self._close()
-            self._pinning = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            self._evicting = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            self._pin_descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._evict_descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
             for key in self._counts:
-                _set(self._pinning, fcntl.F_RDLCK, key)
+                _set_lock(self._pin_descriptor, fcntl.F_RDLCK, key)
 
     def close(self) -> None:
-        """Let go of everything. Idempotent."""
+        """Release all pins and close the file. Idempotent."""
         with self._lock:
             self._close()
             self._counts.clear()
 
     def pin(self, keys: Sequence[ObjectKey], size_of: Callable[[ObjectKey], int | None]) -> list[int | None]:
-        """Keep everybody from evicting objects, until as many :meth:`unpin`.
+        """Pin the objects that are present: no process evicts one until :meth:`unpin` was called as often.
 
         Args:
-            size_of: an object's bytes, ``None`` where none is; it is asked when nobody can evict the object any more.
+            size_of: returns an object's bytes, ``None`` if it is absent; called when the object is safe from eviction.
 
         Returns:
-            Per key the bytes of its object, which is pinned, or ``None`` where none is there.
+            The bytes of each object, which is now pinned, or ``None`` if it is absent.
         """
         return [self._pin(key, size_of) for key in keys]
 
     def unpin(self, keys: Iterable[ObjectKey]) -> None:
-        """Undo :meth:`pin`, for keys of which it said that they are there."""
+        """Undo :meth:`pin` for the keys that it found present."""
         with self._lock:
             for key in keys:
                 if key in self._counts:  # else closed meanwhile
-                    self._release(key)
+                    self._unpin(key)
 
     @contextmanager
-    def without(self, key: ObjectKey) -> Iterator[bool]:
-        """Keep everybody from pinning ``key`` meanwhile; gives whether nobody has. One thread at a time."""
-        if not _set(self._evicting, fcntl.F_WRLCK, key):
+    def keep_unpinned(self, key: ObjectKey) -> Iterator[bool]:
+        """Keep every process from pinning ``key`` meanwhile. Yields ``False`` if it is pinned. One thread at a time."""
+        if not _set_lock(self._evict_descriptor, fcntl.F_WRLCK, key):
             yield False
             return
         try:
             yield True
         finally:
-            _set(self._evicting, fcntl.F_UNLCK, key)
+            _set_lock(self._evict_descriptor, fcntl.F_UNLCK, key)
 
-    def is_free(self, key: ObjectKey) -> bool:
-        """Return whether nobody has pinned ``key`` right now. One thread at a time."""
-        with self.without(key) as free:
-            return free
+    def is_unpinned(self, key: ObjectKey) -> bool:
+        """Return whether no process has ``key`` pinned right now. One thread at a time."""
+        with self.keep_unpinned(key) as unpinned:
+            return unpinned
 
     def _pin(self, key: ObjectKey, size_of: Callable[[ObjectKey], int | None]) -> int | None:
         with self._lock:
-            if key not in self._counts and not _set(self._pinning, fcntl.F_RDLCK, key):
-                return None  # somebody evicts it right now
+            if key not in self._counts and not _set_lock(self._pin_descriptor, fcntl.F_RDLCK, key):
+                return None  # a process evicts it right now
             self._counts[key] = self._counts.get(key, 0) + 1
         nbytes: int | None = None
         try:
-            nbytes = size_of(key)  # not under the lock, for which the event loop waits: a hung disk may take for ever
+            nbytes = size_of(key)  # without the lock: a disk that hangs here must not hang the event loop in unpin()
         finally:
             if nbytes is None:
                 self.unpin([key])
         return nbytes
 
-    def _release(self, key: ObjectKey) -> None:
+    def _unpin(self, key: ObjectKey) -> None:
         self._counts[key] -= 1
         if not self._counts[key]:
             del self._counts[key]
-            _set(self._pinning, fcntl.F_UNLCK, key)
+            _set_lock(self._pin_descriptor, fcntl.F_UNLCK, key)
 
     def _close(self) -> None:
-        descriptors = self._pinning, self._evicting
-        self._pinning = self._evicting = -1  # first: a close that fails has closed, and the number is another file's
+        descriptors = self._pin_descriptor, self._evict_descriptor
+        # Reset them first: a close that fails has closed nevertheless, and the number may soon be another file's.
+        self._pin_descriptor = self._evict_descriptor = -1
         for descriptor in descriptors:
             if descriptor >= 0:
-                with suppress(OSError):  # on a mount that is gone even that is an error
+                with suppress(OSError):  # after an unmount even a close may fail
                     os.close(descriptor)
 
 
-def _set(descriptor: int, kind: int, key: ObjectKey) -> bool:
-    """Lock or unlock the byte of ``key``; returns whether nobody else's lock is in the way."""
+def _set_lock(descriptor: int, kind: int, key: ObjectKey) -> bool:
+    """Lock or unlock the byte of ``key``; return ``False`` if another process's lock forbids it."""
     digest = blake2b(f"{key.namespace}/{key.pack}/".encode() + key.chunk_hash, digest_size=8).digest()
-    place = int.from_bytes(digest, "little") >> 2
+    position = int.from_bytes(digest, "little") >> 2
     try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, place, 1, 0))
-    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, as the system likes
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, position, 1, 0))
+    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES; POSIX allows both
         return False
     return True

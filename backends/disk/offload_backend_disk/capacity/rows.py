@@ -8,11 +8,19 @@ from typing import NamedTuple
 
 from offload_core.api import ObjectKey
 
-_AT_ONCE = 64
+_ROWS_PER_STEP = 64
 
 
 class Totals(NamedTuple):
-    """Sums over all rows, in bytes; and whether everything in the folder is known."""
+    """Sums over all rows, in bytes; and the state of the scan.
+
+    Args:
+        objects: bytes of all objects.
+        protected: bytes of the protected ones among them.
+        reserved: bytes of all reservations.
+        scanned: the account has every object of the folder.
+        boot: the boot of the machine in which the last scan ended.
+    """
 
     objects: int
     protected: int
@@ -26,26 +34,30 @@ class Totals(NamedTuple):
         return self.objects + self.reserved
 
 
-class PackNames:
-    """Numbers of packs, remembered between transactions."""
+class PackNumbers:
+    """The numbers that stand for packs in the rows, kept between transactions."""
 
     def __init__(self) -> None:
         self.numbers: dict[tuple[str, str], int] = {}
         self.names: dict[int, tuple[str, str]] = {}
 
     def clear(self) -> None:
-        """Forget them: some may have been given in a transaction that came to nothing."""
+        """Forget them all: a transaction that failed may have assigned some."""
         self.numbers.clear()
         self.names.clear()
 
 
-class Records:
-    """The account within one transaction. ``removed`` gets what was removed from the disk."""
+class Rows:
+    """The account within one transaction.
 
-    def __init__(self, sql: sqlite3.Connection, packs: PackNames) -> None:
+    Attributes:
+        removed_files: the objects that the transaction has removed from the disk.
+    """
+
+    def __init__(self, sql: sqlite3.Connection, pack_numbers: PackNumbers) -> None:
         self._sql = sql
-        self._packs = packs
-        self.removed: list[ObjectKey] = []
+        self._pack_numbers = pack_numbers
+        self.removed_files: list[ObjectKey] = []
 
     def totals(self) -> Totals:
         """Return the sums."""
@@ -53,73 +65,74 @@ class Records:
         return Totals(row[0], row[1], row[2], bool(row[3]), row[4])
 
     def set_scanned(self, boot: str) -> None:
-        """Note that all folders were scanned since the machine started."""
+        """Record that all folders were scanned in this boot of the machine."""
         self._sql.execute("UPDATE totals SET scanned = 1, boot = ?", (boot,))
 
-    def reserve(self, owner: str, key: ObjectKey, nbytes: int) -> int:
+    def add_reservation(self, process: str, key: ObjectKey, nbytes: int) -> int:
         """Add a reservation; returns its number."""
-        row = (owner, self._pack(key), key.chunk_hash, nbytes)
+        row = (process, self._number(key), key.chunk_hash, nbytes)
         inserted = self._sql.execute("INSERT INTO reservations (owner, pack, hash, nbytes) VALUES (?, ?, ?, ?)", row)
         assert inserted.lastrowid is not None
         return inserted.lastrowid
 
-    def end(self, reservations: Iterable[int]) -> None:
+    def remove_reservations(self, numbers: Iterable[int]) -> None:
         """Remove reservations."""
-        self._sql.executemany("DELETE FROM reservations WHERE id = ?", ((one,) for one in reservations))
+        self._sql.executemany("DELETE FROM reservations WHERE id = ?", ((number,) for number in numbers))
 
-    def reservations_of_others(self, owner: str) -> list[tuple[int, str, ObjectKey]]:
-        """Return the reservations of all writers but one: number, writer and key."""
-        rows = self._sql.execute("SELECT id, owner, pack, hash FROM reservations WHERE owner != ?", (owner,)).fetchall()
+    def reservations_of_others(self, process: str) -> list[tuple[int, str, ObjectKey]]:
+        """Return the reservations of all processes but one: number, process and key."""
+        query = "SELECT id, owner, pack, hash FROM reservations WHERE owner != ?"
+        rows = self._sql.execute(query, (process,)).fetchall()
         return [(number, other, self._key(pack, chunk_hash)) for number, other, pack, chunk_hash in rows]
 
-    def owners(self) -> set[str]:
-        """Return who holds reservations."""
-        return {owner for (owner,) in self._sql.execute("SELECT DISTINCT owner FROM reservations")}
+    def reserving_processes(self) -> set[str]:
+        """Return the processes that have reservations."""
+        return {process for (process,) in self._sql.execute("SELECT DISTINCT owner FROM reservations")}
 
-    def put(self, objects: Iterable[tuple[ObjectKey, int, int]]) -> None:
-        """Add objects (key, bytes, when they were used), or change them."""
-        rows = ((self._pack(key), key.chunk_hash, nbytes, used) for key, nbytes, used in objects)
+    def put_objects(self, objects: Iterable[tuple[ObjectKey, int, int]]) -> None:
+        """Add or change objects: key, bytes, and time of the last use."""
+        rows = ((self._number(key), key.chunk_hash, nbytes, used_ns) for key, nbytes, used_ns in objects)
         self._sql.executemany(
             "INSERT INTO objects (pack, hash, nbytes, used) VALUES (?, ?, ?, ?) "
             "ON CONFLICT (pack, hash) DO UPDATE SET nbytes = excluded.nbytes, used = max(used, excluded.used)",
             rows,
         )
 
-    def drop(self, keys: Iterable[ObjectKey]) -> None:
+    def remove_objects(self, keys: Iterable[ObjectKey]) -> None:
         """Remove objects."""
-        rows = ((self._pack(key), key.chunk_hash) for key in keys)
+        rows = ((self._number(key), key.chunk_hash) for key in keys)
         self._sql.executemany("DELETE FROM objects WHERE pack = ? AND hash = ?", rows)
 
-    def touch(self, used: Iterable[tuple[ObjectKey, int]], *, protect: bool) -> None:
-        """Note when objects were used; unknown ones are passed over."""
-        rows = ((at, self._pack(key), key.chunk_hash) for key, at in used)
+    def record_use(self, used_ns: Iterable[tuple[ObjectKey, int]], *, protect: bool) -> None:
+        """Record the times of use of objects; objects without a row are ignored."""
+        rows = ((at, self._number(key), key.chunk_hash) for key, at in used_ns)
         protected = ", protected = 1" if protect else ""
         self._sql.executemany(f"UPDATE objects SET used = max(used, ?){protected} WHERE pack = ? AND hash = ?", rows)
 
-    def demote(self, excess_bytes: int, clock: Callable[[], int]) -> None:
-        """Unprotect those protected objects whose use is longest ago, as if they were used now, in their order."""
+    def demote(self, excess_bytes: int, next_time_ns: Callable[[], int]) -> None:
+        """Unprotect the least recently used protected objects, in that order, as if they were used now."""
         while excess_bytes > 0:
             rows = self._sql.execute(
-                "SELECT pack, hash, nbytes FROM objects WHERE protected = 1 ORDER BY used LIMIT ?", (_AT_ONCE,)
+                "SELECT pack, hash, nbytes FROM objects WHERE protected = 1 ORDER BY used LIMIT ?", (_ROWS_PER_STEP,)
             ).fetchall()
             if not rows:
                 return
             for pack, chunk_hash, nbytes in rows:
-                row = (clock(), pack, chunk_hash)
+                row = (next_time_ns(), pack, chunk_hash)
                 self._sql.execute("UPDATE objects SET protected = 0, used = ? WHERE pack = ? AND hash = ?", row)
                 excess_bytes -= nbytes
                 if excess_bytes <= 0:
                     return
 
-    def in_order(self) -> Iterator[tuple[ObjectKey, int]]:
-        """Yield all objects with their bytes, the one to go first first. Change nothing before you are done."""
+    def in_eviction_order(self) -> Iterator[tuple[ObjectKey, int]]:
+        """Yield all objects with their bytes, the next to evict first. Change no row before the iteration ends."""
         rows = self._sql.execute("SELECT pack, hash, nbytes FROM objects ORDER BY protected, used")
-        while some := rows.fetchmany(_AT_ONCE):
+        while some := rows.fetchmany(_ROWS_PER_STEP):
             yield from ((self._key(pack, chunk_hash), nbytes) for pack, chunk_hash, nbytes in some)
 
-    def hashes(self, namespace: str, pack: str, after: bytes, up_to: bytes) -> dict[bytes, int]:
-        """Return the objects of a pack whose hashes lie in a range, with their bytes."""
-        number = self._pack(ObjectKey(namespace, pack, b""))
+    def objects_between(self, namespace: str, pack: str, after: bytes, up_to: bytes) -> dict[bytes, int]:
+        """Return the bytes of a pack's objects by hash, for hashes above ``after`` and at most ``up_to``."""
+        number = self._number(ObjectKey(namespace, pack, b""))
         return dict(
             self._sql.execute(
                 "SELECT hash, nbytes FROM objects WHERE pack = ? AND hash > ? AND hash <= ?", (number, after, up_to)
@@ -127,11 +140,11 @@ class Records:
         )
 
     def folders(self) -> list[tuple[str, str, str]]:
-        """Return where objects are said to be: namespace, pack and the first two digits."""
+        """Return the folders of all objects: namespace, pack and the hash's first two digits."""
         found: list[tuple[str, str, str]] = []
         for number, namespace, pack in self._sql.execute("SELECT id, namespace, pack FROM packs").fetchall():
             last = b""
-            while True:  # a step for each folder, not for each object
+            while True:  # one step per folder, not per object
                 row = self._sql.execute(
                     "SELECT hash FROM objects WHERE pack = ? AND hash > ? ORDER BY hash LIMIT 1", (number, last)
                 ).fetchone()
@@ -141,17 +154,19 @@ class Records:
                 last = row[0][:1] + b"\xff" * 64
         return found
 
-    def _pack(self, key: ObjectKey) -> int:
+    def _number(self, key: ObjectKey) -> int:
+        """Return the number of the key's pack."""
         name = (key.namespace, key.pack)
-        number = self._packs.numbers.get(name)
+        number = self._pack_numbers.numbers.get(name)
         if number is None:
             self._sql.execute("INSERT OR IGNORE INTO packs (namespace, pack) VALUES (?, ?)", name)
             (number,) = self._sql.execute("SELECT id FROM packs WHERE namespace = ? AND pack = ?", name).fetchone()
-            self._packs.numbers[name] = number
+            self._pack_numbers.numbers[name] = number
         return number
 
-    def _key(self, pack: int, chunk_hash: bytes) -> ObjectKey:
-        if pack not in self._packs.names:
-            row = self._sql.execute("SELECT namespace, pack FROM packs WHERE id = ?", (pack,)).fetchone()
-            self._packs.names[pack] = (row[0], row[1])
-        return ObjectKey(*self._packs.names[pack], chunk_hash)
+    def _key(self, number: int, chunk_hash: bytes) -> ObjectKey:
+        """Return the key of an object in the pack with this number."""
+        if number not in self._pack_numbers.names:
+            row = self._sql.execute("SELECT namespace, pack FROM packs WHERE id = ?", (number,)).fetchone()
+            self._pack_numbers.names[number] = (row[0], row[1])
+        return ObjectKey(*self._pack_numbers.names[number], chunk_hash)

@@ -1,1 +1,1 @@
-"""Objects as files in one folder: names, writes, direct I/O, and the mount below them."""
+"""Objects as files in one folder: names, writes, direct I/O, its processes, and the mount below it."""

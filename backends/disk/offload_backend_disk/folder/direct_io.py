@@ -1,7 +1,7 @@
-"""Reading and writing past the page cache (``O_DIRECT``): what it takes, and whether a folder's file system can do it.
+"""Reading and writing past the page cache (``O_DIRECT``).
 
 Addresses, offsets and lengths must be multiples of the device's block size; whole pages satisfy every file system that
-is met in practice. What is not a whole number of pages at an object's end goes through a page of the thread's own.
+is met in practice. When the last page of an object is not full, it is read through a page of the thread's own.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ PAGE_BYTES = 4096
 DirectIo = Literal["off", "on", "auto"]
 
 _PROBE = f".direct-io.{{}}{TEMPORARY_SUFFIX}"
-_UNTRIED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
-_of_thread = threading.local()
+_CANNOT_PROBE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
+_thread_local = threading.local()
 
 
 def is_aligned(buffer: memoryview) -> bool:
-    """Return whether ``buffer``, which may be read-only, starts at a page and has one whole page at least."""
+    """Return whether ``buffer``, which may be read-only, starts at a page and has at least one whole page."""
     return len(buffer) >= PAGE_BYTES and _address(buffer) % PAGE_BYTES == 0
 
 
@@ -44,8 +44,8 @@ def read(descriptor: int, buffer: memoryview) -> int:
         descriptor: opened with ``O_DIRECT``.
 
     Returns:
-        The bytes read: ``len(buffer)`` where the file has as many, up to a page more where it is longer, less where it
-        is shorter or the system call ended early.
+        The bytes read. These are ``len(buffer)`` for a file of that size, and up to a page more for a longer one.
+        They are fewer if the file is shorter or the system call ended early.
     """
     tail_bytes = len(buffer) % PAGE_BYTES
     whole_bytes = len(buffer) - tail_bytes
@@ -59,52 +59,52 @@ def read(descriptor: int, buffer: memoryview) -> int:
 def write(descriptor: int, buffer: memoryview) -> None:
     """Write an aligned ``buffer`` to the beginning of a new file.
 
-    The bytes after its last whole page go through the page cache: padding the file and cutting it off again was
+    The bytes after its last whole page go through the page cache. Padding the file and truncating it afterwards was
     measured to be no faster, and other clients must never see padding.
 
     Args:
-        descriptor: opened with ``O_DIRECT``; in the end it may be without.
+        descriptor: opened with ``O_DIRECT``, which this call may clear.
     """
     whole_bytes = len(buffer) - len(buffer) % PAGE_BYTES
     done = 0
     while done < whole_bytes and done % PAGE_BYTES == 0:
         done += os.pwrite(descriptor, buffer[done:whole_bytes], done)
     if done < len(buffer):
-        end_direct(descriptor)
+        clear_direct(descriptor)
         while done < len(buffer):
             done += os.pwrite(descriptor, buffer[done:], done)
 
 
-def end_direct(descriptor: int) -> None:
-    """Let the descriptor use the page cache from now on."""
+def clear_direct(descriptor: int) -> None:
+    """Make the descriptor use the page cache from now on."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
 
 
-def choose(folder: Path, option: DirectIo) -> bool:
-    """Return whether objects in ``folder`` are to be read and written past the page cache. Blocks.
+def use_direct_io(folder: Path, option: DirectIo) -> bool:
+    """Return whether objects in ``folder`` are read and written past the page cache. Blocks.
 
-    Where nothing can be written, nothing can be tried: such a folder is read through the page cache.
+    In a folder that cannot be written, direct I/O cannot be tried: it is read through the page cache.
 
     Raises:
-        OSError: the option is ``on`` and the folder's file system cannot do it.
+        OSError: the option is ``on`` and the folder's file system does not support it.
     """
     if option == "off":
         return False
     try:
         _probe(folder)
     except OSError as error:
-        untried = error.errno in _UNTRIED
-        if option == "on" and not untried:
+        cannot_probe = error.errno in _CANNOT_PROBE
+        if option == "on" and not cannot_probe:
             raise OSError(
                 error.errno,
                 f"{folder}: direct_io: on, but its file system does not {error.strerror}; set direct_io to off or "
-                "auto, or choose a folder on a file system that knows O_DIRECT, such as ext4 or xfs",
+                "auto, or choose a folder on a file system that supports O_DIRECT, such as ext4 or xfs",
             ) from error
         logger.log(
             logging.WARNING if option == "on" else logging.INFO,
             "%s: direct_io: %s uses the page cache: %s %s",
-            folder, option, "it cannot" if untried else "its file system does not", error.strerror,
+            folder, option, "it cannot" if cannot_probe else "its file system does not", error.strerror,
         )  # fmt: skip
         return False
     return True
@@ -114,9 +114,9 @@ def _probe(folder: Path) -> None:
     """Write a small file past the page cache and read it back.
 
     Raises:
-        OSError: what could not be done, and why.
+        OSError: the step that failed, and the reason.
     """
-    for left in folder.glob(_PROBE.format("*")):  # by a process that was killed; one that still probes has it open
+    for left in folder.glob(_PROBE.format("*")):  # of a killed process; a running probe has its file open
         with suppress(OSError):
             left.unlink()
     path = folder / _PROBE.format(secrets.token_hex(8))
@@ -147,12 +147,12 @@ def _probe(folder: Path) -> None:
 def _page() -> memoryview:
     """Return this thread's page."""
     try:
-        page: memoryview = _of_thread.page
+        page: memoryview = _thread_local.page
     except AttributeError:
-        page = _of_thread.page = memoryview(mmap.mmap(-1, PAGE_BYTES))
+        page = _thread_local.page = memoryview(mmap.mmap(-1, PAGE_BYTES))
     return page
 
 
 def _address(buffer: memoryview) -> int:
-    """Return where a buffer starts in memory."""
+    """Return the address of a buffer in memory."""
     return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)

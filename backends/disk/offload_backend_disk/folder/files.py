@@ -1,7 +1,8 @@
-"""Blocking operations on single files. Names are strings in hot paths: pathlib costs more than some system calls."""
+"""Blocking operations on single files. Paths are strings in hot paths: pathlib costs more than some system calls."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from contextlib import suppress
@@ -13,36 +14,38 @@ from offload_core.api import LoadOutcome
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
+DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors that mean a full disk or quota, and nothing worse."""
 
 Fsync = Literal["none", "data", "data and folder"]
 
 
-def exists(name: str) -> bool:
-    """Return whether the file is there. What keeps us from telling is an ``OSError``."""
+def exists(path: str) -> bool:
+    """Return whether the file exists. Any other difficulty is an ``OSError``."""
     try:
-        return stat.S_ISREG(os.stat(name).st_mode)  # noqa: PTH116 - pathlib is slow
+        return stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116 - pathlib is slow
     except (FileNotFoundError, NotADirectoryError):
         return False
 
 
-def open_to_read(name: str | Path, *, direct: bool = False) -> int | None:
-    """Return a descriptor of the file, or ``None`` where there is none. What is open is not lost when it is removed."""
+def open_to_read(path: str | Path, *, direct: bool = False) -> int | None:
+    """Return a descriptor of the file, or ``None`` if it is missing. An open file survives its removal."""
     try:
-        return os.open(name, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
 def read(descriptor: int, buffer: memoryview, *, direct: bool = False) -> LoadOutcome:
-    """Read the whole file into ``buffer``. One of another size is corrupt; the buffer's content is then undefined.
+    """Read the whole file into ``buffer``. A file of another size is corrupt; the buffer's content is then undefined.
 
     Args:
         direct: the descriptor has ``O_DIRECT``, and the buffer is aligned for it.
     """
     done = direct_io.read(descriptor, buffer) if direct else 0
     if direct and done < len(buffer):  # truncated, or interrupted
-        direct_io.end_direct(descriptor)
-    beyond = bytearray(1)  # to see, without another system call, that the file is longer
+        direct_io.clear_direct(descriptor)
+    beyond = bytearray(1)  # shows, without another system call, that the file is longer
     while done < len(buffer) or not (direct or done):  # once at least, for an empty object
         count = os.preadv(descriptor, [buffer[done:], beyond], done)
         done += count
@@ -51,11 +54,11 @@ def read(descriptor: int, buffer: memoryview, *, direct: bool = False) -> LoadOu
     return LoadOutcome.HIT if done == len(buffer) else LoadOutcome.CORRUPT
 
 
-def write(name: str, temporary: str, buffer: memoryview, fsync: Fsync, *, direct: bool = False) -> None:
+def write(path: str, temporary: str, buffer: memoryview, fsync: Fsync, *, direct: bool = False) -> None:
     """Write the file whole or not at all: under a temporary name in the same folder, then renamed.
 
     Args:
-        direct: past the page cache; the buffer is aligned for it.
+        direct: write past the page cache; the buffer is aligned for it.
     """
     descriptor = _create(temporary, os.O_DIRECT if direct else 0)
     try:
@@ -70,13 +73,25 @@ def write(name: str, temporary: str, buffer: memoryview, fsync: Fsync, *, direct
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        os.replace(temporary, name)  # noqa: PTH105 - pathlib is slow
+        os.replace(temporary, path)  # noqa: PTH105 - pathlib is slow
     except BaseException:
         with suppress(OSError):
-            os.unlink(temporary)  # noqa: PTH108
+            os.unlink(temporary)  # noqa: PTH108 - pathlib is slow
         raise
     if fsync == "data and folder":
-        _sync_folder(os.path.dirname(name))  # noqa: PTH120
+        _sync_folder(os.path.dirname(path))  # noqa: PTH120 - pathlib is slow
+
+
+def make_private_folder(folder: Path) -> None:
+    """Create ``folder`` and its missing parents, each with mode 0700 regardless of the umask."""
+    for parent in reversed([folder, *folder.parents]):
+        if not parent.is_dir():
+            try:
+                parent.mkdir(mode=FOLDER_MODE)
+                parent.chmod(FOLDER_MODE)
+            except FileExistsError:
+                if not parent.is_dir():  # else another process was faster
+                    raise
 
 
 def _sync_folder(folder: str) -> None:
@@ -87,22 +102,10 @@ def _sync_folder(folder: str) -> None:
         os.close(descriptor)
 
 
-def _create(name: str, more_flags: int) -> int:
+def _create(path: str, more_flags: int) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | more_flags
     try:
-        return os.open(name, flags, FILE_MODE)
+        return os.open(path, flags, FILE_MODE)
     except FileNotFoundError:
-        make_private_folder(Path(name).parent)
-        return os.open(name, flags, FILE_MODE)
-
-
-def make_private_folder(folder: Path) -> None:
-    """Create ``folder`` and its missing parents, each with mode 0700 whatever the umask says."""
-    for parent in reversed([folder, *folder.parents]):
-        if not parent.is_dir():
-            try:
-                parent.mkdir(mode=FOLDER_MODE)
-                parent.chmod(FOLDER_MODE)
-            except FileExistsError:
-                if not parent.is_dir():  # else another process was faster
-                    raise
+        make_private_folder(Path(path).parent)
+        return os.open(path, flags, FILE_MODE)

@@ -1,7 +1,7 @@
-"""Where objects lie under the folder of a tier: ``namespace/pack/ab/abcdef….kv``.
+"""The places of objects under a tier's folder: ``namespace/pack/ab/abcdef….kv``.
 
-``ab`` are the first two digits of the chunk hash, so that no folder grows beyond a 256th of a pack. A file that is
-being written has a name of its own beside its final one, which tells who writes it: ``.abcdef….kv.OWNER-RANDOM.tmp``.
+``ab`` are the first two digits of the chunk hash, so that no folder grows beyond a 256th of a pack. An unfinished file
+lies beside its final place; its name tells the process that writes it: ``.abcdef….kv.PROCESS-RANDOM.tmp``.
 """
 
 from __future__ import annotations
@@ -27,88 +27,89 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]+\.kv\.([0-9a-z]+)-[0-9a-f]{16}\.tmp")
 
 
 class Layout:
-    """Names of files under ``root``, and what is found there. Everything but the names blocks."""
+    """Paths of files under ``root``, and the files found there. Everything blocks, except making a path."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._root = os.fspath(root)
 
-    def name(self, key: ObjectKey) -> str:
-        """Return where ``key``'s object lies, as a string: making a ``Path`` costs more than a system call."""
+    def path_string(self, key: ObjectKey) -> str:
+        """Return the path of ``key``'s file as a string: making a ``Path`` costs more than a system call."""
         digest = key.chunk_hash.hex()
         return f"{self._root}/{key.namespace}/{key.pack}/{digest[:2]}/{digest}{OBJECT_SUFFIX}"
 
     def path(self, key: ObjectKey) -> Path:
-        """Return where ``key``'s object lies."""
-        return Path(self.name(key))
+        """Return the path of ``key``'s file."""
+        return Path(self.path_string(key))
 
     @staticmethod
-    def temporary(name: str, owner: str) -> str:
-        """Return a name that no other writer uses, for an object on its way to ``name``."""
-        folder, slash, file = name.rpartition("/")
-        return f"{folder}{slash}.{file}.{owner}-{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
+    def temporary(path: str, process: str) -> str:
+        """Return a unique path for an unfinished file that ``process`` will rename to ``path``."""
+        folder, slash, file = path.rpartition("/")
+        return f"{folder}{slash}.{file}.{process}-{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
 
     def status(self, key: ObjectKey) -> os.stat_result | None:
-        """Return the status of ``key``'s file, or ``None`` where there is none."""
+        """Return the status of ``key``'s file, or ``None`` if it is missing."""
         try:
-            return os.stat(self.name(key))  # noqa: PTH116 - making a Path costs more than the call
+            return os.stat(self.path_string(key))  # noqa: PTH116 - making a Path costs more than the call
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def nbytes(self, key: ObjectKey) -> int | None:
-        """Return the size of ``key``'s file, or ``None`` where there is none."""
+        """Return the size of ``key``'s file, or ``None`` if it is missing."""
         status = self.status(key)
         return None if status is None else status.st_size
 
     def unlink(self, key: ObjectKey) -> None:
-        """Remove ``key``'s file; an absent one is no error."""
+        """Remove ``key``'s file; a missing one is no error."""
         with suppress(FileNotFoundError, NotADirectoryError):
-            os.unlink(self.name(key))  # noqa: PTH108 - as above
+            os.unlink(self.path_string(key))  # noqa: PTH108 - making a Path costs more than the call
 
-    def remove_debris(self, key: ObjectKey, owner: str) -> None:
-        """Remove what ``owner`` had begun to write for ``key``."""
+    def remove_temporaries(self, key: ObjectKey, process: str) -> None:
+        """Remove the unfinished files of ``process`` for ``key``."""
         path = self.path(key)
-        for left in path.parent.glob(f".{path.name}.{owner}-*{TEMPORARY_SUFFIX}"):
+        for left in path.parent.glob(f".{path.name}.{process}-*{TEMPORARY_SUFFIX}"):
             left.unlink(missing_ok=True)
 
     def folders(self) -> list[Path]:
-        """Return the folders that may hold objects."""
+        """Return the folders that may contain objects."""
         folders = [self.root]
         for name in (_NAMESPACE, _PACK, _PREFIX):
-            folders = [Path(entry.path) for folder in folders for entry in _scan(folder) if name.fullmatch(entry.name)]
+            folders = [Path(entry.path) for folder in folders for entry in _list(folder) if name.fullmatch(entry.name)]
         return folders
 
     def is_empty(self) -> bool:
-        """Return whether there is no folder that could hold objects."""
-        return not any(_NAMESPACE.fullmatch(entry.name) for entry in _scan(self.root))
+        """Return whether no folder could contain objects."""
+        return not any(_NAMESPACE.fullmatch(entry.name) for entry in _list(self.root))
 
     @staticmethod
     def key(folder: Path, name: str) -> ObjectKey:
-        """Return the key of an object, one of the names in one of :meth:`folders`."""
+        """Return the key of the object ``name`` in one of :meth:`folders`."""
         namespace, pack = folder.parts[-3:-1]
         return ObjectKey(namespace, pack, bytes.fromhex(name.removesuffix(OBJECT_SUFFIX)))
 
     @staticmethod
     def names_in(folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
-        """Return what is in one of :meth:`folders`: the names of its objects, in order, and of those being written.
+        """Return the names of the files in one of :meth:`folders`.
 
-        The latter come with who writes them.
+        Returns:
+            The names of the objects, sorted; and the names of the unfinished files, each with its process.
         """
         objects: list[str] = []
-        temporary: list[tuple[str, str]] = []
-        for entry in _scan(folder):
+        temporaries: list[tuple[str, str]] = []
+        for entry in _list(folder):
             if found := _OBJECT.fullmatch(entry.name):
                 if found[1][:2] == folder.name and entry.is_file(follow_symlinks=False):
                     objects.append(entry.name)
             elif found := _TEMPORARY.fullmatch(entry.name):
-                temporary.append((entry.name, found[1]))
-        return sorted(objects), temporary
+                temporaries.append((entry.name, found[1]))
+        return sorted(objects), temporaries
 
     @staticmethod
     def objects_in(folder: Path) -> Iterator[StoredObject]:
         """Yield the objects in one of :meth:`folders`."""
         namespace, pack, prefix = folder.parts[-3:]
-        for entry in _scan(folder):
+        for entry in _list(folder):
             digest = entry.name.removesuffix(OBJECT_SUFFIX)
             if digest == entry.name or not _DIGEST.fullmatch(digest) or digest[:2] != prefix:
                 continue
@@ -120,12 +121,12 @@ class Layout:
 
 
 def hash_range(prefix: str) -> tuple[bytes, bytes]:
-    """Return between what the hashes in a folder named ``prefix`` lie: above the first, at or below the second."""
+    """Return the range of hashes in a folder named ``prefix``: above the first, at or below the second."""
     (first,) = bytes.fromhex(prefix)
     return bytes([first - 1]) + b"\xff" * 64 if first else b"", bytes([first]) + b"\xff" * 64
 
 
-def _scan(folder: Path) -> list[os.DirEntry[str]]:
+def _list(folder: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)

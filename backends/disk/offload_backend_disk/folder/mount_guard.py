@@ -1,8 +1,8 @@
-"""Where a tier's folder is: on which file system.
+"""A guard against writing below a mount point whose file system was unmounted.
 
-A folder that is gone may have been deleted, or the file system that it was on may have been unmounted. A deleted one is
-made again. After an unmount, making it again would fill the disk below the mount point, usually the root disk, which
-nobody gave us; so nothing is written until the file system is back.
+A missing folder may have been deleted, or its file system may have been unmounted. A deleted folder is created again.
+After an unmount, a new folder would fill the disk below the mount point, usually the root disk, which is not ours to
+fill. So nothing is written until the file system is back.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from pathlib import Path
 from offload_backend_disk.folder import files
 
 
-class Home:
-    """A tier's folder, which stays on the file system that it was on when it was opened.
+class MountGuard:
+    """A tier's folder, which must stay on the file system where it was first opened.
 
     Args:
         root: the folder.
-        witness: a file in it that only this process makes. Where it is there, the folder is the same one, even on a
-            mount that does not tell its file system's identity, as those of FUSE do not.
+        own_file: a file in it that only this process creates. If it is present, the folder is the same one. Some mounts
+            need this proof, such as those of FUSE: they do not tell the identity of their file system.
     """
 
-    def __init__(self, root: Path, witness: Path | None = None) -> None:
+    def __init__(self, root: Path, own_file: Path | None = None) -> None:
         self.root = root
-        self._witness = witness
+        self._own_file = own_file
         self._device: int | None = None
         self._file_system = 0
 
     def open(self) -> None:
-        """Create the folder if it is missing; the first time, remember its file system.
+        """Create the folder if it is missing. The first call remembers its file system.
 
         Raises:
-            OSError: it cannot be made, or would be on another file system than it was.
+            OSError: the folder cannot be created, or would be on another file system than before.
         """
         self.check()
         files.make_private_folder(self.root)
@@ -42,10 +42,10 @@ class Home:
             self._file_system = os.statvfs(self.root).f_fsid
 
     def check(self) -> None:
-        """Check that the folder, or where it would be made again, is on the file system that it was on.
+        """Check that the folder is on its file system; for a missing folder, check the parent that would get it.
 
         Raises:
-            OSError: it is not.
+            OSError: it is on another one.
         """
         if self._device is None:
             return
@@ -60,15 +60,15 @@ class Home:
             return
         if self._file_system and os.statvfs(place).f_fsid == self._file_system:  # mounted again, as another device
             return
-        if self._witness is not None and self._witness.exists():
+        if self._own_file is not None and self._own_file.exists():
             return
         raise OSError(
             errno.ENODEV,
-            f"{self.root} is not on the file system that it was on when this process opened it; nothing is stored "
-            "elsewhere: mount it again, or restart the engine to use what is there now",
+            f"{self.root} is on another file system than when this process opened it, and stores fail until the first "
+            "one is back: mount it again, or restart the engine to use the present one",
         )
 
     def free_bytes(self) -> int:
-        """Return how much this process may still write to the file system."""
+        """Return the bytes that this process may still write to the file system."""
         status = os.statvfs(self.root)
         return status.f_bavail * status.f_frsize

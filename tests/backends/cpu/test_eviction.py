@@ -1,4 +1,4 @@
-"""The order of eviction, against the plainest program that has it."""
+"""The order of eviction, compared with the simplest program for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from offload_backend_cpu.eviction import Recency
+from offload_backend_cpu.eviction import EvictionOrder
 
 from offload_core.api.keys import ObjectKey
 
@@ -20,7 +20,7 @@ def key(number: int) -> ObjectKey:
 
 
 @dataclass
-class Plain:
+class SimpleOrder:
     """Lists, searched from end to end. The last is the one used last."""
 
     policy: str
@@ -49,15 +49,15 @@ STEPS = st.lists(
 
 @pytest.mark.parametrize("policy", ["lru", "slru"])
 @given(steps=STEPS)
-def test_the_order_is_that_of_the_plainest_program(policy: Literal["lru", "slru"], steps: list[Step]) -> None:
-    order, plain = Recency(policy, CAPACITY), Plain(policy)
+def test_the_order_is_that_of_the_simplest_program(policy: Literal["lru", "slru"], steps: list[Step]) -> None:
+    order, plain = EvictionOrder(policy, CAPACITY), SimpleOrder(policy)
     for verb, number, size in steps:
         there = number in plain.probation + plain.protected
         if verb.startswith("add") and not there:
             order.add(key(number), size, used_again=verb == "add again")
             plain.add(number, size, verb == "add again")
         elif verb == "use" and there:
-            order.use(key(number))
+            order.record_use(key(number))
             plain.remove(number)
             plain.add(number, plain.sizes[number], True)
         elif verb == "remove" and there:
@@ -75,10 +75,10 @@ def test_the_order_is_that_of_the_plainest_program(policy: Literal["lru", "slru"
 
 
 @pytest.mark.parametrize(("policy", "survives"), [("lru", False), ("slru", True)])
-def test_a_scan_passes_through_slru_without_taking_what_is_used(policy: Literal["lru", "slru"], survives: bool) -> None:
-    order = Recency(policy, CAPACITY)
+def test_a_scan_does_not_evict_used_objects_under_slru(policy: Literal["lru", "slru"], survives: bool) -> None:
+    order = EvictionOrder(policy, CAPACITY)
     order.add(key(0), 1)
-    order.use(key(0))
+    order.record_use(key(0))
     gone = set()
     for number in range(1, 100):
         while order.size >= CAPACITY:

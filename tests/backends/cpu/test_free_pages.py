@@ -1,4 +1,4 @@
-"""Which pages the cpu backend hands out."""
+"""The choice of pages by the cpu backend."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_page_has_one_holder_and_what_fits_in_one_piece_is_in_one(steps: l
     free = set(range(PAGES))
     used: set[int] = set()
     for take, number in steps:
-        if take and number <= pages.free_pages:
+        if take and number <= pages.num_free:
             runs = pages.take(number)
             taken = [page for start, count in runs for page in range(start, start + count)]
             assert len(taken) == len(set(taken)) == number
@@ -39,25 +39,25 @@ def test_every_page_has_one_holder_and_what_fits_in_one_piece_is_in_one(steps: l
             fitting = [length for length in touched.values() if length >= number]
             if fitting:
                 assert len(runs) == 1
-                assert touched.get(runs[0][0]) == min(fitting), "of memory that the system has given, what fits best"
+                assert touched.get(runs[0][0]) == min(fitting), "the best fit among touched runs"
             else:
                 whole = any(length >= number for length in untouched.values())
-                assert (len(runs) == 1) == whole, "it is pieced together only where it must be"
+                assert (len(runs) == 1) == whole, "pieced together only if no run is long enough"
             free -= set(taken)
             used |= set(taken)
             held.append(runs)
         elif held:
             runs = held.pop(number % len(held))
-            pages.give_back(runs)
+            pages.release(runs)
             free |= {page for start, count in runs for page in range(start, start + count)}
-        assert pages.free_pages == len(free)
+        assert pages.num_free == len(free)
 
 
 def test_the_shortest_hole_that_is_long_enough_is_filled() -> None:
     pages = FreePages(PAGES)
     holes = [(pages.take(length), pages.take(1)) for length in (5, 2, 7, 3)]
     for hole, _ in holes:
-        pages.give_back(hole)
+        pages.release(hole)
     assert [pages.take(length) for length in (3, 2, 6)] == [holes[3][0], holes[1][0], ((holes[2][0][0][0], 6),)]
 
 
@@ -77,7 +77,7 @@ def steps_of(num_objects: int) -> int:
     try:
         for _ in range(1000):
             index = chooser.randrange(len(held))
-            pages.give_back(held[index])
+            pages.release(held[index])
             held[index] = pages.take(sum(count for _, count in held[index]))
     finally:
         sys.settrace(None)
