@@ -31,8 +31,8 @@ class LoadShare:
     """What the loads of one tier may hold of a pool, and hold: :meth:`StagingPool.add_load_share` makes it."""
 
     limit_bytes: int
-    own_start: int
-    own_stop: int
+    private_start: int
+    private_stop: int
     """A piece of the arena that only these loads use; it may be empty."""
     held_bytes: int = 0
     """Changed under the pool's lock."""
@@ -193,7 +193,7 @@ class StagingPool:
             with self._lock:
                 self._waiters.discard(waiter)
 
-    def keep_for_store(self, lease: Lease) -> bool:
+    def convert_to_store(self, lease: Lease) -> bool:
         """Count a load's lease as a store's from now on; returns whether the stores' share has room for it.
 
         A lease in a piece that belongs to one tier's loads stays a load's: a store that hangs must not take that away.
@@ -218,7 +218,7 @@ class StagingPool:
     def _take_for_load(self, nbytes: int, share: LoadShare) -> Lease | None:
         """Take the first piece that fits where every tier may; else of the share's own."""
         reserved = lease_bytes(nbytes)
-        for start, stop in ((self._shared_start, self.capacity_bytes), (share.own_start, share.own_stop)):
+        for start, stop in ((self._shared_start, self.capacity_bytes), (share.private_start, share.private_stop)):
             for index, (offset, size) in enumerate(self._free):
                 first = max(offset, start)
                 if min(offset + size, stop) - first >= reserved:

@@ -37,7 +37,7 @@ class TierShare:
         """Return what a store with a lease of ``nbytes`` bytes is charged for."""
         return self._leases_per_object * lease_bytes(nbytes)
 
-    def store_lack_bytes(self, nbytes: int) -> int:
+    def store_shortfall_bytes(self, nbytes: int) -> int:
         """Return how much less the tier must be charged for before :meth:`try_charge_store` can succeed; 0 or more."""
         return max(0, self._store_bytes + self.store_charge_bytes(nbytes) - self.store_limit_bytes)
 
@@ -50,7 +50,7 @@ class TierShare:
             self._store_bytes += charged
             return True
 
-    def end_store(self, nbytes: int) -> None:
+    def discharge_store(self, nbytes: int) -> None:
         """End what :meth:`try_charge_store` has charged; the tier's call has ended."""
         with self._lock:
             self._store_bytes -= self.store_charge_bytes(nbytes)

@@ -15,7 +15,7 @@ BATCH_BYTES = 2 * 1024 * 1024
 """Small, so that reading, checking and copying of a job's batches overlap."""
 STORE_SHARE = 0.5
 """Part of the staging pool that stores may hold; the rest is the loads' part."""
-SHARE_OF_MANY = 0.75
+SHARE_OF_SEVERAL = 0.75
 """What one of several tiers may hold of either part where its ``staging_share`` does not say."""
 
 
@@ -48,7 +48,7 @@ def batch_lease_bytes(largest_payload_bytes: int) -> int:
 def staging_uses(keys: Iterable[tuple[float | None, bool]]) -> tuple[StagingUse, ...]:
     """Return each tier's use of the pool, from its key ``staging_share`` and whether it compresses."""
     given = tuple(keys)
-    default = 1.0 if len(given) == 1 else SHARE_OF_MANY
+    default = 1.0 if len(given) == 1 else SHARE_OF_SEVERAL
     return tuple(StagingUse(default if share is None else share, compresses) for share, compresses in given)
 
 
@@ -76,7 +76,7 @@ def smallest_pool_bytes(largest_payload_bytes: int, uses: Sequence[StagingUse] =
     return lease_bytes(math.ceil(whole)) + ALIGNMENT_BYTES  # a page, since shares are rounded down
 
 
-def gathered_limit_bytes(store_limit_bytes: int, uses: Iterable[StagingUse]) -> int:
+def gather_limit_bytes(store_limit_bytes: int, uses: Iterable[StagingUse]) -> int:
     """Return what may be gathered for stores at once, of the stores' part.
 
     Each tier that compresses takes as much again for what is gathered; else bursts would leave it nothing.

@@ -25,7 +25,8 @@ from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.transfer.batches import TransferObject
-from offload_core.transfer.engine import LoadJob, LoadResult, TransferEngine
+from offload_core.transfer.engine import TransferEngine
+from offload_core.transfer.loads import LoadJob, LoadResult
 from offload_core.vllm.metadata import ChunkTransfer, RequestLoad, StepMetadata, StepReport
 from offload_core.vllm.model.identity import worker_identity
 from offload_core.vllm.worker.geometry_export import engine_geometry, write_in_background
@@ -138,7 +139,7 @@ class WorkerHalf:
         if metadata.idle and not self._ended:
             # Copy what arrives as it arrives, without a step of the engine in between: it would only be in the way.
             end = time.monotonic() + _IDLE_WAIT_SECONDS
-            while not results and engine.has_wanted_loads and (seconds := end - time.monotonic()) > 0:
+            while not results and engine.has_active_loads and (seconds := end - time.monotonic()) > 0:
                 engine.wait_for_arrival(seconds)
                 results = engine.poll()
         for result in results:

@@ -90,12 +90,12 @@ class Pool(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def keep_for_store(self, data: st.DataObject) -> None:
+    def convert_to_store(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(sorted(self.held, key=self.offset)))
         number, holder = self.held[lease]
         nobodys = self.offset(lease) >= sum(OWN_PAGES)
         room = self.held_pages(None) + len(self.pages(lease)) <= STORE_PAGES
-        assert self.pool.keep_for_store(lease) == (holder is not None and nobodys and room)
+        assert self.pool.convert_to_store(lease) == (holder is not None and nobodys and room)
         if holder is not None and nobodys and room:
             self.held[lease] = (number, None)
 
@@ -108,7 +108,7 @@ class Pool(RuleBasedStateMachine):
         assert lease.tensor.tolist() == [number] * lease.nbytes
         lease.release()
         used = self.pool.used_bytes
-        for use in (lease.release, lambda: lease.view, lambda: lease.tensor, lambda: self.pool.keep_for_store(lease)):
+        for use in (lease.release, lambda: lease.view, lambda: lease.tensor, lambda: self.pool.convert_to_store(lease)):
             with pytest.raises(RuntimeError, match="used after its release"):
                 use()
         assert self.pool.used_bytes == used

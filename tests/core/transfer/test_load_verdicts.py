@@ -10,8 +10,8 @@ import torch
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.io_loop import IoLoop
-from offload_core.transfer.engine import LoadJob
 from offload_core.transfer.jobs import JobState
+from offload_core.transfer.loads import LoadJob
 from tests.support.memory_backend import Gate, key
 from tests.support.transfer_rig import PACK, Rig, item
 

@@ -109,7 +109,7 @@ def test_i4_a_hung_tier_holds_up_no_other_tiers_loads(rig: Rig) -> None:
     loaded = rig.load(item(1, block=15), tier="well")
     assert rig.result().job_id == loaded
     assert torch.equal(rig.kv_cache[15], rig.kv_cache[1])
-    assert engine.has_wanted_loads
+    assert engine.has_active_loads
     hung.gates["load_into"].open()
     assert {job: result.status for job, result in rig.results(8).items()} == dict.fromkeys(waiting, "loaded")
 

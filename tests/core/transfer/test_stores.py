@@ -12,9 +12,9 @@ from offload_core.api.backend import StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.objects import format as object_format
 from offload_core.runtime.io_loop import IoLoop
-from offload_core.transfer import tier_writer as store_lane
+from offload_core.transfer import tier_writer
 from offload_core.transfer.pending_store import StoreResult
-from offload_core.transfer.store_queue import Place
+from offload_core.transfer.store_queue import BatchState
 from tests.support.memory_backend import MemoryBackend, key
 from tests.support.transfer_rig import PACK, SECONDS, Rig, item
 
@@ -43,8 +43,8 @@ def submit(rig: Rig, *numbers: int) -> None:
 
 
 def sealed(rig: Rig) -> None:
-    batches = [batch for lane in rig.engine._stores._lanes for batch in tuple(lane._job_of)]
-    rig.step_until(lambda: not any(batch.place is Place.PREPARING for batch in batches))
+    batches = [batch for writer in rig.engine._stores._writers for batch in tuple(writer._job_of)]
+    rig.step_until(lambda: not any(batch.state is BatchState.PREPARING for batch in batches))
     rig.io.submit(asyncio.sleep(0)).result(SECONDS)
 
 
@@ -298,7 +298,7 @@ def test_deadlines_and_what_waits_take_no_task_and_no_thread_each(rig: Rig) -> N
 def timers(io: IoLoop) -> int:
     """Count the timers for deadlines of stores."""
     handles = io.loop._scheduled  # type: ignore[attr-defined]  # asyncio has no public way to count them
-    ours = [handle for handle in handles if handle._callback and handle._callback.__module__ == store_lane.__name__]
+    ours = [handle for handle in handles if handle._callback and handle._callback.__module__ == tier_writer.__name__]
     return sum(not handle.cancelled() for handle in ours)
 
 
@@ -410,7 +410,7 @@ def test_a_trial_that_hangs_keeps_the_tier_out_of_use(rig: Rig) -> None:
         return backend.gates["store"].arrived.is_set()
 
     rig.step_until(is_tried)
-    rig.engine._stores._lanes[0]._stored_at = float("inf")  # as if one from before had come back just now
+    rig.engine._stores._writers[0]._stored_at = float("inf")  # as if one from before had come back just now
     rig.step_until(lambda: rig.counted("breaker_opened") == 1)
 
 

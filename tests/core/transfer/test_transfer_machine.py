@@ -220,10 +220,10 @@ class Transfers(RuleBasedStateMachine):
             return
         stores = self.rig.engine._stores
         with stores._lock:
-            batches = [batch for lane in stores._lanes for batch in lane._job_of]
+            batches = [batch for writer in stores._writers for batch in writer._job_of]
             for store in (store for batch in batches for store in batch.items):
                 assert len(store.staged.lease.view) > PAGE_BYTES, "I3"  # raises when it was released
-            jobs = [job for lane in stores._lanes for job in lane._job_of.values()]
+            jobs = [job for writer in stores._writers for job in writer._job_of.values()]
             assert [job for job in self.rig.engine.jobs.live if job.kind == "store" and job not in jobs] == []
 
     @invariant()
