@@ -308,20 +308,27 @@ def test_a_tier_that_some_rank_does_not_use_is_not_asked_and_not_waited_for(half
     half.follow(request("a"))
     half.store(a=80)
     asked = half.backend.calls.count("contains")
-    half.report([], refusals=Counter(memory=2))
-    half.report([], refusals=Counter(memory=-1))
+    half.report([], ranks_refusing_loads=Counter(memory=2))
+    half.report([], ranks_refusing_loads=Counter(memory=-1))
     second = half.follow(request("b"))
     assert half.half.matched_tokens(second, 0) == 0, "at once, in the first step that asks"
     assert half.backend.calls.count("contains") == asked
     assert half.half.counters.take()["breaker_refused", "memory"] == 1
     assert half.stored(b=80) == [], "what it cannot be asked for is not taken for gone"
 
-    half.report([], refusals=Counter(memory=-1))
+    half.report([], ranks_refusing_loads=Counter(memory=-1))
     assert half.matched(half.follow(request("c"))) == 64
 
 
 def test_ranks_reports_add_up() -> None:
-    one = StepReport(refusals=Counter(nvme=1, shared=-1))
-    assert one.aggregate(StepReport(refusals=Counter(nvme=1, ram=-1))).refusals == {"nvme": 2, "shared": -1, "ram": -1}
-    assert one.aggregate(StepReport(refusals=Counter(nvme=-1))).refusals == {"nvme": 0, "shared": -1}
-    assert one.refusals == {"nvme": 1, "shared": -1}, "not changed"
+    one = StepReport(ranks_refusing_loads=Counter(nvme=1, shared=-1))
+    assert one.aggregate(StepReport(ranks_refusing_loads=Counter(nvme=1, ram=-1))).ranks_refusing_loads == {
+        "nvme": 2,
+        "shared": -1,
+        "ram": -1,
+    }
+    assert one.aggregate(StepReport(ranks_refusing_loads=Counter(nvme=-1))).ranks_refusing_loads == {
+        "nvme": 0,
+        "shared": -1,
+    }
+    assert one.ranks_refusing_loads == {"nvme": 1, "shared": -1}, "not changed"

@@ -62,7 +62,7 @@ class ClockedHalf(Half):
         """End the request's load, without some of its chunks; it is computed, and what is stored of it is rejected."""
         name = item.request_id
         refs = {("memory", self.ref(item, unit)) for unit in not_loaded}
-        self.half.take_output(set(), set(), StepReport(failed=refs, failed_requests={name} if refs else set()))
+        self.half.take_output(set(), set(), StepReport(failed_chunks=refs, failed_requests={name} if refs else set()))
         self.step()
         self.half.take_output({name}, {name} if refs else set(), None)
         stores = [store.chunk for store in self.step(**{name: 80}).stores]
@@ -137,7 +137,9 @@ def test_a_part_that_is_used_counts_as_loaded_and_the_rest_is_stored_again(half:
     item = half.follow(request("a"))
     half.loads(item)
     missing = [half.ref(item, unit) for unit in (2, 3)]
-    half.half.take_output({"a"}, set(), StepReport(failed={("memory", ref) for ref in missing}, partial_requests={"a"}))
+    half.half.take_output(
+        {"a"}, set(), StepReport(failed_chunks={("memory", ref) for ref in missing}, partial_requests={"a"})
+    )
     assert half.stored(a=80) == [ref.chunk_hash for ref in missing]
     assert ("recomputed_requests", "all") not in half.half.counters.take()
 
@@ -177,7 +179,7 @@ def test_a_lookup_that_begins_late_is_waited_for_only_as_long_as_is_left(half: C
 
 
 def test_time_without_room_in_the_engine_is_no_wait_for_a_lookup(half: ClockedHalf, monkeypatch: Any) -> None:
-    monkeypatch.setattr("offload_core.vllm.scheduler.half._ANSWER_LIFE_SECONDS", 0.0)
+    monkeypatch.setattr("offload_core.vllm.scheduler.load_offers._OFFER_LIFE_SECONDS", 0.0)
     item = half.follow(request("a"))
     for _ in range(5):
         half.half._requests["a"].wait.begin("lookup")
