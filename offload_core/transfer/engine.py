@@ -80,7 +80,7 @@ class TransferEngine:
 
     @property
     def has_active_loads(self) -> bool:
-        """Whether some request waits for a load."""
+        """True if some request waits for a load."""
         return self._loads.has_active
 
     def submit_load(self, job: LoadJob) -> None:

@@ -92,7 +92,7 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether it has its verdict."""
+        """True if it has its verdict."""
         return self.verdict is not None
 
     def __repr__(self) -> str:

@@ -77,12 +77,12 @@ class _ActiveLoad:
     job: Job
     objects: tuple[TransferObject, ...]
     waited_seconds: float
-    """How long its request has waited for earlier loads."""
+    """Seconds that its request has waited for earlier loads."""
     missing: dict[ObjectKey, TransferObject]
     """Objects that have neither arrived nor failed."""
     failed: list[ObjectKey] = field(default_factory=list)
     refused: bool = False
-    """Whether the tier refused the load, which says nothing about the objects."""
+    """True if the tier refused the load, which says nothing about the objects."""
 
     def due_verdict(self, now: float) -> JobState | None:
         """Return the verdict that is due, or ``None`` while the load goes on."""
@@ -153,7 +153,7 @@ class Loads:
 
     @property
     def has_active(self) -> bool:
-        """Whether some request waits for a load."""
+        """True if some request waits for a load."""
         return bool(self._active)
 
     def submit(self, load_job: LoadJob) -> None:

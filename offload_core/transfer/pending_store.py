@@ -15,7 +15,7 @@ from offload_core.transfer.store_queue import BatchState, StoreBatch
 
 @dataclass(frozen=True)
 class StoreResult:
-    """Whether an object is on at least one tier now."""
+    """True if an object is on at least one tier now."""
 
     key: ObjectKey
     stored: bool
@@ -83,7 +83,7 @@ class PendingStore:
 
     @property
     def only_waits(self) -> bool:
-        """Whether nothing uses its memory, so that dropping it at every tier releases the memory."""
+        """True if nothing uses its memory, so that dropping it at every tier releases the memory."""
         return all(batch.state is BatchState.WAITING for _, batch in self._holders.values())
 
     @property

@@ -55,7 +55,7 @@ class StoreBatch(Generic[T]):
         self.deadline = deadline
         self.state = BatchState.PREPARING
         self.expired = False
-        """Whether its deadline passed while it was in the queue."""
+        """True if its deadline passed while it was in the queue."""
 
     def _move(self, state: BatchState) -> None:
         if state not in NEXT_STATES[self.state]:

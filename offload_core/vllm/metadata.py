@@ -58,7 +58,7 @@ class StepMetadata(KVConnectorMetadata):
     failures_to_report: list[str] = field(default_factory=list)
     """Requests whose failed load the workers report to the engine now."""
     idle: bool = False
-    """Whether the step has no forward pass, so that a brief wait for an arrival delays no request."""
+    """True if the step has no forward pass, so that a brief wait for an arrival delays no request."""
 
 
 @dataclass

@@ -51,7 +51,7 @@ class BlockHolders:
 
     @property
     def withholds_failures(self) -> bool:
-        """Whether the failure of any load is withheld."""
+        """True if the failure of any load is withheld."""
         return any(holder.failed for holder in self._holders.values())
 
     def remove(self, request_ids: Collection[str]) -> None:

@@ -51,7 +51,7 @@ class LoadOffers:
         self._recomputing: set[str] = set()
         """Requests whose load has failed and that have not run since."""
         self._storage_awaited = False
-        """Whether a request was told in this step to ask again."""
+        """True if a request was told in this step to ask again."""
 
     def matched_tokens(self, state: RequestState, computed_tokens: int) -> int | None:
         """Return the number of tokens past ``computed_tokens`` that can be loaded, or ``None`` to be asked again.

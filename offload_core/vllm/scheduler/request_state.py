@@ -91,9 +91,9 @@ class RequestState:
     not_loaded: set[tuple[str, ChunkRef]] = field(default_factory=set)
     """Tier names, each with a chunk that a load of this request from there did not get; never offered to it again."""
     partial_load: bool = False
-    """Whether some rank's load has ended early and the engine uses the arrived part."""
+    """True if some rank's load has ended early and the engine uses the arrived part."""
     failed_once: bool = False
-    """Whether a load has failed or got only a part; one more may be offered."""
+    """True if a load has failed or got only a part; one more may be offered."""
     offers_left: int = 0
     """After a failed load: number of further offers. The engine may have no free blocks for an offer."""
 

@@ -61,7 +61,7 @@ class WorkerHalf:
         self._loads: dict[int, RequestLoad] = {}
         groups = kv_cache_config.kv_cache_groups
         self._uses_partial_loads = len(groups) == 1 and all(pack.policy.kind == "full" for pack in planner.packs)
-        """Whether the engine can use a part of a load: vLLM accepts missing blocks for a single group only."""
+        """True if the engine can use a part of a load: vLLM accepts missing blocks for a single group only."""
         self._missing_blocks: set[int] = set()
         self._ended_requests: list[tuple[str, bool]] = []
         self._failed_requests: set[str] = set()

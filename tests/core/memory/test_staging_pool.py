@@ -170,7 +170,7 @@ def test_an_empty_lease_is_a_lease() -> None:
 
 
 def test_a_pool_without_a_page_is_refused() -> None:
-    with pytest.raises(ValueError, match="staging capacity is 4095 bytes; it must be at least 4096"):
+    with pytest.raises(ValueError, match="staging capacity is 4095 bytes; set it to 4096 or more"):
         StagingPool(4095, 0.5)
 
 
