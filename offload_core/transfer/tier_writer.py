@@ -50,7 +50,7 @@ class TierWriter:
         self._lock = lock
         self._spawn = spawn
         threads = tier.keys.io_threads
-        # One call more than threads keeps the threads busy. Even more calls would make a load wait for all of them.
+        # One call more than threads keeps the threads busy. Further calls would only delay loads.
         self._queue: StoreQueue[PendingStore] = StoreQueue(
             threads + 1, spare_slots=threads, charge_bytes=lambda store: share.store_charge_bytes(store.nbytes)
         )

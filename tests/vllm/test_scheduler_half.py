@@ -1,4 +1,4 @@
-"""The scheduler half on its own: what is offered to the engine and what is stored, step by step."""
+"""The scheduler half on its own: offers to the engine and stores, step by step."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ class Half:
         return [item.chunk.chunk_hash for item in self.step(**scheduled).stores]
 
     def put(self, step: StepMetadata) -> None:
-        """Put what a step stores onto the tier."""
+        """Put a step's stores onto the tier."""
         for item in step.stores:
             namespace = step.namespaces[item.chunk.adapter][0]
             self.backend.objects[ObjectKey(namespace, item.chunk.pack, item.chunk.chunk_hash)] = b""
 
     def store(self, **scheduled: int) -> StepMetadata:
-        """Make a step and let all that it stores end well."""
+        """Make a step and let all its stores succeed."""
         step = self.step(**scheduled)
         self.put(step)
         self.report([item.chunk for item in step.stores])
@@ -153,7 +153,7 @@ def test_a_store_that_hangs_is_not_waited_for_longer_than_a_lookup_may_take() ->
     half.half.shutdown()
 
 
-def test_what_a_lookup_no_longer_finds_is_stored_again_with_all_that_lay_behind_it(half: Half) -> None:
+def test_a_chunk_that_a_lookup_no_longer_finds_is_stored_again_with_all_chunks_behind_it(half: Half) -> None:
     half.follow(request("a"))
     half.store(a=80)
     half.follow(request("b"))
@@ -230,7 +230,7 @@ def test_a_prefix_that_ends_inside_a_block_is_not_extended(half: Half) -> None:
     assert half.matched(second, computed_tokens=32) == 32
 
 
-def test_a_reset_serves_nothing_of_before_and_keeps_following_requests_that_have_not_begun(half: Half) -> None:
+def test_a_reset_serves_no_earlier_object_and_keeps_requests_that_have_not_begun(half: Half) -> None:
     running, waiting = half.follow(request("a")), half.follow(request("b"))
     half.store(a=80)
     running.num_computed_tokens = 80
@@ -265,7 +265,7 @@ def test_an_adapter_that_cannot_be_identified_is_served_without_offloading(half:
     assert half.stored(a=80) == []
 
 
-def test_others_wait_for_a_request_whose_load_failed_until_it_has_room_again(half: Half) -> None:
+def test_others_wait_for_a_request_whose_load_failed_until_it_has_blocks_again(half: Half) -> None:
     half.follow(request("a"))
     half.follow(request("x", family=1))
     half.store(a=80, x=80)

@@ -77,6 +77,6 @@ def _slice(
         start += 1
         ids = ids[1:]
     if NULL_BLOCK_ID in ids:
-        return BlockSlice(0, ())  # a hole: the unit's other blocks stay unfilled, and the load is refused
+        return BlockSlice(0, ())  # a hole: the unit's allocated blocks stay unfilled, and the load is refused
     unfilled.difference_update(range(start, positions.stop))
     return BlockSlice(start - positions.start if ids else 0, tuple(ids))

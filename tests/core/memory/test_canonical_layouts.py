@@ -150,7 +150,7 @@ def test_descriptors_are_runs_of_each_block_in_the_order_asked_for() -> None:
         (0, -1, "group 0 has no block -1; block ids are 0 to 11"),
     ],
 )
-def test_descriptors_of_what_is_not_there_are_refused(group: int, block_id: int, reason: str) -> None:
+def test_descriptors_of_missing_groups_and_blocks_are_refused(group: int, block_id: int, reason: str) -> None:
     caches = CanonicalKVCaches.build([[layer(torch.zeros(BLOCKS, 16, dtype=torch.int8))]])
     with pytest.raises(IndexError, match=reason):
         caches.block_descriptors(group, [block_id])

@@ -208,7 +208,7 @@ def test_acquire_waits_and_is_woken_by_a_release_in_another_thread() -> None:
     lease.release()  # nobody waits any more, and the loop on which somebody did is closed
 
 
-def test_one_release_wakes_every_waiter_that_finds_room() -> None:
+def test_one_release_wakes_every_waiter_that_fits() -> None:
     pool, leases = full_pool()
 
     async def main() -> None:
@@ -243,7 +243,7 @@ def test_a_cancelled_acquire_leaves_nothing_leased(released_first: bool) -> None
     assert pool.used_bytes == 0
 
 
-def test_acquire_refuses_at_once_what_can_never_fit() -> None:
+def test_acquire_refuses_at_once_sizes_that_can_never_fit() -> None:
     pool = StagingPool(2 * ALIGNMENT_BYTES, 0.5)
     with pytest.raises(ValueError, match="objects of 12288 bytes do not fit into 8192 bytes of staging"):
         asyncio.run(pool.acquire_all([8193]))

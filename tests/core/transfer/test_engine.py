@@ -23,7 +23,7 @@ def rig(io: IoLoop) -> Iterator[Rig]:
 
 
 @pytest.mark.parametrize("source", ["ram", "nvme"])
-def test_what_was_stored_is_loaded_into_other_blocks_and_nothing_else_changes(
+def test_stored_blocks_are_loaded_into_other_blocks_and_nothing_else_changes(
     rig: Rig, tmp_path: Path, source: str
 ) -> None:
     ram = rig.add_memory_tier("ram")
@@ -140,7 +140,7 @@ def test_a_load_cancelled_before_its_turn_is_never_asked_for(rig: Rig) -> None:
     assert backend.calls.count("load_into") == 3
 
 
-def test_cancelling_what_has_ended_or_never_was_is_harmless(rig: Rig) -> None:
+def test_cancelling_an_ended_or_unknown_load_is_harmless(rig: Rig) -> None:
     rig.add_memory_tier()
     engine = rig.start()
     job = rig.load()
@@ -200,7 +200,7 @@ def test_a_store_holds_what_the_block_was_when_it_was_submitted(rig: Rig) -> Non
     assert torch.equal(rig.kv_cache[2], before)
 
 
-def test_closing_drops_what_is_wanted_and_reports_nothing_more(rig: Rig) -> None:
+def test_closing_cancels_loads_and_reports_nothing_more(rig: Rig) -> None:
     backend = rig.add_memory_tier()
     engine = rig.start()
     rig.store_all(item(1, block=1))

@@ -1,4 +1,4 @@
-"""Jobs: one verdict each, and nothing that may follow out of turn. An oracle knows the rules by itself."""
+"""Jobs: one verdict each, and only allowed transitions. An oracle has its own copy of the rules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENDS = {
 
 @dataclass
 class Expected:
-    """What the oracle knows of a job."""
+    """The oracle's state of a job."""
 
     tier: str
     started: bool = False
@@ -40,7 +40,7 @@ class Expected:
 
 
 class Jobs(RuleBasedStateMachine):
-    """The oracle keeps what was done to each job and derives its state and every count from that."""
+    """The oracle records the operations on each job and derives its state and all counts from them."""
 
     jobs = Bundle("jobs")
 
@@ -132,7 +132,7 @@ def test_the_table_has_every_state_and_nothing_follows_the_last_one() -> None:
     assert followed == set(JobState) - {JobState.SUBMITTED}, "a state that nothing leads to"
 
 
-def test_a_second_verdict_is_refused_and_says_what_the_job_is() -> None:
+def test_a_second_verdict_is_refused_with_the_jobs_state() -> None:
     table = JobTable(Counters())
     job = table.submit("load", "disk", 1.0)
     table.end(job, JobState.TIMED_OUT)

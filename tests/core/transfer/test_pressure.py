@@ -40,7 +40,7 @@ def rig(make: Callable[[int, int], Rig]) -> Rig:
     return make(512, 16)
 
 
-def test_stores_that_find_no_room_are_dropped_counted_and_reported(rig: Rig) -> None:
+def test_stores_without_free_staging_are_dropped_counted_and_reported(rig: Rig) -> None:
     backends = [rig.add_memory_tier(name, staging_share=1.0) for name in ("memory", "other")]
     engine = rig.start(staging_bytes=8 * 2 * 4096)  # eight objects, of which stores may hold four
     for backend in backends:

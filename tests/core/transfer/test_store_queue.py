@@ -1,4 +1,4 @@
-"""The store queue of one tier: order, slots, deadlines, and what goes to make room."""
+"""The store queue of one tier: order, slots, deadlines, and drops of the oldest objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Item:
 
 @dataclass(eq=False)
 class Expected:
-    """What the oracle knows of a batch."""
+    """The oracle's state of a batch."""
 
     batch: StoreBatch[Item]
     items: list[Item]
@@ -54,7 +54,7 @@ class Oracle:
 
 
 class Queues(RuleBasedStateMachine):
-    """The queue and the oracle agree on everything, whatever happens in which order."""
+    """The queue and the oracle agree after any sequence of operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def test_each_state_is_left_only_as_the_table_says() -> None:
         queue.ended(batch)
 
 
-def test_what_hangs_gives_its_slot_to_others_as_often_as_there_are_spare_ones() -> None:
+def test_overdue_calls_give_up_as_many_slots_as_there_are_spare_ones() -> None:
     queue: StoreQueue[Item] = StoreQueue(2, 1, lambda item: item.nbytes)
     for deadline in range(1, 6):
         queue.prepared(queue.begin([Item(1)], deadline))
