@@ -41,7 +41,7 @@ from offload_core.objects.fingerprint import fingerprint
 from offload_core.planning.chunk_keys import object_keys
 from offload_core.tiers.tier import TierChange
 from offload_core.vllm.metadata import StepReport
-from offload_core.vllm.model.identity import build_planner
+from offload_core.vllm.model.groups import build_planner
 from offload_core.vllm.scheduler.half import SchedulerHalf
 from tests.support import tiny_models
 from tests.support.engine.spec import stock_transfer_config

@@ -1,13 +1,13 @@
-"""``CanonicalKVCaches``: every engine tensor, whatever its layout, as unique byte tensors of pages.
+"""``CanonicalKVCaches``: engine tensors of any layout, as unique byte tensors of pages.
 
-An engine registers one tensor per layer, in shapes that depend on the attention backend; layers of different groups may
-share memory, pages may be padded, blocks may be interleaved, keys may lie apart from values. What storage needs is
-simpler: for each group, the list of byte pages that make up one block. That is what this module builds and all that the
-rest of offload-core sees.
+An engine registers one tensor per layer, in a shape that depends on the attention backend. Layers of different groups
+may share memory. Pages may be padded, blocks interleaved, and keys apart from values. Storage needs less: for each
+group, the list of byte pages that make up one block. This module builds that list, and the rest of offload-core sees
+nothing else.
 
-Only strides count, not shapes: the bytes of a block are found from the tensor's true strides, as runs of consecutive
-bytes. A block that is one run is one page. A block of several runs (keys apart from values, heads outside the block)
-has one tensor and one reference per run, in address order; copies and payloads see no difference.
+Only strides count, not shapes. A tensor's true strides give the bytes of a block, as runs of consecutive bytes. A block
+of one run is one page. A block of several runs (keys apart from values, heads outside the block) has one tensor and one
+reference per run, in address order. Copies and payloads treat both kinds of block alike.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ _MAX_RUNS_PER_BLOCK = 1024
 
 @dataclass(frozen=True)
 class LayerPages:
-    """One layer's registered tensor and what the engine says about its pages.
+    """One layer's registered tensor and the engine's description of its pages.
 
     Args:
         name: the layer's name, for messages.
-        tensor: the tensor the engine registered; dimension ``block_dim`` counts blocks, or kernel blocks that divide
-            them. All of its bytes are the layer's data, and all of the layer's data is in it.
-        num_blocks: blocks in the engine's block table numbering.
-        page_size_bytes: bytes from which one block of this layer may use some (padding included).
-        unpadded_page_size_bytes: bytes of a page that carry data.
-        block_dim: the dimension of ``tensor`` that counts blocks.
+        tensor: the registered tensor. It has all of the layer's data and no other bytes.
+        num_blocks: number of blocks, as the engine's block tables count them.
+        page_size_bytes: bytes of a page, padding included. A block of this layer may use all or some of them.
+        unpadded_page_size_bytes: bytes of a page with data.
+        block_dim: the dimension of ``tensor`` that counts blocks, or kernel blocks, which are parts of a block.
     """
 
     name: str
@@ -49,7 +48,7 @@ class LayerPages:
 
 @dataclass(frozen=True)
 class CanonicalKVCacheTensor:
-    """One unique memory region as int8 pages of shape ``(num_blocks, page_size_bytes)``, with its true stride."""
+    """One unique memory region: an int8 tensor of shape ``(num_blocks, page_size_bytes)``, with its true stride."""
 
     tensor: torch.Tensor
 
@@ -83,8 +82,8 @@ class MemoryRegion(NamedTuple):
 class CanonicalKVCaches:
     """Unique page tensors, and for each group (by position) its references in layer order.
 
-    Layers of one group that share memory have one reference between them. Pages of different groups may overlap, always
-    within one block id: the engine gives a block to one group at a time.
+    Layers of one group that share memory have one common reference. Pages of different groups may overlap, but only
+    within one block id, because the engine gives a block to one group at a time.
     """
 
     tensors: tuple[CanonicalKVCacheTensor, ...]
@@ -94,14 +93,14 @@ class CanonicalKVCaches:
 
     @classmethod
     def build(cls, groups: Sequence[Sequence[LayerPages]]) -> CanonicalKVCaches:
-        """Build from each group's layers; pages that share address and stride share one tensor.
+        """Build the caches from each group's layers. Pages with the same address and stride share one tensor.
 
         Raises:
-            UnsupportedLayoutError: a layer's blocks are not the same runs of bytes at a constant stride, or blocks with
-                different ids share bytes. The message has the layer's name, shape and strides.
+            UnsupportedLayoutError: a layer's blocks do not consist of the same runs of bytes at a constant stride, or
+                blocks with different ids share bytes. The message has the layer's name, shape and strides.
         """
         runs_of = [[_block_runs(layer) for layer in layers] for layers in groups]
-        pages: dict[tuple[int, int], _Pages] = {}
+        pages: dict[tuple[int, int], _PagesDraft] = {}
         group_refs: list[tuple[CanonicalKVCacheRef, ...]] = []
         for layers, group_runs in zip(groups, runs_of, strict=True):
             refs: dict[int, int] = {}
@@ -109,7 +108,7 @@ class CanonicalKVCaches:
                 for offset in runs.offsets_bytes:
                     page = pages.setdefault(
                         (layer.tensor.data_ptr() + offset, runs.block_stride_bytes),
-                        _Pages(len(pages), layer, offset, runs.block_stride_bytes),
+                        _PagesDraft(len(pages), layer, offset, runs.block_stride_bytes),
                     )
                     page.data_bytes = max(page.data_bytes, runs.run_bytes)
                     page.width_bytes = max(page.width_bytes, runs.width_bytes)
@@ -125,8 +124,9 @@ class CanonicalKVCaches:
     def describe(self) -> dict[str, Json]:
         """Return the geometry as JSON, without addresses: part of a rank's identity.
 
-        With the shapes and dtypes of the engine's tensors it decides what each byte of a payload means. It does not
-        depend on the number of blocks. Memory orders are named where some layer's is not that of its dimensions.
+        With the shapes and dtypes of the engine's tensors, it decides the meaning of each byte of a payload. It does
+        not depend on the number of blocks. It includes memory orders only if some layer's memory order differs from the
+        order of its dimensions.
         """
         description: dict[str, Json] = {
             "tensors": [[t.page_size_bytes, t.block_stride_bytes] for t in self.tensors],
@@ -137,10 +137,10 @@ class CanonicalKVCaches:
         return description
 
     def regions(self) -> tuple[MemoryRegion, ...]:
-        """Return what a backend must register to reach every page: disjoint regions by rising address.
+        """Return the memory to register in order to reach every page: disjoint regions by rising address.
 
-        A region reaches from a tensor's first block to the end of its last, bytes between its pages included. Regions
-        that overlap or touch are one, but never across two of the engine's allocations.
+        A region extends from a tensor's first block to the end of its last block, with the bytes between its pages.
+        Regions that overlap or touch are merged, but never across two of the engine's allocations.
         """
         spans = sorted(
             (pages.untyped_storage().data_ptr(), pages.data_ptr(), pages.data_ptr() + _extent_bytes(pages))
@@ -155,7 +155,7 @@ class CanonicalKVCaches:
         return tuple(MemoryRegion(start, end - start) for _, start, end in merged)
 
     def block_descriptors(self, group: int, block_ids: Sequence[int]) -> list[MemoryRegion]:
-        """Return where the data bytes of a group's blocks lie, each within one of :meth:`regions`.
+        """Return the memory of the data of a group's blocks, each piece within one of :meth:`regions`.
 
         Args:
             group: the group's position in ``group_refs``.
@@ -163,40 +163,40 @@ class CanonicalKVCaches:
 
         Returns:
             One region per reference and block: all blocks of the first reference, then all of the second, and so on.
-            Concatenated they are the payload of a pack that holds these blocks of this group.
+            Their concatenation is the payload of a pack with these blocks of this group.
 
         Raises:
             IndexError: there is no such group or block.
         """
         if not 0 <= group < len(self.group_refs):
-            raise IndexError(f"group {group}: the groups are 0 to {len(self.group_refs) - 1}")
+            raise IndexError(f"group {group} does not exist; the groups are 0 to {len(self.group_refs) - 1}")
         descriptors: list[MemoryRegion] = []
         for ref in self.group_refs[group]:
             pages = self.tensors[ref.tensor_index].tensor
             address, stride, num_blocks = pages.data_ptr(), pages.stride(0), pages.shape[0]
             for block_id in block_ids:
                 if not 0 <= block_id < num_blocks:
-                    raise IndexError(f"block {block_id} of group {group}: block ids are 0 to {num_blocks - 1}")
+                    raise IndexError(f"group {group} has no block {block_id}; block ids are 0 to {num_blocks - 1}")
                 descriptors.append(MemoryRegion(address + block_id * stride, ref.page_size_bytes))
         return descriptors
 
 
 @dataclass(frozen=True)
 class _BlockRuns:
-    """The runs of consecutive bytes that make up block 0 of a layer; block ``b``'s lie ``b`` strides further."""
+    """The runs of consecutive bytes that make up block 0 of a layer; block ``b`` starts ``b`` strides further."""
 
     offsets_bytes: tuple[int, ...]
-    """From the tensor's first byte, rising."""
+    """Offsets from the tensor's first byte, rising."""
     run_bytes: int
     width_bytes: int
-    """Of the page that a run lies in: with its padding where the whole block is one run."""
+    """Width of the page around a run; it includes the padding if the whole block is one run."""
     block_stride_bytes: int
     memory_order: tuple[int, ...]
 
 
 @dataclass
-class _Pages:
-    """Pages at one address and stride while the layers that use them are being collected."""
+class _PagesDraft:
+    """Pages at one address and stride, during the collection of the layers that use them."""
 
     index: int
     layer: LayerPages
@@ -208,9 +208,9 @@ class _Pages:
     def tensor(self) -> torch.Tensor:
         storage = self.layer.tensor.untyped_storage()
         offset = int(self.layer.tensor.storage_offset()) * self.layer.tensor.element_size() + self.offset_bytes
-        # The last page's padding may be missing from the storage.
-        room = int(storage.nbytes()) - offset - (self.layer.num_blocks - 1) * self.stride_bytes
-        size = (self.layer.num_blocks, min(self.width_bytes, room))
+        # The storage may lack the last page's padding.
+        available = int(storage.nbytes()) - offset - (self.layer.num_blocks - 1) * self.stride_bytes
+        size = (self.layer.num_blocks, min(self.width_bytes, available))
         pages = torch.empty(0, dtype=torch.int8, device=self.layer.tensor.device)
         return pages.set_(storage, offset, size, (self.stride_bytes, 1))
 
@@ -218,7 +218,7 @@ class _Pages:
 def _block_runs(layer: LayerPages) -> _BlockRuns:
     tensor, element_bytes = layer.tensor, layer.tensor.element_size()
     if not 0 <= layer.block_dim < tensor.dim():
-        raise _unsupported(layer, f"has no dimension {layer.block_dim}, which should count its blocks")
+        raise _unsupported(layer, f"has no dimension {layer.block_dim} to count its blocks")
     rows = tensor.shape[layer.block_dim]
     if rows < layer.num_blocks or rows % layer.num_blocks:
         raise _unsupported(
@@ -245,8 +245,8 @@ def _block_runs(layer: LayerPages) -> _BlockRuns:
     if data != layer.unpadded_page_size_bytes or data > page:
         raise _unsupported(
             layer,
-            f"holds {data} bytes per block, but the engine gives pages of {page} bytes with "
-            f"{layer.unpadded_page_size_bytes} in use",
+            f"holds {data} bytes per block, but the engine's pages have {page} bytes, of which "
+            f"{layer.unpadded_page_size_bytes} are data",
         )
     if len(offsets) > 1:
         return _BlockRuns(tuple(offsets), run, run, block_stride, memory_order)
@@ -256,7 +256,11 @@ def _block_runs(layer: LayerPages) -> _BlockRuns:
 
 
 def _refuse_overlap(layer: LayerPages, dimensions: list[tuple[int, int]]) -> None:
-    """Refuse strides that reach a byte twice; ``dimensions`` are (stride in bytes, size) by rising stride."""
+    """Refuse strides with which two elements share a byte.
+
+    Args:
+        dimensions: (stride in bytes, size) of each dimension, by rising stride.
+    """
     extent = layer.tensor.element_size()
     for step, size in dimensions:
         if size > 1 and step < extent:
@@ -264,12 +268,12 @@ def _refuse_overlap(layer: LayerPages, dimensions: list[tuple[int, int]]) -> Non
         extent += (size - 1) * step
 
 
-def _refuse_shared_bytes(pages: list[_Pages]) -> None:
-    """Refuse pages (by rising address) of which one block id's bytes are another's too.
+def _refuse_shared_bytes(pages: list[_PagesDraft]) -> None:
+    """Refuse pages (by rising address) if blocks with different ids share bytes.
 
-    Pages that overlap must fit into one row of memory per block id: same stride, and all within it.
+    Pages that overlap must fit into one row of memory per block id: they have the same stride, and all lie within it.
     """
-    first: _Pages | None = None
+    first: _PagesDraft | None = None
     start = end = 0
     for page in pages:
         address = page.layer.tensor.data_ptr() + page.offset_bytes
@@ -283,7 +287,7 @@ def _refuse_shared_bytes(pages: list[_Pages]) -> None:
             raise _unsupported(
                 page.layer,
                 f"shares memory with that of layer {first.layer.name} (shape {tuple(first.layer.tensor.shape)}, "
-                f"strides {first.layer.tensor.stride()}), and a block of the one overlaps other blocks of the other",
+                f"strides {first.layer.tensor.stride()}), and one block overlaps blocks with other ids",
             )
 
 

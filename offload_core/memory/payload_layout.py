@@ -1,8 +1,9 @@
-"""How a pack's payload is laid out, and the copies between it and the KV cache.
+"""The layout of a pack's payload.
 
-A payload is the concatenation, in the pack's group order and the order of each group's references (its layers, or the
-runs of bytes that their blocks consist of), of *page runs*: the pages of one reference's stored blocks, oldest block
-first, unpadded. With two layers A and B and two stored blocks: ``A0 A1 B0 B1``.
+A payload is a sequence of *page runs*, one per reference. A page run has the unpadded pages of one reference's stored
+blocks, oldest block first. The runs are in the order of the pack's groups, then of each group's references. References
+are layers, or the runs of bytes that make up their blocks. With two layers A and B and two stored blocks, the payload
+is ``A0 A1 B0 B1``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from offload_core.planning.planner import Pack
 
 @dataclass(frozen=True)
 class PageRun:
-    """Where a reference's pages lie in a payload: ``blocks`` pages of ``page_bytes`` bytes from ``offset_bytes`` on."""
+    """A reference's pages in a payload: ``blocks`` pages of ``page_bytes`` bytes, from ``offset_bytes`` on."""
 
     group: int
     """Position of the reference's group in the pack."""
@@ -28,7 +29,12 @@ class PageRun:
 
 @dataclass(frozen=True)
 class PackLayout:
-    """The payload of one pack's objects."""
+    """The layout of the payloads of one pack's objects.
+
+    Args:
+        name: the pack's name.
+        payload_bytes: size of a payload.
+    """
 
     name: str
     runs: tuple[PageRun, ...]
@@ -36,7 +42,11 @@ class PackLayout:
 
     @classmethod
     def build(cls, pack: Pack, caches: CanonicalKVCaches, group_positions: Sequence[int]) -> PackLayout:
-        """Lay out ``pack``; ``group_positions`` gives, for each of its groups, the position in ``caches``."""
+        """Lay out ``pack``.
+
+        Args:
+            group_positions: for each of its groups, the position in ``caches``.
+        """
         runs: list[PageRun] = []
         offset = 0
         for position, (group, cache_position) in enumerate(zip(pack.groups, group_positions, strict=True)):

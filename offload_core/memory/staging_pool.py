@@ -1,11 +1,12 @@
 """The staging pool: the only memory that I/O threads and backends ever see.
 
-One page-aligned arena with a byte budget, touched at start (fresh memory is slow the first time). A lease is a
-contiguous, page-aligned piece of it. Stores may hold only a share of the pool, its last part, so that loads always
-find room in one piece; a store that finds none is dropped by the caller, never waited for (invariant I4). Each tier's
-loads have a limit, and where there are several tiers a piece of the arena that no other tier's may use, so that what
-hangs in one never stops another. A lease lives until the backend's call on it has really ended (invariant I3), which is
-why only its owner releases it, exactly once.
+It is one page-aligned arena with a byte budget, written once at start, since the first use of fresh memory is slow. A
+lease is a contiguous, page-aligned piece of it. Stores may hold only the last part of the pool, so that the loads' part
+stays in one piece. If that part is full, the caller drops the store and never waits (invariant I4).
+
+Each tier's loads have a limit. With several tiers, each tier's loads also have a private piece of the arena, so that a
+hung tier never stops another. A lease lives until the backend's call on it has really ended (invariant I3). So only the
+lease's owner releases it, exactly once.
 """
 
 from __future__ import annotations
@@ -28,14 +29,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class LoadShare:
-    """What the loads of one tier may hold of a pool, and hold: :meth:`StagingPool.add_load_share` makes it."""
+    """The share of a pool for the loads of one tier, made by :meth:`StagingPool.add_load_share`.
+
+    Args:
+        limit_bytes: bytes that these loads may hold at once.
+        private_start: offset in the arena, in bytes, of a piece that only these loads use.
+        private_stop: offset of the end of that piece; equal to ``private_start`` for no piece.
+        held_bytes: bytes that these loads hold now; guarded by the pool's lock.
+    """
 
     limit_bytes: int
-    own_start: int
-    own_stop: int
-    """A piece of the arena that only these loads use; it may be empty."""
+    private_start: int
+    private_stop: int
     held_bytes: int = 0
-    """Changed under the pool's lock."""
 
 
 class Lease:
@@ -47,12 +53,12 @@ class Lease:
         self._offset = offset
         self._reserved = lease_bytes(nbytes)
         self._share = share
-        """Whose load holds it; ``None`` for a store."""
+        """The share of the load that holds it; ``None`` for a store's lease."""
         self._released = False
 
     @property
     def view(self) -> memoryview:
-        """Writable bytes of the lease."""
+        """Writable bytes of the lease, ``nbytes`` long."""
         self._check_held()
         return self._pool.memory[self._offset : self._offset + self.nbytes]
 
@@ -63,10 +69,10 @@ class Lease:
         return self._pool.tensor[self._offset : self._offset + self.nbytes]
 
     def release(self) -> None:
-        """Give the memory back.
+        """Return the memory to the pool.
 
         Raises:
-            RuntimeError: the lease was released before; the memory may belong to another lease now.
+            RuntimeError: the lease was already released; its memory may belong to another lease now.
         """
         self._check_held()
         self._released = True
@@ -80,20 +86,20 @@ class Lease:
 class StagingPool:
     """A byte budget of staging memory.
 
-    Thread-safe. First fit over a sorted free list: leases are few (one per object in flight) and short-lived. Loads
-    fill the arena from its start and stores their part of it from its end, so that stores which hang cannot split what
-    is left to loads.
+    Thread-safe. It uses first fit over a sorted free list, since leases are few (one per object in flight) and
+    short-lived. Loads fill the arena from its start. Stores fill their part from the arena's end, so that hung stores
+    cannot split the loads' part.
 
     Args:
         capacity_bytes: rounded down to a multiple of 4096.
-        store_share: the part of the capacity, at the arena's end, that stores may hold, between 0 and 1.
-        pinning: how to pin the memory, where a GPU copies to and from it; what cannot be pinned is used as it is.
+        store_share: share of the capacity, at the arena's end, that stores may hold, from 0 to 1.
+        pinning: pins the memory, if a GPU copies to and from it. Memory that cannot be pinned is used unpinned.
     """
 
     def __init__(self, capacity_bytes: int, store_share: float, pinning: HostPinning | None = None) -> None:
         self.capacity_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         if self.capacity_bytes <= 0:
-            raise ValueError(f"staging capacity is {capacity_bytes} bytes; it must be at least {ALIGNMENT_BYTES}")
+            raise ValueError(f"staging capacity is {capacity_bytes} bytes; set it to {ALIGNMENT_BYTES} or more")
         self.store_limit_bytes = int(self.capacity_bytes * store_share)
         arena = mmap.mmap(-1, self.capacity_bytes)
         self.memory = memoryview(arena)
@@ -103,7 +109,7 @@ class StagingPool:
         self._free: list[tuple[int, int]] = [(0, self.capacity_bytes)]
         self._used_bytes = 0
         self._store_bytes = 0
-        self._shared_start = 0  # where the pieces end that belong to one tier's loads each
+        self._common_start = 0  # end of the private pieces of all tiers' loads
         self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
         self._pinning = pinning
         if pinning is not None:
@@ -111,47 +117,50 @@ class StagingPool:
                 pinning.register(self.tensor.data_ptr(), self.capacity_bytes)
             except OSError as error:
                 self._pinning = None
-                logger.warning("staging memory is not pinned, which makes a GPU's copies slower: %s", error)
+                logger.warning("staging memory is not pinned, so a GPU's copies are slower: %s", error)
 
     def close(self) -> None:
-        """Unpin the memory, which stays usable. Harmless when repeated; nothing may be copying to or from a GPU."""
+        """Unpin the memory, which stays usable. Idempotent; no copy to or from a GPU may be under way."""
         pinning, self._pinning = self._pinning, None
         if pinning is not None:
             try:
                 pinning.unregister(self.tensor.data_ptr())
             except OSError as error:
-                logger.warning("staging memory stays pinned until the process ends: %s", error)
+                logger.warning(
+                    "staging memory stays pinned until the process ends; it could not be unpinned: %s", error
+                )
 
     @property
     def used_bytes(self) -> int:
-        """Bytes leased at the moment, rounding to 4096 included."""
+        """Bytes leased now; each lease counts as a multiple of 4096."""
         return self._used_bytes
 
     @property
     def store_bytes(self) -> int:
-        """Those of them that stores hold."""
+        """Bytes leased by stores now; each lease counts as a multiple of 4096."""
         return self._store_bytes
 
-    def add_load_share(self, limit_bytes: int, own_bytes: int) -> LoadShare:
-        """Set ``own_bytes`` of the arena, a multiple of 4096, aside for the loads of one tier, before any lease.
+    def add_load_share(self, limit_bytes: int, private_bytes: int) -> LoadShare:
+        """Make a share for the loads of one tier. Call it before the first lease.
 
         Args:
-            limit_bytes: what these loads may hold at once, in that piece or anywhere that is nobody's own.
+            limit_bytes: bytes that these loads may hold at once, in their private piece or in the common part.
+            private_bytes: size of the private piece, a multiple of 4096.
         """
-        start, self._shared_start = self._shared_start, self._shared_start + own_bytes
-        return LoadShare(limit_bytes, start, self._shared_start)
+        start, self._common_start = self._common_start, self._common_start + private_bytes
+        return LoadShare(limit_bytes, start, self._common_start)
 
     def try_acquire(self, nbytes: int, *, for_store: bool) -> Lease | None:
-        """Lease ``nbytes`` bytes now, or return ``None`` when the pool (or the stores' share of it) is full."""
+        """Lease ``nbytes`` bytes now, or return ``None`` if the pool, or the stores' part of it, is full."""
         with self._lock:
-            return self._take_for_store(nbytes) if for_store else self._take_for_load(nbytes, self._anyones())
+            return self._take_for_store(nbytes) if for_store else self._take_for_load(nbytes, self._unlimited_share())
 
     def try_acquire_all(self, sizes: Sequence[int], share: LoadShare | None = None) -> list[Lease] | None:
-        """Lease a piece of each size now for a load within ``share``; ``None``, and nothing leased, if one has no room.
+        """Lease a piece of each size (in bytes) now, for a load within ``share``; all of them or, with ``None``, none.
 
-        A batch that held some of its leases while it waits for the others could wait for a piece between them for ever.
+        A batch that held some leases during its wait for the others might wait for ever for the memory between them.
         """
-        share = share or self._anyones()
+        share = share or self._unlimited_share()
         leases: list[Lease] = []
         with self._lock:
             if share.held_bytes + sum(map(lease_bytes, sizes)) > share.limit_bytes:
@@ -161,25 +170,27 @@ class StagingPool:
                 if lease is None:
                     for taken in leases:
                         taken._released = True
-                        self._give_back(taken)
+                        self._free_lease(taken)
                     return None
                 leases.append(lease)
         return leases
 
     async def acquire_all(self, sizes: Sequence[int], share: LoadShare | None = None) -> list[Lease]:
-        """Lease a piece of each size for a load, waiting for room for all. Cancellation leaves nothing leased.
+        """Wait for free memory and lease a piece of each size (in bytes) for a load. Cancellation leaves no leases.
 
-        Whoever waits here holds nothing of the pool meanwhile. Where one call at a time waits per share, and all leases
-        that this share's loads hold come back in the end, it gets its leases: then its own piece is free as a whole.
+        A waiting call holds no memory of the pool. It gets its leases in the end if only one call per share waits at a
+        time and this share's loads release all their leases. Then the share's private piece is free as a whole.
 
         Raises:
-            ValueError: the pool or the share could never hold so much.
+            ValueError: the sizes exceed the pool or the share.
         """
         limit = self.capacity_bytes if share is None else min(share.limit_bytes, self.capacity_bytes)
         if (nbytes := sum(map(lease_bytes, sizes))) > limit:
-            raise ValueError(f"objects of {nbytes} bytes do not fit into {limit} bytes of staging")
-        room = asyncio.Event()
-        waiter = (asyncio.get_running_loop(), room)
+            raise ValueError(
+                f"objects of {nbytes} bytes do not fit into {limit} bytes of staging; set {nbytes} or more"
+            )
+        freed = asyncio.Event()
+        waiter = (asyncio.get_running_loop(), freed)
         try:
             while True:
                 with self._lock:
@@ -187,21 +198,21 @@ class StagingPool:
                 leases = self.try_acquire_all(sizes, share)
                 if leases is not None:
                     return leases
-                await room.wait()
-                room.clear()
+                await freed.wait()
+                freed.clear()
         finally:
             with self._lock:
                 self._waiters.discard(waiter)
 
-    def keep_for_store(self, lease: Lease) -> bool:
-        """Count a load's lease as a store's from now on; returns whether the stores' share has room for it.
+    def convert_to_store(self, lease: Lease) -> bool:
+        """Turn a load's lease into a store's; return ``False``, without any change, if the stores' limit is reached.
 
-        A lease in a piece that belongs to one tier's loads stays a load's: a store that hangs must not take that away.
+        A lease in the private piece of one tier's loads is refused too: a hung store must not take that piece away.
         """
         lease._check_held()
         with self._lock:
             share = lease._share
-            if share is None or lease._offset < self._shared_start:
+            if share is None or lease._offset < self._common_start:
                 return False
             if self._store_bytes + lease._reserved > self.store_limit_bytes:
                 return False
@@ -211,14 +222,14 @@ class StagingPool:
             self._wake()
         return True
 
-    def _anyones(self) -> LoadShare:
-        """Return a share without limit or a piece of its own."""
+    def _unlimited_share(self) -> LoadShare:
+        """Return a share without a limit or a private piece."""
         return LoadShare(self.capacity_bytes, 0, 0)
 
     def _take_for_load(self, nbytes: int, share: LoadShare) -> Lease | None:
-        """Take the first piece that fits where every tier may; else of the share's own."""
+        """Take the first piece that fits, in the common part, then in the share's private piece."""
         reserved = lease_bytes(nbytes)
-        for start, stop in ((self._shared_start, self.capacity_bytes), (share.own_start, share.own_stop)):
+        for start, stop in ((self._common_start, self.capacity_bytes), (share.private_start, share.private_stop)):
             for index, (offset, size) in enumerate(self._free):
                 first = max(offset, start)
                 if min(offset + size, stop) - first >= reserved:
@@ -227,9 +238,9 @@ class StagingPool:
         return None
 
     def _take_for_store(self, nbytes: int) -> Lease | None:
-        """Take the end of the last piece that fits, of the stores' part."""
+        """Take the end of the last piece that fits, in the stores' part."""
         reserved = lease_bytes(nbytes)
-        if self._store_bytes + reserved > self.store_limit_bytes:  # what is kept of loads lies anywhere
+        if self._store_bytes + reserved > self.store_limit_bytes:  # leases turned from loads lie anywhere
             return None
         for index in reversed(range(len(self._free))):
             offset, size = self._free[index]
@@ -242,17 +253,17 @@ class StagingPool:
     def _take(self, index: int, first: int, lease: Lease) -> Lease:
         """Cut ``lease``, which starts at ``first``, out of a free piece."""
         offset, size = self._free[index]
-        rests = ((offset, first - offset), (first + lease._reserved, offset + size - first - lease._reserved))
-        self._free[index : index + 1] = [rest for rest in rests if rest[1]]
+        remainders = ((offset, first - offset), (first + lease._reserved, offset + size - first - lease._reserved))
+        self._free[index : index + 1] = [rest for rest in remainders if rest[1]]
         self._used_bytes += lease._reserved
         return lease
 
     def _release(self, lease: Lease) -> None:
         with self._lock:
-            self._give_back(lease)
+            self._free_lease(lease)
             self._wake()
 
-    def _give_back(self, lease: Lease) -> None:
+    def _free_lease(self, lease: Lease) -> None:
         offset, reserved = lease._offset, lease._reserved
         self._used_bytes -= reserved
         if lease._share is None:
@@ -268,5 +279,5 @@ class StagingPool:
             self._free[index - 1] = (previous[0], previous[1] + self._free.pop(index)[1])
 
     def _wake(self) -> None:
-        for loop, room in self._waiters:  # under the lock, so that no waiter can end and its loop be closed
-            loop.call_soon_threadsafe(room.set)
+        for loop, freed in self._waiters:  # under the lock, so that no waiter can end and close its loop meanwhile
+            loop.call_soon_threadsafe(freed.set)

@@ -1,4 +1,4 @@
-"""How large the staging pool must be: what a worker checks at its start and ``offload-core plan`` beforehand."""
+"""The size of the staging pool: a worker checks it at its start, and ``offload-core plan`` beforehand."""
 
 from __future__ import annotations
 
@@ -9,58 +9,59 @@ from typing import NamedTuple
 from offload_core.objects.format import HEADER_BYTES, object_bytes
 
 ALIGNMENT_BYTES = 4096
-"""What the size of every lease is rounded up to."""
+"""The size of every lease is a multiple of this number of bytes."""
 BATCH_OBJECTS = 8
+"""Maximum number of objects in a batch."""
 BATCH_BYTES = 2 * 1024 * 1024
-"""Small, so that reading, checking and copying of a job's batches overlap."""
+"""Payload bytes that end a batch. Small batches let a job overlap reads, checks and copies."""
 STORE_SHARE = 0.5
-"""Part of the staging pool that stores may hold; the rest is the loads' part."""
-SHARE_OF_MANY = 0.75
-"""What one of several tiers may hold of either part where its ``staging_share`` does not say."""
+"""Share of the staging pool that stores may hold, from 0 to 1; the rest is the loads' part."""
+SHARE_OF_SEVERAL = 0.75
+"""Default of the configuration key ``staging_share`` if there are several tiers, from 0 to 1."""
 
 
 class StagingUse(NamedTuple):
-    """How one tier uses the staging pool."""
+    """One tier's use of the staging pool."""
 
     share: float = 1.0
-    """Of the loads' and of the stores' part, what it may hold at once."""
+    """Share of the loads' part, and of the stores' part, that the tier may hold at once, from 0 to 1."""
     compresses: bool = False
-    """Then each of its objects takes a second lease, for the bytes as they are stored."""
+    """True if the tier compresses. Each of its objects then takes a second lease, for the compressed bytes."""
 
     @property
     def leases_per_object(self) -> int:
-        """Leases that an object takes on its way."""
+        """Number of leases per object in a load or a store."""
         return 2 if self.compresses else 1
 
 
 def lease_bytes(nbytes: int) -> int:
-    """Return what a lease of ``nbytes`` bytes takes of the pool."""
+    """Return the bytes that a lease of ``nbytes`` bytes takes from the pool."""
     return max(1, -(-nbytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
 
 
 def batch_lease_bytes(largest_payload_bytes: int) -> int:
-    """Return what the leases of one batch take at most, one per object."""
-    # An object reaches beyond the batch's last payload byte by its header, and by what its lease is rounded up.
+    """Return the maximum number of bytes that a batch's leases take, with one lease per object."""
+    # Every object adds its header and the rounding of its lease. The last object may exceed BATCH_BYTES as a whole.
     batch = BATCH_BYTES + object_bytes(largest_payload_bytes) + BATCH_OBJECTS * (HEADER_BYTES + ALIGNMENT_BYTES)
     return lease_bytes(batch)
 
 
 def staging_uses(keys: Iterable[tuple[float | None, bool]]) -> tuple[StagingUse, ...]:
-    """Return each tier's use of the pool, from its key ``staging_share`` and whether it compresses."""
+    """Return each tier's use of the pool, from its configuration key ``staging_share`` and whether it compresses."""
     given = tuple(keys)
-    default = 1.0 if len(given) == 1 else SHARE_OF_MANY
+    default = 1.0 if len(given) == 1 else SHARE_OF_SEVERAL
     return tuple(StagingUse(default if share is None else share, compresses) for share, compresses in given)
 
 
 def smallest_pool_bytes(largest_payload_bytes: int, uses: Sequence[StagingUse] = (StagingUse(),)) -> int:
-    """Return the smallest staging pool with which all loads and stores of objects up to this size can go on.
+    """Return the size in bytes of the smallest staging pool with which no load or store can get stuck.
 
-    The loads' part has a batch that is each tier's alone; what a hung tier may hold of the stores' part leaves room for
-    an object of the others, unless its share is 1.
+    The loads' part has space for one batch per tier, which no other tier can use. A hung tier's share of the stores'
+    part leaves space for one object of another tier, unless that share is 1.
 
     Args:
-        largest_payload_bytes: of an object, before compression.
-        uses: each tier's.
+        largest_payload_bytes: size of the largest payload, before compression.
+        uses: one entry per tier.
     """
     batch, one = batch_lease_bytes(largest_payload_bytes), lease_bytes(object_bytes(largest_payload_bytes))
     loads = max(
@@ -73,13 +74,14 @@ def smallest_pool_bytes(largest_payload_bytes: int, uses: Sequence[StagingUse] =
     if len(uses) > 1 and largest_share < 1:
         stores = max(stores, max(one * use.leases_per_object for use in uses) / (1 - largest_share))
     whole = max(loads / (1 - STORE_SHARE), stores / STORE_SHARE)
-    return lease_bytes(math.ceil(whole)) + ALIGNMENT_BYTES  # a page, since shares are rounded down
+    return lease_bytes(math.ceil(whole)) + ALIGNMENT_BYTES  # one page more, since shares are rounded down
 
 
-def gathered_limit_bytes(store_limit_bytes: int, uses: Iterable[StagingUse]) -> int:
-    """Return what may be gathered for stores at once, of the stores' part.
+def gather_limit_bytes(store_limit_bytes: int, uses: Iterable[StagingUse]) -> int:
+    """Return the bytes of the stores' part that gathered objects may take together.
 
-    Each tier that compresses takes as much again for what is gathered; else bursts would leave it nothing.
+    Each tier that compresses needs the same number of bytes again, for the compressed objects. Without this limit, a
+    burst of stores would leave no bytes for them.
     """
     return store_limit_bytes // (1 + sum(use.compresses for use in uses))
 
@@ -90,7 +92,7 @@ def staging_problem(
     hybrid_chunk_size: int,
     uses: Sequence[StagingUse] = (StagingUse(),),
 ) -> str | None:
-    """Return why a pool of ``staging_bytes`` does not do, as a problem of the configuration, or ``None``."""
+    """Return the problem of the configuration if a pool of ``staging_bytes`` is too small, or ``None``."""
     needed = smallest_pool_bytes(largest_payload_bytes, uses)
     if staging_bytes >= needed:
         return None

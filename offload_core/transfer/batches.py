@@ -1,4 +1,4 @@
-"""What the transfer engine moves, and in which portions."""
+"""Transfer objects, and the batches in which the transfer engine moves them."""
 
 from __future__ import annotations
 
@@ -14,25 +14,31 @@ from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS
 
 @dataclass(frozen=True)
 class TransferObject:
-    """One object to load or store: its key and, per group of its pack, the KV cache blocks it belongs to."""
+    """One object to load or store: its key and, per group of its pack, its blocks in the KV cache."""
 
     key: ObjectKey
     blocks: tuple[BlockSlice, ...]
 
 
 class Keyed(Protocol):
-    """Anything that has an object's key."""
+    """Anything with an object's key."""
 
     @property
     def key(self) -> ObjectKey:
-        """The object's name."""
+        """The object's key."""
 
 
 Item = TypeVar("Item", bound=Keyed)
 
 
 def in_batches(objects: Sequence[Item], layouts: Mapping[str, PackLayout]) -> Iterator[list[Item]]:
-    """Yield ``objects``, in order, in batches of a few objects and bytes; ``layouts`` is per pack name."""
+    """Yield ``objects`` in order, in batches.
+
+    A batch ends at ``BATCH_OBJECTS`` objects, or with the object that brings it to ``BATCH_BYTES`` payload bytes.
+
+    Args:
+        layouts: per pack name, the payload's layout.
+    """
     batch: list[Item] = []
     nbytes = 0
     for item in objects:

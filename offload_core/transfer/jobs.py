@@ -1,8 +1,8 @@
-"""The states of a job, and the table that keeps them: a load of one request, or a store of one batch on one tier.
+"""The states of jobs, and the table of all jobs. A job is one request's load, or one batch's store on one tier.
 
-A *verdict* says how a job has ended for whoever waits for it: done, failed, timed out or cancelled. A job has exactly
-one. It is *draining* while a call of a backend still holds buffers for it after that (a hung read keeps its memory,
-invariant I3), and *retired* as soon as nothing is held.
+A *verdict* ends a job for its caller: done, failed, timed out or cancelled. Each job has exactly one verdict. After it,
+the job is *draining* while a backend's call still holds buffers for it (a hung read keeps its memory, invariant I3). It
+is *retired* as soon as it holds no buffer.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from offload_core.runtime.metrics import Counters
 
 
 class JobState(enum.Enum):
-    """Where a job stands."""
+    """The state of a job."""
 
     SUBMITTED = "submitted"
-    """It waits for its turn."""
+    """It waits for a slot."""
     RUNNING = "running"
-    """A backend has been asked."""
+    """A backend works on it."""
     DONE = "done"
-    """Verdict: all of it was moved."""
+    """Verdict: all objects were moved."""
     FAILED = "failed"
-    """Verdict: some of it was not."""
+    """Verdict: some object was not moved."""
     TIMED_OUT = "timed out"
-    """Verdict: its deadline came first."""
+    """Verdict: its deadline passed."""
     CANCELLED = "cancelled"
-    """Verdict: nobody wants it any more."""
+    """Verdict: its caller no longer needs it."""
     DRAINING = "draining"
-    """It has its verdict, and calls of the backend still hold buffers for it."""
+    """It has its verdict, but a backend's calls still hold buffers for it."""
     RETIRED = "retired"
-    """It has its verdict, and nothing is held for it."""
+    """It has its verdict and holds no buffers."""
 
 
 VERDICTS: Final = frozenset({JobState.DONE, JobState.FAILED, JobState.TIMED_OUT, JobState.CANCELLED})
-"""The states that end a job for whoever waits for it."""
+"""The states that end a job for its caller."""
 
-_LET_GO: Final = frozenset({JobState.DRAINING, JobState.RETIRED})
+_AFTER_VERDICT: Final = frozenset({JobState.DRAINING, JobState.RETIRED})
 
 TRANSITIONS: Final[Mapping[JobState, frozenset[JobState]]] = {
     JobState.SUBMITTED: frozenset({JobState.RUNNING, JobState.FAILED, JobState.TIMED_OUT, JobState.CANCELLED}),
     JobState.RUNNING: VERDICTS,
-    JobState.DONE: _LET_GO,
-    JobState.FAILED: _LET_GO,
-    JobState.TIMED_OUT: _LET_GO,
-    JobState.CANCELLED: _LET_GO,
+    JobState.DONE: _AFTER_VERDICT,
+    JobState.FAILED: _AFTER_VERDICT,
+    JobState.TIMED_OUT: _AFTER_VERDICT,
+    JobState.CANCELLED: _AFTER_VERDICT,
     JobState.DRAINING: frozenset({JobState.RETIRED}),
     JobState.RETIRED: frozenset(),
 }
-"""Which state may follow which. A verdict is left at once: :meth:`JobTable.end` goes on to draining or retired."""
+"""Per state, the states that may follow. :meth:`JobTable.end` moves a verdict on to draining or retired at once."""
 
 _COUNTERS: Final = {
     JobState.DONE: "jobs_done",
@@ -67,17 +67,17 @@ _generations = count(1)
 
 
 class JobError(RuntimeError):
-    """A job was asked for something that its state does not allow: a defect of the core."""
+    """A job's state does not allow an operation: a defect of the core."""
 
 
 @dataclass(eq=False)
 class Job:
-    """One job. Anyone may read it; only its :class:`JobTable` changes it.
+    """One job. Any thread may read it; only its :class:`JobTable` changes it.
 
     Args:
-        generation: unique in the process and never used again. It is the fence: what arrives for a generation that
-            nobody wants any more is dropped.
-        deadline: when its verdict is due at the latest, by the monotonic clock.
+        generation: unique in the process and never used again. It is the fence: an arrival is dropped if the job of its
+            generation has ended.
+        deadline: the latest time for its verdict, by the monotonic clock in seconds.
     """
 
     generation: int
@@ -86,13 +86,13 @@ class Job:
     deadline: float
     state: JobState = JobState.SUBMITTED
     verdict: JobState | None = None
-    """One of :data:`VERDICTS`, as soon as there is one."""
+    """One of :data:`VERDICTS`, or ``None`` until the job has ended."""
     leases: int = 0
-    """How many buffers are held for it."""
+    """Number of buffers that it holds."""
 
     @property
     def ended(self) -> bool:
-        """Whether it has its verdict."""
+        """True if it has its verdict."""
         return self.verdict is not None
 
     def __repr__(self) -> str:
@@ -103,8 +103,8 @@ class Job:
 class JobTable:
     """All jobs of one transfer engine until they are retired. Thread-safe; no method waits.
 
-    Every job is counted in ``jobs``, in the counter of its one verdict and in ``jobs_retired``, so that these add up
-    when nothing is under way. The gauge ``draining_leases`` says what is held for jobs that have their verdict.
+    Every job counts in ``jobs``, in the counter of its one verdict and in ``jobs_retired``. So the sums agree when no
+    job is under way. The gauge ``draining_leases`` counts the buffers that jobs hold after their verdict.
     """
 
     def __init__(self, counters: Counters) -> None:
@@ -114,12 +114,12 @@ class JobTable:
 
     @property
     def live(self) -> tuple[Job, ...]:
-        """The jobs that are not retired, in the order in which they were submitted."""
+        """The jobs that are not retired, in order of submission."""
         with self._lock:
             return tuple(self._live.values())
 
     def submit(self, kind: Literal["load", "store"], tier: str, deadline: float) -> Job:
-        """Begin a job.
+        """Add a job.
 
         Args:
             tier: the tier's name.
@@ -132,10 +132,10 @@ class JobTable:
             return job
 
     def start(self, job: Job) -> bool:
-        """Note that a backend is about to be asked, for the first time or once more.
+        """Note that a backend is about to work on the job, for the first time or again.
 
         Returns:
-            ``False`` when the job has its verdict already, so that there is nothing to be done for it.
+            ``False`` if the job already has its verdict: the caller does no work for it.
         """
         with self._lock:
             if job.ended:
@@ -145,11 +145,11 @@ class JobTable:
             return True
 
     def hold(self, job: Job, leases: int) -> bool:
-        """Note buffers that the job holds from now on; each is to be told to :meth:`let_go` once.
+        """Add buffers to those that the job holds; each goes through :meth:`release` once.
 
         Returns:
-            ``False``, and nothing noted, when the job has its verdict already: nothing may begin for it any more, so
-            the caller gives the buffers back.
+            ``False``, without any change, if the job already has its verdict. No work may begin for it, so the caller
+            releases the buffers.
 
         Raises:
             JobError: ``leases`` is negative.
@@ -162,15 +162,15 @@ class JobTable:
             job.leases += leases
             return True
 
-    def let_go(self, job: Job, leases: int) -> None:
-        """Note that the calls on some of the job's buffers have really ended. The last one retires an ended job.
+    def release(self, job: Job, leases: int) -> None:
+        """Note that the calls on some of the job's buffers have really ended. The last release retires an ended job.
 
         Raises:
-            JobError: it does not hold so many.
+            JobError: the job holds fewer than ``leases`` buffers.
         """
         with self._lock:
             if not 0 <= leases <= job.leases:
-                raise JobError(f"{job} cannot let go of {leases} buffers; it holds {job.leases}")
+                raise JobError(f"{job} cannot release {leases} buffers; it holds {job.leases}")
             job.leases -= leases
             if job.state is JobState.DRAINING:
                 self._counters.add("draining_leases", job.tier, -leases)
@@ -181,7 +181,7 @@ class JobTable:
         """Publish the job's verdict, one of :data:`VERDICTS`, and go on to draining or retired.
 
         Raises:
-            JobError: it has a verdict, or that state may not follow its own.
+            JobError: it has a verdict already, or its state does not allow this verdict.
         """
         with self._lock:
             if verdict not in VERDICTS:
@@ -194,7 +194,7 @@ class JobTable:
                 self._counters.add("draining_leases", job.tier, job.leases)
 
     def _move(self, job: Job, state: JobState) -> None:
-        """Change a job's state and count it. Called under the lock."""
+        """Change a job's state and count it. The caller holds the lock."""
         if state not in TRANSITIONS[job.state]:
             good = ", ".join(sorted(other.value for other in TRANSITIONS[job.state])) or "none"
             raise JobError(f"{job} cannot become {state.value!r}; states that may follow: {good}")

@@ -1,4 +1,4 @@
-"""One object on its way to tiers: who still decides on it, who still holds it, and when its memory is given back."""
+"""One object on its way to tiers: undecided tiers, tiers that hold its memory, and the release of that memory."""
 
 from __future__ import annotations
 
@@ -10,104 +10,104 @@ from offload_core.api.keys import ObjectKey
 from offload_core.memory.staging_shares import TierShare
 from offload_core.memory.staging_size import lease_bytes
 from offload_core.tiers.tier import StagedObject
-from offload_core.transfer.store_queue import Place, StoreBatch
+from offload_core.transfer.store_queue import BatchState, StoreBatch
 
 
 @dataclass(frozen=True)
 class StoreResult:
-    """Whether an object is on at least one tier now."""
+    """True if an object is on at least one tier now."""
 
     key: ObjectKey
     stored: bool
 
 
-class GatheredBytes:
-    """Bytes that the leases of all stores hold. Thread-safe.
+class GatherBudget:
+    """The staging bytes that the leases of all stores may hold together. Thread-safe.
 
     Args:
-        limit_bytes: what they may hold at most.
+        limit_bytes: upper limit in bytes.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._nbytes = 0
+        self._reserved_bytes = 0
 
-    def try_add(self, nbytes: int) -> bool:
-        """Count a lease of ``nbytes`` bytes; ``False``, and nothing counted, at the limit."""
+    def try_reserve(self, nbytes: int) -> bool:
+        """Reserve a lease of ``nbytes`` bytes; return ``False``, and reserve nothing, at the limit."""
         with self._lock:
-            if self._nbytes + lease_bytes(nbytes) > self._limit_bytes:
+            if self._reserved_bytes + lease_bytes(nbytes) > self._limit_bytes:
                 return False
-            self._nbytes += lease_bytes(nbytes)
+            self._reserved_bytes += lease_bytes(nbytes)
             return True
 
-    def remove(self, nbytes: int) -> None:
-        """Undo :meth:`try_add`."""
+    def release(self, nbytes: int) -> None:
+        """Undo :meth:`try_reserve`."""
         with self._lock:
-            self._nbytes -= lease_bytes(nbytes)
+            self._reserved_bytes -= lease_bytes(nbytes)
 
 
-class OpenStore:
-    """One object on its way to one or more tiers, each of which is charged for it as long as it holds it.
+class PendingStore:
+    """One object on its way to one or more tiers. Each tier is charged for the object as long as it holds it.
 
-    A tier *decides* once whether it has the object, at its deadline at the latest; it *lets go* of the object when none
-    of its calls uses the memory (invariant I3). Not thread-safe: for use under the one lock that guards all stores.
+    A tier *decides* once whether it has the object, at its deadline at the latest. It *releases* the object when none
+    of its calls uses the memory (invariant I3). Not thread-safe: use it under the one lock that guards all stores.
 
     Args:
-        age: smaller for what is older.
-        promotion: whether it was loaded from another tier; nobody waits for its result.
-        report: gets the result: as soon as one tier has the object, or when all have decided that they have not.
-        released: called when the memory was given back.
+        age: smaller for an older object.
+        promotion: whether the object was loaded from another tier; nobody waits for its result.
+        report: receives the result, as soon as one tier has the object or every tier has decided that it has not.
+        on_released: called after the release of the memory.
     """
 
     def __init__(
         self,
         age: int,
         staged: StagedObject,
-        gathered: GatheredBytes,
+        budget: GatherBudget,
         *,
         promotion: bool,
         report: Callable[[StoreResult], None],
-        released: Callable[[], None],
+        on_released: Callable[[], None],
     ) -> None:
         self.age = age
         self.staged = staged
         self.key = staged.key
         self.nbytes = staged.lease.nbytes
         self.promotion = promotion
-        self._gathered = gathered
+        self._budget = budget
         self._report = None if promotion else report
-        self._released = released
+        self._on_released = on_released
         self._undecided: set[str] = set()
-        self._holders: dict[str, tuple[TierShare, StoreBatch[OpenStore]]] = {}
+        self._holders: dict[str, tuple[TierShare, StoreBatch[PendingStore]]] = {}
 
     @property
     def only_waits(self) -> bool:
-        """Whether nothing uses its memory, so that dropping it wherever it waits gives the memory back."""
-        return all(batch.place is Place.WAITING for _, batch in self._holders.values())
+        """True if nothing uses its memory, so that dropping it at every tier releases the memory."""
+        return all(batch.state is BatchState.WAITING for _, batch in self._holders.values())
 
     @property
-    def holders(self) -> dict[str, StoreBatch[OpenStore]]:
+    def holders(self) -> dict[str, StoreBatch[PendingStore]]:
         """Per name of a tier that holds it, its batch there."""
         return {tier: batch for tier, (_, batch) in self._holders.items()}
 
-    def give_to(self, tier: str, share: TierShare, batch: StoreBatch[OpenStore]) -> None:
+    def assign(self, tier: str, share: TierShare, batch: StoreBatch[PendingStore]) -> None:
         """Let ``tier``, whose ``share`` is charged for the object, hold it as a part of ``batch``."""
         self._undecided.add(tier)
         self._holders[tier] = (share, batch)
 
     def decide(self, tier: str, stored: bool) -> None:
-        """Note whether ``tier`` has the object. A tier that has stored it after its deadline may say so again."""
+        """Note whether ``tier`` has the object. A tier that stores it after its deadline may decide a second time."""
         self._undecided.discard(tier)
         if self._report is not None and (stored or not self._undecided):
             self._report(StoreResult(self.key, stored))
             self._report = None
 
-    def let_go(self, tier: str) -> None:
-        """Note that ``tier`` has decided and does not use the memory any more; to be called once for each."""
+    def release(self, tier: str) -> None:
+        """Note that ``tier`` has decided and no longer uses the memory. Call it once for each tier."""
         share, _ = self._holders.pop(tier)
-        share.end_store(self.nbytes)
+        share.discharge_store(self.nbytes)
         if not self._holders:
-            self._gathered.remove(self.nbytes)
+            self._budget.release(self.nbytes)
             self.staged.lease.release()
-            self._released()
+            self._on_released()

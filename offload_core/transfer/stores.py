@@ -1,9 +1,9 @@
-"""The stores of a worker: down to every tier that takes an object, and up from a slower tier to a faster one.
+"""The stores of a worker: from the KV cache to every tier that takes an object, and from a slower tier to a faster one.
 
-Each store has one staging lease, shared by all tiers that take it. A tier is charged for it from the moment it is
-offered until the tier lets go of it; the lease is released when the last one has (invariant I3). So a tier that hangs
-holds its share of the staging memory and nothing else: the others' calls are not cancelled, and what one of them has
-stored is reported then. Where a share is full, what has waited longest for that tier goes.
+Each store has one staging lease, shared by all tiers that take the object. A tier is charged for the object from its
+offer until the tier releases it. The last tier's release frees the lease (invariant I3). So a hung tier holds only its
+own share of the staging memory: the other tiers' calls go on, and their results are reported at once. If a tier's share
+is full, its longest waiting objects are dropped.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from offload_core.runtime.threads import DaemonExecutor
 from offload_core.tiers.tier import StagedObject, Tier
 from offload_core.transfer.batches import TransferObject, in_batches
 from offload_core.transfer.jobs import JobTable
-from offload_core.transfer.pending_store import GatheredBytes, OpenStore, StoreResult
+from offload_core.transfer.pending_store import GatherBudget, PendingStore, StoreResult
 from offload_core.transfer.store_queue import StoreBatch
-from offload_core.transfer.tier_writer import StoreLane
+from offload_core.transfer.tier_writer import TierWriter
 
-_Parts = Sequence[tuple[StoreLane, StoreBatch[OpenStore]]]
-"""What each tier takes of one batch."""
+_Parts = Sequence[tuple[TierWriter, StoreBatch[PendingStore]]]
+"""Per tier, the part of one batch that it takes."""
 
 
 class Stores:
-    """Everything that is on its way to tiers. All methods are for the engine thread, and none but ``drain`` waits.
+    """All objects on their way to tiers. Every method is for the engine thread, and only ``drain`` waits.
 
     Args:
         tiers: the fastest first.
-        shares: per tier's name.
-        gathered_limit_bytes: what the leases of all stores may hold together, beside those of tiers that compress.
+        shares: per tier name.
+        gather_limit_bytes: upper limit for the leases of all stores together, without the compressed bytes' leases.
         layouts: per pack name, the payload's layout.
-        jobs: gets a job for each tier and batch.
+        jobs: the table to which every batch adds one job per tier.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Stores:
         tiers: Sequence[Tier],
         staging: StagingPool,
         shares: Mapping[str, TierShare],
-        gathered_limit_bytes: int,
+        gather_limit_bytes: int,
         copier: BlockCopier,
         layouts: Mapping[str, PackLayout],
         jobs: JobTable,
@@ -65,21 +65,21 @@ class Stores:
     ) -> None:
         self._io = io
         self._lock = threading.Condition()
-        """Guards the lanes and the objects in them; told when there are none left."""
-        self._lanes = [
-            StoreLane(tier, shares[tier.name], jobs=jobs, counters=counters, lock=self._lock, spawn=self._spawn)
+        """Guards the writers and their objects; notified when no object is left."""
+        self._writers = [
+            TierWriter(tier, shares[tier.name], jobs=jobs, counters=counters, lock=self._lock, spawn=self._spawn)
             for tier in tiers
         ]
-        self._lane_of = {lane.name: lane for lane in self._lanes}
+        self._writer_of = {writer.name: writer for writer in self._writers}
         self._positions = {tier.name: position for position, tier in enumerate(tiers)}
         self._staging = staging
         self._copier = copier
         self._layouts = layouts
         self._counters = counters
-        self._gathered = GatheredBytes(gathered_limit_bytes)
+        self._budget = GatherBudget(gather_limit_bytes)
         self._ages = count()
-        self._open = 0  # objects on their way; under the lock
-        self._kept: list[tuple[OpenStore, list[StoreLane]]] = []
+        self._pending = 0  # objects on their way; under the lock
+        self._promotions: list[tuple[PendingStore, list[TierWriter]]] = []
         self._results: deque[StoreResult] = deque()
         self._running: set[Future[None]] = set()
         self._sealers = DaemonExecutor(2, "offload-seal")
@@ -87,58 +87,59 @@ class Stores:
     def submit(self, objects: Sequence[TransferObject]) -> None:
         """Copy the objects' blocks to staging now and store them later, each on the tiers that take it.
 
-        The write policies and the tiers' breakers are asked before anything is copied. To make room, the oldest stores
-        that wait are dropped; what finds none all the same, or is refused, is dropped itself. All of it is counted.
+        Write policies and circuit breakers decide before the copy. If staging is full, the oldest waiting stores are
+        dropped. An object that no tier takes, or that still has no staging memory, is dropped too. All drops are
+        counted.
         """
         submitted = time.monotonic()
-        begun: list[tuple[OpenStore, list[StoreLane]]] = []
+        new: list[tuple[PendingStore, list[TierWriter]]] = []
         for item in objects:
             layout = self._layouts[item.key.pack]
             nbytes = object_bytes(layout.payload_bytes)
-            lanes = self._charged(self._asked(item.key), nbytes, "store_dropped", push_out=True)
-            lease = self._lease_to_gather(nbytes) if lanes else None
+            writers = self._charge(self._writers_for_offered(item.key), nbytes, "store_dropped", may_drop=True)
+            lease = self._lease_to_gather(nbytes) if writers else None
             if lease is None:
-                self._drop(lanes, nbytes, "store_dropped")
+                self._discharge(writers, nbytes, "store_dropped")
                 self._results.append(StoreResult(item.key, stored=False))
                 continue
             self._copier.gather(layout, item.blocks, lease.tensor[HEADER_BYTES:])
-            begun.append((self._opened(item.key, lease, promotion=False), lanes))
-        self._begin(begun, submitted, sealed=False)
+            new.append((self._new_store(item.key, lease, promotion=False), writers))
+        self._begin(new, submitted, sealed=False)
 
-    def keep(self, key: ObjectKey, lease: Lease, source: str) -> bool:
-        """Offer an object that was loaded and verified from the tier ``source`` to the others, from the same lease.
+    def promote(self, key: ObjectKey, lease: Lease, source: str) -> bool:
+        """Offer an object that was loaded and verified from the tier ``source`` to the other tiers, in its lease.
 
-        Every faster tier keeps it, as far as its keys ``promote`` and ``write_policy`` allow; to slower ones it is a
-        touch. It pushes nothing out, since it is on a tier already. The stores begin with the next call of
-        :meth:`start_kept`.
+        Every faster tier takes it, if its configuration keys ``promote`` and ``write_policy`` allow. For a slower tier
+        the load is a use. A promotion drops no waiting store, since its object is on a tier already. The stores begin
+        with the next call of :meth:`start_promotions`.
 
         Returns:
-            Whether the lease is taken over; else it is still the caller's.
+            ``True`` if the stores take the lease; otherwise the caller still owns it.
         """
-        asked = self._asked_to_keep(key, source)
-        lanes = self._charged(asked, lease.nbytes, "promotions_dropped", push_out=False)
-        if not lanes:
+        willing = self._writers_for_loaded(key, source)
+        writers = self._charge(willing, lease.nbytes, "promotions_dropped", may_drop=False)
+        if not writers:
             return False
-        if not self._gathered.try_add(lease.nbytes):
-            self._drop(lanes, lease.nbytes, "promotions_dropped")
+        if not self._budget.try_reserve(lease.nbytes):
+            self._discharge(writers, lease.nbytes, "promotions_dropped")
             return False
-        if not self._staging.keep_for_store(lease):
-            self._gathered.remove(lease.nbytes)
-            self._drop(lanes, lease.nbytes, "promotions_dropped")
+        if not self._staging.convert_to_store(lease):
+            self._budget.release(lease.nbytes)
+            self._discharge(writers, lease.nbytes, "promotions_dropped")
             return False
-        self._kept.append((self._opened(key, lease, promotion=True), lanes))
+        self._promotions.append((self._new_store(key, lease, promotion=True), writers))
         return True
 
-    def start_kept(self) -> None:
-        """Start to store what :meth:`keep` has taken over."""
-        kept, self._kept = self._kept, []
-        self._begin(kept, time.monotonic(), sealed=True)
+    def start_promotions(self) -> None:
+        """Start the stores of promoted objects."""
+        promotions, self._promotions = self._promotions, []
+        self._begin(promotions, time.monotonic(), sealed=True)
 
     def take_results(self) -> list[StoreResult]:
-        """Return what became of submitted objects since the last call; each has one result.
+        """Return the results of submitted objects since the last call. Each object has one result.
 
-        That is as soon as one tier has it, or when no tier has it and for each the store has ended, was dropped or has
-        missed its deadline.
+        A stored object has its result as soon as one tier has it. Otherwise the result follows when the store has
+        ended, was dropped or has timed out on every tier.
         """
         results: list[StoreResult] = []
         while self._results:
@@ -146,123 +147,124 @@ class Stores:
         return results
 
     def drain(self, seconds: float) -> bool:
-        """Wait for all that is on its way, at most ``seconds``. Returns whether all has really ended."""
+        """Wait for all pending stores, at most ``seconds``. Returns whether all have really ended."""
         with self._lock:
-            return self._lock.wait_for(lambda: not self._open, seconds)
+            return self._lock.wait_for(lambda: not self._pending, seconds)
 
     def close(self) -> None:
-        """Drop what waits. What tiers' calls have on its way keeps its leases until these end."""
+        """Drop waiting objects. Objects in a tier's call keep their leases until the call ends."""
         with self._lock:
-            for lane in self._lanes:
-                lane.abandon()
-        for lane in self._lanes:
-            self._io.loop.call_soon_threadsafe(lane.unwatch)
+            for writer in self._writers:
+                writer.cancel_all()
+        for writer in self._writers:
+            self._io.loop.call_soon_threadsafe(writer.stop_timer)
         self._sealers.shutdown()
 
     def _lease_to_gather(self, nbytes: int) -> Lease | None:
-        """Lease staging memory, for which the oldest objects that wait are dropped where there is none."""
+        """Lease staging memory; if it is full, drop the oldest waiting objects."""
         while (lease := self._try_lease(nbytes)) is None and self._drop_oldest():
             pass
         return lease
 
     def _try_lease(self, nbytes: int) -> Lease | None:
-        if not self._gathered.try_add(nbytes):
+        if not self._budget.try_reserve(nbytes):
             return None
         lease = self._staging.try_acquire(nbytes, for_store=True)
         if lease is None:
-            self._gathered.remove(nbytes)
+            self._budget.release(nbytes)
         return lease
 
     def _drop_oldest(self) -> bool:
-        """Drop the oldest object whose memory nothing uses, wherever it waits; returns whether there was one."""
+        """Drop the oldest object that only waits, at all its tiers; returns whether there was one."""
         with self._lock:
-            waiting = heapq.merge(*(lane.waiting() for lane in self._lanes), key=lambda store: store.age)
+            waiting = heapq.merge(*(writer.waiting() for writer in self._writers), key=lambda store: store.age)
             oldest = next((store for store in waiting if store.only_waits), None)
             if oldest is None:
                 return False
             for name, batch in oldest.holders.items():
-                self._lane_of[name].drop(batch, oldest)
+                self._writer_of[name].drop(batch, oldest)
         return True
 
-    def _asked(self, key: ObjectKey) -> list[StoreLane]:
-        """Return the tiers that take an offered store."""
-        lanes = []
-        for lane in self._lanes:
-            if lane.policy.takes_offered(key):
-                lanes.append(lane)
+    def _writers_for_offered(self, key: ObjectKey) -> list[TierWriter]:
+        """Return the writers of the tiers that take an offered store."""
+        writers = []
+        for writer in self._writers:
+            if writer.policy.takes_offered(key):
+                writers.append(writer)
             else:
-                self._counters.add("store_declined", lane.name)
-        return lanes
+                self._counters.add("store_declined", writer.name)
+        return writers
 
-    def _asked_to_keep(self, key: ObjectKey, source: str) -> list[StoreLane]:
-        """Return the tiers that take what was loaded from ``source``."""
+    def _writers_for_loaded(self, key: ObjectKey, source: str) -> list[TierWriter]:
+        """Return the writers of the tiers that take an object loaded from ``source``."""
         from_position = self._positions[source]
-        lanes = []
-        for position, lane in enumerate(self._lanes):
+        writers = []
+        for position, writer in enumerate(self._writers):
             if position == from_position:
                 continue
             faster = position < from_position
-            wanted = lane.policy.takes_loaded(key, promoted=faster)  # a touch, whatever becomes of it
-            if wanted and (lane.tier.keys.promote or not faster):
-                lanes.append(lane)
-        return lanes
+            wanted = writer.policy.takes_loaded(key, promoted=faster)  # counts as a use in any case
+            if wanted and (writer.tier.keys.promote or not faster):
+                writers.append(writer)
+        return writers
 
-    def _charged(self, lanes: Sequence[StoreLane], nbytes: int, counter: str, *, push_out: bool) -> list[StoreLane]:
-        """Charge each tier that is well and has room in its share, and return these; the others are counted."""
+    def _charge(self, writers: Sequence[TierWriter], nbytes: int, counter: str, *, may_drop: bool) -> list[TierWriter]:
+        """Charge each healthy tier with enough space in its share, and return their writers; count the others."""
         charged = []
-        for lane in lanes:
-            if lane.admits() and lane.charge(nbytes, push_out=push_out):
-                charged.append(lane)
+        for writer in writers:
+            if writer.admits() and writer.charge(nbytes, may_drop=may_drop):
+                charged.append(writer)
             else:
-                self._counters.add(counter, lane.name)
+                self._counters.add(counter, writer.name)
         return charged
 
-    def _drop(self, lanes: Sequence[StoreLane], nbytes: int, counter: str) -> None:
-        for lane in lanes:
-            lane.discharge(nbytes)
-            self._counters.add(counter, lane.name)
+    def _discharge(self, writers: Sequence[TierWriter], nbytes: int, counter: str) -> None:
+        for writer in writers:
+            writer.discharge(nbytes)
+            self._counters.add(counter, writer.name)
 
-    def _opened(self, key: ObjectKey, lease: Lease, *, promotion: bool) -> OpenStore:
-        return OpenStore(
+    def _new_store(self, key: ObjectKey, lease: Lease, *, promotion: bool) -> PendingStore:
+        return PendingStore(
             next(self._ages),
             StagedObject(key, lease),
-            self._gathered,
+            self._budget,
             promotion=promotion,
             report=self._results.append,
-            released=self._has_ended,
+            on_released=self._store_ended,
         )
 
-    def _has_ended(self) -> None:
-        """Called under the lock."""
-        self._open -= 1
-        if not self._open:
+    def _store_ended(self) -> None:
+        """Count a store as ended. The caller holds the lock."""
+        self._pending -= 1
+        if not self._pending:
             self._lock.notify_all()
 
-    def _begin(self, begun: Sequence[tuple[OpenStore, list[StoreLane]]], submitted: float, *, sealed: bool) -> None:
-        """Put objects, each with the tiers that are charged for it, into these tiers' lanes."""
-        lanes_of = dict(begun)
-        batches: list[tuple[list[OpenStore], _Parts]] = []
-        with self._lock:  # no tier may decide before all are known that have to
-            self._open += len(lanes_of)
-            for batch in in_batches(list(lanes_of), self._layouts):
-                parts = [(lane, [store for store in batch if lane in lanes_of[store]]) for lane in self._lanes]
-                batches.append((batch, [(lane, lane.begin(part, submitted)) for lane, part in parts if part]))
+    def _begin(self, new: Sequence[tuple[PendingStore, list[TierWriter]]], submitted: float, *, sealed: bool) -> None:
+        """Add objects to the writers of the tiers that are charged for them."""
+        writers_of = dict(new)
+        batches: list[tuple[list[PendingStore], _Parts]] = []
+        with self._lock:  # no tier may decide on an object before all its tiers are assigned
+            self._pending += len(writers_of)
+            for batch in in_batches(list(writers_of), self._layouts):
+                parts = [
+                    (writer, [store for store in batch if writer in writers_of[store]]) for writer in self._writers
+                ]
+                batches.append((batch, [(writer, writer.begin(part, submitted)) for writer, part in parts if part]))
         for batch, entered in batches:
             self._spawn(self._prepare(batch, entered, sealed))
 
-    async def _prepare(self, stores: Sequence[OpenStore], parts: _Parts, sealed: bool) -> None:
-        """Seal a batch and let it wait for the tiers that take it. Nobody cancels it."""
-        for lane, _ in parts:
-            lane.watch()
-        well = sealed
+    async def _prepare(self, stores: Sequence[PendingStore], parts: _Parts, sealed: bool) -> None:
+        """Seal a batch and let it wait for the tiers that take it. Never cancelled."""
+        for writer, _ in parts:
+            writer.start_timer()
         try:
             if not sealed and not all(batch.expired for _, batch in parts):
                 objects = [store.staged for store in stores]
                 await asyncio.get_running_loop().run_in_executor(self._sealers, _seal_all, objects)
-                well = True
+                sealed = True
         finally:
-            for lane, batch in parts:
-                lane.prepared(batch, well=well)
+            for writer, batch in parts:
+                writer.prepared(batch, sealed=sealed)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Start a coroutine on the I/O loop, from any thread."""

@@ -1,8 +1,8 @@
-"""One tier's stores: its queue, its calls and their deadlines.
+"""The writer of one tier: its store queue, its calls and their deadlines.
 
-The engine thread puts batches in and pushes old ones out; the I/O loop starts the tier's calls and sees to the
-deadlines, with one timer per tier. What both change is guarded by one lock for the lanes of all tiers, since one object
-may be in several; it is never held during a call, a copy or a wait.
+The engine thread adds batches and drops old objects. The I/O loop starts the tier's calls and handles the deadlines,
+with one timer per tier. One lock guards the state that both threads change, for the writers of all tiers, since one
+object may be with several writers. No thread holds it during a call, a copy or a wait.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from offload_core.memory.staging_shares import TierShare
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.jobs import Job, JobState, JobTable
-from offload_core.transfer.pending_store import OpenStore
-from offload_core.transfer.store_queue import Place, StoreBatch, StoreQueue
+from offload_core.transfer.pending_store import PendingStore
+from offload_core.transfer.store_queue import BatchState, StoreBatch, StoreQueue
 from offload_core.transfer.write_policy import WritePolicy
 
 
-class StoreLane:
-    """What is on its way to one tier.
+class TierWriter:
+    """All pending stores of one tier.
 
     Args:
-        lock: guards all lanes and the objects in them.
+        lock: guards all writers and their objects.
         spawn: starts a coroutine on the I/O loop, from any thread.
     """
 
@@ -45,44 +45,44 @@ class StoreLane:
         self.policy = WritePolicy(tier.keys.write_policy)
         self._share = share
         self._jobs = jobs
-        self._job_of: dict[StoreBatch[OpenStore], Job] = {}
+        self._job_of: dict[StoreBatch[PendingStore], Job] = {}
         self._counters = counters
         self._lock = lock
         self._spawn = spawn
         threads = tier.keys.io_threads
-        # One call more than threads, so that they go on writing; no more, since a load would have to wait for it.
-        self._queue: StoreQueue[OpenStore] = StoreQueue(
-            threads + 1, spare_slots=threads, weigh=lambda store: share.store_charge_bytes(store.nbytes)
+        # One call more than threads keeps the threads busy. Further calls would only delay loads.
+        self._queue: StoreQueue[PendingStore] = StoreQueue(
+            threads + 1, spare_slots=threads, charge_bytes=lambda store: share.store_charge_bytes(store.nbytes)
         )
-        self._timer: asyncio.TimerHandle | None = None  # only for the I/O loop, as is the next
+        self._timer: asyncio.TimerHandle | None = None  # only the I/O loop uses this attribute and the next one
         self._stored_at = float("-inf")
 
     # For the engine thread
 
-    def charge(self, nbytes: int, *, push_out: bool) -> bool:
-        """Charge the tier for an object with a lease of ``nbytes`` bytes; returns whether its share has room.
+    def charge(self, nbytes: int, *, may_drop: bool) -> bool:
+        """Charge the tier for an object with a lease of ``nbytes`` bytes; returns ``False`` if its share is full.
 
         Args:
-            push_out: drop the oldest objects that wait here, if that makes the room.
+            may_drop: drop the tier's oldest waiting objects, if that frees enough of the share.
         """
         if self._share.try_charge_store(nbytes):
             return True
-        if not push_out:
+        if not may_drop:
             return False
         with self._lock:
-            for batch, store in self._queue.make_room(self._share.store_lack_bytes(nbytes)):
+            for batch, store in self._queue.drop_oldest(self._share.store_shortfall_bytes(nbytes)):
                 self._dropped(batch, store)
         return self._share.try_charge_store(nbytes)
 
     def discharge(self, nbytes: int) -> None:
-        """Undo :meth:`charge` for an object that is not put in."""
-        self._share.end_store(nbytes)
+        """Undo :meth:`charge` for an object that is not added."""
+        self._share.discharge_store(nbytes)
 
-    def begin(self, stores: Sequence[OpenStore], submitted: float) -> StoreBatch[OpenStore]:
-        """Put in objects that the tier is charged for and that may not be sealed yet.
+    def begin(self, stores: Sequence[PendingStore], submitted: float) -> StoreBatch[PendingStore]:
+        """Add objects that the tier is charged for. They need not be sealed yet.
 
         Args:
-            submitted: when they were handed over, by the monotonic clock: their deadline counts from then.
+            submitted: time of the submission, by the monotonic clock in seconds; the deadline counts from it.
         """
         deadline = submitted + self.tier.limits.store_timeout_seconds
         with self._lock:
@@ -90,27 +90,33 @@ class StoreLane:
             self._job_of[batch] = job = self._jobs.submit("store", self.name, deadline)
             self._jobs.hold(job, len(stores))
             for store in stores:
-                store.give_to(self.name, self._share, batch)
+                store.assign(self.name, self._share, batch)
         return batch
 
     # For the I/O loop
 
-    def watch(self) -> None:
-        """See to it that the next deadline is noticed."""
+    def start_timer(self) -> None:
+        """Set the timer for the next deadline, unless it is set."""
         with self._lock:
             deadline = self._queue.next_deadline
         if self._timer is None and deadline is not None:
-            self._timer = asyncio.get_running_loop().call_at(deadline, self._look_at_deadlines)
+            self._timer = asyncio.get_running_loop().call_at(deadline, self._expire_batches)
 
-    def prepared(self, batch: StoreBatch[OpenStore], *, well: bool = True) -> None:
-        """Note that nothing seals the objects of a batch any more: it waits for its turn if it was done ``well``."""
+    def stop_timer(self) -> None:
+        """Handle no more deadlines."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def prepared(self, batch: StoreBatch[PendingStore], *, sealed: bool = True) -> None:
+        """Note that the preparation of a batch has ended: it waits for a slot if its objects are ``sealed``."""
         with self._lock:
-            if not self._queue.prepared(batch, well=well):
-                self._end(batch, [])
+            if not self._queue.prepared(batch, sealed=sealed):
+                self._release(batch, [])
         self.start_calls()
 
     def start_calls(self) -> None:
-        """Start the tier's calls for what waits, as far as there are slots."""
+        """Start the tier's calls for waiting batches, as long as there are slots."""
         while self._queue.waiting_bytes:
             if not self.admits():
                 return
@@ -121,14 +127,8 @@ class StoreLane:
                 self._jobs.start(self._job_of[batch])
             self._spawn(self._call(batch))
 
-    def unwatch(self) -> None:
-        """Look at no more deadlines."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    async def _call(self, batch: StoreBatch[OpenStore]) -> None:
-        """Store a batch. Nobody cancels it: when the tier's call has ended, in whichever way, it holds nothing."""
+    async def _call(self, batch: StoreBatch[PendingStore]) -> None:
+        """Store a batch. Never cancelled. At the end of the tier's call, also by an error, it holds nothing."""
         stored: list[bool] = []
         try:
             stored = await self.tier.store([store.staged for store in batch.items])
@@ -137,97 +137,101 @@ class StoreLane:
         finally:
             with self._lock:
                 self._queue.ended(batch)
-                self._end(batch, stored)
+                self._release(batch, stored)
             self.start_calls()
 
-    def _look_at_deadlines(self) -> None:
+    def _expire_batches(self) -> None:
         self._timer = None
         loop = asyncio.get_running_loop()
         with self._lock:
             due = self._queue.expire(loop.time())
-            for batch, place in due:
+            for batch, state in due:
                 self._counters.add("store_timeouts", self.name, len(batch.items))
-                self._cut_short(batch, place, JobState.TIMED_OUT)
-        for batch, place in due:
-            if self._is_evidence(batch, place):
+                self._publish_not_stored(batch, state, JobState.TIMED_OUT)
+        for batch, state in due:
+            if self._blames_medium(batch, state):
                 self.tier.health.timed_out("store", batch.items[0].key)
-        self.watch()
+        self.start_timer()
         self.start_calls()
 
-    def _is_evidence(self, batch: StoreBatch[OpenStore], place: Place) -> bool:
-        """Return whether a missed deadline tells something of the medium, and not only of a long queue.
+    def _blames_medium(self, batch: StoreBatch[PendingStore], state: BatchState) -> bool:
+        """Return whether a missed deadline is a fault of the medium, rather than of a long queue.
 
-        A tier that has stored something since then is merely slow, unless it is on trial: then only this call counts.
+        A tier that has stored an object since the submission is only slow. A tier on trial is judged by this call only.
         """
-        if place is Place.PREPARING:
+        if state is BatchState.PREPARING:
             return False
-        on_trial = place is Place.RUNNING and not self.tier.health.available
+        on_trial = state is BatchState.RUNNING and not self.tier.health.available
         return on_trial or self._stored_at < batch.deadline - self.tier.limits.store_timeout_seconds
 
     # For any thread
 
     def admits(self) -> bool:
-        """Return whether the tier's breaker lets stores through. While it does not, nothing waits here either."""
+        """Return whether the tier's circuit breaker admits stores. If not, drop all waiting objects."""
         if self.tier.health.admits("store"):
             return True
         with self._lock:
-            for batch, store in self._queue.make_room(self._queue.waiting_bytes):
+            for batch, store in self._queue.drop_oldest(self._queue.waiting_bytes):
                 self._dropped(batch, store)
         return False
 
     # For any thread, under the lock
 
-    def waiting(self) -> Iterator[OpenStore]:
-        """Yield what waits here, the oldest first. The lane must not change meanwhile."""
+    def waiting(self) -> Iterator[PendingStore]:
+        """Yield waiting objects, the oldest first. The writer must not change meanwhile."""
         return (store for _, store in self._queue.waiting())
 
-    def drop(self, batch: StoreBatch[OpenStore], store: OpenStore) -> None:
-        """Drop an object that waits here."""
+    def drop(self, batch: StoreBatch[PendingStore], store: PendingStore) -> None:
+        """Drop a waiting object."""
         self._queue.drop(batch, store)
         self._dropped(batch, store)
 
-    def abandon(self) -> None:
-        """Drop what waits, and want nothing more of what runs."""
-        for batch, place in self._queue.expire(float("inf")):
-            if place is Place.WAITING:
+    def cancel_all(self) -> None:
+        """Drop waiting objects and cancel the jobs of all other batches; running calls go on."""
+        for batch, state in self._queue.expire(float("inf")):
+            if state is BatchState.WAITING:
                 for store in batch.items:
                     self._count_dropped(store)
-            self._cut_short(batch, place, JobState.CANCELLED)
+            self._publish_not_stored(batch, state, JobState.CANCELLED)
 
-    def _cut_short(self, batch: StoreBatch[OpenStore], place: Place, verdict: JobState) -> None:
-        """Publish that none of a batch is stored; what its objects' memory is in use for goes on."""
+    def _publish_not_stored(self, batch: StoreBatch[PendingStore], state: BatchState, verdict: JobState) -> None:
+        """Publish that no object of a batch is stored. Sealing or a call that uses their memory goes on."""
         self._jobs.end(self._job_of[batch], verdict)
         for store in batch.items:
             store.decide(self.name, stored=False)
-        if place is Place.WAITING:
-            self._end(batch, [])
+        if state is BatchState.WAITING:
+            self._release(batch, [])
 
-    def _end(self, batch: StoreBatch[OpenStore], stored: Sequence[bool]) -> None:
-        """Let go of a batch that has left the queue; ``stored`` is what its call has returned, if there was one."""
+    def _release(self, batch: StoreBatch[PendingStore], stored: Sequence[bool]) -> None:
+        """Release a batch that has left the queue.
+
+        Args:
+            stored: the result of its call, per object; empty if there was no call or the call raised an error.
+        """
         job = self._job_of.pop(batch)
-        for store, there in zip(batch.items, (*stored, *[False] * len(batch.items)), strict=False):
-            if there:
+        for store, is_stored in zip(batch.items, (*stored, *[False] * len(batch.items)), strict=False):
+            if is_stored:
                 self.policy.has_stored(store.key)
                 if store.promotion:
                     self._counters.add("promotions", self.name)
                 if batch.expired:
                     self._counters.add("store_late", self.name)
-            store.decide(self.name, there)
-            store.let_go(self.name)
-        self._jobs.let_go(job, len(batch.items))
+            store.decide(self.name, is_stored)
+            store.release(self.name)
+        self._jobs.release(job, len(batch.items))
         if not job.ended:
             self._jobs.end(job, JobState.DONE if stored.count(True) == batch.size else JobState.FAILED)
 
-    def _dropped(self, batch: StoreBatch[OpenStore], store: OpenStore) -> None:
-        """Let go of an object that has been taken out of the queue."""
+    def _dropped(self, batch: StoreBatch[PendingStore], store: PendingStore) -> None:
+        """Release an object that was dropped from the queue."""
         self._count_dropped(store)
         store.decide(self.name, stored=False)
-        store.let_go(self.name)
+        store.release(self.name)
         job = self._job_of[batch]
-        self._jobs.let_go(job, 1)
+        self._jobs.release(job, 1)
         if not job.leases:  # the last one of its batch
             del self._job_of[batch]
             self._jobs.end(job, JobState.CANCELLED)
 
-    def _count_dropped(self, store: OpenStore) -> None:
+    def _count_dropped(self, store: PendingStore) -> None:
         self._counters.add("promotions_dropped" if store.promotion else "store_dropped", self.name)

@@ -1,7 +1,8 @@
-"""Write policies: which objects a tier is given to keep, decided before a byte of them is copied.
+"""Write policies: a tier's choice of objects to store, made before a byte of them is copied.
 
-A *touch* of an object, as one tier sees it, is an offered store or a load of it from another tier. Each worker has its
-own record of touches, which lives as long as the process.
+A tier counts a *use* of an object when a store of it is offered, or when it is loaded from another tier. The policy
+``second-touch`` stores an object on its second use. Each worker has its own usage log, which lives as long as the
+process.
 """
 
 from __future__ import annotations
@@ -14,63 +15,64 @@ from typing import Literal
 from offload_core.api.keys import ObjectKey
 from offload_core.config.model import WritePolicyName
 
-REMEMBERED_KEYS = 1 << 16
-"""Keys in a tier's record of touches, some 20 MiB; what was touched longest ago is forgotten first."""
+USAGE_LOG_KEYS = 1 << 16
+"""Maximum number of keys in a tier's usage log, about 20 MiB; the least recently used key is forgotten first."""
 
 
 class WritePolicy:
     """The write policy of one tier. Thread-safe.
 
     Args:
-        name: ``every`` object is taken; on its ``second-touch``, while the first one is remembered; or ``never``.
-        remembered_keys: how many objects' touches are remembered.
+        name: ``every`` stores every object. ``second-touch`` stores an object on its second use, if the usage log still
+            has the first one. ``never`` stores none.
+        usage_log_keys: maximum number of keys in the usage log.
     """
 
-    def __init__(self, name: WritePolicyName, remembered_keys: int = REMEMBERED_KEYS) -> None:
+    def __init__(self, name: WritePolicyName, usage_log_keys: int = USAGE_LOG_KEYS) -> None:
         self.name = name
-        self._remembered_keys = remembered_keys
+        self._usage_log_keys = usage_log_keys
         self._lock = threading.Lock()
-        self._touched: OrderedDict[ObjectKey, _Touched] = OrderedDict()
+        self._usage_log: OrderedDict[ObjectKey, _Usage] = OrderedDict()
 
     def takes_offered(self, key: ObjectKey) -> bool:
-        """Note that a store was offered; return whether the tier takes it."""
+        """Log the offer of a store; return whether the tier takes it."""
         if self.name != "second-touch":
             return self.name == "every"
-        return self._touch(key) != "once"
+        return self._log_use(key) != "once"
 
     def takes_loaded(self, key: ObjectKey, *, promoted: bool) -> bool:
-        """Note that the object was loaded from another tier; return whether this one takes it.
+        """Log a load of the object from another tier; return whether this tier takes the object.
 
         Args:
-            promoted: whether it is kept here because it came from a slower tier; else only a second touch is a reason.
+            promoted: whether the object comes from a slower tier. Otherwise only a second use is a reason to take it.
         """
         if self.name != "second-touch":
             return promoted and self.name == "every"
-        return self._touch(key) == "again"
+        return self._log_use(key) == "again"
 
     def has_stored(self, key: ObjectKey) -> None:
         """Note that the tier has the object, so that loads of it from other tiers do not offer it again."""
         if self.name == "second-touch":
             with self._lock:
-                if key in self._touched:
-                    self._touched[key] = "and stored"
+                if key in self._usage_log:
+                    self._usage_log[key] = "and stored"
 
-    def _touch(self, key: ObjectKey) -> _Touched:
+    def _log_use(self, key: ObjectKey) -> _Usage:
         with self._lock:
-            before = self._touched.get(key)
-            now: _Touched = "once" if before is None else "and stored" if before == "and stored" else "again"
-            self._touched[key] = now
-            self._touched.move_to_end(key)
-            if len(self._touched) > self._remembered_keys:
-                self._touched.popitem(last=False)
+            before = self._usage_log.get(key)
+            now: _Usage = "once" if before is None else "and stored" if before == "and stored" else "again"
+            self._usage_log[key] = now
+            self._usage_log.move_to_end(key)
+            if len(self._usage_log) > self._usage_log_keys:
+                self._usage_log.popitem(last=False)
             return now
 
 
-_Touched = Literal["once", "again", "and stored"]
+_Usage = Literal["once", "again", "and stored"]
 
 
 def nothing_stored_problem(names: Iterable[WritePolicyName]) -> str | None:
-    """Return what to tell an operator whose engine is to store while every tier's policy is ``never``, or ``None``."""
+    """Return the problem of an engine that is to store while every tier's policy is ``never``, or ``None``."""
     if set(names) != {"never"}:
         return None
     return (

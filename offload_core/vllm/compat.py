@@ -1,6 +1,6 @@
-"""Every difference between the versions of vLLM that the adapter runs on; no other module asks for the version.
+"""Every difference between the supported versions of vLLM; no other module reads the version.
 
-Imported before the rest of the adapter, which would fail on an older vLLM with nothing but a missing name.
+It is imported before the rest of the adapter. On an older vLLM, the rest would fail with nothing but a missing name.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ if TYPE_CHECKING:
 
 _Connector = TypeVar("_Connector")
 
-_TESTED_RELEASES = ((0, 30), (0, 31), (0, 32))  # those that `make test-engines` runs
+_TESTED_RELEASES = ((0, 30), (0, 31), (0, 32))  # the releases that `make test-engines` runs
 _TESTED = ", ".join(f"{major}.{minor}" for major, minor in _TESTED_RELEASES)
 
 
 def _release() -> tuple[int, int]:
-    """Return the installed release, ``(0, 0)`` for a build without a number."""
+    """Return the installed release as (major, minor); ``(0, 0)`` for a build without a number."""
     numbers = re.match(r"(\d+)\.(\d+)", vllm.__version__)
     return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
 
 if (0, 0) < _release() < min(_TESTED_RELEASES):
     raise PlanError(
-        f"vLLM {vllm.__version__} is too old: its connector interface lacks what hybrid models need; "
+        f"vLLM {vllm.__version__} is too old: its connector interface does not support hybrid models; "
         f"install one of the tested versions: {_TESTED}"
     )
 
 
 def version_problem() -> str | None:
-    """Return a warning for a version that is not tested, ``None`` for a tested one."""
+    """Return a warning for an untested version, ``None`` for a tested one."""
     if _release() in _TESTED_RELEASES:
         return None
     return (
-        f"vLLM {vllm.__version__} is not among the tested versions ({_TESTED}); should it fail or give other outputs "
-        "than without offloading, install a tested one and report the difference"
+        f"vLLM {vllm.__version__} is not among the tested versions ({_TESTED}); if it fails, or its outputs differ "
+        "from those without offloading, install a tested version and report the difference"
     )
 
 
 def cache_hit_source(medium: str | None) -> Any:
-    """Return vLLM's name for the kind of medium that served a hit; 0.30 and 0.31 have none and never ask."""
+    """Return vLLM's name for the kind of medium that served a hit; 0.30 and 0.31 have no names and never ask."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
@@ -59,12 +59,12 @@ def cache_hit_source(medium: str | None) -> Any:
 
 
 def prefix_replay_tokens(spec: KVCacheSpec) -> int:
-    """Return how many tokens of a hit the group computes again; 0.30 knows no such groups."""
+    """Return the number of a hit's tokens that the group computes again; 0.30 has no such groups."""
     return int(getattr(spec, "prefix_replay_tokens", 0))
 
 
 def hisparse_in_use(kv_cache_config: KVCacheConfig) -> bool:
-    """Return whether part of the KV cache belongs to HiSparse, which came after 0.30."""
+    """Return whether a part of the KV cache belongs to HiSparse, which came after 0.30."""
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
         return True
     return any(
@@ -75,8 +75,8 @@ def hisparse_in_use(kv_cache_config: KVCacheConfig) -> bool:
     )
 
 
-def for_this_engine(connector: type[_Connector]) -> type[_Connector]:
-    """Class decorator: return ``connector`` with what the engine that is installed needs in addition."""
+def adapt_to_installed_vllm(connector: type[_Connector]) -> type[_Connector]:
+    """Class decorator: return ``connector`` with the additions for the installed version of vLLM."""
     if _release() != (0, 30):
         return connector
     namespace = {"__module__": connector.__module__, "__doc__": connector.__doc__}
@@ -85,12 +85,12 @@ def for_this_engine(connector: type[_Connector]) -> type[_Connector]:
 
 
 class _ConnectorFor030:
-    """What vLLM 0.31 and newer do themselves.
+    """Additions for vLLM 0.30; vLLM 0.31 and newer do the same themselves.
 
-    * 0.30 does not call ``wait_for_save`` in a step without a forward pass; what such a step stores would be lost.
-    * 0.30 looks at waiting requests in one queue and stops at the first one that does not fit. A request whose load has
-      ended holds blocks; behind one that needs these blocks it would not be seen. So until it has run, all others are
-      told to ask again, which makes the scheduler pass over them.
+    * 0.30 does not call ``wait_for_save`` in a step without a forward pass; the stores of such a step would be lost.
+    * 0.30 has one queue of waiting requests and stops at the first one that does not fit. A request whose load has
+      ended holds blocks. Behind a request that needs these blocks, it would never run. So until it has run, all other
+      requests are told to ask again: then the scheduler passes over them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -110,7 +110,7 @@ class _ConnectorFor030:
         return super().get_transfer_results(finished_req_ids)  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Any:
-        self._loaded_requests.discard(request.request_id)  # its load has failed: it holds nothing any more
+        self._loaded_requests.discard(request.request_id)  # its load has failed: it holds no blocks any more
         if self._loaded_requests:
             return None, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)  # type: ignore[misc]

@@ -21,15 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from offload_core.api.errors import ConfigError
 from offload_core.config.model import load_config
 from offload_core.transfer.write_policy import nothing_stored_problem
-from offload_core.vllm.compat import cache_hit_source, for_this_engine, version_problem
+from offload_core.vllm.compat import adapt_to_installed_vllm, cache_hit_source, version_problem
 from offload_core.vllm.metadata import StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.metrics import HybridOffloadPromMetrics, HybridOffloadStats
-from offload_core.vllm.model.identity import (
-    build_planner,
-    engine_identity,
-    hash_seed_problem,
-    misaligned_states_problem,
-)
+from offload_core.vllm.model.groups import build_planner
+from offload_core.vllm.model.identity import engine_identity
+from offload_core.vllm.model.refusals import hash_seed_problem, misaligned_states_problem
 from offload_core.vllm.scheduler.half import SchedulerHalf
 from offload_core.vllm.worker.half import WorkerHalf
 
@@ -44,13 +41,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@for_this_engine
+@adapt_to_installed_vllm
 class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     """Offloads the KV cache of hybrid models to the tiers named in ``kv_connector_extra_config``.
 
     Raises at construction:
-        ConfigError: every problem of the configuration; also an engine that only stores, on tiers that never do.
-        PlanError: the model or chunk size cannot be offloaded.
+        ConfigError: the configuration has problems, or an engine that only stores has no tier that stores.
+        PlanError: offloading does not support the model or the chunk size.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -97,7 +94,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     # Both halves
 
     def shutdown(self) -> None:
-        """Finish stores within ``shutdown_timeout_seconds`` and let go of the tiers."""
+        """Wait for pending stores, at most ``shutdown_timeout_seconds``, and release the tiers."""
         for half in (self._worker_half, self._scheduler_half):
             if half is not None:
                 half.shutdown()
@@ -142,38 +139,38 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Tell the scheduler half what this worker's bytes mean."""
+        """Send the layout of this worker's KV cache to the scheduler half."""
         return WorkerIdentity(self._worker.layout)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start this step's loads; they end between steps."""
+        """Start this step's loads. They end between steps."""
         self._worker.start_loads(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request runs only after its load has ended."""
+        """Do nothing: a request runs only after its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing to do per layer: whole blocks are stored after the forward pass."""
+        """Do nothing per layer: whole blocks are stored after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Copy the blocks that this step has completed to staging."""
+        """Copy to staging the blocks that this step has completed."""
         self._worker.store(self._step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Report loads that have ended; failed ones by request, so that any group geometry can recompute.
+        """Report ended loads, with failed ones by request, so that any group geometry can recompute.
 
-        One of which the engine uses a part is none of the failed ones: the blocks that it did not fill are reported, in
-        the same step, by :meth:`get_block_ids_with_load_errors`.
+        A partial load does not count as failed. :meth:`get_block_ids_with_load_errors` reports its unfilled blocks in
+        the same step.
         """
         ended, failed = self._worker.collect(self._step)
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Report the blocks that a load of which the engine uses a part did not fill; only where there is one group."""
+        """Report the unfilled blocks of partial loads, which exist only with a single group."""
         return self._worker.take_missing_blocks()
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        """Report chunks that failed or were stored."""
+        """Report failed loads, ended stores and changes of the tiers."""
         return self._worker.take_report()
 
     # Scheduler half
@@ -185,7 +182,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache, not a hand-off: a dropped store is only a later miss."""
+        """False: this is a cache, not a hand-off, and a dropped store is only a later miss."""
         return False
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -201,19 +198,19 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded (``None``: ask again), and whether they load asynchronously."""
+        """Return the number of tokens to load (``None``: ask again), and whether they load asynchronously."""
         matched = self._scheduler.matched_tokens(request, num_computed_tokens)
         return matched, bool(matched)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
-        """Attribute loaded tokens to the kind of medium they come from."""
+        """Return the loaded tokens by the kind of medium that they come from."""
         if num_external_tokens == 0:
             return {}
         medium = self._scheduler.medium(self._scheduler.load_tier(request.request_id))
         return {cache_hit_source(medium): num_external_tokens}
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Plan the load into the blocks the engine has allocated."""
+        """Plan the load into the blocks that the engine has allocated."""
         self._scheduler.blocks_allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -221,7 +218,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.build_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Learn from the workers how loads and stores ended."""
+        """Take the workers' reports on ended loads and stores."""
         report = connector_output.kv_connector_worker_meta
         self._scheduler.take_output(
             connector_output.finished_recving or set(),
@@ -232,20 +229,20 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; its blocks may be freed at once, since stores have copied what they need."""
+        """Forget a request. The engine may free its blocks at once, since stores have copied their data."""
         self._scheduler.request_finished(request)
         return False, None
 
     def take_events(self) -> Iterable[Any]:
-        """No KV cache events yet."""
+        """Return nothing: this version has no KV cache events."""
         return ()
 
     def reset_cache(self) -> bool | None:
-        """Serve nothing that was stored before, from now on."""
+        """Serve no object that was stored before this call."""
         self._scheduler.reset()
         return True
 
 
-# MultiConnector looks its connectors up by registered name when it puts their statistics together.
-with contextlib.suppress(ValueError):  # registered already, by a reload of this module
+# MultiConnector finds its connectors by registered name when it combines their statistics.
+with contextlib.suppress(ValueError):  # a reload of this module has registered it already
     KVConnectorFactory.register_connector("HybridOffloadConnector", "offload_core.vllm", "HybridOffloadConnector")

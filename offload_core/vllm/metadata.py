@@ -1,7 +1,7 @@
-"""What the two halves of the connector tell each other, once per engine step.
+"""The messages between the two halves of the connector, once per engine step.
 
-Plain data that vLLM pickles between its own processes. Chunks are named by :class:`ChunkRef`, without the rank: each
-worker completes the key with its own namespace.
+They are plain data; vLLM pickles them between its own processes. A :class:`ChunkRef` names a chunk without the rank:
+each worker completes the key with its own namespace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from offload_core.tiers.tier import TierChange
 
 @dataclass(frozen=True)
 class ChunkTransfer:
-    """A chunk to load or store, and its KV cache blocks per group of its pack."""
+    """A chunk to load or store and, per group of its pack, its blocks in the KV cache."""
 
     chunk: ChunkRef
     blocks: tuple[BlockSlice, ...]
@@ -34,8 +34,8 @@ class RequestLoad:
     """The load that one request waits for.
 
     Args:
-        impossible: asks the worker to report a failure at once.
-        waited_seconds: how long the request has waited for loads before this one.
+        impossible: whether the worker reports a failure at once, without a load.
+        waited_seconds: how long the request has waited for earlier loads.
     """
 
     job_id: int
@@ -48,7 +48,7 @@ class RequestLoad:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler half to worker half."""
+    """Message from the scheduler half to the worker half."""
 
     namespaces: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Per adapter of this step's chunks, the namespace of each rank's keys."""
@@ -56,48 +56,48 @@ class StepMetadata(KVConnectorMetadata):
     stores: list[ChunkTransfer] = field(default_factory=list)
     cancelled_jobs: list[int] = field(default_factory=list)
     failures_to_report: list[str] = field(default_factory=list)
-    """Requests whose failed load the engine may learn of now."""
+    """Requests whose failed load the workers report to the engine now."""
     idle: bool = False
-    """No forward pass in this step, so a brief wait for an arrival holds nobody up."""
+    """True if the step has no forward pass, so that a brief wait for an arrival delays no request."""
 
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """Worker half to scheduler half."""
+    """Message from the worker half to the scheduler half."""
 
-    failed: set[tuple[str, ChunkRef]] = field(default_factory=set)
-    """Names of tiers, and chunks that a load from there did not get."""
+    failed_chunks: set[tuple[str, ChunkRef]] = field(default_factory=set)
+    """Tier names, each with a chunk that a load from there did not get."""
     failed_requests: set[str] = field(default_factory=set)
-    """Requests whose load has failed, of which the engine does not know yet."""
+    """Requests whose load has failed; the engine does not know it yet."""
     partial_requests: set[str] = field(default_factory=set)
-    """Requests of whose load the engine uses the part that has come."""
+    """Requests with a partial load: the engine uses the arrived part."""
     stores_ended: Counter[ChunkRef] = field(default_factory=Counter)
-    """Per chunk, how many ranks' stores have ended, well or not."""
+    """Per chunk, the number of ranks whose store has ended, with or without success."""
     not_stored: set[ChunkRef] = field(default_factory=set)
-    """Chunks of which some rank's part is on no tier."""
+    """Chunks that some rank has stored on no tier."""
     changes: list[TierChange] = field(default_factory=list)
-    """What has come to media that only the worker sees, and left them."""
-    refusals: Counter[str] = field(default_factory=Counter)
-    """Per tier, how many ranks more (fewer, where it is negative) have no use for lookups of it: loads are refused."""
+    """Objects added to or removed from media that only the worker sees."""
+    ranks_refusing_loads: Counter[str] = field(default_factory=Counter)
+    """Per tier, the change in the number of ranks that refuse loads from it and so need no lookups; may be negative."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
-        """Combine two ranks' reports: a chunk is only there when every rank has its part."""
+        """Combine two ranks' reports: a chunk is stored only if every rank has stored its part."""
         assert isinstance(other, StepReport)
-        refusals = Counter(self.refusals)
-        refusals.update(other.refusals)  # the sum of two counters would leave out what is negative
+        refusing = Counter(self.ranks_refusing_loads)
+        refusing.update(other.ranks_refusing_loads)  # the sum of two counters would omit negative counts
         return StepReport(
-            self.failed | other.failed,
+            self.failed_chunks | other.failed_chunks,
             self.failed_requests | other.failed_requests,
             self.partial_requests | other.partial_requests,
             self.stores_ended + other.stores_ended,
             self.not_stored | other.not_stored,
             self.changes + other.changes,
-            refusals,
+            refusing,
         )
 
 
 @dataclass
 class WorkerIdentity(KVConnectorHandshakeMetadata):
-    """What only a worker knows of its cache's bytes; it goes into the rank's fingerprint."""
+    """The layout of a worker's KV cache, which only the worker knows; part of the rank's fingerprint."""
 
     layout: dict[str, Json]

@@ -16,12 +16,12 @@ _SEPARATOR = "|"
 class HybridOffloadStats(KVConnectorStats):
     """Counts, and changes of gauges, since the last report.
 
-    They are ``{"counter|tier": count}`` so that they survive vLLM's serialisation.
+    ``data`` is ``{"counter|tier": count}``, which survives vLLM's serialisation.
     """
 
     @classmethod
     def from_counts(cls, counts: dict[tuple[str, str], int]) -> HybridOffloadStats:
-        """Wrap what :meth:`offload_core.runtime.metrics.Counters.take` returns."""
+        """Return statistics from the counts of :meth:`offload_core.runtime.metrics.Counters.take`."""
         return cls({_SEPARATOR.join(key): count for key, count in counts.items()})
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class HybridOffloadStats(KVConnectorStats):
         return dict(self.data)
 
     def is_empty(self) -> bool:
-        """Return whether nothing was counted."""
+        """Return whether there are no counts."""
         return not self.data
 
 
@@ -67,7 +67,7 @@ class HybridOffloadPromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one report's counts; those of gauges may be negative."""
+        """Add one report's counts; counts of gauges may be negative."""
         for key, count in transfer_stats_data.items():
             name, tier = key.split(_SEPARATOR, 1)
             self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], tier).inc(count)

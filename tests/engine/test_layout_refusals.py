@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from offload_core.api.errors import PlanError, UnsupportedLayoutError
-from offload_core.vllm.model.identity import build_planner
+from offload_core.vllm.model.groups import build_planner
 from offload_core.vllm.worker.layer_pages import layer_pages
 from tests.engine.kv_cache_rig import ATTENTION, Specs, allocate, vllm_config
 
@@ -71,7 +71,7 @@ def test_whisper_cross_attention_is_refused_with_its_kind() -> None:
         pytest.param(
             KVCacheGroupSpec(["a"], HiSparseResidentSpec(block_size=16, page_size=64)),
             {"a": torch.zeros(4, 64, dtype=torch.int8)},
-            "layer a: pages of kind HiSparseResidentSpec are not supported",
+            "layer a: its pages are of kind HiSparseResidentSpec; offloading supports",
             id="raw memory",
         ),
     ],
@@ -87,7 +87,7 @@ def test_split_keys_and_values_from_a_backend_of_ones_own(blocks: int, block_dim
     tensor = torch.zeros(2, blocks, 16, 4, 32, dtype=torch.bfloat16)
     config = _config(KVCacheGroupSpec(["a"], spec), num_blocks=blocks)
     if block_dim is None:
-        with pytest.raises(UnsupportedLayoutError, match=r"layer a: either of the first two.*\(2, [12], 16, 4, 32\)"):
+        with pytest.raises(UnsupportedLayoutError, match=r"layer a: both of the first two.*\(2, [12], 16, 4, 32\)"):
             layer_pages(config, 0, {"a": tensor})
         return
     (pages,) = layer_pages(config, 0, {"a": tensor})

@@ -17,7 +17,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from offload_core.api.errors import PlanError
-from offload_core.vllm.model.identity import build_planner, hash_seed_problem, misaligned_states_problem
+from offload_core.vllm.model.groups import build_planner
+from offload_core.vllm.model.refusals import hash_seed_problem, misaligned_states_problem
 
 pytestmark = pytest.mark.every_version
 
@@ -48,7 +49,7 @@ def _engine(**parallel: int) -> Any:
         (
             _engine(),
             _groups(FullAttentionSpec(**ATTENTION), CrossAttentionSpec(**ATTENTION)),
-            r"group 1 holds the keys of an encoder \(CrossAttentionSpec\)",
+            r"group 1 holds an encoder's keys and values \(CrossAttentionSpec\)",
         ),
         (
             _engine(),

@@ -83,13 +83,13 @@ class _Connector:
 @pytest.fixture
 def on_030(monkeypatch: pytest.MonkeyPatch) -> _Connector:
     monkeypatch.setattr(vllm, "__version__", "0.30.0")
-    return compat.for_this_engine(_Connector)()
+    return compat.adapt_to_installed_vllm(_Connector)()
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.33.0"])
 def test_newer_engines_need_nothing_more(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
-    assert compat.for_this_engine(_Connector) is _Connector
+    assert compat.adapt_to_installed_vllm(_Connector) is _Connector
 
 
 def test_030_saves_once_in_every_step(on_030: _Connector) -> None:

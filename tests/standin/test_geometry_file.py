@@ -11,7 +11,7 @@ import pytest
 
 from offload_core.cli.plan_report import plan_report
 from offload_core.config.geometry_file import KVCacheGeometry, load_geometry
-from offload_core.vllm.model.identity import build_planner
+from offload_core.vllm.model.groups import build_planner
 from offload_core.vllm.worker import geometry_export as geometry_file
 from tests.standin.rig import Rig
 from tests.support.standin.geometries import MODELS

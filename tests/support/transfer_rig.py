@@ -22,7 +22,8 @@ from offload_core.runtime.metrics import Counters
 from offload_core.tiers.opening import close_tiers
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject
-from offload_core.transfer.engine import LoadJob, LoadResult, TransferEngine
+from offload_core.transfer.engine import TransferEngine
+from offload_core.transfer.loads import LoadJob, LoadResult
 from offload_core.transfer.pending_store import StoreResult
 from tests.support.memory_backend import LIMITS, MemoryBackend, key, memory_tier
 

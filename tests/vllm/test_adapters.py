@@ -1,4 +1,4 @@
-"""LoRA adapters are identified by what is in their files, and only when that is certain."""
+"""LoRA adapters are identified by the content of their files, and only if that content is certain."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def test_a_changed_file_with_its_old_modification_time_is_not_trusted(
 
 
 @pytest.mark.parametrize("kind", ["in place", "missing"])
-def test_what_cannot_be_identified_is_not_offloaded(
+def test_an_adapter_without_a_certain_identity_is_not_offloaded(
     identities: AdapterIdentities, folder: Path, kind: str, tmp_path: Path
 ) -> None:
     lora = _lora(folder, load_inplace=True) if kind == "in place" else _lora(tmp_path / "organisation/name-on-a-hub")
     assert not _settled(identities.of(lora)).usable
 
 
-def test_nobody_waits_longer_than_the_patience(folder: Path) -> None:
+def test_no_request_waits_longer_than_the_limit(folder: Path) -> None:
     identities = AdapterIdentities(0.0)
     adapter = identities.of(_lora(folder))
     assert not adapter.pending

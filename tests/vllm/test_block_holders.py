@@ -30,7 +30,7 @@ def pools(draw: st.DrawFn) -> tuple[int, list[Waiting]]:
     while free and draw(st.booleans()):
         held = draw(st.integers(1, free))
         fails = draw(st.booleans())
-        # What was loaded needs no more blocks here; what has failed needs all of its blocks at once.
+        # A loaded request needs no more blocks here; a failed one needs all of its blocks at once.
         needed = draw(st.integers(held, num_blocks)) if fails else held
         requests.append(Waiting(f"r{len(requests)}", held, needed, fails))
         free -= held
@@ -38,7 +38,7 @@ def pools(draw: st.DrawFn) -> tuple[int, list[Waiting]]:
 
 
 def schedule(num_blocks: int, queue: list[Waiting]) -> list[str]:
-    """One pass of vLLM's scheduler over requests that hold blocks; returns those that ran, and ended."""
+    """Run vLLM's scheduler once over requests that hold blocks; return the requests that ran and finished."""
     ran: list[str] = []
     for request in list(queue):
         if not request.reported:
@@ -67,7 +67,7 @@ def test_every_request_runs_in_the_end(pool: tuple[int, list[Waiting]], random: 
                 holders.load_fails(ended.name)
             else:
                 ended.reported = True
-        reported = holders.give_back()
+        reported = holders.reportable_failures()
         for request in queue:
             request.reported |= request.name in reported
         holders.remove(reported)
@@ -75,38 +75,38 @@ def test_every_request_runs_in_the_end(pool: tuple[int, list[Waiting]], random: 
     assert queue == []
 
 
-def test_a_failure_is_reported_at_once_where_there_is_room() -> None:
+def test_a_failure_is_reported_at_once_if_the_request_fits() -> None:
     holders = BlockHolders(100)
     holders.load_begins("a", 10, 40)
     holders.load_begins("b", 10, 40)
     holders.load_fails("a")
-    assert holders.give_back() == ["a"]
+    assert holders.reportable_failures() == ["a"]
 
 
-def test_a_failure_is_kept_back_while_others_hold_what_it_would_need() -> None:
+def test_a_failure_is_withheld_while_others_hold_the_blocks_that_it_needs() -> None:
     holders = BlockHolders(100)
     holders.load_begins("a", 10, 95)
     holders.load_begins("b", 10, 40)
     holders.load_fails("a")
-    assert holders.give_back() == []
+    assert holders.reportable_failures() == []
     holders.remove(["b"])
-    assert holders.give_back() == ["a"]
+    assert holders.reportable_failures() == ["a"]
 
 
-def test_those_that_wait_for_each_other_go_back_last_one_first() -> None:
+def test_requests_that_wait_for_each_other_are_reported_last_one_first() -> None:
     holders = BlockHolders(100)
     for name in ("a", "b"):
         holders.load_begins(name, 40, 100)
         holders.load_fails(name)
-    assert holders.give_back() == ["b"]
-    assert holders.failed("a")
+    assert holders.reportable_failures() == ["b"]
+    assert holders.withholds("a")
     holders.remove(["b"])
-    assert holders.give_back() == ["a"]
+    assert holders.reportable_failures() == ["a"]
 
 
 def test_a_request_that_never_loaded_is_no_holder() -> None:
     holders = BlockHolders(100)
     holders.load_fails("aborted")
     assert "aborted" not in holders
-    assert not holders.failed("aborted")
-    assert holders.give_back() == []
+    assert not holders.withholds("aborted")
+    assert holders.reportable_failures() == []

@@ -1,4 +1,4 @@
-"""Counters and gauges as vLLM shows them: what halves and ranks report adds up."""
+"""Counters and gauges as vLLM shows them: the reports of halves and ranks add up."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_gauges_go_up_and_down_and_counters_up(shown: HybridOffloadPromMetrics, 
         assert value(registry, "breaker_open", "nvme") == left
 
 
-def test_every_name_is_shown_once_as_what_it_is(shown: HybridOffloadPromMetrics, registry: CollectorRegistry) -> None:
+def test_every_name_is_shown_once_with_its_kind(shown: HybridOffloadPromMetrics, registry: CollectorRegistry) -> None:
     shown.observe({f"{name}|t": 1 for name in (*COUNTERS, *GAUGES)})
     kinds = {metric.name: metric.type for metric in registry.collect()}
     assert kinds == {f"vllm:hybrid_offload_{name}": "counter" for name in COUNTERS} | {

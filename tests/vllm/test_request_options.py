@@ -37,7 +37,7 @@ def test_a_request_opts_out_of_loading_or_storing(params: dict[str, Any] | None,
     ("wishes", "named"),
     [({"stor": False}, "stor: False"), ({"load": "no"}, "load: 'no'"), (False, "hybrid_offload: False")],
 )
-def test_what_cannot_be_read_opts_out_of_both_and_says_so(
+def test_invalid_options_exclude_loads_and_stores_with_a_warning(
     wishes: object, named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

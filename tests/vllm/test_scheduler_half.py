@@ -1,4 +1,4 @@
-"""The scheduler half on its own: what is offered to the engine and what is stored, step by step."""
+"""The scheduler half on its own: offers to the engine and stores, step by step."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ class Half:
         return [item.chunk.chunk_hash for item in self.step(**scheduled).stores]
 
     def put(self, step: StepMetadata) -> None:
-        """Put what a step stores onto the tier."""
+        """Put a step's stores onto the tier."""
         for item in step.stores:
             namespace = step.namespaces[item.chunk.adapter][0]
             self.backend.objects[ObjectKey(namespace, item.chunk.pack, item.chunk.chunk_hash)] = b""
 
     def store(self, **scheduled: int) -> StepMetadata:
-        """Make a step and let all that it stores end well."""
+        """Make a step and let all its stores succeed."""
         step = self.step(**scheduled)
         self.put(step)
         self.report([item.chunk for item in step.stores])
@@ -153,7 +153,7 @@ def test_a_store_that_hangs_is_not_waited_for_longer_than_a_lookup_may_take() ->
     half.half.shutdown()
 
 
-def test_what_a_lookup_no_longer_finds_is_stored_again_with_all_that_lay_behind_it(half: Half) -> None:
+def test_a_chunk_that_a_lookup_no_longer_finds_is_stored_again_with_all_chunks_behind_it(half: Half) -> None:
     half.follow(request("a"))
     half.store(a=80)
     half.follow(request("b"))
@@ -230,7 +230,7 @@ def test_a_prefix_that_ends_inside_a_block_is_not_extended(half: Half) -> None:
     assert half.matched(second, computed_tokens=32) == 32
 
 
-def test_a_reset_serves_nothing_of_before_and_keeps_following_requests_that_have_not_begun(half: Half) -> None:
+def test_a_reset_serves_no_earlier_object_and_keeps_requests_that_have_not_begun(half: Half) -> None:
     running, waiting = half.follow(request("a")), half.follow(request("b"))
     half.store(a=80)
     running.num_computed_tokens = 80
@@ -265,7 +265,7 @@ def test_an_adapter_that_cannot_be_identified_is_served_without_offloading(half:
     assert half.stored(a=80) == []
 
 
-def test_others_wait_for_a_request_whose_load_failed_until_it_has_room_again(half: Half) -> None:
+def test_others_wait_for_a_request_whose_load_failed_until_it_has_blocks_again(half: Half) -> None:
     half.follow(request("a"))
     half.follow(request("x", family=1))
     half.store(a=80, x=80)
@@ -308,20 +308,27 @@ def test_a_tier_that_some_rank_does_not_use_is_not_asked_and_not_waited_for(half
     half.follow(request("a"))
     half.store(a=80)
     asked = half.backend.calls.count("contains")
-    half.report([], refusals=Counter(memory=2))
-    half.report([], refusals=Counter(memory=-1))
+    half.report([], ranks_refusing_loads=Counter(memory=2))
+    half.report([], ranks_refusing_loads=Counter(memory=-1))
     second = half.follow(request("b"))
     assert half.half.matched_tokens(second, 0) == 0, "at once, in the first step that asks"
     assert half.backend.calls.count("contains") == asked
     assert half.half.counters.take()["breaker_refused", "memory"] == 1
     assert half.stored(b=80) == [], "what it cannot be asked for is not taken for gone"
 
-    half.report([], refusals=Counter(memory=-1))
+    half.report([], ranks_refusing_loads=Counter(memory=-1))
     assert half.matched(half.follow(request("c"))) == 64
 
 
 def test_ranks_reports_add_up() -> None:
-    one = StepReport(refusals=Counter(nvme=1, shared=-1))
-    assert one.aggregate(StepReport(refusals=Counter(nvme=1, ram=-1))).refusals == {"nvme": 2, "shared": -1, "ram": -1}
-    assert one.aggregate(StepReport(refusals=Counter(nvme=-1))).refusals == {"nvme": 0, "shared": -1}
-    assert one.refusals == {"nvme": 1, "shared": -1}, "not changed"
+    one = StepReport(ranks_refusing_loads=Counter(nvme=1, shared=-1))
+    assert one.aggregate(StepReport(ranks_refusing_loads=Counter(nvme=1, ram=-1))).ranks_refusing_loads == {
+        "nvme": 2,
+        "shared": -1,
+        "ram": -1,
+    }
+    assert one.aggregate(StepReport(ranks_refusing_loads=Counter(nvme=-1))).ranks_refusing_loads == {
+        "nvme": 0,
+        "shared": -1,
+    }
+    assert one.ranks_refusing_loads == {"nvme": 1, "shared": -1}, "not changed"

@@ -1,4 +1,4 @@
-"""A request waits for storage within its deadlines in all, and is not offered twice what it did not get."""
+"""All waits of a request for storage together end at its deadlines, and a failed chunk is not offered again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOOKUP_SECONDS = 10.0
 
 
 class Clock:
-    """Seconds that the test lets pass."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -28,7 +28,7 @@ class Clock:
 
 
 class ClockedHalf(Half):
-    """Its requests' waits are counted by a clock of the test's."""
+    """A scheduler half whose requests' waits follow the test's clock."""
 
     def __init__(self) -> None:
         super().__init__(load_timeout_seconds=LOAD_SECONDS, patience_seconds=LOOKUP_SECONDS)
@@ -40,7 +40,7 @@ class ClockedHalf(Half):
         return item
 
     def asked(self, item: Any, times: int = 20) -> list[int | None]:
-        """What the engine is told in so many steps."""
+        """Return the answers to the engine in ``times`` steps."""
         answers = []
         for _ in range(times):
             answers.append(self.half.matched_tokens(item, 0))
@@ -48,21 +48,21 @@ class ClockedHalf(Half):
         return answers
 
     def waits_for_anothers_load(self, item: Any) -> None:
-        """Let the request's lookup be answered; then it is told to ask again because of a load that goes on."""
+        """Wait for the answer to the request's lookup; then it must ask again because of another load."""
         while (going_on := self.half._requests[item.request_id].wait._going_on) is None or going_on[0] != "load":
             assert self.asked(item, 1) == [None]
 
     def loads(self, item: Any) -> float:
-        """Offer and load; returns what is taken off the load's deadline."""
+        """Offer and load; return the seconds that are subtracted from the load's time."""
         self.load(item, self.matched(item))
         (load,) = self.step().loads
         return load.waited_seconds
 
     def ends(self, item: Any, *not_loaded: int) -> None:
-        """End the request's load, without some of its chunks; it is computed, and what is stored of it is rejected."""
+        """End the request's load without some of its chunks; the request is computed, and its stores are rejected."""
         name = item.request_id
         refs = {("memory", self.ref(item, unit)) for unit in not_loaded}
-        self.half.take_output(set(), set(), StepReport(failed=refs, failed_requests={name} if refs else set()))
+        self.half.take_output(set(), set(), StepReport(failed_chunks=refs, failed_requests={name} if refs else set()))
         self.step()
         self.half.take_output({name}, {name} if refs else set(), None)
         stores = [store.chunk for store in self.step(**{name: 80}).stores]
@@ -94,7 +94,7 @@ def test_a_wait_for_another_requests_load_ends_at_the_deadline_of_a_load(half: C
     assert half.asked(second, 3) == [0, 0, 0], "it has waited for as long as for a load of its own"
 
 
-def test_a_wait_for_another_requests_load_is_taken_off_the_deadline_of_its_own(half: ClockedHalf) -> None:
+def test_a_wait_for_another_requests_load_is_subtracted_from_its_own_deadline(half: ClockedHalf) -> None:
     first, second = half.follow(request("a")), half.follow(request("b"))
     half.loads(first)
     half.waits_for_anothers_load(second)
@@ -124,7 +124,7 @@ def test_after_a_load_that_timed_out_there_is_no_second_one(half: ClockedHalf) -
     assert half.matched(other) == 16, "what did arrive is offered to others, and what did not is mistrusted"
 
 
-def test_what_a_request_did_not_get_is_never_offered_to_it_again(half: ClockedHalf) -> None:
+def test_a_chunk_that_a_load_did_not_get_is_never_offered_to_the_request_again(half: ClockedHalf) -> None:
     item, other = half.follow(request("a")), half.follow(request("b"))
     half.loads(item)
     half.ends(item, 2)
@@ -137,12 +137,14 @@ def test_a_part_that_is_used_counts_as_loaded_and_the_rest_is_stored_again(half:
     item = half.follow(request("a"))
     half.loads(item)
     missing = [half.ref(item, unit) for unit in (2, 3)]
-    half.half.take_output({"a"}, set(), StepReport(failed={("memory", ref) for ref in missing}, partial_requests={"a"}))
+    half.half.take_output(
+        {"a"}, set(), StepReport(failed_chunks={("memory", ref) for ref in missing}, partial_requests={"a"})
+    )
     assert half.stored(a=80) == [ref.chunk_hash for ref in missing]
     assert ("recomputed_requests", "all") not in half.half.counters.take()
 
 
-def test_what_is_on_its_way_is_waited_for_as_long_as_a_lookup_may_take_and_what_is_there_is_used(
+def test_a_chunk_on_its_way_is_awaited_within_the_lookup_deadline_and_stored_chunks_are_used(
     half: ClockedHalf,
 ) -> None:
     half.follow(request("c", tokens=32, family=3))
@@ -155,14 +157,14 @@ def test_what_is_on_its_way_is_waited_for_as_long_as_a_lookup_may_take_and_what_
     assert 32 in half.asked(item, 100)
 
 
-def test_no_lookup_begins_once_they_have_taken_as_long_as_one_may(half: ClockedHalf) -> None:
+def test_no_lookup_begins_after_the_lookup_deadline(half: ClockedHalf) -> None:
     item = half.follow(request("a"))
     half.half._requests["a"].wait.begin("lookup")
     half.clock.now += LOOKUP_SECONDS
     assert half.asked(item, 3) == [0, 0, 0]
 
 
-def test_a_lookup_that_begins_late_is_waited_for_only_as_long_as_is_left(half: ClockedHalf) -> None:
+def test_a_late_lookup_gets_only_the_rest_of_the_lookup_deadline(half: ClockedHalf) -> None:
     half.backend.gates["contains"].shut()
     item = half.follow(request("a"))
     wait = half.half._requests["a"].wait
@@ -176,8 +178,8 @@ def test_a_lookup_that_begins_late_is_waited_for_only_as_long_as_is_left(half: C
         half.backend.gates["contains"].open()
 
 
-def test_time_without_room_in_the_engine_is_no_wait_for_a_lookup(half: ClockedHalf, monkeypatch: Any) -> None:
-    monkeypatch.setattr("offload_core.vllm.scheduler.half._ANSWER_LIFE_SECONDS", 0.0)
+def test_time_without_free_blocks_is_no_wait_for_a_lookup(half: ClockedHalf, monkeypatch: Any) -> None:
+    monkeypatch.setattr("offload_core.vllm.scheduler.load_offers._OFFER_LIFE_SECONDS", 0.0)
     item = half.follow(request("a"))
     for _ in range(5):
         half.half._requests["a"].wait.begin("lookup")

@@ -1,1 +1,1 @@
-"""Reads vLLM's configuration and KV cache groups: geometry, identity, adapters and refusals."""
+"""vLLM's configuration and KV cache groups, translated: geometry, identity, adapters, refusals and warnings."""

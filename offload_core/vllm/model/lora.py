@@ -1,4 +1,4 @@
-"""Identity of LoRA adapters: by the content of their files, since a name or a path can come to mean other weights."""
+"""Identity of LoRA adapters, by the content of their files: a name or a path can stand for other weights later."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ Signature = tuple[tuple[str, int, int, int], ...]
 
 
 class Adapter:
-    """A request's adapter, whose digest may not be known yet."""
+    """A request's adapter. Its digest may still be in preparation."""
 
-    def __init__(self, answer: Future[str], deadline: float) -> None:
-        self._answer = answer
+    def __init__(self, future_digest: Future[str], deadline: float) -> None:
+        self._future_digest = future_digest
         self._deadline = deadline
 
     @property
     def pending(self) -> bool:
-        """Whether the digest is still being worked out and worth waiting for."""
-        return not self._answer.done() and time.monotonic() < self._deadline
+        """True while the digest is in preparation and the wait for it has not timed out."""
+        return not self._future_digest.done() and time.monotonic() < self._deadline
 
     @property
     def usable(self) -> bool:
-        """Whether the digest is known, so that chunks can be named."""
-        return self._answer.done() and self._answer.exception() is None and self.digest != ""
+        """True if the digest is known and reliable, so that chunks have keys."""
+        return self._future_digest.done() and self._future_digest.exception() is None and self.digest != ""
 
     @property
     def digest(self) -> str:
-        """Digest of the adapter's files; empty when it cannot be relied on. Ask :attr:`usable` first."""
-        return self._answer.result()
+        """Digest of the adapter's files; empty if it is not reliable. Read :attr:`usable` first."""
+        return self._future_digest.result()
 
 
 class AdapterIdentities:
-    """Digests adapters on a thread of its own, never on the engine's.
+    """Computes adapters' digests on a separate thread, never on the engine's.
 
-    vLLM reads an adapter's files at a time that nothing tells. Its weights are certain only when the files have not
-    changed since before this process looked at anything; others are served without offloading.
+    vLLM does not tell the time at which it reads an adapter's files. The weights are certain only if the files have not
+    changed since the start of this engine. Requests with other adapters are served without offloading.
 
     Args:
-        patience_seconds: how long a request may wait for its adapter's digest.
-        started_ns: when this engine started, in nanoseconds since 1970; now by default.
+        wait_seconds: how long a request may wait for its adapter's digest.
+        started_ns: start time of this engine, in nanoseconds since 1970; now by default.
     """
 
-    def __init__(self, patience_seconds: float, started_ns: int | None = None) -> None:
-        self._patience_seconds = patience_seconds
+    def __init__(self, wait_seconds: float, started_ns: int | None = None) -> None:
+        self._wait_seconds = wait_seconds
         self._started_ns = time.time_ns() - _CLOCK_TICK_NS if started_ns is None else started_ns
         self._digests: dict[tuple[str, Signature], str] = {}
         self._warned: set[str] = set()
@@ -63,8 +63,8 @@ class AdapterIdentities:
 
     def of(self, lora: LoRARequest) -> Adapter:
         """Start to identify the adapter of a request."""
-        answer = self._thread.submit(self._digest, Path(lora.lora_path), bool(lora.load_inplace))
-        return Adapter(answer, time.monotonic() + self._patience_seconds)
+        future_digest = self._thread.submit(self._digest, Path(lora.lora_path), bool(lora.load_inplace))
+        return Adapter(future_digest, time.monotonic() + self._wait_seconds)
 
     def shutdown(self) -> None:
         """End the thread once it is idle."""
@@ -75,7 +75,7 @@ class AdapterIdentities:
         try:
             signature = _signature(folder)
             if any(changed > self._started_ns for *_, changed in signature):
-                problem = "its files have changed since this engine started, so it is uncertain which of them it runs"
+                problem = "its files have changed since this engine started, so the engine may run other weights"
             if problem is None:
                 key = (str(folder), signature)
                 if key not in self._digests:
@@ -90,10 +90,10 @@ class AdapterIdentities:
 
 
 def _signature(folder: Path) -> Signature:
-    """Return name, size and times of each file, in nanoseconds.
+    """Return each file's name, size in bytes, and modification and change times in nanoseconds.
 
     Raises:
-        OSError: ``folder`` is not a folder that can be read.
+        OSError: ``folder`` is not a readable folder.
     """
     found = ((path.name, path.stat()) for path in sorted(folder.iterdir()))
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in found)

@@ -1,4 +1,4 @@
-"""When a request whose load has failed may be given back to vLLM's scheduler, so that it cannot get stuck there."""
+"""The right time to report a failed load to vLLM's scheduler, so that its request cannot get stuck there."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ class _Holder:
 
 
 class BlockHolders:
-    """Requests that hold blocks without running: their load goes on, has ended, or has failed and is kept back.
+    """Requests that hold blocks without running: their load goes on, has ended, or has failed without a report.
 
-    vLLM frees the blocks of a request whose load has failed and then tries to admit it with all its tokens, before it
-    looks at requests behind it. If those hold the blocks that it lacks, neither ever runs (seen with 0.32). So a
-    failure is kept back until the request is sure to fit beside all other holders; when only failed ones hold blocks,
-    they go back one at a time, the last one first: by the time the first one is tried, nobody holds anything. No load
-    should begin meanwhile, so that this ends when those do that have begun.
+    vLLM frees the blocks of a request whose load has failed. Then it tries to admit the request with all its tokens,
+    before it looks at requests behind it. If those hold the blocks that the request lacks, neither ever runs (seen with
+    0.32). So a failure is *withheld* until the request is sure to fit beside all other holders.
+
+    If only failed requests hold blocks, they are reported one at a time, the last one first. When the first one's turn
+    comes, no other request holds blocks. No load should begin while a failure is withheld: then the wait ends with the
+    loads that have begun.
 
     Args:
-        num_blocks: blocks of the engine's pool that requests can have.
+        num_blocks: number of blocks in the engine's pool that requests can have.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -34,32 +36,32 @@ class BlockHolders:
         return request_id in self._holders
 
     def load_begins(self, request_id: str, blocks: int, needed_blocks: int) -> None:
-        """Note a request that holds ``blocks`` while it loads and needs at most ``needed_blocks`` to run."""
+        """Add a request that holds ``blocks`` blocks while it loads and needs at most ``needed_blocks`` to run."""
         self._holders[request_id] = _Holder(blocks, needed_blocks)
 
     def load_fails(self, request_id: str) -> None:
-        """Note that a request's load has failed. Without effect on a request that is no holder."""
+        """Note that a request's load has failed. No effect on a request that is no holder."""
         if (holder := self._holders.get(request_id)) is not None:
             self._holders[request_id] = _Holder(holder.blocks, holder.needed_blocks, failed=True)
 
-    def failed(self, request_id: str) -> bool:
-        """Return whether a request's load has failed and it has not been given back."""
+    def withholds(self, request_id: str) -> bool:
+        """Return whether the failure of a request's load is withheld."""
         holder = self._holders.get(request_id)
         return holder is not None and holder.failed
 
     @property
-    def keeps_back(self) -> bool:
-        """Whether some failed request waits to be given back."""
+    def withholds_failures(self) -> bool:
+        """True if the failure of any load is withheld."""
         return any(holder.failed for holder in self._holders.values())
 
     def remove(self, request_ids: Collection[str]) -> None:
-        """Note requests that run, have ended, or have been given back."""
+        """Remove requests that run, have finished, or whose failure is reported."""
         if self._holders:
             for request_id in request_ids:
                 self._holders.pop(request_id, None)
 
-    def give_back(self) -> list[str]:
-        """Return the failed requests that can go back to the scheduler now."""
+    def reportable_failures(self) -> list[str]:
+        """Return the requests whose failure can be reported to the scheduler now."""
         failed = [request_id for request_id, holder in self._holders.items() if holder.failed]
         if not failed:
             return []

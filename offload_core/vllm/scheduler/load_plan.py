@@ -1,4 +1,4 @@
-"""Which stored units go into which of the blocks that the engine has allocated for a load."""
+"""The plan of a load: stored units, matched with the blocks that the engine has allocated for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plan_load(
     computed_tokens: int,
     boundary_tokens: int,
 ) -> list[ChunkTransfer] | None:
-    """Match stored units with allocated blocks; ``None`` when some allocated block would stay unfilled."""
+    """Match stored units with allocated blocks; return ``None`` if an allocated block would stay unfilled."""
     tables = {
         group.index: [block.block_id for block in blocks.blocks[group.index]]
         for pack in planner.packs
@@ -35,7 +35,7 @@ def plan_load(
     chunks: list[ChunkTransfer] = []
     for pack in planner.packs:
         unfilled = {
-            group.index: _expected(group, tables[group.index], computed_tokens, boundary_tokens)
+            group.index: _blocks_to_fill(group, tables[group.index], computed_tokens, boundary_tokens)
             for group in pack.groups
         }
         for unit in pack.needed_units(computed_tokens, boundary_tokens):
@@ -48,16 +48,16 @@ def plan_load(
         for index, positions in unfilled.items():
             if positions:
                 logger.error(
-                    "request %s: blocks %s of group %d were allocated for a load to token %d but pack %s does not hold "
-                    "them; the request is recomputed. Please report this with the model's name.",
+                    "request %s: the engine allocated blocks %s of group %d for a load to token %d, but pack %s does "
+                    "not hold them; the request is recomputed. Please report this with the model's name.",
                     state.request.request_id, sorted(positions), index, boundary_tokens, pack.name,
                 )  # fmt: skip
                 return None
     return chunks
 
 
-def _expected(group: GroupGeometry, table: Sequence[int], computed_tokens: int, boundary_tokens: int) -> set[int]:
-    """Return the positions of blocks that the engine will take as loaded."""
+def _blocks_to_fill(group: GroupGeometry, table: Sequence[int], computed_tokens: int, boundary_tokens: int) -> set[int]:
+    """Return the positions, in the group's block table, of blocks that the engine expects to be loaded."""
     size = group.block_size_tokens
     return {
         position
@@ -69,7 +69,7 @@ def _expected(group: GroupGeometry, table: Sequence[int], computed_tokens: int, 
 def _slice(
     pack: Pack, group: GroupGeometry, unit: int, table: Sequence[int], computed_tokens: int, unfilled: set[int]
 ) -> BlockSlice:
-    """Choose the unit's trailing blocks from the first one that the engine wants on; they are unfilled no longer."""
+    """Return the unit's trailing blocks, from the first allocated one on, and remove them from ``unfilled``."""
     positions = pack.block_range(group, unit)
     start = max(positions.start, computed_tokens // group.block_size_tokens)
     ids = table[start : positions.stop]
@@ -77,6 +77,6 @@ def _slice(
         start += 1
         ids = ids[1:]
     if NULL_BLOCK_ID in ids:
-        return BlockSlice(0, ())  # a hole: what the engine wants of this unit stays unfilled, and the load is refused
+        return BlockSlice(0, ())  # a hole: the unit's allocated blocks stay unfilled, and the load is refused
     unfilled.difference_update(range(start, positions.stop))
     return BlockSlice(start - positions.start if ids else 0, tuple(ids))

@@ -1,4 +1,4 @@
-"""What the scheduler half keeps of each request, and what a request may ask for itself."""
+"""The scheduler half's state of each request, and the options that a request may set."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ REQUEST_KEY = "hybrid_offload"
 
 
 class RequestOptions(BaseModel):
-    """A request's own wishes: the ``hybrid_offload`` key of its ``kv_transfer_params``."""
+    """A request's own options: the ``hybrid_offload`` key of its ``kv_transfer_params``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    load: bool = Field(default=True, description="use what is on the tiers for this request")
-    store: bool = Field(default=True, description="put this request's tokens on the tiers")
+    load: bool = Field(default=True, description="load this request's prefix from the tiers")
+    store: bool = Field(default=True, description="store this request's chunks on the tiers")
 
     @classmethod
     def of(cls, request: Request) -> RequestOptions:
-        """Read a request's options. What cannot be read opts out of both, with a warning: that is the safe reading."""
+        """Return a request's options. Invalid ones are logged and exclude loads and stores, the safe choice."""
         params = request.kv_transfer_params
         if not params or REQUEST_KEY not in params:
-            return _EVERYTHING
+            return _DEFAULT_OPTIONS
         try:
             return cls.model_validate(params[REQUEST_KEY])
         except ValidationError as error:
@@ -52,12 +52,17 @@ class RequestOptions(BaseModel):
             return cls(load=False, store=False)
 
 
-_EVERYTHING = RequestOptions()
+_DEFAULT_OPTIONS = RequestOptions()
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What was offered to the engine: a prefix up to ``boundary_tokens``, from ``tier``."""
+    """An offer to the engine: to load the prefix up to ``boundary_tokens`` from ``tier``.
+
+    Args:
+        computed_tokens: prefix that the engine holds itself.
+        expires: end of the offer, by the monotonic clock in seconds.
+    """
 
     computed_tokens: int
     boundary_tokens: int
@@ -74,36 +79,36 @@ class RequestState:
     adapter: Adapter | None
     """The LoRA adapter; ``None`` for the model itself."""
     next_unit: dict[str, int]
-    """Per pack name, the first unit that has not been looked at for storing."""
+    """Per pack name, the first unit that the store plan has not examined."""
     next_store_tokens: int = 0
-    """No unit is complete below this token count that has not been looked at."""
+    """The token count at which the next unexamined unit is complete."""
     lookup: Lookup | None = None
     offer: Offer | None = None
     job_id: int | None = None
     loading: Sequence[ChunkRef] = field(default=())
     wait: StorageWait = field(default_factory=StorageWait)
-    """How long it has waited for lookups, and for loads: others' of the same chunks, and its own."""
+    """Its waits for lookups and for loads: its own loads, and other requests' loads of the same chunks."""
     not_loaded: set[tuple[str, ChunkRef]] = field(default_factory=set)
-    """Names of tiers, and chunks that its own loads from there did not get: not offered to it again."""
-    uses_part: bool = False
-    """Some rank's load has ended early, and the engine uses what it got."""
+    """Tier names, each with a chunk that a load of this request from there did not get; never offered to it again."""
+    partial_load: bool = False
+    """True if some rank's load has ended early and the engine uses the arrived part."""
     failed_once: bool = False
-    """A load has failed, or got only a part; one more may be tried."""
+    """True if a load has failed or got only a part; one more may be offered."""
     offers_left: int = 0
-    """After a failed load: how often another is offered to the engine, which may find no room for it."""
+    """After a failed load: number of further offers. The engine may have no free blocks for an offer."""
 
     def ref(self, pack: Pack, unit: int) -> ChunkRef:
-        """Name a unit of this request."""
+        """Return the chunk of this request at a unit's index."""
         chunk_hash = self.request.block_hashes[pack.hash_index(unit)]
         return ChunkRef(pack.name, chunk_hash, self.adapter.digest if self.adapter else "")
 
     def all_refs(self, planner: HybridOffloadPlanner) -> list[ChunkRef]:
-        """Name every chunk of this request whose hash is known."""
+        """Return every chunk of this request that has a hash."""
         hashed = len(self.request.block_hashes)
         return [self.ref(pack, unit) for pack in planner.packs for unit in range(hashed // pack.hash_factor)]
 
     def needed_refs(self, planner: HybridOffloadPlanner, computed_tokens: int, boundary_tokens: int) -> list[ChunkRef]:
-        """Name every chunk that a load from ``computed_tokens`` to ``boundary_tokens`` takes."""
+        """Return every chunk that a load from ``computed_tokens`` to ``boundary_tokens`` needs."""
         return [
             self.ref(pack, unit)
             for pack in planner.packs

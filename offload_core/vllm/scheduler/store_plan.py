@@ -1,4 +1,4 @@
-"""Which units a step completes, and which of their blocks are to be stored."""
+"""The plan of a step's stores: units that the step completes, with their blocks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 
 class StorePlan:
-    """Finds what to store in each step.
+    """Finds the chunks to store in each step.
 
-    Blocks are read right after the step's forward pass, so they must be taken in that step: the engine may reuse a
-    sliding-window block in the next one, and a recurrent state's block is only promised until the end of this one.
+    Workers copy blocks right after the step's forward pass, so a chunk must be stored in the step that completes it.
+    The engine may reuse a sliding-window block in the next step. It guarantees a recurrent state's block only until the
+    end of this step.
 
     Args:
-        prompt_only: store no chunk that reaches into the generated tokens.
+        prompt_only: store no chunk with generated tokens.
     """
 
     def __init__(self, planner: HybridOffloadPlanner, ledger: ChunkLedger, *, prompt_only: bool) -> None:
@@ -35,13 +36,13 @@ class StorePlan:
         self._attention_packs = tuple(pack for pack in planner.packs if pack.policy.kind != "state")
         self._state_packs = tuple(pack for pack in planner.packs if pack.policy.kind == "state")
 
-    def look_from_start(self, state: RequestState) -> None:
-        """Look at all units of a request: at its start, and again when a load has failed and they are computed."""
+    def start_over(self, state: RequestState) -> None:
+        """Examine all units of a request: at its start, and again after a failed load, since they are computed then."""
         state.next_unit = {pack.name: 0 for pack in self._attention_packs}
         self._set_next_tokens(state)
 
     def stores(self, output: SchedulerOutput, requests: Mapping[str, RequestState]) -> Iterator[ChunkTransfer]:
-        """Yield the chunks that this step completes and that are not known to be stored."""
+        """Yield the chunks that this step completes, except for those that the ledger knows."""
         block_state = output.kv_connector_block_state
         if block_state is None:
             return
@@ -63,7 +64,7 @@ class StorePlan:
                 yield from self._boundary_states(state, states)
 
     def _storable_tokens(self, request: Request) -> int:
-        """Speculated tokens past ``num_tokens`` may be rejected: their blocks are stored once they are known."""
+        """Return the token count that may be stored; speculated tokens past ``num_tokens`` may still be rejected."""
         return int(request.num_prompt_tokens if self._prompt_only else request.num_tokens)
 
     def _complete_units(
@@ -80,14 +81,15 @@ class StorePlan:
                     BlockSlice(0, tuple(tables[group.index][position] for position in pack.block_range(group, unit)))
                     for group in pack.groups
                 ]
-                if not any(NULL_BLOCK_ID in part.block_ids for part in slices):  # freed or never held
+                # A null block was freed or never held.
+                if not any(NULL_BLOCK_ID in part.block_ids for part in slices):
                     self._ledger.store_begins(ref)
                     yield ChunkTransfer(ref, tuple(slices))
             state.next_unit[pack.name] = max(state.next_unit[pack.name], end)
         self._set_next_tokens(state)
 
     def _boundary_states(self, state: RequestState, states: Sequence[tuple[int, int, int]]) -> Iterator[ChunkTransfer]:
-        """Yield the recurrent states that the engine hands over, where a whole pack's states are at one boundary."""
+        """Yield recurrent states that the engine hands over, if all states of a pack are at one boundary."""
         limit = self._storable_tokens(state.request)
         by_boundary: dict[int, dict[int, int]] = {}
         for group_id, block_id, boundary in states:

@@ -1,4 +1,4 @@
-"""Writes the ``geometry_file`` of the configuration: what ``offload-core plan`` needs to know of this engine."""
+"""The export of this engine's geometry, for ``offload-core plan``, to the configuration's ``geometry_file``."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 def engine_geometry(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, planner: HybridOffloadPlanner, caches: CanonicalKVCaches
 ) -> KVCacheGeometry:
-    """Return the geometry that this engine's plan was made from, with the chunk size that it has chosen.
+    """Return the geometry behind this engine's plan, with the plan's chunk size.
 
     Args:
-        caches: a rank's, of the planner's groups in their order.
+        caches: the caches of one rank; their groups are in the planner's order.
     """
     return KVCacheGeometry(
         model=str(vllm_config.model_config.model),
@@ -37,10 +37,10 @@ def engine_geometry(
         groups=[
             KVCacheGroup(
                 index=group.index,
-                name=_name(kv_cache_config.kv_cache_groups[group.index].layer_names),
+                name=_group_name(kv_cache_config.kv_cache_groups[group.index].layer_names),
                 block_size_tokens=group.block_size_tokens,
                 policy=group.policy,
-                pages=_pages(refs),
+                pages=_block_pages(refs),
             )
             for group, refs in zip(planner.groups, caches.group_refs, strict=True)
         ],
@@ -48,27 +48,27 @@ def engine_geometry(
 
 
 def write_in_background(geometry: KVCacheGeometry, path: Path) -> None:
-    """Write the file on a thread of its own: neither an error, which is a warning, nor a hung disk stops the engine."""
+    """Write the file on a separate thread. An error is a warning; neither an error nor a hung disk stops the engine."""
     threading.Thread(target=_write, args=(geometry, path), name="offload-geometry", daemon=True).start()
 
 
 def _write(geometry: KVCacheGeometry, path: Path) -> None:
     try:
         save_geometry(geometry, path)
-    except (OSError, ValueError) as error:  # the latter: not a path at all
+    except (OSError, ValueError) as error:  # ValueError: the text is not a path
         logger.warning(
-            "geometry_file: %r could not be written (%s); the engine runs without it. Name a file in a folder that "
-            "exists and that the engine may write to",
+            "geometry_file: %r could not be written (%s); the engine runs without it. Set it to a file in an existing "
+            "folder with write permission for the engine",
             str(path),
             error,
         )
 
 
-def _name(layer_names: list[str]) -> str:
+def _group_name(layer_names: list[str]) -> str:
     more = len(layer_names) - 1
     return layer_names[0] + (f" and {more} more" if more else "")
 
 
-def _pages(refs: tuple[CanonicalKVCacheRef, ...]) -> list[BlockPages]:
+def _block_pages(refs: tuple[CanonicalKVCacheRef, ...]) -> list[BlockPages]:
     sizes = Counter(ref.page_size_bytes for ref in refs)
     return [BlockPages(count=count, page_bytes=page_bytes) for page_bytes, count in sizes.items()]

@@ -1,4 +1,4 @@
-"""The worker half: copies between the KV cache and staging on the engine thread, I/O on the I/O loop."""
+"""The worker half of the connector: it copies between the KV cache and staging, and starts loads and stores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.transfer.batches import TransferObject
-from offload_core.transfer.engine import LoadJob, LoadResult, TransferEngine
+from offload_core.transfer.engine import TransferEngine
+from offload_core.transfer.loads import LoadJob, LoadResult
 from offload_core.vllm.metadata import ChunkTransfer, RequestLoad, StepMetadata, StepReport
 from offload_core.vllm.model.identity import worker_identity
 from offload_core.vllm.worker.geometry_export import engine_geometry, write_in_background
@@ -38,7 +39,7 @@ _IDLE_WAIT_SECONDS = 0.002
 
 
 class WorkerHalf:
-    """Lives in a worker process; all methods run on that worker's engine thread."""
+    """Lives in a worker process; all methods run on that worker's engine thread. I/O runs on the I/O loop."""
 
     def __init__(
         self,
@@ -59,10 +60,10 @@ class WorkerHalf:
         self._adapters: dict[str, str] = {}
         self._loads: dict[int, RequestLoad] = {}
         groups = kv_cache_config.kv_cache_groups
-        self._uses_parts = len(groups) == 1 and all(pack.policy.kind == "full" for pack in planner.packs)
-        """Whether the engine can use a part of a load: vLLM is told which blocks are missing, in one group only."""
+        self._uses_partial_loads = len(groups) == 1 and all(pack.policy.kind == "full" for pack in planner.packs)
+        """True if the engine can use a part of a load: vLLM accepts missing blocks for a single group only."""
         self._missing_blocks: set[int] = set()
-        self._ended: list[tuple[str, bool]] = []
+        self._ended_requests: list[tuple[str, bool]] = []
         self._failed_requests: set[str] = set()
         self._report = StepReport()
         self.layout: dict[str, Json] = {}
@@ -72,7 +73,7 @@ class WorkerHalf:
 
         Raises:
             UnsupportedLayoutError: a layer's layout cannot be offloaded.
-            ConfigError: a tier cannot be opened, or staging is too small for one object.
+            ConfigError: a tier cannot be opened, or the staging memory is too small for this model's objects.
         """
         group_ids = self._kv_cache_config.prefix_cacheable_group_ids
         caches = CanonicalKVCaches.build([layer_pages(self._kv_cache_config, index, kv_caches) for index in group_ids])
@@ -104,8 +105,8 @@ class WorkerHalf:
         )
 
     def start_loads(self, metadata: StepMetadata) -> None:
-        """Start this step's loads and drop the cancelled ones."""
-        engine = self._transfers
+        """Start this step's loads and cancel the loads that this step no longer needs."""
+        engine = self._transfer_engine
         for adapter, namespaces in metadata.namespaces.items():
             self._namespaces[adapter] = namespaces[self._rank]
             self._adapters[namespaces[self._rank]] = adapter
@@ -116,58 +117,62 @@ class WorkerHalf:
             self._loads[load.job_id] = load
             engine.submit_load(LoadJob(load.job_id, load.tier, self._objects(load.chunks), load.waited_seconds))
         for request_id in metadata.failures_to_report:
-            if request_id in self._failed_requests:  # on other ranks the load may have gone well
+            if request_id in self._failed_requests:  # the load may have succeeded on this rank
                 self._failed_requests.discard(request_id)
-                self._ended.append((request_id, True))
-        for job_id in metadata.cancelled_jobs:  # after the loads: a request can end in the step that starts its load
+                self._ended_requests.append((request_id, True))
+        for job_id in metadata.cancelled_jobs:  # after the loads: a request can finish in the step that starts its load
             engine.cancel_load(job_id)
 
     def store(self, metadata: StepMetadata) -> None:
-        """Copy this step's finished blocks to staging; called after the forward pass, before any block is reused."""
+        """Copy this step's completed blocks to staging. Call it after the forward pass, before any block is reused."""
         if metadata.stores:
-            self._transfers.submit_stores(self._objects(metadata.stores))
+            self._transfer_engine.submit_stores(self._objects(metadata.stores))
 
     def collect(self, metadata: StepMetadata) -> tuple[set[str], set[str]]:
-        """Copy what has arrived into the KV cache.
+        """Copy arrived objects into the KV cache and collect the results of loads and stores.
 
         Returns:
-            Requests whose load has ended, and those among them whose load has failed.
+            The requests whose load has ended, and those among them whose load has failed.
         """
-        engine = self._transfers
+        engine = self._transfer_engine
         results = engine.poll()
-        if metadata.idle and not self._ended:
-            # Copy what arrives as it arrives, without a step of the engine in between: it would only be in the way.
+        if metadata.idle and not self._ended_requests:
+            # Copy each object as it arrives; a step of the engine in between would only delay it.
             end = time.monotonic() + _IDLE_WAIT_SECONDS
-            while not results and engine.has_wanted_loads and (seconds := end - time.monotonic()) > 0:
+            while not results and engine.has_active_loads and (seconds := end - time.monotonic()) > 0:
                 engine.wait_for_arrival(seconds)
                 results = engine.poll()
         for result in results:
-            self._end(result)
-        for stored in engine.take_store_results():
-            ref = self._ref(stored.key)
+            self._load_ended(result)
+        for store in engine.take_store_results():
+            ref = self._ref(store.key)
             self._report.stores_ended[ref] += 1
-            if not stored.stored:
+            if not store.stored:
                 self._report.not_stored.add(ref)
         for tier in self._tiers:
             self._report.changes += tier.take_changes()
             if change := tier.health.take_change():
-                self._report.refusals[tier.name] += change
-        ended, self._ended = self._ended, []
+                self._report.ranks_refusing_loads[tier.name] += change
+        ended, self._ended_requests = self._ended_requests, []
         return {request for request, _ in ended}, {request for request, failed in ended if failed}
 
     def take_missing_blocks(self) -> set[int]:
-        """Return the blocks that loads which have ended, and of which the engine uses a part, did not fill."""
+        """Return the blocks that partial loads have left unfilled since the last call."""
         missing, self._missing_blocks = self._missing_blocks, set()
         return missing
 
     def take_report(self) -> StepReport | None:
-        """Return what the scheduler half should know, or ``None``."""
+        """Return the report for the scheduler half, or ``None`` if it would be empty."""
         report, self._report = self._report, StepReport()
-        problems = report.failed or report.failed_requests or report.partial_requests or report.refusals
-        return report if problems or report.stores_ended or report.changes else None
+        failures = report.failed_chunks or report.failed_requests or report.partial_requests
+        changes = report.ranks_refusing_loads or report.changes
+        return report if failures or changes or report.stores_ended else None
 
     def shutdown(self) -> None:
-        """Give stores on their way a moment, then let go of everything. Idempotent; never waits for a hung medium."""
+        """Wait for pending stores, at most ``shutdown_timeout_seconds``, and release the tiers.
+
+        Idempotent; a hung medium cannot delay it longer.
+        """
         if self._engine is None or self._io is None:
             return
         self._engine.drain_stores(self._config.settings.shutdown_timeout_seconds)
@@ -179,26 +184,26 @@ class WorkerHalf:
         atexit.unregister(self.shutdown)
 
     @property
-    def _transfers(self) -> TransferEngine:
+    def _transfer_engine(self) -> TransferEngine:
         assert self._engine is not None, "vLLM registers the KV caches before the first step"
         return self._engine
 
-    def _end(self, result: LoadResult) -> None:
+    def _load_ended(self, result: LoadResult) -> None:
         load = self._loads.pop(result.job_id)
-        self._report.failed.update((load.tier, self._ref(key)) for key in result.failed_keys)
+        self._report.failed_chunks.update((load.tier, self._ref(key)) for key in result.failed_keys)
         if result.status == "loaded":
-            self._ended.append((load.request_id, False))
-        elif self._uses_parts and result.arrived_objects and result.status != "cancelled":
+            self._ended_requests.append((load.request_id, False))
+        elif self._uses_partial_loads and result.arrived_objects and result.status != "cancelled":
             for item in load.chunks[result.arrived_objects :]:
                 self._missing_blocks.update(*(part.block_ids for part in item.blocks))
             self._report.partial_requests.add(load.request_id)
             self.counters.add("load_partial", load.tier)
-            self._ended.append((load.request_id, False))
+            self._ended_requests.append((load.request_id, False))
         else:
             self._load_failed(load.request_id)
 
     def _load_failed(self, request_id: str) -> None:
-        """Note a failed load; the scheduler half says when the engine may learn of it."""
+        """Report a failed load to the scheduler half, which decides when to report it to the engine."""
         self._failed_requests.add(request_id)
         self._report.failed_requests.add(request_id)
 

@@ -1,9 +1,9 @@
-"""Which bytes of vLLM's KV cache tensors are a block of each layer.
+"""The pages of each layer: the bytes of vLLM's KV cache tensors that make up a block.
 
-vLLM registers each layer as a view ``(blocks or kernel blocks, heads, states, content)`` of one allocation, in one of
-six memory orders (``KVCacheLayout``); a recurrent layer's states lie packed in the content, as bytes. An attention
-backend from elsewhere may register other shapes, such as ``(2, blocks, ...)`` with keys apart from values. Where the
-bytes lie is read from the strides; how many there must be comes from the layer's spec.
+vLLM registers each layer as a view ``(blocks or kernel blocks, heads, states, content)`` of one allocation. The view
+has one of six memory orders (``KVCacheLayout``). A recurrent layer's states lie packed in the content, as bytes. A
+third-party attention backend may register other shapes, such as ``(2, blocks, ...)`` with keys apart from values. The
+strides give the positions of the bytes; the layer's spec gives their number.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ _VIEW_DIMENSIONS = 4
 
 
 def layer_pages(kv_cache_config: KVCacheConfig, group_id: int, kv_caches: dict[str, torch.Tensor]) -> list[LayerPages]:
-    """Return one entry per layer of a group, in the group's order; layers that reuse another's cache are left out.
+    """Return one entry per layer of a group, in the group's order, except for layers that reuse another's cache.
 
     Raises:
-        UnsupportedLayoutError: a layer is registered as something else than one tensor, keeps no pages, or lives in a
-            block pool of its own.
+        UnsupportedLayoutError: a layer is not registered as one tensor, has no pages, or lives in a separate block
+            pool.
     """
     group = kv_cache_config.kv_cache_groups[group_id]
     if group.host_resident:
         raise UnsupportedLayoutError(
-            f"layers {', '.join(group.layer_names)} (group {group_id}) live in HiSparse's host pool, whose blocks are "
-            "numbered on their own; this is not supported: run without hisparse_config"
+            f"layers {', '.join(group.layer_names)} (group {group_id}) live in HiSparse's host pool, which has its "
+            "own block numbers; offloading does not support this: run without hisparse_config"
         )
     spec = group.kv_cache_spec
     specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else dict.fromkeys(group.layer_names, spec)
-    owned = {_place(_tensor(name, kv_caches)) for name in group.layer_names if name in specs}
+    owned = {_memory_of(_tensor(name, kv_caches)) for name in group.layer_names if name in specs}
     layers: list[LayerPages] = []
     for name in group.layer_names:
         tensor = _tensor(name, kv_caches)
         if name in specs:
             layers.append(_layer_pages(name, tensor, kv_cache_config.num_blocks, specs[name]))
-        elif _place(tensor) not in owned:
+        elif _memory_of(tensor) not in owned:
             raise UnsupportedLayoutError(
-                f"layer {name}: group {group_id} has no spec for it and none of its layers has its tensor (shape "
-                f"{tuple(tensor.shape)}, strides {tensor.stride()}); expected one of {', '.join(specs)}"
+                f"layer {name}: group {group_id} has no spec for it, and no layer of the group shares its tensor "
+                f"(shape {tuple(tensor.shape)}, strides {tensor.stride()}); expected one of {', '.join(specs)}"
             )
     return layers
 
@@ -66,17 +66,17 @@ def _tensor(name: str, kv_caches: dict[str, torch.Tensor]) -> torch.Tensor:
     return tensor
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]:
+def _memory_of(tensor: torch.Tensor) -> tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _block_dim(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
-    """Return the dimension that counts blocks: vLLM's views begin with it, split keys and values have it second."""
+    """Return the dimension that counts blocks: first in vLLM's views, second in split keys and values."""
     first = tensor.dim() > 0 and tensor.shape[0] % num_blocks == 0
     split = tensor.dim() > 1 and tensor.shape[0] == 2 and tensor.shape[1] % num_blocks == 0
     if first and split and tensor.dim() != _VIEW_DIMENSIONS:
         raise UnsupportedLayoutError(
-            f"layer {name}: either of the first two dimensions of its KV cache tensor (shape {tuple(tensor.shape)}, "
+            f"layer {name}: both of the first two dimensions of its KV cache tensor (shape {tuple(tensor.shape)}, "
             f"strides {tensor.stride()}) could count its {num_blocks} blocks; start the engine with 3 blocks or more"
         )
     return 1 if split and not first else 0
@@ -87,4 +87,6 @@ def _unpadded_page_size_bytes(name: str, spec: KVCacheSpec) -> int:
         return int(spec.unpadded_page_size_bytes)
     if isinstance(spec, MambaSpec):
         return int(dataclasses.replace(spec, page_size_padded=None).page_size_bytes)
-    raise UnsupportedLayoutError(f"layer {name}: pages of kind {type(spec).__name__} are not supported")
+    raise UnsupportedLayoutError(
+        f"layer {name}: its pages are of kind {type(spec).__name__}; offloading supports AttentionSpec and MambaSpec"
+    )

@@ -146,7 +146,7 @@ def _split() -> torch.Tensor:
         ),
     ],
 )
-def test_what_is_not_pages_at_a_constant_stride_is_refused_by_name_shape_and_strides(
+def test_blocks_without_a_constant_stride_are_refused_with_name_shape_and_strides(
     tensor: torch.Tensor, page: int, unpadded: int
 ) -> None:
     shape = re.escape(str(tuple(tensor.shape)))

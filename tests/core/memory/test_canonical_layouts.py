@@ -144,13 +144,13 @@ def test_descriptors_are_runs_of_each_block_in_the_order_asked_for() -> None:
 @pytest.mark.parametrize(
     ("group", "block_id", "reason"),
     [
-        (1, 0, "group 1: the groups are 0 to 0"),
-        (-1, 0, "group -1: the groups are 0 to 0"),
-        (0, BLOCKS, "block 12 of group 0: block ids are 0 to 11"),
-        (0, -1, "block -1 of group 0: block ids are 0 to 11"),
+        (1, 0, "group 1 does not exist; the groups are 0 to 0"),
+        (-1, 0, "group -1 does not exist; the groups are 0 to 0"),
+        (0, BLOCKS, "group 0 has no block 12; block ids are 0 to 11"),
+        (0, -1, "group 0 has no block -1; block ids are 0 to 11"),
     ],
 )
-def test_descriptors_of_what_is_not_there_are_refused(group: int, block_id: int, reason: str) -> None:
+def test_descriptors_of_missing_groups_and_blocks_are_refused(group: int, block_id: int, reason: str) -> None:
     caches = CanonicalKVCaches.build([[layer(torch.zeros(BLOCKS, 16, dtype=torch.int8))]])
     with pytest.raises(IndexError, match=reason):
         caches.block_descriptors(group, [block_id])
@@ -226,7 +226,7 @@ def test_the_description_does_not_depend_on_the_number_of_blocks() -> None:
         ),
         pytest.param(
             [[LayerPages("layer.0", torch.zeros(BLOCKS, 4, dtype=torch.int8), BLOCKS, 8, 6)]],
-            "holds 4 bytes per block, but the engine gives pages of 8 bytes with 6 in use",
+            "holds 4 bytes per block, but the engine's pages have 8 bytes, of which 6 are data",
             id="less data than the engine says",
         ),
     ],

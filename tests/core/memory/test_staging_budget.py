@@ -1,4 +1,4 @@
-"""Staging never exceeds its budget, whatever the load: every lease that a transfer engine takes is counted."""
+"""Staging never exceeds its budget under any load: the test counts every lease of a transfer engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_held(lease: Lease) -> bool:
 
 
 class CountedPool(StagingPool):
-    """Counts what is leased by its leases alone, at each moment at which there is one more."""
+    """Counts the leased bytes by its leases alone, at each new lease."""
 
     def __init__(self, capacity_bytes: int, store_share: float, pinning: HostPinning | None = None) -> None:
         super().__init__(capacity_bytes, store_share, pinning)
@@ -37,7 +37,7 @@ class CountedPool(StagingPool):
         lease = super().try_acquire(nbytes, for_store=for_store)
         if lease is not None:
             start = lease.tensor.data_ptr() - self.tensor.data_ptr()
-            # Asked after the lease was taken: whoever had its place has released it.
+            # Counted after the new lease: the previous lease of its memory has been released.
             self.leases = others = [(other, at) for other, at in self.leases if is_held(other)]
             if any(at < start + nbytes and start < at + other.nbytes for other, at in others):
                 self.problems.append(f"the lease of {nbytes} bytes at {start} overlaps another")

@@ -90,12 +90,12 @@ class Pool(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def keep_for_store(self, data: st.DataObject) -> None:
+    def convert_to_store(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(sorted(self.held, key=self.offset)))
         number, holder = self.held[lease]
         nobodys = self.offset(lease) >= sum(OWN_PAGES)
         room = self.held_pages(None) + len(self.pages(lease)) <= STORE_PAGES
-        assert self.pool.keep_for_store(lease) == (holder is not None and nobodys and room)
+        assert self.pool.convert_to_store(lease) == (holder is not None and nobodys and room)
         if holder is not None and nobodys and room:
             self.held[lease] = (number, None)
 
@@ -108,7 +108,7 @@ class Pool(RuleBasedStateMachine):
         assert lease.tensor.tolist() == [number] * lease.nbytes
         lease.release()
         used = self.pool.used_bytes
-        for use in (lease.release, lambda: lease.view, lambda: lease.tensor, lambda: self.pool.keep_for_store(lease)):
+        for use in (lease.release, lambda: lease.view, lambda: lease.tensor, lambda: self.pool.convert_to_store(lease)):
             with pytest.raises(RuntimeError, match="used after its release"):
                 use()
         assert self.pool.used_bytes == used
@@ -170,7 +170,7 @@ def test_an_empty_lease_is_a_lease() -> None:
 
 
 def test_a_pool_without_a_page_is_refused() -> None:
-    with pytest.raises(ValueError, match="staging capacity is 4095 bytes; it must be at least 4096"):
+    with pytest.raises(ValueError, match="staging capacity is 4095 bytes; set it to 4096 or more"):
         StagingPool(4095, 0.5)
 
 
@@ -208,7 +208,7 @@ def test_acquire_waits_and_is_woken_by_a_release_in_another_thread() -> None:
     lease.release()  # nobody waits any more, and the loop on which somebody did is closed
 
 
-def test_one_release_wakes_every_waiter_that_finds_room() -> None:
+def test_one_release_wakes_every_waiter_that_fits() -> None:
     pool, leases = full_pool()
 
     async def main() -> None:
@@ -243,7 +243,7 @@ def test_a_cancelled_acquire_leaves_nothing_leased(released_first: bool) -> None
     assert pool.used_bytes == 0
 
 
-def test_acquire_refuses_at_once_what_can_never_fit() -> None:
+def test_acquire_refuses_at_once_sizes_that_can_never_fit() -> None:
     pool = StagingPool(2 * ALIGNMENT_BYTES, 0.5)
     with pytest.raises(ValueError, match="objects of 12288 bytes do not fit into 8192 bytes of staging"):
         asyncio.run(pool.acquire_all([8193]))

@@ -67,7 +67,7 @@ def test_jobs_with_more_bytes_than_the_pool_do_not_wait_for_each_other(make: Cal
     assert rig.staging.used_bytes == 0
 
 
-def test_staging_is_never_exceeded_and_what_finds_no_room_is_counted(make: Callable[[int, int, str], Rig]) -> None:
+def test_staging_is_never_exceeded_and_dropped_objects_are_counted(make: Callable[[int, int, str], Rig]) -> None:
     rig = make(MIB, 32, "zstd")
     most: list[int] = []
     acquire = rig.staging.try_acquire

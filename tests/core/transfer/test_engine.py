@@ -23,7 +23,7 @@ def rig(io: IoLoop) -> Iterator[Rig]:
 
 
 @pytest.mark.parametrize("source", ["ram", "nvme"])
-def test_what_was_stored_is_loaded_into_other_blocks_and_nothing_else_changes(
+def test_stored_blocks_are_loaded_into_other_blocks_and_nothing_else_changes(
     rig: Rig, tmp_path: Path, source: str
 ) -> None:
     ram = rig.add_memory_tier("ram")
@@ -37,11 +37,11 @@ def test_what_was_stored_is_loaded_into_other_blocks_and_nothing_else_changes(
     expected = rig.kv_cache.clone()
     expected[9:15] = stored[[3, 1, 7, 0, 2, 5]]
     job = rig.load(*(item(number, block=9 + i) for i, number in enumerate([3, 1, 7, 0, 2, 5])), tier=source)
-    assert engine.has_wanted_loads
+    assert engine.has_active_loads
     result = rig.result()
     assert (result.job_id, result.status, result.failed_keys) == (job, "loaded", ())
     assert torch.equal(rig.kv_cache, expected)
-    assert not rig.engine.has_wanted_loads
+    assert not rig.engine.has_active_loads
     rig.all_leases_are_back()
 
 
@@ -74,7 +74,7 @@ def test_i2_i3_a_late_load_writes_nothing_and_holds_its_lease_until_its_call_has
     result = rig.result()
     assert (result.status, result.failed_keys) == ("timed out", (key(1, PACK), key(2, PACK)))
     assert rig.counted("load_timeouts") == 1
-    assert not engine.has_wanted_loads
+    assert not engine.has_active_loads
     held = rig.staging.used_bytes
     assert held > 0, "timed out is not ended: the backend may still write"
     rig.kv_cache.random_()  # the blocks belong to another request now
@@ -140,7 +140,7 @@ def test_a_load_cancelled_before_its_turn_is_never_asked_for(rig: Rig) -> None:
     assert backend.calls.count("load_into") == 3
 
 
-def test_cancelling_what_has_ended_or_never_was_is_harmless(rig: Rig) -> None:
+def test_cancelling_an_ended_or_unknown_load_is_harmless(rig: Rig) -> None:
     rig.add_memory_tier()
     engine = rig.start()
     job = rig.load()
@@ -200,7 +200,7 @@ def test_a_store_holds_what_the_block_was_when_it_was_submitted(rig: Rig) -> Non
     assert torch.equal(rig.kv_cache[2], before)
 
 
-def test_closing_drops_what_is_wanted_and_reports_nothing_more(rig: Rig) -> None:
+def test_closing_cancels_loads_and_reports_nothing_more(rig: Rig) -> None:
     backend = rig.add_memory_tier()
     engine = rig.start()
     rig.store_all(item(1, block=1))
@@ -209,7 +209,7 @@ def test_closing_drops_what_is_wanted_and_reports_nothing_more(rig: Rig) -> None
     backend.gates["load_into"].wait_for_a_call()
     expected = rig.kv_cache.clone()
     engine.close()
-    assert not engine.has_wanted_loads
+    assert not engine.has_active_loads
     backend.gates["load_into"].open()
     rig.all_leases_are_back()
     assert torch.equal(rig.kv_cache, expected)

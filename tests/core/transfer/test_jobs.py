@@ -1,4 +1,4 @@
-"""Jobs: one verdict each, and nothing that may follow out of turn. An oracle knows the rules by itself."""
+"""Jobs: one verdict each, and only allowed transitions. An oracle has its own copy of the rules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENDS = {
 
 @dataclass
 class Expected:
-    """What the oracle knows of a job."""
+    """The oracle's state of a job."""
 
     tier: str
     started: bool = False
@@ -40,7 +40,7 @@ class Expected:
 
 
 class Jobs(RuleBasedStateMachine):
-    """The oracle keeps what was done to each job and derives its state and every count from that."""
+    """The oracle records the operations on each job and derives its state and all counts from them."""
 
     jobs = Bundle("jobs")
 
@@ -61,60 +61,62 @@ class Jobs(RuleBasedStateMachine):
 
     @rule(job=jobs)
     def start(self, job: Job) -> None:
-        known = self.expected[job]
-        goes_on = known.verdict is None
+        expected = self.expected[job]
+        goes_on = expected.verdict is None
         assert self.table.start(job) is goes_on
-        known.started |= goes_on
+        expected.started |= goes_on
 
     @rule(job=jobs, leases=st.integers(-1, 3))
     def hold(self, job: Job, leases: int) -> None:
-        known = self.expected[job]
+        expected = self.expected[job]
         if leases < 0:
             with pytest.raises(JobError, match=r"cannot hold -1 buffers; it must be 0 or more"):
                 self.table.hold(job, leases)
-        elif known.verdict is not None:
+        elif expected.verdict is not None:
             assert not self.table.hold(job, leases)
         else:
             assert self.table.hold(job, leases)
-            known.held += leases
+            expected.held += leases
 
     @rule(job=jobs, leases=st.integers(-1, 4))
-    def let_go(self, job: Job, leases: int) -> None:
-        known = self.expected[job]
-        if 0 <= leases <= known.held:
-            self.table.let_go(job, leases)
-            known.held -= leases
+    def release(self, job: Job, leases: int) -> None:
+        expected = self.expected[job]
+        if 0 <= leases <= expected.held:
+            self.table.release(job, leases)
+            expected.held -= leases
         else:
-            with pytest.raises(JobError, match=f"cannot let go of {leases} buffers; it holds {known.held}"):
-                self.table.let_go(job, leases)
+            with pytest.raises(JobError, match=f"cannot release {leases} buffers; it holds {expected.held}"):
+                self.table.release(job, leases)
 
     @rule(job=jobs, verdict=st.sampled_from(JobState))
     def end(self, job: Job, verdict: JobState) -> None:
-        known = self.expected[job]
-        allowed = verdict in ENDS and known.verdict is None and (known.started or verdict is not JobState.DONE)
+        expected = self.expected[job]
+        allowed = verdict in ENDS and expected.verdict is None and (expected.started or verdict is not JobState.DONE)
         if allowed:
             self.table.end(job, verdict)
-            known.verdict = verdict
+            expected.verdict = verdict
         else:
             with pytest.raises(JobError, match=r"cannot (end as|become) '"):
                 self.table.end(job, verdict)
 
     @invariant()
     def every_job_is_what_the_oracle_says(self) -> None:
-        for job, known in self.expected.items():
-            assert (job.state, job.verdict, job.leases) == (known.state, known.verdict, known.held)
-        assert self.table.live == tuple(j for j, known in self.expected.items() if known.state is not JobState.RETIRED)
+        for job, expected in self.expected.items():
+            assert (job.state, job.verdict, job.leases) == (expected.state, expected.verdict, expected.held)
+        assert self.table.live == tuple(
+            j for j, expected in self.expected.items() if expected.state is not JobState.RETIRED
+        )
 
     @invariant()
     def every_count_is_what_the_oracle_says(self) -> None:
         self.counts.update(self.counters.take())
         wanted: Counter[tuple[str, str]] = Counter()
-        for known in self.expected.values():
-            wanted["jobs", known.tier] += 1
-            if known.verdict is not None:
-                wanted[ENDS[known.verdict], known.tier] += 1
-                wanted["draining_leases", known.tier] += known.held
-            wanted["jobs_retired", known.tier] += known.state is JobState.RETIRED
+        for expected in self.expected.values():
+            wanted["jobs", expected.tier] += 1
+            if expected.verdict is not None:
+                wanted[ENDS[expected.verdict], expected.tier] += 1
+                wanted["draining_leases", expected.tier] += expected.held
+            wanted["jobs_retired", expected.tier] += expected.state is JobState.RETIRED
         assert +self.counts == +wanted
 
 
@@ -130,7 +132,7 @@ def test_the_table_has_every_state_and_nothing_follows_the_last_one() -> None:
     assert followed == set(JobState) - {JobState.SUBMITTED}, "a state that nothing leads to"
 
 
-def test_a_second_verdict_is_refused_and_says_what_the_job_is() -> None:
+def test_a_second_verdict_is_refused_with_the_jobs_state() -> None:
     table = JobTable(Counters())
     job = table.submit("load", "disk", 1.0)
     table.end(job, JobState.TIMED_OUT)
@@ -155,7 +157,7 @@ def test_of_verdicts_that_come_at_once_one_is_published_and_nothing_is_counted_t
             except JobError as error:
                 refused.append(error)
             if held:
-                table.let_go(job, 2)
+                table.release(job, 2)
 
     jobs = [table.submit("load", "disk", 1.0) for _ in range(200)]
     for job in jobs:

@@ -1,4 +1,4 @@
-"""Blocks whose load has ended belong to others: what comes for it afterwards touches nothing (I2, I3)."""
+"""Blocks whose load has ended belong to other requests: late arrivals change no block (I2, I3)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.transfer_rig import SECONDS, Rig, item
 
 @pytest.fixture
 def rig(io: IoLoop) -> Iterator[Rig]:
-    """Two tiers with the same four objects: loads from ``slow`` can be held up by its gate."""
+    """Two tiers with the same four objects: the gate can delay loads from ``slow``."""
     rig = Rig(io)
     rig.add_memory_tier("fast")
     rig.add_memory_tier("slow")
@@ -68,7 +68,7 @@ def test_i2_objects_of_an_earlier_load_are_not_taken_for_those_of_a_later_one(ri
     assert torch.equal(rig.kv_cache, expected)
 
 
-def test_i2_what_arrived_for_a_load_that_ended_before_it_was_copied_is_dropped(rig: Rig) -> None:
+def test_i2_an_arrival_is_dropped_if_its_load_ended_before_the_copy(rig: Rig) -> None:
     late = rig.load(item(1, block=10), tier="slow")
     rig.engine.wait_for_arrival(SECONDS)  # verified and handed over; the engine has not polled yet
     rig.engine.cancel_load(late)

@@ -1,4 +1,4 @@
-"""How loads end: at their deadline or before it, with how much of them, and what the tier's health is told."""
+"""The ends of loads: at or before the deadline, complete or partial, and their effect on the tier's health."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.io_loop import IoLoop
-from offload_core.transfer.engine import LoadJob
 from offload_core.transfer.jobs import JobState
+from offload_core.transfer.loads import LoadJob
 from tests.support.memory_backend import Gate, key
 from tests.support.transfer_rig import PACK, Rig, item
 
@@ -79,7 +79,7 @@ def test_a_load_that_the_tier_refuses_fails_at_once_and_no_object_is_mistrusted_
 
 
 @pytest.mark.parametrize("waited_seconds", [0.0, 0.01])
-def test_the_tiers_health_is_told_of_a_load_that_had_its_whole_deadline(rig: Rig, waited_seconds: float) -> None:
+def test_the_tiers_health_counts_a_timeout_only_after_the_whole_deadline(rig: Rig, waited_seconds: float) -> None:
     backend = rig.add_memory_tier(load_timeout_seconds=0.05, breaker_failures=1, breaker_pause_seconds=3600)
     engine = rig.start()
     rig.store_all(item(1, block=1))
@@ -91,7 +91,7 @@ def test_the_tiers_health_is_told_of_a_load_that_had_its_whole_deadline(rig: Rig
     assert rig.counted("load_timeouts") == 1, "either way"
 
 
-def test_what_a_request_has_waited_is_taken_off_the_deadline(rig: Rig) -> None:
+def test_a_requests_earlier_waits_are_subtracted_from_the_deadline(rig: Rig) -> None:
     backend = rig.add_memory_tier(load_timeout_seconds=5)
     engine = rig.start()
     rig.store_all(item(1, block=1))

@@ -40,7 +40,7 @@ def rig(make: Callable[[int, int], Rig]) -> Rig:
     return make(512, 16)
 
 
-def test_stores_that_find_no_room_are_dropped_counted_and_reported(rig: Rig) -> None:
+def test_stores_without_free_staging_are_dropped_counted_and_reported(rig: Rig) -> None:
     backends = [rig.add_memory_tier(name, staging_share=1.0) for name in ("memory", "other")]
     engine = rig.start(staging_bytes=8 * 2 * 4096)  # eight objects, of which stores may hold four
     for backend in backends:
@@ -109,7 +109,7 @@ def test_i4_a_hung_tier_holds_up_no_other_tiers_loads(rig: Rig) -> None:
     loaded = rig.load(item(1, block=15), tier="well")
     assert rig.result().job_id == loaded
     assert torch.equal(rig.kv_cache[15], rig.kv_cache[1])
-    assert engine.has_wanted_loads
+    assert engine.has_active_loads
     hung.gates["load_into"].open()
     assert {job: result.status for job, result in rig.results(8).items()} == dict.fromkeys(waiting, "loaded")
 

@@ -1,4 +1,4 @@
-"""The store queue of one tier: order, slots, deadlines, and what goes to make room."""
+"""The store queue of one tier: order, slots, deadlines, and drops of the oldest objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from offload_core.transfer.store_queue import Place, StoreBatch, StoreQueue
+from offload_core.transfer.store_queue import BatchState, StoreBatch, StoreQueue
 
 
 @dataclass(eq=False)
@@ -19,12 +19,12 @@ class Item:
 
 @dataclass(eq=False)
 class Expected:
-    """What the oracle knows of a batch."""
+    """The oracle's state of a batch."""
 
     batch: StoreBatch[Item]
     items: list[Item]
     deadline: float
-    place: Place = Place.PREPARING
+    state: BatchState = BatchState.PREPARING
     expired: bool = False
 
 
@@ -34,27 +34,27 @@ class Oracle:
 
     batches: list[Expected] = field(default_factory=list)
 
-    def at(self, *places: Place) -> list[Expected]:
-        return [batch for batch in self.batches if batch.place in places]
+    def at(self, *states: BatchState) -> list[Expected]:
+        return [batch for batch in self.batches if batch.state in states]
 
     def waiting(self) -> list[tuple[StoreBatch[Item], Item]]:
-        return [(batch.batch, item) for batch in self.at(Place.WAITING) for item in batch.items]
+        return [(batch.batch, item) for batch in self.at(BatchState.WAITING) for item in batch.items]
 
     def remove(self, dropped: Item) -> None:
-        for batch in self.at(Place.WAITING):
+        for batch in self.at(BatchState.WAITING):
             if dropped in batch.items:
                 batch.items.remove(dropped)
                 if not batch.items:
-                    batch.place = Place.GONE
+                    batch.state = BatchState.GONE
 
     def may_start(self, slots: int, spare: int) -> bool:
-        running = self.at(Place.RUNNING)
+        running = self.at(BatchState.RUNNING)
         overdue = sum(batch.expired for batch in running)
         return bool(self.waiting()) and len(running) - overdue < slots and len(running) < slots + spare
 
 
 class Queues(RuleBasedStateMachine):
-    """The queue and the oracle agree on everything, whatever happens in which order."""
+    """The queue and the oracle agree after any sequence of operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,9 +66,9 @@ class Queues(RuleBasedStateMachine):
         self.slots, self.spare = slots, spare
         self.queue: StoreQueue[Item] = StoreQueue(slots, spare, lambda item: item.nbytes)
 
-    def batch(self, place: int, *places: Place) -> Expected | None:
-        found = self.oracle.at(*places)
-        return found[place % len(found)] if found else None
+    def batch(self, index: int, *states: BatchState) -> Expected | None:
+        found = self.oracle.at(*states)
+        return found[index % len(found)] if found else None
 
     @rule(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), seconds=st.integers(0, 3))
     def begin(self, sizes: list[int], seconds: int) -> None:
@@ -78,63 +78,63 @@ class Queues(RuleBasedStateMachine):
         assert batch.size == len(items)
         self.oracle.batches.append(Expected(batch, items, deadline))
 
-    @rule(place=st.integers(0, 9), well=st.sampled_from([True, True, True, False]))
-    def prepared(self, place: int, well: bool) -> None:
-        if (batch := self.batch(place, Place.PREPARING)) is not None:
-            waits = well and not batch.expired
-            assert self.queue.prepared(batch.batch, well=well) is waits
-            batch.place = Place.WAITING if waits else Place.GONE
+    @rule(index=st.integers(0, 9), sealed=st.sampled_from([True, True, True, False]))
+    def prepared(self, index: int, sealed: bool) -> None:
+        if (batch := self.batch(index, BatchState.PREPARING)) is not None:
+            waits = sealed and not batch.expired
+            assert self.queue.prepared(batch.batch, sealed=sealed) is waits
+            batch.state = BatchState.WAITING if waits else BatchState.GONE
 
     @rule()
     def start_next(self) -> None:
         started = self.queue.start_next()
         if self.oracle.may_start(self.slots, self.spare):
-            oldest = self.oracle.at(Place.WAITING)[0]
+            oldest = self.oracle.at(BatchState.WAITING)[0]
             assert started is oldest.batch
-            oldest.place = Place.RUNNING
+            oldest.state = BatchState.RUNNING
         else:
             assert started is None
 
-    @rule(place=st.integers(0, 9))
-    def ended(self, place: int) -> None:
-        if (batch := self.batch(place, Place.RUNNING)) is not None:
+    @rule(index=st.integers(0, 9))
+    def ended(self, index: int) -> None:
+        if (batch := self.batch(index, BatchState.RUNNING)) is not None:
             self.queue.ended(batch.batch)
-            batch.place = Place.GONE
+            batch.state = BatchState.GONE
 
     @rule(seconds=st.integers(0, 2))
     def time_passes(self, seconds: int) -> None:
         self.now += seconds
         due = []
         for batch in self.oracle.batches:
-            if batch.place is not Place.GONE and not batch.expired and batch.deadline <= self.now:
-                due.append((batch.batch, batch.place))
+            if batch.state is not BatchState.GONE and not batch.expired and batch.deadline <= self.now:
+                due.append((batch.batch, batch.state))
                 batch.expired = True
-                if batch.place is Place.WAITING:
-                    batch.place = Place.GONE
+                if batch.state is BatchState.WAITING:
+                    batch.state = BatchState.GONE
         assert self.queue.expire(self.now) == due
 
     @rule(nbytes=st.integers(0, 12))
-    def make_room(self, nbytes: int) -> None:
+    def drop_oldest(self, nbytes: int) -> None:
         waiting = self.oracle.waiting()
         fewest = next((n for n in range(len(waiting) + 1) if sum(i.nbytes for _, i in waiting[:n]) >= nbytes), 0)
-        assert self.queue.make_room(nbytes) == waiting[:fewest]
+        assert self.queue.drop_oldest(nbytes) == waiting[:fewest]
         for _, item in waiting[:fewest]:
             self.oracle.remove(item)
 
-    @rule(place=st.integers(0, 9))
-    def drop(self, place: int) -> None:
+    @rule(index=st.integers(0, 9))
+    def drop(self, index: int) -> None:
         waiting = self.oracle.waiting()
         if waiting:
-            batch, item = waiting[place % len(waiting)]
+            batch, item = waiting[index % len(waiting)]
             self.queue.drop(batch, item)
             self.oracle.remove(item)
 
-    @rule(place=st.integers(0, 9))
-    @precondition(lambda self: self.oracle.at(Place.PREPARING, Place.RUNNING))
-    def nothing_is_dropped_whose_memory_is_in_use(self, place: int) -> None:
-        batch = self.batch(place, Place.PREPARING, Place.RUNNING)
+    @rule(index=st.integers(0, 9))
+    @precondition(lambda self: self.oracle.at(BatchState.PREPARING, BatchState.RUNNING))
+    def nothing_is_dropped_whose_memory_is_in_use(self, index: int) -> None:
+        batch = self.batch(index, BatchState.PREPARING, BatchState.RUNNING)
         assert batch is not None
-        with pytest.raises(RuntimeError, match="only what waits"):
+        with pytest.raises(RuntimeError, match="must be waiting"):
             self.queue.drop(batch.batch, batch.items[0])
 
     @invariant()
@@ -143,10 +143,10 @@ class Queues(RuleBasedStateMachine):
             return
         assert list(self.queue.waiting()) == self.oracle.waiting()
         for batch in self.oracle.batches:
-            assert (batch.batch.place, batch.batch.expired) == (batch.place, batch.expired)
-            if batch.place is not Place.GONE:
+            assert (batch.batch.state, batch.batch.expired) == (batch.state, batch.expired)
+            if batch.state is not BatchState.GONE:
                 assert batch.batch.items == batch.items
-        in_time = [b for b in self.oracle.batches if b.place is not Place.GONE and not b.expired]
+        in_time = [b for b in self.oracle.batches if b.state is not BatchState.GONE and not b.expired]
         assert self.queue.next_deadline == (in_time[0].deadline if in_time else None)
         assert self.queue.waiting_bytes == sum(item.nbytes for _, item in self.oracle.waiting())
 
@@ -155,7 +155,7 @@ TestQueues = Queues.TestCase
 TestQueues.settings = settings(max_examples=150, stateful_step_count=30)
 
 
-def test_each_place_is_left_only_as_the_table_says() -> None:
+def test_each_state_is_left_only_as_the_table_says() -> None:
     queue: StoreQueue[Item] = StoreQueue(1, 0, lambda item: item.nbytes)
     batch = queue.begin([Item(1)], 1.0)
     queue.prepared(batch)
@@ -169,13 +169,13 @@ def test_each_place_is_left_only_as_the_table_says() -> None:
         queue.ended(batch)
 
 
-def test_what_hangs_gives_its_slot_to_others_as_often_as_there_are_spare_ones() -> None:
+def test_overdue_calls_give_up_as_many_slots_as_there_are_spare_ones() -> None:
     queue: StoreQueue[Item] = StoreQueue(2, 1, lambda item: item.nbytes)
     for deadline in range(1, 6):
         queue.prepared(queue.begin([Item(1)], deadline))
     hung = [queue.start_next(), queue.start_next()]
     assert queue.start_next() is None, "both slots are taken"
-    assert [place for _, place in queue.expire(2.0)] == [Place.RUNNING] * 2
+    assert [state for _, state in queue.expire(2.0)] == [BatchState.RUNNING] * 2
     third = queue.start_next()
     assert third is not None
     assert queue.start_next() is None, "the second one that hangs keeps its slot"

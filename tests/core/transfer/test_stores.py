@@ -1,4 +1,4 @@
-"""The queues of stores: what goes to make room, what deadlines end, and what memory is held meanwhile (I3, I4)."""
+"""The queues of stores: drops of the oldest objects, deadlines, and the memory held until then (I3, I4)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from offload_core.api.backend import StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.objects import format as object_format
 from offload_core.runtime.io_loop import IoLoop
-from offload_core.transfer import tier_writer as store_lane
+from offload_core.transfer import tier_writer
 from offload_core.transfer.pending_store import StoreResult
-from offload_core.transfer.store_queue import Place
+from offload_core.transfer.store_queue import BatchState
 from tests.support.memory_backend import MemoryBackend, key
 from tests.support.transfer_rig import PACK, SECONDS, Rig, item
 
@@ -36,15 +36,15 @@ def kept(backend: MemoryBackend) -> set[int]:
 
 
 def submit(rig: Rig, *numbers: int) -> None:
-    """Submit objects one by one, and wait until each has got to its queue or to its tier's call."""
+    """Submit objects one by one, and wait until each is in its queue or in its tier's call."""
     for number in numbers:
         rig.engine.submit_stores([item(number, block=number)])
         sealed(rig)
 
 
 def sealed(rig: Rig) -> None:
-    batches = [batch for lane in rig.engine._stores._lanes for batch in tuple(lane._job_of)]
-    rig.step_until(lambda: not any(batch.place is Place.PREPARING for batch in batches))
+    batches = [batch for writer in rig.engine._stores._writers for batch in tuple(writer._job_of)]
+    rig.step_until(lambda: not any(batch.state is BatchState.PREPARING for batch in batches))
     rig.io.submit(asyncio.sleep(0)).result(SECONDS)
 
 
@@ -55,7 +55,7 @@ def results(rig: Rig, count: int) -> dict[int, bool]:
     return found
 
 
-# Room
+# Full shares and a full pool
 
 
 def test_one_store_more_than_there_are_threads_is_handed_to_the_backend(rig: Rig) -> None:
@@ -69,7 +69,7 @@ def test_one_store_more_than_there_are_threads_is_handed_to_the_backend(rig: Rig
     assert rig.store_results() == dict.fromkeys(range(5), True)
 
 
-def test_the_oldest_that_waits_makes_room_for_the_newest(rig: Rig) -> None:
+def test_the_oldest_waiting_object_is_dropped_for_the_newest(rig: Rig) -> None:
     backend = rig.add_memory_tier(io_threads=1)
     rig.start(staging_bytes=2 * 5 * LEASE)
     backend.gates["store"].shut()
@@ -86,7 +86,7 @@ def test_the_oldest_that_waits_makes_room_for_the_newest(rig: Rig) -> None:
     assert rig.staging.used_bytes == 0
 
 
-def test_what_runs_is_never_dropped(rig: Rig) -> None:
+def test_a_running_store_is_never_dropped(rig: Rig) -> None:
     backend = rig.add_memory_tier(io_threads=4)
     rig.start(staging_bytes=2 * 4 * LEASE)
     backend.gates["store"].shut()
@@ -98,8 +98,8 @@ def test_what_runs_is_never_dropped(rig: Rig) -> None:
     assert kept(backend) == set(range(4))
 
 
-def test_objects_of_one_step_do_not_push_each_other_out(rig: Rig) -> None:
-    """They are of one age, and the later ones of a prompt are of no use without the earlier ones."""
+def test_objects_of_one_step_do_not_drop_each_other(rig: Rig) -> None:
+    """They are of one age, and a prompt's later objects are useless without its earlier ones."""
     backend = rig.add_memory_tier(io_threads=1)
     rig.start(staging_bytes=2 * 5 * LEASE)
     backend.gates["store"].shut()
@@ -107,7 +107,7 @@ def test_objects_of_one_step_do_not_push_each_other_out(rig: Rig) -> None:
     assert rig.store_results() == {5: False, 6: False}
 
 
-def test_what_is_dropped_for_one_tier_goes_on_to_the_others(rig: Rig) -> None:
+def test_an_object_dropped_for_one_tier_goes_on_to_the_others(rig: Rig) -> None:
     hung = rig.add_memory_tier("hung", io_threads=1, staging_share=0.5)
     well = rig.add_memory_tier("well", io_threads=8, staging_share=1.0)
     rig.start(staging_bytes=2 * 8 * LEASE)
@@ -127,7 +127,7 @@ def test_what_is_dropped_for_one_tier_goes_on_to_the_others(rig: Rig) -> None:
     assert rig.store_results() == {}, "one result each"
 
 
-def test_where_the_pool_is_full_the_oldest_goes_whose_memory_nothing_uses(rig: Rig) -> None:
+def test_if_the_pool_is_full_the_oldest_object_that_only_waits_is_dropped(rig: Rig) -> None:
     one = rig.add_memory_tier("one", io_threads=1, staging_share=1.0)
     second = rig.add_memory_tier("second", io_threads=1, staging_share=1.0, write_policy="second-touch")
     third = rig.add_memory_tier("third", io_threads=1, staging_share=0.5, write_policy="second-touch")
@@ -153,7 +153,7 @@ def test_where_the_pool_is_full_the_oldest_goes_whose_memory_nothing_uses(rig: R
     assert kept(second) == kept(third) == {2, 3}
 
 
-def test_nothing_is_dropped_for_what_finds_no_room_all_the_same(io: IoLoop) -> None:
+def test_nothing_is_dropped_if_that_would_not_free_enough(io: IoLoop) -> None:
     rig = Rig(io)
     backend = rig.add_memory_tier("small", io_threads=1, staging_share=0.4)
     rig.add_memory_tier("large", staging_share=1.0)
@@ -166,7 +166,7 @@ def test_nothing_is_dropped_for_what_finds_no_room_all_the_same(io: IoLoop) -> N
     assert kept(backend) == {0, 1}
 
 
-def test_a_promotion_pushes_nothing_out_and_may_be_pushed_out(rig: Rig) -> None:
+def test_a_promotion_drops_nothing_and_may_be_dropped(rig: Rig) -> None:
     fast = rig.add_memory_tier("fast", io_threads=1, staging_share=0.5)
     rig.add_memory_tier("slow", staging_share=1.0)
     rig.start(staging_bytes=2 * 8 * LEASE)
@@ -213,7 +213,7 @@ def test_i3_at_its_deadline_a_store_has_its_result_and_keeps_its_memory_until_it
     assert (rig.counted("draining_leases"), rig.counted("jobs"), rig.counted("jobs_retired")) == (-2, 1, 1)
 
 
-def test_what_waits_at_its_deadline_is_dropped_and_its_memory_comes_back(rig: Rig) -> None:
+def test_a_waiting_store_is_dropped_at_its_deadline_and_its_memory_released(rig: Rig) -> None:
     backend = rig.add_memory_tier(io_threads=1, store_timeout_seconds=LATE)
     rig.start()
     backend.gates["store"].shut()
@@ -235,7 +235,7 @@ def test_what_waits_at_its_deadline_is_dropped_and_its_memory_comes_back(rig: Ri
     assert (rig.counted("jobs"), rig.counted("jobs_timed_out"), rig.counted("jobs_retired")) == (3, 3, 3)
 
 
-def test_what_is_being_sealed_at_its_deadline_keeps_its_memory_until_that_is_done(
+def test_an_object_being_sealed_at_its_deadline_keeps_its_memory_until_the_seal_is_done(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = rig.add_memory_tier(store_timeout_seconds=0.02)
@@ -270,7 +270,7 @@ def test_one_tiers_deadline_is_not_the_others(rig: Rig) -> None:
     assert kept(slow) == {1}
 
 
-def test_what_hangs_beyond_its_deadline_leaves_its_slots_to_others_as_often_as_there_are_threads(rig: Rig) -> None:
+def test_overdue_calls_give_up_as_many_slots_as_there_are_threads(rig: Rig) -> None:
     backend = rig.add_memory_tier(io_threads=2, store_timeout_seconds=LATE)
     rig.start(staging_bytes=2 * 16 * LEASE)
     backend.gates["store"].shut()
@@ -283,7 +283,7 @@ def test_what_hangs_beyond_its_deadline_leaves_its_slots_to_others_as_often_as_t
     assert kept(backend) == set(range(5))
 
 
-def test_deadlines_and_what_waits_take_no_task_and_no_thread_each(rig: Rig) -> None:
+def test_deadlines_and_waiting_stores_take_no_task_and_no_thread_each(rig: Rig) -> None:
     backend = rig.add_memory_tier(io_threads=2)
     rig.start(staging_bytes=2 * 200 * LEASE)
     backend.gates["store"].shut()
@@ -298,14 +298,14 @@ def test_deadlines_and_what_waits_take_no_task_and_no_thread_each(rig: Rig) -> N
 def timers(io: IoLoop) -> int:
     """Count the timers for deadlines of stores."""
     handles = io.loop._scheduled  # type: ignore[attr-defined]  # asyncio has no public way to count them
-    ours = [handle for handle in handles if handle._callback and handle._callback.__module__ == store_lane.__name__]
+    ours = [handle for handle in handles if handle._callback and handle._callback.__module__ == tier_writer.__name__]
     return sum(not handle.cancelled() for handle in ours)
 
 
 # Tiers that are not used
 
 
-def test_what_the_breaker_refuses_is_not_copied_and_is_told_at_once(rig: Rig) -> None:
+def test_a_store_that_the_breaker_refuses_is_not_copied_and_is_reported_at_once(rig: Rig) -> None:
     backend = rig.add_memory_tier(breaker_failures=1, breaker_pause_seconds=SECONDS)
     rig.start()
     backend.faults = {"store": OSError("the medium is gone")}
@@ -319,7 +319,7 @@ def test_what_the_breaker_refuses_is_not_copied_and_is_told_at_once(rig: Rig) ->
     assert rig.counted("jobs") == 1
 
 
-def test_what_one_tiers_breaker_refuses_the_others_take(rig: Rig) -> None:
+def test_other_tiers_take_a_store_that_one_tiers_breaker_refuses(rig: Rig) -> None:
     broken = rig.add_memory_tier("broken", breaker_failures=1, breaker_pause_seconds=SECONDS)
     well = rig.add_memory_tier("well")
     rig.start()
@@ -342,7 +342,7 @@ def test_a_promotion_that_the_breaker_refuses_is_counted(rig: Rig) -> None:
     assert rig.staging.used_bytes == 0
 
 
-def test_what_waits_goes_when_the_breaker_opens(rig: Rig) -> None:
+def test_waiting_stores_are_dropped_when_the_breaker_opens(rig: Rig) -> None:
     backend = rig.add_memory_tier(io_threads=1, breaker_failures=1, breaker_pause_seconds=SECONDS)
     rig.start(staging_bytes=2 * 20 * LEASE)
     backend.gates["store"].shut()
@@ -358,7 +358,7 @@ def test_what_waits_goes_when_the_breaker_opens(rig: Rig) -> None:
     assert (rig.counted("store_dropped"), rig.counted("jobs_cancelled")) == (11, 2)
 
 
-def test_a_tier_that_hangs_is_left_alone_and_what_waits_for_it_goes_at_once(
+def test_a_hung_tier_gets_no_calls_and_its_waiting_stores_are_dropped_at_once(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = rig.add_memory_tier(
@@ -410,7 +410,7 @@ def test_a_trial_that_hangs_keeps_the_tier_out_of_use(rig: Rig) -> None:
         return backend.gates["store"].arrived.is_set()
 
     rig.step_until(is_tried)
-    rig.engine._stores._lanes[0]._stored_at = float("inf")  # as if one from before had come back just now
+    rig.engine._stores._writers[0]._stored_at = float("inf")  # as if one from before had come back just now
     rig.step_until(lambda: rig.counted("breaker_opened") == 1)
 
 
@@ -439,7 +439,7 @@ def test_a_tier_that_stores_something_all_the_time_is_merely_slow(rig: Rig, monk
 # The end
 
 
-def test_closing_drops_what_waits_and_leaves_what_runs_its_memory(rig: Rig) -> None:
+def test_closing_drops_waiting_stores_and_leaves_running_ones_their_memory(rig: Rig) -> None:
     backend = rig.add_memory_tier(io_threads=1)
     rig.start()
     backend.gates["store"].shut()

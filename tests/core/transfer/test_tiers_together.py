@@ -1,4 +1,4 @@
-"""Several tiers behind one transfer engine: what each takes, keeps of the others, and may hold (I3, I4)."""
+"""Several tiers behind one transfer engine: write policies, promotions and shares (I3, I4)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def kept(backend: MemoryBackend) -> set[int]:
 
 
 def load(rig: Rig, *numbers: int, tier: str) -> None:
-    """Load objects into block 15, and wait for what follows."""
+    """Load objects into block 15, and wait for their promotions."""
     rig.load(*(item(number, block=15) for number in numbers), tier=tier)
     assert rig.result().status == "loaded"
     assert rig.engine.drain_stores(SECONDS)
@@ -50,7 +50,7 @@ def test_each_tier_takes_what_its_policy_says(rig: Rig) -> None:
     assert rig.staging.used_bytes == 0
 
 
-def test_what_every_tier_declines_is_not_copied_and_is_on_no_tier(rig: Rig) -> None:
+def test_an_object_that_every_tier_declines_is_not_copied_and_is_on_no_tier(rig: Rig) -> None:
     rig.add_memory_tier("second", write_policy="second-touch")
     rig.add_memory_tier("never", write_policy="never")
     engine = rig.start()
@@ -61,7 +61,7 @@ def test_what_every_tier_declines_is_not_copied_and_is_on_no_tier(rig: Rig) -> N
     assert rig.copier.threads != set()
 
 
-def test_a_store_that_found_no_room_was_a_touch_all_the_same(rig: Rig) -> None:
+def test_a_dropped_store_counts_as_a_use(rig: Rig) -> None:
     backend = rig.add_memory_tier(write_policy="second-touch")
     engine = rig.start(staging_bytes=2 * LEASE)
     lease = rig.staging.try_acquire(LEASE, for_store=True)
@@ -75,10 +75,10 @@ def test_a_store_that_found_no_room_was_a_touch_all_the_same(rig: Rig) -> None:
     assert kept(backend) == {1}
 
 
-# Promotion and touches by loads
+# Promotions, and loads as uses
 
 
-def test_what_was_loaded_is_kept_in_every_faster_tier_that_allows_it(rig: Rig) -> None:
+def test_a_loaded_object_is_promoted_to_every_faster_tier_that_allows_it(rig: Rig) -> None:
     policies: dict[str, dict[str, object]] = {
         "first": {},
         "no": {"promote": False},
@@ -105,7 +105,7 @@ def test_what_was_loaded_is_kept_in_every_faster_tier_that_allows_it(rig: Rig) -
     assert torch.equal(rig.kv_cache[15], rig.kv_cache[2])
 
 
-def test_a_load_is_a_touch_for_faster_and_slower_tiers(rig: Rig) -> None:
+def test_a_load_is_a_use_for_faster_and_slower_tiers(rig: Rig) -> None:
     fast = rig.add_memory_tier("fast", write_policy="second-touch")
     still = rig.add_memory_tier("still", write_policy="second-touch", promote=False)
     source = rig.add_memory_tier("source")
@@ -142,7 +142,7 @@ def test_a_promotion_delays_no_result_and_holds_its_lease_to_its_end(rig: Rig) -
 
 
 @pytest.mark.parametrize("when", ["cancelled", "late"])
-def test_what_nobody_wants_any_more_is_not_promoted(rig: Rig, when: str) -> None:
+def test_a_cancelled_load_is_not_promoted(rig: Rig, when: str) -> None:
     fast = rig.add_memory_tier("fast")
     slow = rig.add_memory_tier("slow", load_timeout_seconds=0.05 if when == "late" else SECONDS)
     engine = rig.start()
@@ -160,7 +160,7 @@ def test_what_nobody_wants_any_more_is_not_promoted(rig: Rig, when: str) -> None
     assert kept(fast) == set()
 
 
-def test_what_had_arrived_before_its_load_was_cancelled_is_not_promoted(rig: Rig) -> None:
+def test_an_arrival_before_the_cancellation_of_its_load_is_not_promoted(rig: Rig) -> None:
     fast = rig.add_memory_tier("fast")
     rig.add_memory_tier("slow")
     engine = rig.start()
@@ -175,7 +175,7 @@ def test_what_had_arrived_before_its_load_was_cancelled_is_not_promoted(rig: Rig
     assert rig.staging.used_bytes == 0
 
 
-def test_a_promotion_without_room_in_the_stores_part_is_dropped_and_counted(rig: Rig) -> None:
+def test_a_promotion_is_dropped_and_counted_if_the_stores_part_is_full(rig: Rig) -> None:
     fast = rig.add_memory_tier("fast")
     rig.add_memory_tier("slow")
     rig.start()
@@ -270,7 +270,7 @@ def test_an_unexpected_error_in_one_batch_of_a_load_cancels_no_other(rig: Rig, m
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_i4_tiers_that_hang_with_all_they_may_hold_stop_no_other_tiers_load(io: IoLoop, share: float) -> None:
+def test_i4_hung_tiers_at_their_limits_stop_no_other_tiers_load(io: IoLoop, share: float) -> None:
     """Two of three tiers hang in loads, each with as much as it can get, and stores fill the rest of the pool."""
     rig = Rig(io, page_bytes=1 << 20, num_blocks=6)
     hung = [rig.add_memory_tier(name, staging_share=share, io_threads=8) for name in ("hung", "stuck")]
@@ -302,7 +302,7 @@ def test_i4_tiers_that_hang_with_all_they_may_hold_stop_no_other_tiers_load(io: 
     rig.finish()
 
 
-def test_what_was_loaded_for_blocks_that_are_held_already_is_kept_all_the_same(rig: Rig) -> None:
+def test_an_object_loaded_for_blocks_that_are_held_already_is_promoted_too(rig: Rig) -> None:
     fast = rig.add_memory_tier("fast")
     rig.add_memory_tier("slow")
     rig.start()

@@ -1,7 +1,7 @@
 """Random work on three tiers that hang, fail, forget and recover: budgets, leases, results and bytes (I1 to I4).
 
-Blocks 0 to 5 hold what is stored, under keys of the same numbers. Loads go to the other blocks; between loads these
-hold a pattern, which nothing may change.
+Blocks 0 to 5 hold the stored data, under keys of the same numbers. Loads go to the other blocks. Between loads these
+hold a pattern that nothing may change.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Remembering(dict[ObjectKey, bytes]):
 
 
 class Errors(logging.Handler):
-    """Collects what no test of this engine may cause: errors that nobody expected, such as a second release."""
+    """Collects unexpected errors, such as a second release of a lease; no test of this engine may cause one."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -69,9 +69,12 @@ class Errors(logging.Handler):
 
 
 class Transfers(RuleBasedStateMachine):
-    """Oracle: every offered store and every load has one result; what is loaded is what its block held; no limit is
-    exceeded at any time, what hangs keeps no result back beyond its deadline, and in the end nothing is held, every job
-    has one verdict and everything works."""
+    """Random operations on three tiers.
+
+    Oracle: every offered store and every load has one result. A load brings the bytes of the stored block. No limit is
+    exceeded at any time, and a hung call delays no result beyond its deadline. In the end no memory is held, every job
+    has one verdict, and every tier works.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +84,7 @@ class Transfers(RuleBasedStateMachine):
         self.rig = Rig(self.io, page_bytes=PAGE_BYTES, num_blocks=12)
         self.blocks = self.rig.kv_cache.numpy()  # torch's threads would wait for each other on a busy machine
         self.blocks[TARGETS.start :] = PATTERN
-        self.touches: Counter[int] = Counter()
+        self.uses: Counter[int] = Counter()
         self.offered: Counter[int] = Counter()
         self.results: Counter[int] = Counter()
         self.loads: dict[int, tuple[list[int], list[int]]] = {}
@@ -123,7 +126,7 @@ class Transfers(RuleBasedStateMachine):
     def store(self, numbers: Sequence[int]) -> None:
         self.rig.engine.submit_stores([item(number, block=number) for number in numbers])
         self.offered.update(numbers)
-        self.touches.update(numbers)
+        self.uses.update(numbers)
 
     @rule(tier=st.integers(0, 2), numbers=st.lists(st.sampled_from(NUMBERS), max_size=4, unique=True))
     def load(self, tier: int, numbers: Sequence[int]) -> None:
@@ -131,11 +134,11 @@ class Transfers(RuleBasedStateMachine):
         numbers = list(numbers[: len(targets)])
         objects = [item(number, block=block) for number, block in zip(numbers, targets, strict=True)]
         self.loads[self.rig.load(*objects, tier=self.rig.tiers[tier].name)] = (numbers, targets)
-        self.touches.update(numbers)
+        self.uses.update(numbers)
 
     @rule(place=st.integers(0, 5))
     def cancel(self, place: int) -> None:
-        if self.loads:  # which of them have ended depends on time, so this is no precondition
+        if self.loads:  # the ended loads depend on time, so this is no precondition
             self.rig.engine.cancel_load(sorted(self.loads)[place % len(self.loads)])
 
     @rule(tier=st.integers(0, 2), call=st.sampled_from(CALLS))
@@ -166,7 +169,7 @@ class Transfers(RuleBasedStateMachine):
 
     @rule()
     def every_store_has_its_result_by_its_deadline(self) -> None:
-        if self.stores_end_by_themselves:  # whatever hangs
+        if self.stores_end_by_themselves:  # although calls hang
             self.step_until(lambda: self.results == self.offered)
 
     def step_until(self, done: Callable[[], bool]) -> None:
@@ -215,19 +218,19 @@ class Transfers(RuleBasedStateMachine):
             assert 0 <= share.store_bytes <= share.store_limit_bytes < staging.store_limit_bytes
 
     @invariant()
-    def what_is_on_its_way_has_its_memory(self) -> None:
+    def pending_stores_have_their_memory(self) -> None:
         if not self.rig.tiers:
             return
         stores = self.rig.engine._stores
         with stores._lock:
-            batches = [batch for lane in stores._lanes for batch in lane._job_of]
+            batches = [batch for writer in stores._writers for batch in writer._job_of]
             for store in (store for batch in batches for store in batch.items):
                 assert len(store.staged.lease.view) > PAGE_BYTES, "I3"  # raises when it was released
-            jobs = [job for lane in stores._lanes for job in lane._job_of.values()]
+            jobs = [job for writer in stores._writers for job in writer._job_of.values()]
             assert [job for job in self.rig.engine.jobs.live if job.kind == "store" and job not in jobs] == []
 
     @invariant()
-    def no_block_changes_that_no_load_wants(self) -> None:
+    def no_block_changes_without_a_load(self) -> None:
         assert all(self.content(block) == NOTHING for block in self.free), "I2"
 
     @invariant()
@@ -236,7 +239,7 @@ class Transfers(RuleBasedStateMachine):
             if its.keys.write_policy == "never":
                 assert self.ever(tier) == set()
             if its.keys.write_policy == "second-touch":
-                assert all(self.touches[number] > 1 for number in self.ever(tier))
+                assert all(self.uses[number] > 1 for number in self.ever(tier))
 
     @invariant()
     def nothing_unexpected_has_happened(self) -> None:

@@ -1,4 +1,4 @@
-"""Write policies: what a tier takes, by the touches it remembers."""
+"""Write policies: the objects that a tier takes, by its usage log."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from offload_core.api.keys import ObjectKey
 from offload_core.transfer.write_policy import WritePolicy, nothing_stored_problem
 from tests.support.memory_backend import key
 
-REMEMBERED = 3
+LOG_KEYS = 3
 
 
-def test_every_takes_what_is_offered_and_promoted_and_asks_for_nothing_else() -> None:
+def test_every_takes_offered_and_promoted_objects_and_nothing_else() -> None:
     policy = WritePolicy("every")
     for _ in range(2):
         assert policy.takes_offered(key(1))
@@ -30,19 +30,19 @@ def test_never_takes_nothing() -> None:
 
 
 class SecondTouch:
-    """What a tier with a record of ``REMEMBERED`` keys should answer: a list of keys, and a set of the stored ones."""
+    """A model of a tier with a usage log of ``LOG_KEYS`` keys: counts of uses, and a set of stored keys."""
 
     def __init__(self) -> None:
-        self.touched: OrderedDict[ObjectKey, int] = OrderedDict()
+        self.uses: OrderedDict[ObjectKey, int] = OrderedDict()
         self.stored: set[ObjectKey] = set()
 
-    def touch(self, name: ObjectKey) -> int:
-        count = self.touched.pop(name, 0) + 1
+    def use(self, name: ObjectKey) -> int:
+        count = self.uses.pop(name, 0) + 1
         if count == 1:
             self.stored.discard(name)
-        self.touched[name] = count
-        while len(self.touched) > REMEMBERED:
-            self.touched.popitem(last=False)
+        self.uses[name] = count
+        while len(self.uses) > LOG_KEYS:
+            self.uses.popitem(last=False)
         return count
 
 
@@ -51,17 +51,17 @@ STEPS = st.lists(st.tuples(st.sampled_from(["offer", "load", "promote", "stored"
 
 @given(STEPS)
 def test_second_touch_against_a_list(steps: list[tuple[str, int]]) -> None:
-    policy, model = WritePolicy("second-touch", REMEMBERED), SecondTouch()
+    policy, model = WritePolicy("second-touch", LOG_KEYS), SecondTouch()
     for what, number in steps:
         name = key(number)
         if what == "stored":
             policy.has_stored(name)
-            if name in model.touched:
+            if name in model.uses:
                 model.stored.add(name)
-        elif what == "offer":  # an offer says that nobody has it, whatever was known before
-            assert policy.takes_offered(name) == (model.touch(name) > 1)
+        elif what == "offer":  # an offer says that no tier has the object
+            assert policy.takes_offered(name) == (model.use(name) > 1)
         else:
-            expected = model.touch(name) > 1 and name not in model.stored
+            expected = model.use(name) > 1 and name not in model.stored
             assert policy.takes_loaded(name, promoted=what == "promote") == expected
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from offload_core.transfer.engine import LoadResult
+from offload_core.transfer.loads import LoadResult
 from tests.support.memory_backend import key
 from tests.support.transfer_rig import PACK, SECONDS, Rig, item
 

@@ -277,5 +277,5 @@ def _worker_leftovers(connector: Any) -> list[tuple[str, object]]:
     if connector is None or connector._worker_half is None or connector._worker_half._engine is None:
         return []
     engine = connector._worker_half._engine
-    held = {"loads": engine.has_wanted_loads, "staging bytes": engine._staging.used_bytes}
+    held = {"loads": engine.has_active_loads, "staging bytes": connector._worker_half._staging.used_bytes}
     return [(name, value) for name, value in held.items() if value]

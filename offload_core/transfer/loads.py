@@ -1,0 +1,294 @@
+"""The loads of a worker: from a tier through staging into the blocks of the KV cache.
+
+A load is *active* until the engine thread has published its verdict (:mod:`offload_core.transfer.jobs`). An arrival
+carries the generation of its job. If that job has ended, the arrival is dropped, at the latest by the engine thread
+before the copy into the KV cache. This is the fence: a late arrival never reaches a block that belongs to another
+request by then (invariants I2 and I3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile, zip_longest
+from typing import Literal
+
+from offload_core.api.backend import LoadOutcome
+from offload_core.api.keys import ObjectKey
+from offload_core.memory.block_copier import BlockCopier
+from offload_core.memory.payload_layout import PackLayout
+from offload_core.memory.staging_pool import Lease, StagingPool
+from offload_core.memory.staging_shares import TierShare
+from offload_core.objects.format import HEADER_BYTES, object_bytes
+from offload_core.runtime.io_loop import IoLoop, log_unexpected, run_all
+from offload_core.runtime.metrics import Counters
+from offload_core.tiers.tier import StagedObject, Tier
+from offload_core.transfer.batches import TransferObject, in_batches
+from offload_core.transfer.jobs import Job, JobState, JobTable
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """All objects that one request waits for, from one tier.
+
+    Args:
+        job_id: the caller's number for the load, unique among the loads of one engine.
+        objects: in the order of the tokens they hold; a caller that uses a part of a load relies on this order.
+        waited_seconds: how long the request has waited for earlier loads; it is subtracted from the time limit.
+    """
+
+    job_id: int
+    tier: str
+    objects: tuple[TransferObject, ...]
+    waited_seconds: float = 0.0
+
+
+LoadStatus = Literal["loaded", "failed", "timed out", "cancelled"]
+_STATUS: dict[JobState, LoadStatus] = {
+    JobState.DONE: "loaded",
+    JobState.FAILED: "failed",
+    JobState.TIMED_OUT: "timed out",
+    JobState.CANCELLED: "cancelled",
+}
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """The end of a load job.
+
+    Args:
+        failed_keys: keys to mistrust. Empty for a loaded or cancelled job, and for a tier that refuses loads.
+        arrived_objects: number of the job's first objects that are in their blocks, up to the first gap.
+    """
+
+    job_id: int
+    status: LoadStatus
+    failed_keys: tuple[ObjectKey, ...] = ()
+    arrived_objects: int = 0
+
+
+@dataclass
+class _ActiveLoad:
+    job_id: int
+    job: Job
+    objects: tuple[TransferObject, ...]
+    waited_seconds: float
+    """Seconds that its request has waited for earlier loads."""
+    missing: dict[ObjectKey, TransferObject]
+    """Objects that have neither arrived nor failed."""
+    failed: list[ObjectKey] = field(default_factory=list)
+    refused: bool = False
+    """True if the tier refused the load, which says nothing about the objects."""
+
+    def due_verdict(self, now: float) -> JobState | None:
+        """Return the verdict that is due, or ``None`` while the load goes on."""
+        if self.refused:
+            return JobState.FAILED
+        if self.missing:
+            return JobState.TIMED_OUT if now >= self.job.deadline else None
+        # A failed load still reads its other objects, so that all damaged ones are found and stored again at once.
+        return JobState.FAILED if self.failed else JobState.DONE
+
+    def result(self, verdict: JobState) -> LoadResult:
+        """Return the caller's view of the verdict."""
+        if verdict is JobState.CANCELLED or self.refused:
+            return LoadResult(self.job_id, _STATUS[verdict])
+        not_loaded = (*self.failed, *self.missing)
+        gaps = set(not_loaded)
+        arrived = sum(1 for _ in takewhile(lambda item: item.key not in gaps, self.objects))
+        return LoadResult(self.job_id, _STATUS[verdict], not_loaded, arrived)
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    generation: int
+    tier: str
+    key: ObjectKey
+    lease: Lease | None
+    """The loaded, verified object; ``None`` if the load of this object failed."""
+
+
+class Loads:
+    """All loads under way. Every method is for the engine thread; only ``wait_for_arrival`` waits.
+
+    Args:
+        shares: per tier name.
+        layouts: per pack name, the payload's layout.
+        jobs: the table to which every load adds its job.
+        promote: offers a loaded object (key, lease, name of its tier) to the other tiers; true if it takes the lease.
+    """
+
+    def __init__(
+        self,
+        *,
+        io: IoLoop,
+        tiers: Sequence[Tier],
+        staging: StagingPool,
+        shares: Mapping[str, TierShare],
+        copier: BlockCopier,
+        layouts: Mapping[str, PackLayout],
+        jobs: JobTable,
+        counters: Counters,
+        promote: Callable[[ObjectKey, Lease, str], bool],
+    ) -> None:
+        self._io = io
+        self._tiers = {tier.name: tier for tier in tiers}
+        self._staging = staging
+        self._shares = shares
+        self._copier = copier
+        self._layouts = layouts
+        self._jobs = jobs
+        self._counters = counters
+        self._promote = promote
+        self._active: dict[int, _ActiveLoad] = {}
+        """Per generation; only the engine thread changes it."""
+        self._arrivals: deque[_Arrival] = deque()
+        self._arrived = threading.Event()
+        # Per tier, one batch at a time waits for leases: otherwise many small batches could starve a large one.
+        self._lease_locks = {tier.name: asyncio.Lock() for tier in tiers}
+
+    @property
+    def has_active(self) -> bool:
+        """True if some request waits for a load."""
+        return bool(self._active)
+
+    def submit(self, load_job: LoadJob) -> None:
+        """Start a load. :meth:`take_ended` returns its result, at the latest after its deadline.
+
+        The deadline counts from this call; waiting for a free load slot of the tier counts too.
+        """
+        tier = self._tiers[load_job.tier]
+        nbytes = sum(object_bytes(self._layouts[item.key.pack].payload_bytes) for item in load_job.objects)
+        seconds = max(0.0, tier.limits.load_seconds(nbytes) - load_job.waited_seconds)
+        job = self._jobs.submit("load", load_job.tier, time.monotonic() + seconds)
+        missing = {item.key: item for item in load_job.objects}
+        load = _ActiveLoad(load_job.job_id, job, load_job.objects, load_job.waited_seconds, missing)
+        self._active[job.generation] = load
+        if not missing:
+            self._jobs.start(job)  # a load without objects is done at once
+        elif not tier.health.admits("load"):
+            load.refused = True
+            return
+        self._io.submit(self._load(job, tier, load_job.objects)).add_done_callback(log_unexpected)
+
+    def cancel(self, job_id: int) -> None:
+        """Cancel a load: its objects no longer enter the KV cache. The next :meth:`take_ended` reports it."""
+        for load in self._active.values():
+            if load.job_id == job_id and not load.job.ended:
+                self._jobs.end(load.job, JobState.CANCELLED)
+
+    def scatter_arrivals(self) -> None:
+        """Copy all arrived objects into the KV cache."""
+        self._arrived.clear()
+        while self._arrivals:
+            self._scatter(self._arrivals.popleft())
+
+    def take_ended(self) -> list[LoadResult]:
+        """Return the loads that ended since the last call."""
+        now = time.monotonic()
+        ended = []
+        for load in list(self._active.values()):
+            verdict = load.job.verdict or load.due_verdict(now)
+            if verdict is not None:
+                ended.append(self._publish(load, verdict))
+        return ended
+
+    def wait_for_arrival(self, seconds: float) -> None:
+        """Wait for an arrival, at most ``seconds``."""
+        self._arrived.wait(seconds)
+
+    def close(self) -> None:
+        """Cancel all loads. Objects on their way keep their leases until the backend's calls end."""
+        for load in self._active.values():
+            if not load.job.ended:
+                self._jobs.end(load.job, JobState.CANCELLED)
+        self._active.clear()
+        while self._arrivals:
+            self._scatter(self._arrivals.popleft())
+
+    def _publish(self, load: _ActiveLoad, verdict: JobState) -> LoadResult:
+        """End a load, unless it has been cancelled, and return its result."""
+        del self._active[load.job.generation]
+        if not load.job.ended:
+            self._jobs.end(load.job, verdict)
+        result = load.result(verdict)
+        if verdict is JobState.TIMED_OUT:
+            self._counters.add("load_timeouts", load.job.tier)
+            if not load.waited_seconds:  # a load with less than the tier's own time says little about the tier
+                self._tiers[load.job.tier].health.timed_out("load", result.failed_keys[0])
+        return result
+
+    def _scatter(self, arrival: _Arrival) -> None:
+        """Copy one arrival into its blocks; drop it if its job has ended."""
+        load = self._active.get(arrival.generation)
+        if load is None or load.job.ended:
+            if arrival.lease is not None:
+                self._counters.add("load_late", arrival.tier)
+                arrival.lease.release()
+            return
+        item = load.missing.pop(arrival.key)
+        if arrival.lease is None:
+            load.failed.append(arrival.key)
+            return
+        self._copier.scatter(self._layouts[item.key.pack], item.blocks, arrival.lease.tensor[HEADER_BYTES:])
+        if not self._promote(arrival.key, arrival.lease, arrival.tier):
+            arrival.lease.release()
+
+    async def _load(self, job: Job, tier: Tier, objects: Sequence[TransferObject]) -> None:
+        """Load a job's objects in batches, as many at once as the tier allows. Never cancelled."""
+        await run_all(self._load_batch(job, tier, batch) for batch in in_batches(objects, self._layouts))
+
+    async def _load_batch(self, job: Job, tier: Tier, batch: Sequence[TransferObject]) -> None:
+        """Load a batch, unless its job ends before a load slot is free. A cancelled batch ends when its call ends."""
+        staged: list[StagedObject] = []
+        outcomes: list[LoadOutcome | None] = []
+        try:
+            async with tier.load_slots.held(job.deadline):
+                staged = await self._stage(job, tier, batch)
+                if staged:
+                    outcomes = await tier.load(staged)
+        finally:
+            for one in staged:
+                if one.scratch is not None:
+                    one.scratch.release()
+            self._jobs.release(job, _count_leases(staged))
+            late = job.ended  # release late leases here: an idle engine might never poll again
+            for index, item in enumerate(batch):
+                lease = staged[index].lease if index < len(staged) else None
+                hit = index < len(outcomes) and outcomes[index] is LoadOutcome.HIT
+                if lease is not None and (late or not hit):
+                    lease.release()
+                if late:
+                    self._counters.add("load_late", tier.name, int(hit))
+                else:
+                    self._arrivals.append(_Arrival(job.generation, tier.name, item.key, lease if hit else None))
+            self._arrived.set()
+
+    async def _stage(self, job: Job, tier: Tier, batch: Sequence[TransferObject]) -> list[StagedObject]:
+        """Lease staging memory for a batch and note it in the job. Return nothing, without leases, for an ended job.
+
+        A cancelled call holds no leases.
+        """
+        if not self._jobs.start(job):
+            return []
+        sizes = [object_bytes(self._layouts[item.key.pack].payload_bytes) for item in batch]
+        if tier.compresses:
+            sizes += sizes  # a second buffer for each object's compressed bytes
+        async with self._lease_locks[tier.name]:
+            leases = await self._staging.acquire_all(sizes, self._shares[tier.name].loads)
+        if not self._jobs.hold(job, len(leases)):
+            for lease in leases:
+                lease.release()
+            return []
+        return [
+            StagedObject(item.key, lease, scratch)
+            for item, lease, scratch in zip_longest(batch, leases[: len(batch)], leases[len(batch) :])
+        ]
+
+
+def _count_leases(staged: Sequence[StagedObject]) -> int:
+    return sum(2 if one.scratch is not None else 1 for one in staged)

@@ -1,0 +1,100 @@
+"""The KV cache groups of vLLM as the planner's groups, and the refusal of groups that cannot be offloaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from offload_core.api.errors import PlanError
+from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
+from offload_core.vllm.compat import hisparse_in_use, prefix_replay_tokens
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def build_planner(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, hybrid_chunk_size: int | None
+) -> HybridOffloadPlanner:
+    """Build the planner for vLLM's KV cache groups.
+
+    Raises:
+        PlanError: offloading does not support the model or the engine's configuration; the message says why.
+    """
+    _refuse_unsupported(vllm_config, kv_cache_config)
+    groups = [
+        GroupGeometry(index, spec.block_size, _hit_policy(index, spec))
+        for index, spec in (
+            (index, kv_cache_config.kv_cache_groups[index].kv_cache_spec)
+            for index in kv_cache_config.prefix_cacheable_group_ids
+        )
+    ]
+    scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return HybridOffloadPlanner.build(
+        groups,
+        hash_block_size=hash_block_size,
+        max_model_len=vllm_config.model_config.max_model_len,
+        hybrid_chunk_size=hybrid_chunk_size,
+        scheduler_block_size=scheduler_block_size,
+    )
+
+
+def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    parallel = vllm_config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise PlanError(
+                f"{name} is {getattr(parallel, name)}; set it to 1, the only value that offloading supports"
+            )
+    if hisparse_in_use(kv_cache_config):
+        raise PlanError(
+            "part of the KV cache is in HiSparse's host pool, which only vLLM's own HiSparse connector can fill; run "
+            "without hisparse_config"
+        )
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        if group.is_eagle_group:
+            raise PlanError(
+                f"group {index} holds the layers of an EAGLE or MTP draft model ({', '.join(group.layer_names)}); "
+                "offloading does not support speculative decoding with a draft model in this version"
+            )
+        if prefix_replay_tokens(group.kv_cache_spec):
+            raise PlanError(f"group {index} replays its window after a hit; offloading does not support this")
+
+
+def _hit_policy(index: int, spec: KVCacheSpec) -> HitPolicy:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        policies = {_hit_policy(index, inner) for inner in spec.kv_cache_specs.values()}
+        if len(policies) == 1:
+            return policies.pop()
+        raise PlanError(f"group {index} mixes hit policies ({', '.join(map(str, policies))}); each group must have one")
+    if isinstance(spec, MambaSpec):
+        if spec.mamba_cache_mode == "none":
+            raise PlanError(
+                f"group {index} is recurrent and mamba_cache_mode is 'none', so no state exists at a block boundary; "
+                "start the engine with --enable-prefix-caching (mamba_cache_mode 'align')"
+            )
+        return HitPolicy("state")
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return HitPolicy("chunked", attention_chunk_tokens=spec.attention_chunk_size)
+    if isinstance(spec, SlidingWindowSpec):
+        return HitPolicy("window", spec.sliding_window + spec.extra_retained_tokens)
+    if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
+        return HitPolicy("full")
+    if isinstance(spec, CrossAttentionSpec):
+        raise PlanError(
+            f"group {index} holds an encoder's keys and values (CrossAttentionSpec), but block hashes cover only the "
+            "decoder's tokens; encoder-decoder models cannot be offloaded"
+        )
+    raise PlanError(f"group {index} has a KV cache of kind {type(spec).__name__}, which offloading does not support")

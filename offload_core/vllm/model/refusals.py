@@ -1,0 +1,44 @@
+"""Settings of vLLM with which few or no stored prefixes are found again; each is a warning at start."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
+
+
+def hash_seed_problem(vllm_config: VllmConfig) -> str | None:
+    """Return a warning if block hashes differ from process to process, else ``None``."""
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if algorithm in _CRYPTOGRAPHIC_HASHES or os.environ.get("PYTHONHASHSEED") is not None:
+        return None
+    return (
+        f"prefix_caching_hash_algo is {algorithm!r} and PYTHONHASHSEED is not set, so vLLM seeds its block hashes at "
+        "random and no process finds the objects of another; set PYTHONHASHSEED to any fixed number, or use "
+        "--prefix-caching-hash-algo sha256"
+    )
+
+
+def misaligned_states_problem(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Return a warning if vLLM rarely ends a step at a recurrent state's boundary, else ``None``.
+
+    vLLM ends a prompt's steps at multiples of ``cache_config.block_size``, the smallest of all groups. It keeps states
+    at multiples of the recurrent groups' block size. If the two differ, prompts are rarely found again, in vLLM's own
+    prefix cache as well. Seen with vLLM 0.32 when its engine core runs in a separate process.
+    """
+    step = vllm_config.cache_config.block_size
+    for index in kv_cache_config.prefix_cacheable_group_ids:
+        spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
+        if isinstance(spec, MambaSpec) and step % spec.block_size:
+            return (
+                f"cache_config.block_size is {step} but recurrent group {index} keeps its states at multiples of "
+                f"{spec.block_size} tokens, so most prompts are not found again, locally or on a tier; start vLLM with "
+                f"--block-size {spec.block_size}"
+            )
+    return None

@@ -1,0 +1,209 @@
+"""Offers of loads to the engine: the depth of the prefix on the tiers, and the right time to load it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from offload_core.lookup.chunk_ledger import ChunkLedger
+from offload_core.lookup.question import PrefixQuestion
+from offload_core.lookup.service import Lookup, LookupService
+from offload_core.lookup.wait_clock import WaitFor
+from offload_core.planning.chunk_keys import ChunkHashes, ChunkRef
+from offload_core.planning.planner import HybridOffloadPlanner
+from offload_core.tiers.tier import Tier
+from offload_core.vllm.scheduler.block_holders import BlockHolders
+from offload_core.vllm.scheduler.request_state import Offer, RequestState
+
+_IDLE_WAIT_SECONDS = 0.002
+_OFFER_LIFE_SECONDS = 1.0
+_OFFERS_AFTER_FAILURE = 4
+
+
+class LoadOffers:
+    """Offers loads and follows them to their end. All methods run on the engine thread.
+
+    Args:
+        block_holders: requests that hold blocks for a load; the caller keeps them up to date.
+        ranks_namespaces: returns the namespace of each rank's keys, for an adapter's digest.
+    """
+
+    def __init__(
+        self,
+        planner: HybridOffloadPlanner,
+        tiers: Sequence[Tier],
+        lookups: LookupService,
+        ledger: ChunkLedger,
+        block_holders: BlockHolders,
+        ranks_namespaces: Callable[[str], tuple[str, ...]],
+    ) -> None:
+        self._planner = planner
+        self._lookups = lookups
+        self._ledger = ledger
+        self._block_holders = block_holders
+        self._ranks_namespaces = ranks_namespaces
+        self._block_alignment_tokens = math.lcm(*(g.block_size_tokens for pack in planner.packs for g in pack.groups))
+        self._lookup_seconds = max(tier.limits.lookup_timeout_seconds for tier in tiers)
+        self._load_seconds = {tier.name: tier.limits.load_timeout_seconds for tier in tiers}
+        self._chunks_loading: Counter[ChunkRef] = Counter()
+        self._recomputing: set[str] = set()
+        """Requests whose load has failed and that have not run since."""
+        self._storage_awaited = False
+        """True if a request was told in this step to ask again."""
+
+    def matched_tokens(self, state: RequestState, computed_tokens: int) -> int | None:
+        """Return the number of tokens past ``computed_tokens`` that can be loaded, or ``None`` to be asked again.
+
+        All of a request's waits for lookups together end at the longest lookup deadline. All its waits for loads end at
+        the load deadline of the tier in its offer. After that, nothing is loaded for it.
+        """
+        matched = self._matched_tokens(state, computed_tokens)
+        if matched is not None:
+            state.wait.end()
+        return matched
+
+    def load_begins(self, state: RequestState, chunks: Sequence[ChunkRef]) -> None:
+        """Note that the engine has accepted the offer: the request waits for a load of ``chunks``."""
+        self._recomputing.discard(state.request.request_id)  # the engine has found blocks for another load of it
+        state.loading = chunks
+        self._chunks_loading.update(chunks)
+        state.wait.begin("load")
+        state.lookup = None
+
+    def load_incomplete(self, state: RequestState) -> None:
+        """Decide, after a load that failed or got only a part, whether to offer another one."""
+        assert state.offer is not None
+        in_time = state.wait.seconds("load") < self._load_seconds[state.offer.tier]
+        state.offers_left = _OFFERS_AFTER_FAILURE if in_time and not state.failed_once else 0
+        state.failed_once = True
+        state.not_loaded |= self.mistrusted_chunks(state)
+
+    def mistrusted_chunks(self, state: RequestState) -> frozenset[tuple[str, ChunkRef]]:
+        """Return the chunks of the request's load that this load, or another one from the same tier, did not get."""
+        assert state.offer is not None, "an offer lasts until its load has ended"
+        return self._ledger.mistrusted & {(state.offer.tier, ref) for ref in state.loading}
+
+    def load_ended(self, state: RequestState) -> None:
+        """Forget the request's load."""
+        state.wait.end()
+        state.partial_load = False
+        self._chunks_loading -= Counter(state.loading)
+        state.loading = ()
+        state.job_id = None
+        state.offer = state.lookup = None
+
+    def recompute(self, request_ids: Iterable[str]) -> None:
+        """Note requests that the engine recomputes, since their load has failed."""
+        self._recomputing.update(request_ids)
+
+    def no_longer_recomputed(self, request_ids: Iterable[str]) -> None:
+        """Note requests that run now, or have finished."""
+        self._recomputing.difference_update(request_ids)
+
+    def end_step(self, *, may_wait: bool) -> None:
+        """End an engine step.
+
+        Args:
+            may_wait: wait briefly for a lookup's answer, if a request was told in this step to ask again.
+        """
+        if may_wait and self._storage_awaited:
+            self._lookups.wait_for_answer(_IDLE_WAIT_SECONDS)
+        self._storage_awaited = False
+
+    def _matched_tokens(self, state: RequestState, computed_tokens: int) -> int | None:
+        if not _may_load(state):
+            return 0
+        if computed_tokens % self._block_alignment_tokens:
+            return 0  # the local prefix ends inside a block, which may be shared and must not be written to
+        if state.adapter is not None and not state.adapter.usable:
+            return self._ask_again(state, "lookup") if state.adapter.pending else 0
+        if state.offer and not _still_valid(state.offer, computed_tokens):
+            state.offer = None
+            if not state.failed_once:  # the engine had no free blocks for it: that was no wait for storage
+                state.wait.forget("lookup")
+        if state.offer is None:
+            stale = state.lookup is None or state.lookup.question.computed_tokens != computed_tokens
+            if stale and (self._lookup_time_is_over(state) or not self._start_lookup(state, computed_tokens)):
+                return 0
+            assert state.lookup is not None
+            if not state.lookup.done():
+                return self._ask_again(state, "lookup")
+            state.offer = self._choose_offer(state, state.lookup)
+            if state.offer is None:
+                self._start_lookup(state, computed_tokens)
+                return self._ask_again(state, "lookup")
+        boundary = state.offer.boundary_tokens
+        if boundary > computed_tokens and state.wait.seconds("load") >= self._load_seconds[state.offer.tier]:
+            return 0
+        if boundary > computed_tokens and self._recomputing:
+            # vLLM reserves blocks for a request whose load has failed until it runs. It admits no load that does not
+            # fit beside all of these reservations. So other requests wait until it runs. The request itself must not
+            # wait for its own reservation.
+            if state.request.request_id not in self._recomputing:
+                return self._ask_again(state, "load")
+            state.offers_left -= 1
+        if boundary > computed_tokens and self._block_holders.withholds_failures:  # they would wait for this load too
+            return self._ask_again(state, "load")
+        if self._chunks_loading and not self._chunks_loading.keys().isdisjoint(
+            state.needed_refs(self._planner, computed_tokens, boundary)
+        ):
+            state.wait.begin("load")
+            return None  # another request already loads them; soon they are in the local prefix cache
+        return boundary - computed_tokens
+
+    def _ask_again(self, state: RequestState, awaited: WaitFor) -> int | None:
+        """Return ``None``, so that the engine asks again; an otherwise idle engine waits briefly before that."""
+        state.wait.begin(awaited)
+        self._storage_awaited = True
+        return None
+
+    def _lookup_time_is_over(self, state: RequestState) -> bool:
+        return state.wait.seconds("lookup") >= self._lookup_seconds
+
+    def _start_lookup(self, state: RequestState, computed_tokens: int) -> bool:
+        """Ask the tiers for the depth of their prefix; returns ``False`` if no chunk is worth a question."""
+        request = state.request
+        hashes = request.block_hashes
+        # The last token is always computed, and tokens without a block hash have no key yet.
+        limit = min(request.num_tokens - 1, len(hashes) * self._planner.hash_block_size)
+        if self._planner.storable_prefix(limit) <= computed_tokens:
+            return False
+        adapter = state.adapter.digest if state.adapter else ""
+        question = PrefixQuestion(
+            hashes={pack.name: ChunkHashes(hashes, pack.hash_factor) for pack in self._planner.packs},
+            namespaces=self._ranks_namespaces(adapter),
+            computed_tokens=computed_tokens,
+            limit_tokens=limit,
+            adapter=adapter,
+            mistrusted=self._ledger.mistrusted | state.not_loaded,
+        )
+        state.lookup = self._lookups.start(question, self._lookup_seconds - state.wait.seconds("lookup"))
+        return True
+
+    def _choose_offer(self, state: RequestState, lookup: Lookup) -> Offer | None:
+        """Choose the tier with the highest matched tokens times weight; ``None`` to look up again.
+
+        It looks up again, for a short while, if a missing chunk is on its way to the tiers.
+        """
+        state.lookup = None
+        missing = lookup.missing()
+        if self._ledger.on_its_way(missing, lookup.started) and not self._lookup_time_is_over(state):
+            return None
+        if self._ledger.missing(missing):  # store evicted chunks again, with all chunks behind them
+            self._ledger.forget(state.all_refs(self._planner))
+        tier, boundary = lookup.best()
+        return Offer(lookup.question.computed_tokens, boundary, tier, time.monotonic() + _OFFER_LIFE_SECONDS)
+
+
+def _may_load(state: RequestState) -> bool:
+    return (
+        state.options.load
+        and not state.request.skip_reading_prefix_cache
+        and (not state.failed_once or state.offers_left > 0)
+    )
+
+
+def _still_valid(offer: Offer, computed_tokens: int) -> bool:
+    return offer.computed_tokens == computed_tokens and time.monotonic() < offer.expires
