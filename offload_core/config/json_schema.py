@@ -19,9 +19,9 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 def config_schema(registry: PluginRegistry) -> dict[str, Any]:
     """Return the JSON schema of a whole configuration file, with the options of every backend type of ``registry``.
 
-    What :func:`~offload_core.config.model.load_config` accepts, the schema accepts, secrets aside: these come from the
-    environment and are refused in a file by both. It cannot say that tiers' names differ, that a size or a duration in
-    words is within a field's limits, or what a plugin's own validators check.
+    The schema accepts every configuration that :func:`~offload_core.config.loading.load_config` accepts. Both refuse
+    secrets in a file, since these come from the environment. Three checks are beyond JSON schema: that tiers' names
+    differ, that a size or a duration in words is within a field's limits, and a plugin's own validators.
     """
     schema, definitions = _model_schema(OffloadSettings, "")
     del definitions["BackendConfig"]

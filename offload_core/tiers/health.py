@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from offload_core.api import events
 from offload_core.api.errors import BackendError
 from offload_core.api.keys import ObjectKey
-from offload_core.config.tier_limits import TierLimits
+from offload_core.config.limits import Limits
 from offload_core.plugins.observers import EventDelivery
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.circuit_breaker import Call, CircuitBreaker, State
@@ -50,7 +50,7 @@ class TierHealth:
     def __init__(
         self,
         name: str,
-        limits: TierLimits,
+        limits: Limits,
         counters: Counters,
         observers: EventDelivery | None = None,
         clock: Callable[[], float] = time.monotonic,

@@ -13,8 +13,8 @@ from offload_core.api.backend import Backend, BackendContext, LoadOutcome, Store
 from offload_core.api.errors import BackendError, ConfigError
 from offload_core.api.hooks import TierInfo
 from offload_core.api.keys import ObjectKey
+from offload_core.config.limits import Limits
 from offload_core.config.model import TierConfig
-from offload_core.config.tier_limits import TierLimits
 from offload_core.plugins.observers import EventDelivery
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.metrics import Counters
@@ -63,7 +63,7 @@ class Tier:
     def __init__(
         self,
         config: TierConfig,
-        limits: TierLimits,
+        limits: Limits,
         counters: Counters,
         plugins: PluginRegistry | None = None,
         observers: EventDelivery | None = None,
@@ -79,7 +79,7 @@ class Tier:
         self.health = TierHealth(self.name, self.limits, counters, observers, clock)
         """What fails, and whether the tier is used; told of calls past their deadlines by those who know."""
         self._prober = Prober(self.health, self._probe, self.limits.breaker_max_pause_seconds)
-        stuck_after = self.limits.longest_seconds
+        stuck_after = self.limits.longest_call_seconds
         self._executor = DaemonExecutor(
             config.common.io_threads, f"offload-{self.name}", stuck_after, self._count_stuck
         )

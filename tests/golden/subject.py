@@ -34,7 +34,7 @@ from offload_core.api.options import BackendOptions, check_folder
 from offload_core.api.wrapper import BackendWrapper
 from offload_core.cli import app
 from offload_core.config.geometry_file import load_geometry
-from offload_core.config.model import load_config
+from offload_core.config.loading import load_config
 from offload_core.memory.block_copier import BlockSlice, block_copier
 from offload_core.memory.canonical import CanonicalKVCaches, LayerPages
 from offload_core.memory.payload_layout import PackLayout

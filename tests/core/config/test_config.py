@@ -13,7 +13,8 @@ from pydantic import Field
 from offload_core.api.backend import BackendType
 from offload_core.api.errors import ConfigError
 from offload_core.api.options import BackendOptions
-from offload_core.config.model import BackendConfig, OffloadConfig, load_config
+from offload_core.config.loading import load_config
+from offload_core.config.model import BackendConfig, OffloadConfig
 from offload_core.plugins.registry import PluginRegistry, PluginReport
 from tests.support.memory_backend import MemoryBackend
 

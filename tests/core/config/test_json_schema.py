@@ -15,7 +15,8 @@ from offload_core.api.backend import BackendType
 from offload_core.api.errors import ConfigError
 from offload_core.api.options import BackendOptions, Bytes, Seconds
 from offload_core.config.json_schema import config_schema
-from offload_core.config.model import BackendConfig, OffloadSettings, load_config
+from offload_core.config.loading import load_config
+from offload_core.config.model import BackendConfig, OffloadSettings
 from offload_core.plugins.registry import PluginRegistry
 from tests.support.memory_backend import MemoryBackend
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -25,7 +24,9 @@ NAMESPACE = "ab" * 32
 OTHER_RANK = "cd" * 32
 HASHES = [number.to_bytes(32, "big") for number in range(4)]
 Start = Callable[..., LookupService]
-UNPROBED = replace(LIMITS, breaker_failures=5, breaker_pause_seconds=3600.0, breaker_max_pause_seconds=3600.0)
+UNPROBED = LIMITS.model_copy(
+    update={"breaker_failures": 5, "breaker_pause_seconds": 3600.0, "breaker_max_pause_seconds": 3600.0}
+)
 
 
 @pytest.fixture
@@ -54,7 +55,8 @@ def start(io: IoLoop, counters: Counters, backends: dict[str, MemoryBackend]) ->
         for tier in tiers:
             tier.keys = tier.keys.model_copy(update=keys.get(tier.name, {}))
             tier.load_weight = tier.keys.load_weight
-            tier.limits = replace(tier.limits, lookup_timeout_seconds=timeout_seconds).overridden_by(tier.keys)
+            limits = tier.limits.model_copy(update={"lookup_timeout_seconds": timeout_seconds})
+            tier.limits = limits.overridden_by(tier.keys)
         return LookupService(io, tiers, planner, counters, grace_seconds=grace_seconds, unavailable=unavailable)
 
     yield start

@@ -17,7 +17,8 @@ from offload_core.api.backend import LoadOutcome
 from offload_core.api.errors import ConfigError
 from offload_core.api.events import Event
 from offload_core.api.hooks import TierInfo
-from offload_core.config.model import OffloadConfig, OffloadSettings, TierConfig, load_config
+from offload_core.config.loading import load_config
+from offload_core.config.model import OffloadConfig, OffloadSettings, TierConfig
 from offload_core.plugins.registry import PluginRegistry, load_plugins
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters

@@ -10,14 +10,14 @@ import pytest
 
 from offload_core.api import events
 from offload_core.api.errors import BackendError
-from offload_core.config.tier_limits import TierLimits
+from offload_core.config.limits import Limits
 from offload_core.plugins.observers import EventDelivery
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.health import MAX_QUIET_SECONDS, QUIET_SECONDS, TierHealth
 from tests.support.memory_backend import key
 
 GONE = OSError("the medium is gone")
-LIMITS = TierLimits(breaker_failures=5, breaker_pause_seconds=1.0, breaker_max_pause_seconds=60.0)
+LIMITS = Limits(breaker_failures=5, breaker_pause_seconds=1.0, breaker_max_pause_seconds=60.0)
 
 
 class Recorded(EventDelivery):
@@ -34,7 +34,7 @@ class Recorded(EventDelivery):
 class Rig:
     """A health whose time stands still unless the test moves it."""
 
-    def __init__(self, caplog: pytest.LogCaptureFixture, limits: TierLimits = LIMITS) -> None:
+    def __init__(self, caplog: pytest.LogCaptureFixture, limits: Limits = LIMITS) -> None:
         self.now = 1000.0
         self.counters = Counters()
         self.observers = Recorded()
