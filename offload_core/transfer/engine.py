@@ -31,7 +31,8 @@ from offload_core.memory.staging_size import gathered_limit_bytes, staging_uses
 from offload_core.objects.format import HEADER_BYTES, object_bytes
 from offload_core.runtime.io_loop import IoLoop, log_unexpected, run_all
 from offload_core.runtime.metrics import Counters
-from offload_core.tiers.tier import StagedObject, Tier
+from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject, in_batches
 from offload_core.transfer.jobs import Job, JobState, JobTable
 from offload_core.transfer.pending_store import StoreResult
@@ -149,7 +150,7 @@ class TransferEngine:
         """Per generation; changed by the engine thread only."""
         self._arrivals: deque[_Arrival] = deque()
         self._arrived = threading.Event()
-        uses = staging_uses((tier.keys.staging_share, tier.compresses) for tier in tiers)
+        uses = staging_uses((tier.config.staging_share, tier.compresses) for tier in tiers)
         self._shares = share_out(
             staging,
             {tier.name: use for tier, use in zip(tiers, uses, strict=True)},

@@ -42,14 +42,14 @@ class StoreLane:
     ) -> None:
         self.tier = tier
         self.name = tier.name
-        self.policy = WritePolicy(tier.keys.write_policy)
+        self.policy = WritePolicy(tier.config.write_policy)
         self._share = share
         self._jobs = jobs
         self._job_of: dict[StoreBatch[OpenStore], Job] = {}
         self._counters = counters
         self._lock = lock
         self._spawn = spawn
-        threads = tier.keys.io_threads
+        threads = tier.config.io_threads
         # One call more than threads, so that they go on writing; no more, since a load would have to wait for it.
         self._queue: StoreQueue[OpenStore] = StoreQueue(
             threads + 1, spare_slots=threads, weigh=lambda store: share.store_charge_bytes(store.nbytes)

@@ -51,7 +51,7 @@ from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.testing.contract.suite import BackendContract, contract_tests
 from offload_core.tiers.opening import close_tiers, open_tiers
-from offload_core.tiers.tier import StagedObject
+from offload_core.tiers.staged_object import StagedObject
 
 __all__ = [
     "API_VERSION",

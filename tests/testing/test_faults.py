@@ -25,7 +25,8 @@ from offload_core.testing.faults.faulty_backend import FaultyBackend
 from offload_core.testing.faults.kinds import Fail, FlipBit, Full, Hang, Late, Lie, Lose, Reorder, Slow, Stall, Truncate
 from offload_core.testing.faults.plan import OPERATIONS, Call, Fault, FaultPlan, GoOn, Inject
 from offload_core.tiers.opening import close_tiers
-from offload_core.tiers.tier import StagedObject, Tier
+from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.tier import Tier
 from tests.support.memory_backend import LIMITS, key
 
 SECONDS = 30

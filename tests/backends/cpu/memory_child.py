@@ -23,7 +23,8 @@ from offload_core.memory.staging_size import BATCH_OBJECTS, STORE_SHARE
 from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.metrics import Counters
-from offload_core.tiers.tier import StagedObject, Tier
+from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.tier import Tier
 
 PAYLOADS_BYTES = (4096, 20_000, 256 * 1024, 2 * 1024 * 1024)
 CLIENTS = 6

@@ -19,8 +19,10 @@ from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
+from offload_core.tiers.changes import TierChange
 from offload_core.tiers.opening import close_tiers, open_tiers
-from offload_core.tiers.tier import StagedObject, Tier, TierChange
+from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.tier import Tier
 from tests.support.memory_backend import LIMITS, MemoryBackend, key, memory_tier
 
 SECONDS = 30

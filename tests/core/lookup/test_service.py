@@ -53,10 +53,10 @@ def start(io: IoLoop, counters: Counters, backends: dict[str, MemoryBackend]) ->
         **keys: dict[str, float],
     ) -> LookupService:
         for tier in tiers:
-            tier.keys = tier.keys.model_copy(update=keys.get(tier.name, {}))
-            tier.load_weight = tier.keys.load_weight
+            tier.config = tier.config.model_copy(update=keys.get(tier.name, {}))
+            tier.load_weight = tier.config.load_weight
             limits = tier.limits.model_copy(update={"lookup_timeout_seconds": timeout_seconds})
-            tier.limits = limits.overridden_by(tier.keys)
+            tier.limits = limits.overridden_by(tier.config)
         return LookupService(io, tiers, planner, counters, grace_seconds=grace_seconds, unavailable=unavailable)
 
     yield start

@@ -236,7 +236,7 @@ def test_what_is_not_used_of_a_failed_plugin_is_said_when_tiers_are_opened(
 ) -> None:
     site.install("cipher", WRAPPER + "\nraise RuntimeError('no key')")
     rig.open_memory(site.load())
-    assert "plugin 'cipher' of cipher 1.0 failed, and nothing of it is used: RuntimeError: no key" in caplog.messages
+    assert "plugin 'cipher' of cipher 1.0 failed and is not used: RuntimeError: no key" in caplog.messages
 
 
 def test_offload_observe(site: Site, rig: Rig) -> None:

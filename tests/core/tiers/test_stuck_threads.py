@@ -157,7 +157,7 @@ def test_a_tier_counts_its_stuck_threads_while_they_are(io: IoLoop, counters: Co
 HANGS = """
 import asyncio, os, sys, threading, time
 from offload_core.config.model import OffloadConfig, OffloadSettings
-from offload_core.runtime.threads import IoLoop
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.opening import close_tiers, open_tiers
 from tests.support.memory_backend import key, memory_tier

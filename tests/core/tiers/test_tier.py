@@ -1,4 +1,4 @@
-"""A tier turns whatever its backend does into outcomes and counts."""
+"""Every behaviour of a backend becomes outcomes and counts of its tier."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_it_is_used_again_by_itself(made: Callable[..., Rig], operation: str) ->
 
 
 def watched_contains(rig: Rig) -> list[Sequence[ObjectKey]]:
-    """Make the backend fail without a thread; returns what it is asked."""
+    """Make the backend's lookups fail without a thread; returns the keys of each lookup."""
     asked: list[Sequence[ObjectKey]] = []
 
     async def contains(keys: Sequence[ObjectKey]) -> Sequence[bool]:

@@ -232,9 +232,9 @@ class Transfers(RuleBasedStateMachine):
     @invariant()
     def policies_are_kept(self) -> None:
         for tier, its in enumerate(self.rig.tiers):
-            if its.keys.write_policy == "never":
+            if its.config.write_policy == "never":
                 assert self.ever(tier) == set()
-            if its.keys.write_policy == "second-touch":
+            if its.config.write_policy == "second-touch":
                 assert all(self.touches[number] > 1 for number in self.ever(tier))
 
     @invariant()
@@ -267,7 +267,7 @@ class Transfers(RuleBasedStateMachine):
                 update={"load_timeout_seconds": SECONDS, "store_timeout_seconds": SECONDS}
             )
             self.is_used_again(tier)
-            if its.keys.write_policy != "never":
+            if its.config.write_policy != "never":
                 self.backend(tier).objects.clear()
                 self.stores_and_loads(tier, NUMBERS[:2])
         self.poll()
