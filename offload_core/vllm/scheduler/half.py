@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from offload_core.api.errors import PlanError
 from offload_core.config.model import OffloadConfig
 from offload_core.lookup.chunk_ledger import ChunkLedger
-from offload_core.lookup.local_index import TierIndex
-from offload_core.lookup.question import PrefixQuestion
+from offload_core.lookup.prefix_query import PrefixQuery
 from offload_core.lookup.service import Lookup, LookupService
-from offload_core.lookup.wait_clock import WaitFor
+from offload_core.lookup.tier_index import TierIndex
+from offload_core.lookup.waiting_time import WaitReason
 from offload_core.objects.fingerprint import Json, fingerprint
 from offload_core.planning.chunk_keys import ChunkHashes, ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner
@@ -140,9 +140,9 @@ class SchedulerHalf:
         if state.offer and not _still_valid(state.offer, computed_tokens):
             state.offer = None
             if not state.failed_once:  # the engine had no room for it: that was no wait for storage
-                state.wait.forget("lookup")
+                state.wait.reset("lookup")
         if state.offer is None:
-            stale = state.lookup is None or state.lookup.question.computed_tokens != computed_tokens
+            stale = state.lookup is None or state.lookup.query.computed_tokens != computed_tokens
             if stale and (self._lookups_are_over(state) or not self._start_lookup(state, computed_tokens)):
                 return 0
             assert state.lookup is not None
@@ -170,7 +170,7 @@ class SchedulerHalf:
             return None  # another request loads them already; soon they are in the local prefix cache
         return boundary - computed_tokens
 
-    def _ask_again(self, state: RequestState, what: WaitFor) -> int | None:
+    def _ask_again(self, state: RequestState, what: WaitReason) -> int | None:
         """Return what has the engine ask again, after a brief wait where it has nothing else to do."""
         state.wait.begin(what)
         self._waiting_for_answers = True
@@ -333,13 +333,13 @@ class SchedulerHalf:
         if self._planner.storable_prefix(limit) <= computed_tokens:
             return False
         adapter = state.adapter.digest if state.adapter else ""
-        question = PrefixQuestion(
+        question = PrefixQuery(
             hashes={pack.name: ChunkHashes(hashes, pack.hash_factor) for pack in self._planner.packs},
             namespaces=self._ranks_namespaces(adapter),
             computed_tokens=computed_tokens,
             limit_tokens=limit,
             adapter=adapter,
-            mistrusted=self._ledger.mistrusted | state.not_loaded,
+            excluded=self._ledger.excluded | state.not_loaded,
         )
         state.lookup = self._lookups.start(question, self._lookup_seconds - state.wait.seconds("lookup"))
         return True
@@ -351,12 +351,12 @@ class SchedulerHalf:
         """
         state.lookup = None
         missing = lookup.missing()
-        if self._ledger.on_its_way(missing, lookup.started) and not self._lookups_are_over(state):
+        if self._ledger.any_arriving(missing, lookup.started) and not self._lookups_are_over(state):
             return None
-        if self._ledger.missing(missing):  # what has gone since is to be stored again, and all that lay behind it
+        if self._ledger.not_found(missing):  # what has gone since is to be stored again, and all that lay behind it
             self._ledger.forget(state.all_refs(self._planner))
         tier, boundary = lookup.best()
-        return Offer(lookup.question.computed_tokens, boundary, tier, time.monotonic() + _ANSWER_LIFE_SECONDS)
+        return Offer(lookup.query.computed_tokens, boundary, tier, time.monotonic() + _ANSWER_LIFE_SECONDS)
 
     def _not_all_loaded(self, state: RequestState) -> None:
         """Have what was not loaded stored again, since it is computed, and settle whether to try another load."""
@@ -370,7 +370,7 @@ class SchedulerHalf:
     def _mistrusted_of(self, state: RequestState) -> frozenset[tuple[str, ChunkRef]]:
         """Return what the load that has just ended did not get, or another one from the same tier."""
         assert state.offer is not None, "it is kept until the load has ended"
-        return self._ledger.mistrusted & {(state.offer.tier, ref) for ref in state.loading}
+        return self._ledger.excluded & {(state.offer.tier, ref) for ref in state.loading}
 
     def _load_ended(self, state: RequestState) -> None:
         state.wait.end()

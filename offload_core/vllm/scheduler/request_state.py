@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from offload_core.lookup.service import Lookup
-from offload_core.lookup.wait_clock import StorageWait
+from offload_core.lookup.waiting_time import WaitingTime
 from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner, Pack
 from offload_core.vllm.model.lora import Adapter
@@ -81,7 +81,7 @@ class RequestState:
     offer: Offer | None = None
     job_id: int | None = None
     loading: Sequence[ChunkRef] = field(default=())
-    wait: StorageWait = field(default_factory=StorageWait)
+    wait: WaitingTime = field(default_factory=WaitingTime)
     """How long it has waited for lookups, and for loads: others' of the same chunks, and its own."""
     not_loaded: set[tuple[str, ChunkRef]] = field(default_factory=set)
     """Names of tiers, and chunks that its own loads from there did not get: not offered to it again."""
