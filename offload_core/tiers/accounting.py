@@ -28,39 +28,39 @@ class TierAccounting:
         self._is_open = False
 
     def opened(self, seconds: float) -> None:
-        """The backend is open, after ``seconds``."""
+        """Record that the backend is open, after ``seconds``."""
         self._is_open = True
         self._emit(events.TierOpened(self._tier, seconds))
 
     def closed(self) -> None:
-        """The backend is closed, or its ``close`` has raised. Without effect on a tier that was never open."""
+        """Record that the backend is closed, or its ``close`` has raised. A tier that was never open has no event."""
         if self._is_open:
             self._is_open = False
             self._emit(events.TierClosed(self._tier))
 
     def stuck_threads_changed(self, change: int) -> None:
-        """So many more threads are stuck; fewer when negative."""
+        """Count ``change`` more stuck threads; fewer if negative."""
         self._add("stuck_threads", change)
 
     def lookup_answered(self, present: Sequence[bool]) -> None:
-        """A lookup has ended with one answer per object."""
+        """Count a lookup with one answer per object."""
         hits = present.count(True)
         self._add("lookup_hits", hits)
         self._add("lookup_misses", len(present) - hits)
 
     def lookup_failed(self) -> None:
-        """A lookup has raised, or was refused since too many lookups were running."""
+        """Count a lookup that raised, or was refused because too many lookups were running."""
         self._add("lookup_failures")
 
     def lookup_timed_out(self) -> None:
-        """A lookup has missed its deadline."""
+        """Count a lookup that has missed its deadline."""
         self._add("lookup_timeouts")
         self._add("lookup_failures")
 
     def loaded(
         self, objects: Sequence[StagedObject], outcomes: Sequence[LoadOutcome], stored_bytes: int, seconds: float
     ) -> None:
-        """A batch of loads has ended.
+        """Count a batch of loads that has ended.
 
         Args:
             outcomes: one per object.
@@ -82,14 +82,14 @@ class TierAccounting:
             self._emit(events.ObjectsDamaged(self._tier, corrupt))
 
     def load_failed(self, objects: int, seconds: float) -> None:
-        """A batch of ``objects`` could not be loaded: the backend raised after ``seconds``."""
+        """Count a batch of ``objects`` whose load raised after ``seconds``."""
         self._add("load_failures", objects)
         self._emit(events.LoadsEnded(self._tier, 0, 0, 0, objects, 0, seconds))
 
     def stored(
         self, forms: Sequence[StoredForm | None], outcomes: Sequence[StoreOutcome | None], seconds: float
     ) -> None:
-        """A batch of stores has ended.
+        """Count a batch of stores that has ended.
 
         Args:
             forms: per object, the bytes to be stored; ``None`` where staging memory for compression was missing.
@@ -112,21 +112,21 @@ class TierAccounting:
         self._emit(events.StoresEnded(self._tier, len(stored), present, rejected, 0, nbytes, seconds))
 
     def store_failed(self, objects: int, seconds: float) -> None:
-        """A batch of ``objects`` could not be stored: the backend raised after ``seconds``."""
+        """Count a batch of ``objects`` whose store raised after ``seconds``."""
         self._add("store_failures", objects)
         self._emit(events.StoresEnded(self._tier, 0, 0, 0, objects, 0, seconds))
 
     def store_refused(self, objects: int) -> None:
-        """A batch of ``objects`` was dropped, since the tier is not used for now."""
+        """Count a batch of ``objects`` that was dropped, since the tier is not used for now."""
         self._add("store_dropped", objects)
 
     def evicted(self, keys: Sequence[ObjectKey]) -> None:
-        """The backend evicted the objects ``keys`` to make room."""
+        """Report objects that the backend evicted to make room."""
         if keys:
             self._emit(events.ObjectsEvicted(self._tier, tuple(keys)))
 
     def delete_failed(self, objects: int) -> None:
-        """A batch of damaged ``objects`` could not be deleted: the backend raised."""
+        """Count a batch of damaged ``objects`` whose deletion raised."""
         self._add("delete_failures", objects)
 
     def _add(self, counter: str, amount: int = 1) -> None:

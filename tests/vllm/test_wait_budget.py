@@ -49,7 +49,7 @@ class ClockedHalf(Half):
 
     def waits_for_anothers_load(self, item: Any) -> None:
         """Let the request's lookup be answered; then it is told to ask again because of a load that goes on."""
-        while (going_on := self.half._requests[item.request_id].wait._going_on) is None or going_on[0] != "load":
+        while (going_on := self.half._requests[item.request_id].wait._running) is None or going_on[0] != "load":
             assert self.asked(item, 1) == [None]
 
     def loads(self, item: Any) -> float:

@@ -35,7 +35,7 @@ class VaultOptions(BackendOptions):
     url: str = Field("here", description="where; 'echo' makes the check below tell all it knows")
     limits: Limits = Field(Limits(), description="nested")
     token: Annotated[SecretStr, Field(min_length=8, description="what opens it")]
-    password: SecretStr | None = Field(None, description="what else opens it")
+    password: SecretStr | None = Field(None, description="another way to open it")
     certificate: SecretBytes | None = Field(None, description="what it shows", alias="cert")
 
     @model_validator(mode="after")
