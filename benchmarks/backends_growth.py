@@ -29,7 +29,7 @@ from offload_core.api.backend import (
 )
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions
-from offload_core.config.model import load_config
+from offload_core.config.loading import load_config
 from offload_core.runtime.threads import DaemonExecutor
 
 OBJECT_BYTES = 5 * 1024

@@ -23,8 +23,8 @@ from vllm.fs_io_C import batch_load_block, batch_store_block
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
-from offload_core.config.model import load_config
-from offload_core.config.tier_limits import TierLimits
+from offload_core.config.limits import Limits
+from offload_core.config.loading import load_config
 from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS
 from offload_core.objects import format as object_format
@@ -32,7 +32,8 @@ from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.threads import DaemonExecutor
-from offload_core.tiers.tier import StagedObject, Tier
+from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.tier import Tier
 
 MIB = 1024 * 1024
 CHUNK_BYTES = 2 * MIB
@@ -144,7 +145,7 @@ class OurTier:
         config = load_config({"backends": [{"name": "bench", **backend}]})
         self._io = IoLoop.acquire()
         self._threads = config.tiers[0].common.io_threads
-        self._tier = Tier(config.tiers[0], TierLimits(), Counters())
+        self._tier = Tier(config.tiers[0], Limits(), Counters())
         self._io.submit(self._tier.open()).result()
         self._sealers = DaemonExecutor(2, "bench-seal")  # as many as the transfer engine has
         self._pool = memory

@@ -39,7 +39,7 @@ from offload_core.api.options import BackendOptions
 from offload_core.config.model import BackendConfig, OffloadConfig, OffloadSettings, TierConfig
 from offload_core.objects.fingerprint import fingerprint
 from offload_core.planning.chunk_keys import object_keys
-from offload_core.tiers.tier import TierChange
+from offload_core.tiers.changes import TierChange
 from offload_core.vllm.metadata import StepReport
 from offload_core.vllm.model.groups import build_planner
 from offload_core.vllm.scheduler.half import SchedulerHalf

@@ -22,7 +22,8 @@ import typer
 from offload_core.api.errors import ConfigError, did_you_mean
 from offload_core.cli.output import note, print_json
 from offload_core.cli.watched_tier import OperationError, WatchedTier
-from offload_core.config.model import OffloadConfig, TierConfig, load_config
+from offload_core.config.loading import load_config
+from offload_core.config.model import OffloadConfig, TierConfig
 from offload_core.plugins.loading import FOREIGN_ERRORS
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.tiers.opening import close_tiers

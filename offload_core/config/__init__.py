@@ -1,1 +1,1 @@
-"""Operators' files and keys, checked and turned into values."""
+"""Operators' files and keys, checked and converted to values."""

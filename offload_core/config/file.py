@@ -1,8 +1,8 @@
-"""Reads a file that operators write: YAML, TOML or JSON by its ending, into a dictionary.
+"""Reading of operators' files: YAML, TOML or JSON by the file's ending, into a dictionary.
 
-Nothing that the operator wrote is lost without a word: keys written twice are refused (YAML's and JSON's readers take
-the last one), and so are keys that YAML does not read as text. No message quotes the file's text, which may hold what
-should be secret: errors give line and column instead.
+No key is lost silently. Keys written twice are refused, where YAML's and JSON's readers would take the last one. Keys
+that YAML does not read as text are refused as well. No message quotes the file's text, which may hold a secret: errors
+give line and column instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_YAML_NODES = 100_000
 
 
 class _UnreadableError(ValueError):
-    """One or more problems of a file's text."""
+    """One or more problems of a file."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__(*problems)
@@ -31,15 +31,15 @@ class _UnreadableError(ValueError):
 
 
 def read_keys(file: object, name: str = "config_file", source: str = "kv_connector_extra_config") -> dict[str, Any]:
-    """Return the keys and values of the file; ``~`` is the home folder, a relative path starts at the working folder.
+    """Return the keys and values of a file; ``~`` is the home folder, a relative path starts at the working folder.
 
     Args:
-        file: its path, as it was written.
-        name: what messages call the file.
-        source: where the path was written.
+        file: path of the file, as the operator wrote it.
+        name: name of the file in messages.
+        source: place where the operator wrote the path.
 
     Raises:
-        ConfigError: there is no such file, or it cannot be read as what its ending says.
+        ConfigError: the file does not exist, or cannot be read in the format of its ending.
     """
     try:
         return _read(file)
@@ -113,18 +113,18 @@ def _read_yaml(text: str) -> object:
             if problems:
                 raise _UnreadableError(*problems)
             return loader.construct_document(root)
-        except (LookupError, AttributeError, TypeError):  # PyYAML's way to say it, for "!!bool maybe" and its like
-            raise _UnreadableError("a value is not of the kind that its tag (!!…) says") from None
+        except (LookupError, AttributeError, TypeError):  # raised by PyYAML for "!!bool maybe" and similar values
+            raise _UnreadableError("a value does not match its tag (!!…)") from None
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         raise _UnreadableError(_at(error)) from None
-    except yaml.YAMLError as error:  # characters that YAML does not know
+    except yaml.YAMLError as error:  # characters that YAML does not allow
         raise _UnreadableError(_without_quotes(str(error))) from None
 
 
 def _at(error: yaml.MarkedYAMLError) -> str:
-    """Describe the error with its place; its own text would quote the line, which may hold a secret."""
+    """Describe the error with its place. Its own text would quote the line, which may hold a secret."""
     mark = error.problem_mark or error.context_mark
     place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
     reason = ", ".join(part for part in (error.context, error.problem) if part)
@@ -133,7 +133,7 @@ def _at(error: yaml.MarkedYAMLError) -> str:
 
 
 def _without_quotes(reason: str) -> str:
-    """Take out what a reader's message quotes from the file; single characters and names of syntax stay."""
+    """Remove quotes of the file from a reader's message; single characters and names of syntax stay."""
 
     def mask(quoted: re.Match[str]) -> str:
         inner = quoted[0][1:-1]
@@ -143,13 +143,13 @@ def _without_quotes(reason: str) -> str:
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Refuse aliases that stand for more values than anybody writes, or for themselves."""
+    """Refuse aliases that expand to too many values, or contain themselves."""
     sizes: dict[int, int] = {}
     open_nodes: set[int] = set()
 
     def size(node: yaml.Node) -> int:
         if id(node) in open_nodes:
-            raise _UnreadableError(f"line {node.start_mark.line + 1}: an alias refers to what it is part of")
+            raise _UnreadableError(f"line {node.start_mark.line + 1}: an alias contains itself")
         if id(node) not in sizes:
             open_nodes.add(id(node))
             sizes[id(node)] = 1 + sum(map(size, _children(node)))
@@ -157,7 +157,7 @@ def _check_size(root: yaml.Node) -> None:
         return sizes[id(node)]
 
     if size(root) > _MAX_YAML_NODES:
-        raise _UnreadableError(f"it stands for more than {_MAX_YAML_NODES} values; use fewer aliases")
+        raise _UnreadableError(f"its aliases expand to more than {_MAX_YAML_NODES} values; use fewer aliases")
 
 
 def _children(node: yaml.Node) -> list[yaml.Node]:

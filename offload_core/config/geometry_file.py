@@ -1,4 +1,4 @@
-"""A model's KV cache as a file: what ``offload-core plan`` reads and an engine writes to its ``geometry_file``.
+"""A model's KV cache as a file. ``offload-core plan`` reads it; an engine writes it to its ``geometry_file``.
 
 YAML, TOML or JSON; :class:`KVCacheGeometry` is the schema. ``examples/geometries`` has one file per kind of model. The
 two groups of a model with a sliding window of 128 tokens in half of its 24 layers::
@@ -44,7 +44,7 @@ def _policy(written: object) -> HitPolicy:
 
 
 def policy_text(policy: HitPolicy) -> str:
-    """Return ``policy`` as a geometry file has it: ``full``, ``state``, ``window N`` or ``chunked N``."""
+    """Return ``policy`` as text in a geometry file: ``full``, ``state``, ``window N`` or ``chunked N``."""
     tokens = {"window": f" {policy.window_tokens}", "chunked": f" {policy.attention_chunk_tokens}"}
     return policy.kind + tokens.get(policy.kind, "")
 
@@ -57,31 +57,34 @@ class _Keys(BaseModel):
 
 
 class BlockPages(_Keys):
-    """Pages of one size of which a block consists."""
+    """Pages of one size in a block."""
 
-    count: Annotated[Count, Field(description="how many; one per layer, two where keys lie apart from values")]
-    page_bytes: Annotated[Count, Field(description="bytes of data in each, without padding, on one rank")]
+    count: Annotated[
+        Count, Field(description="Pages per block: one per layer, or two if keys and values are separate.")
+    ]
+    page_bytes: Annotated[Count, Field(description="Bytes of data in each page on one rank, without padding.")]
 
 
 class KVCacheGroup(_Keys):
     """Layers that share one block table."""
 
     index: Annotated[
-        int | None, Field(ge=0, strict=True, description="the engine's number of the group; by default its place here")
+        int | None,
+        Field(ge=0, strict=True, description="The engine's number of the group. If unset, its place in the list."),
     ] = None
-    name: Annotated[str, Field(description="for people only")] = ""
-    block_size_tokens: Annotated[Count, Field(description="tokens per block")]
+    name: Annotated[str, Field(description="A name for people; not used.")] = ""
+    block_size_tokens: Annotated[Count, Field(description="Tokens per block.")]
     policy: Annotated[
         HitPolicy,
         BeforeValidator(_policy),
         PlainSerializer(policy_text),
         WithJsonSchema({"type": "string", "pattern": f"^({_POLICY})$"}),
         Field(
-            description="what a hit needs of the group: full (every token), window N (sliding window of N tokens), "
-            "chunked N (attention chunk of N tokens) or state (one recurrent state)"
+            description="Part of the group that a hit needs: full (every token), window N (sliding window of N "
+            "tokens), chunked N (attention chunk of N tokens) or state (one recurrent state)."
         ),
     ]
-    pages: Annotated[list[BlockPages], Field(min_length=1, description="what one block consists of")]
+    pages: Annotated[list[BlockPages], Field(min_length=1, description="The pages of one block.")]
 
     @property
     def block_bytes(self) -> int:
@@ -90,30 +93,30 @@ class KVCacheGroup(_Keys):
 
 
 class KVCacheGeometry(_Keys):
-    """The groups of a model that take part in prefix caching, and what else decides the plan."""
+    """The groups of a model that take part in prefix caching, and the other inputs of the plan."""
 
-    model: Annotated[str, Field(description="for people only")] = ""
-    hash_block_size_tokens: Annotated[Count, Field(description="tokens per block hash of the engine")]
+    model: Annotated[str, Field(description="A name for people; not used.")] = ""
+    hash_block_size_tokens: Annotated[Count, Field(description="Tokens per block hash of the engine.")]
     scheduler_block_size_tokens: Annotated[
         Count,
-        Field(description="the engine goes on from multiples of this only; matters where it has groups not named here"),
+        Field(description="The engine resumes at multiples of this only. It matters if the engine has other groups."),
     ] = 1
-    max_model_len: Annotated[Count, Field(description="longest sequence in tokens")] = 1 << 20
+    max_model_len: Annotated[Count, Field(description="Longest sequence in tokens.")] = 1 << 20
     hybrid_chunk_size: Annotated[
-        Count | None, Field(description="tokens per stored chunk; by default chosen from the block sizes")
+        Count | None, Field(description="Tokens per stored chunk. If unset, the block sizes decide.")
     ] = None
-    ranks: Annotated[Count, Field(description="workers of the engine; each stores objects of its own")] = 1
-    groups: Annotated[list[KVCacheGroup], Field(min_length=1, description="the groups, in the engine's order")]
+    ranks: Annotated[Count, Field(description="Workers of the engine. Each stores its own objects.")] = 1
+    groups: Annotated[list[KVCacheGroup], Field(min_length=1, description="The groups, in the engine's order.")]
 
     def indexed_groups(self) -> list[tuple[int, KVCacheGroup]]:
         """Return each group with its index."""
         return [(place if group.index is None else group.index, group) for place, group in enumerate(self.groups)]
 
     def planner(self, hybrid_chunk_size: int | None) -> HybridOffloadPlanner:
-        """Return the plan that the engine makes with ``hybrid_chunk_size``; ``None`` is its default.
+        """Return the engine's plan for ``hybrid_chunk_size``; ``None`` is its default.
 
         Raises:
-            PlanError: the engine would refuse to start, and why.
+            PlanError: the engine would refuse to start; the message has the reason.
         """
         return HybridOffloadPlanner.build(
             [GroupGeometry(index, g.block_size_tokens, g.policy) for index, g in self.indexed_groups()],
@@ -128,7 +131,7 @@ def load_geometry(path: Path) -> KVCacheGeometry:
     """Read a geometry file.
 
     Raises:
-        ConfigError: with every problem: the dotted path, the bad value, what would be valid, the cure.
+        ConfigError: with every problem: the dotted path, the bad value, valid values, the cure.
     """
     source = f"{path} (geometry)"
     geometry, problems = validate(KVCacheGeometry, read_keys(path, "geometry", source), prefix="")
@@ -146,10 +149,10 @@ def load_geometry(path: Path) -> KVCacheGeometry:
 
 
 def save_geometry(geometry: KVCacheGeometry, path: Path) -> None:
-    """Write a geometry file, as JSON, whole or not at all.
+    """Write a geometry file as JSON, atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:

@@ -19,9 +19,9 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 def config_schema(registry: PluginRegistry) -> dict[str, Any]:
     """Return the JSON schema of a whole configuration file, with the options of every backend type of ``registry``.
 
-    What :func:`~offload_core.config.model.load_config` accepts, the schema accepts, secrets aside: these come from the
-    environment and are refused in a file by both. It cannot say that tiers' names differ, that a size or a duration in
-    words is within a field's limits, or what a plugin's own validators check.
+    The schema accepts every configuration that :func:`~offload_core.config.loading.load_config` accepts. Both refuse
+    secrets in a file, since these come from the environment. JSON schema cannot express three
+    checks: different names of tiers, bounds of a size or a duration in words, and a plugin's own validators.
     """
     schema, definitions = _model_schema(OffloadSettings, "")
     del definitions["BackendConfig"]
@@ -47,7 +47,7 @@ def _entry_schema(backend_type: BackendType) -> tuple[dict[str, Any], dict[str, 
     description = f"A tier of type {backend_type.name}."
     try:
         own, definitions = _model_schema(backend_type.options, f"{backend_type.name}.")
-    except PydanticInvalidForJsonSchema:  # a type of the plugin's own; only this type's options stay unknown
+    except PydanticInvalidForJsonSchema:  # a plugin's own type; only the options of this backend type stay unknown
         own, definitions = {"additionalProperties": True}, {}
         description += " JSON schema cannot describe its options."
     if secrets:
@@ -74,7 +74,7 @@ def _entry_schema(backend_type: BackendType) -> tuple[dict[str, Any], dict[str, 
 
 
 def _model_schema(model: type[BaseModel], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the model's schema and what it refers to, as definitions whose names begin with ``prefix``."""
+    """Return the model's schema and its definitions, whose names begin with ``prefix``."""
     schema = model.model_json_schema(ref_template=f"#/$defs/{prefix}{{model}}")
     definitions = {f"{prefix}{name}": value for name, value in schema.pop("$defs", {}).items()}
     if "$ref" in schema:  # a model that holds itself
@@ -82,16 +82,16 @@ def _model_schema(model: type[BaseModel], prefix: str) -> tuple[dict[str, Any], 
     for name, field in model.model_fields.items():
         written = schema["properties"].get(written_key(name, field))
         if written is not None:
-            _add_limits(written, field.metadata)
+            _add_bounds(written, field.metadata)
     return schema, definitions
 
 
-def _add_limits(schema: dict[str, Any], metadata: list[Any]) -> None:
-    """Write a field's limits beside the alternatives of its type, where pydantic leaves them out; they bind numbers."""
+def _add_bounds(schema: dict[str, Any], metadata: list[Any]) -> None:
+    """Write a field's bounds beside the alternatives of its type, where pydantic omits them. They apply to numbers."""
     words = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
-    for limit in metadata:
+    for entry in metadata:
         for attribute, word in words.items():
-            bound = getattr(limit, attribute, None)
+            bound = getattr(entry, attribute, None)
             if "anyOf" in schema and bound is not None:
                 schema[word] = bound
                 for alternative in schema["anyOf"]:

@@ -1,7 +1,7 @@
-"""Turns what pydantic reports into lines for the operator: the path, the bad value, what is valid, the cure.
+"""Pydantic's errors as lines for the operator: the path, the bad value, valid values, the cure.
 
-A value is shown only where a field that is no secret holds it, and only when it is a single value: a list or a mapping
-in a wrong place may hold anything.
+A line shows a bad value only if it is a single value of a field that is not secret. A list or a mapping in a wrong
+place may hold anything.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ M = TypeVar("M", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Secrets:
-    """What must not be printed.
+    """Secrets that no message may show.
 
     Args:
         variables: for each secret key, the environment variable that holds it.
-        values: the secrets, taken out of every message of a plugin's own.
-        reported: secret keys that are missing for a reason that is reported elsewhere.
+        values: the secrets, which are removed from a plugin's own messages.
+        reported: secret keys whose absence is already reported.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Secrets:
     reported: Collection[str] = ()
 
     def hide(self, text: str) -> str:
-        """Return ``text`` without the secrets, as they are or with their odd characters escaped by ``repr``."""
+        """Return ``text`` without the secrets, plain or with special characters escaped by ``repr``."""
         forms = {form for value in self.values for form in (value, repr(value)[1:-1])}
         for form in sorted(forms, key=len, reverse=True):
             text = text.replace(form, "**********")
@@ -49,13 +49,13 @@ def validate(
     valid_keys: Iterable[str] | None = None,
     secrets: Secrets | None = None,
 ) -> tuple[M | None, list[str]]:
-    """Return ``raw`` as a ``model``, or ``None`` and one line per problem, each with its dotted path."""
+    """Return ``raw`` as a ``model``, or ``None`` with one line per problem. Each line has its dotted path."""
     try:
         return model.model_validate(raw), []
     except ValidationError as error:
         keys = sorted(valid_keys if valid_keys is not None else model.model_fields)
         details = error.errors(include_url=False)
-    # Outside of the except clause: a traceback of what is raised later must not show pydantic's text, with its inputs.
+    # Outside the except clause: the traceback of a later error must not show pydantic's text with its inputs.
     secrets = secrets or Secrets()
     return None, [
         _describe(dict(detail), prefix, keys if len(detail["loc"]) == 1 else _keys_at(detail["loc"], model), secrets)
@@ -65,7 +65,7 @@ def validate(
 
 
 def _keys_at(loc: Sequence[int | str], model: type[BaseModel]) -> list[str]:
-    """Return the keys of the model, inside of ``model`` and its lists, in which ``loc`` ends; none if there is none."""
+    """Return the keys of the model inside ``model`` and its lists in which ``loc`` ends; an empty list if none does."""
     place: Any = model
     for part in loc[:-1]:
         if isinstance(part, int):
@@ -94,7 +94,7 @@ def _describe(detail: dict[str, Any], prefix: str, valid_keys: Sequence[str], se
         return f"{path}: {kind_of(detail['input'])} is not valid: it must hold keys and values"
     if path == "backends":
         return f"{path}: {kind_of(detail['input'])} is not valid: {message}"
-    if not loc:  # a check of the whole entry
+    if not loc:  # a validator of the whole entry
         return f"{path}: {message}"
     value = secrets.hide(shown(detail["input"]))
     if kind in (SIZE_ERROR, DURATION_ERROR):
@@ -112,19 +112,19 @@ def _hint(key: str, valid_keys: Sequence[str], secrets: Secrets) -> str:
 
 
 def written_key(name: str, field: FieldInfo) -> str:
-    """Return what operators write for a field: its alias if it has one."""
+    """Return the key that operators write for a field: its alias if it has one."""
     return field.validation_alias if isinstance(field.validation_alias, str) else name
 
 
 def shown(value: object) -> str:
-    """Return a single value as text, and only the kind of anything that holds others."""
+    """Return a single value as text, but only the kind of a collection."""
     if isinstance(value, Mapping) or (isinstance(value, Collection) and not isinstance(value, str | bytes)):
         return kind_of(value)
     return repr(value)
 
 
 def kind_of(value: object) -> str:
-    """Return what kind of value it is, in an operator's words, without the value."""
+    """Return the kind of a value in an operator's words, without the value."""
     if value is None:
         return "nothing"
     kinds: list[tuple[type | tuple[type, ...], str]] = [

@@ -1,4 +1,4 @@
-"""Secrets among a backend's options: read from the environment only, since vLLM logs its whole configuration."""
+"""Secrets among a backend's options, read only from the environment, since vLLM logs its whole configuration."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class SecretField:
 
     Args:
         name: the field's name.
-        key: what the options model calls it in its input: the name, or an alias.
-        kind: ``SecretStr`` or ``SecretBytes``; ``None`` where the secret is a part of the value, which no environment
-            variable can fill.
+        key: the options model's key for it: the name, or an alias.
+        kind: ``SecretStr`` or ``SecretBytes``; ``None`` if the secret is only a part of the value, since no environment
+            variable can fill that.
     """
 
     name: str
@@ -33,7 +33,7 @@ class SecretField:
     kind: type[SecretStr] | type[SecretBytes] | None
 
     def wrap(self, value: str) -> SecretStr | SecretBytes:
-        """Return ``value`` as the field's type, so that nothing that prints the options' input shows it."""
+        """Return ``value`` as the field's type, so that no print of the options' input shows it."""
         return SecretBytes(value.encode()) if self.kind is SecretBytes else SecretStr(value)
 
 
@@ -61,7 +61,7 @@ def variable_name(tier: str | None, field: str) -> str:
 def from_environment(
     fields: Sequence[SecretField], tier: str | None, environ: Mapping[str, str]
 ) -> dict[str, SecretStr | SecretBytes]:
-    """Return the secrets that are set, by the key that the options model knows them by. An empty one is not set."""
+    """Return the secrets that are set, by the options model's keys. An empty variable counts as not set."""
     if tier is None:
         return {}
     values = {field: environ.get(variable_name(tier, field.name), "") for field in fields}
@@ -69,7 +69,7 @@ def from_environment(
 
 
 def _plain_secret(annotation: Any) -> type[SecretStr] | type[SecretBytes] | None:
-    """Return the secret's type if the field is nothing but a secret, or a secret or ``None``."""
+    """Return the secret's type if the field is a secret, or a secret or ``None``."""
     if get_origin(annotation) is Annotated:
         return _plain_secret(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):

@@ -1,1 +1,1 @@
-"""How deep a prefix of a request the tiers hold."""
+"""Depth of a request's prefix on the tiers."""

@@ -1,4 +1,4 @@
-"""What the scheduler half believes of chunks: stored, on their way, not to be trusted."""
+"""The scheduler half's beliefs about chunks: present, pending, or excluded."""
 
 from __future__ import annotations
 
@@ -8,46 +8,52 @@ from collections.abc import Collection, Iterable, Mapping
 
 from offload_core.planning.chunk_keys import ChunkRef
 
-_KNOWN_CHUNKS = 1 << 16
-_MISTRUST_SECONDS = 60.0
+_MAX_PRESENT_CHUNKS = 1 << 16
+_EXCLUSION_SECONDS = 60.0
 
 
 class ChunkLedger:
-    """Beliefs about chunks, so that nothing is copied twice and a bad hit is not offered again (invariant I5).
+    """Beliefs about chunks, so that no chunk is copied twice and no bad hit is offered again (invariant I5).
 
-    A chunk is *known* once it is stored, on its way or loaded; *pending* until every rank has said how its store ended;
-    *mistrusted* on a tier for a minute after a load from there did not get it, or until it is stored anew. All of it
-    may be forgotten at any time: then a chunk is offered to the tiers once more, and they say that they have it.
+    A chunk is *present* from the begin of its store, or once it was loaded. Its store is *pending* until every rank has
+    reported the end. After a load did not get a chunk from a tier, the chunk is *excluded* there for a minute, or until
+    it is stored again. All beliefs may be forgotten at any time. Then a chunk is offered to the tiers once more, and
+    they report that they have it.
 
     Args:
         num_ranks: ranks that report on each store.
-        patience_seconds: how long after its start a store counts as pending.
+        max_pending_seconds: longest time for which a store counts as pending.
     """
 
-    def __init__(self, num_ranks: int, patience_seconds: float) -> None:
+    def __init__(self, num_ranks: int, max_pending_seconds: float) -> None:
         self._num_ranks = num_ranks
-        self._patience_seconds = patience_seconds
-        self._known: OrderedDict[ChunkRef, float] = OrderedDict()  # since when it is there; zero for long enough
+        self._max_pending_seconds = max_pending_seconds
+        self._present: OrderedDict[ChunkRef, float] = OrderedDict()  # time of the end of its store, or 0
         self._pending: dict[ChunkRef, tuple[int, float]] = {}
-        self._mistrusted: dict[tuple[str, ChunkRef], float] = {}
+        self._excluded: dict[tuple[str, ChunkRef], float] = {}
 
-    def knows(self, ref: ChunkRef) -> bool:
-        """Return whether ``ref`` is stored or on its way, as far as is known."""
-        if ref not in self._known:
+    def is_present(self, ref: ChunkRef) -> bool:
+        """Return whether ``ref`` is believed to be stored, or its store is pending."""
+        if ref not in self._present:
             return False
-        self._known.move_to_end(ref)
+        self._present.move_to_end(ref)
         return True
 
-    def store_begins(self, ref: ChunkRef) -> None:
-        """Note that ``ref`` is on its way: known and pending."""
-        self._remember(ref, 0.0)
-        self._pending[ref] = (self._num_ranks, time.monotonic() + self._patience_seconds)
+    def store_started(self, ref: ChunkRef) -> None:
+        """Record the begin of a store: ``ref`` is present, and its store is pending."""
+        self._add_present(ref, 0.0)
+        self._pending[ref] = (self._num_ranks, time.monotonic() + self._max_pending_seconds)
 
     def stores_ended(self, ended: Mapping[ChunkRef, int], not_stored: Collection[ChunkRef]) -> None:
-        """Take reports on stores: how many ranks have ended each chunk's, and which chunks some rank did not store."""
+        """Record the end of stores.
+
+        Args:
+            ended: per chunk, the number of ranks that have ended its store.
+            not_stored: chunks that some rank did not store.
+        """
         for ref in not_stored:
-            self._known.pop(ref, None)
-        anew: set[ChunkRef] = set()
+            self._present.pop(ref, None)
+        stored_again: set[ChunkRef] = set()
         for ref, ranks in ended.items():
             left, until = self._pending.get(ref, (0, 0.0))
             if left > ranks:
@@ -55,30 +61,30 @@ class ChunkLedger:
                 continue
             self._pending.pop(ref, None)
             if ref not in not_stored:
-                anew.add(ref)
-                if ref in self._known:
-                    self._known[ref] = time.monotonic()
+                stored_again.add(ref)
+                if ref in self._present:
+                    self._present[ref] = time.monotonic()
 
-        if self._mistrusted and anew:
-            self._mistrusted = {place: until for place, until in self._mistrusted.items() if place[1] not in anew}
+        if self._excluded and stored_again:
+            self._excluded = {place: until for place, until in self._excluded.items() if place[1] not in stored_again}
 
     def loaded(self, refs: Iterable[ChunkRef]) -> None:
-        """Note chunks that a load got: they are on a tier."""
+        """Record chunks that a load got: they are present."""
         for ref in refs:
-            self._remember(ref, 0.0)
+            self._add_present(ref, 0.0)
 
     def load_failed(self, places: Collection[tuple[str, ChunkRef]]) -> None:
-        """Mistrust chunks that a load did not get, on the tier of that name; other tiers may have them all the same."""
+        """Exclude chunks that a load did not get from the tier of that name. Other tiers may have them all the same."""
         now = time.monotonic()
         if places:
-            self._mistrusted = {place: until for place, until in self._mistrusted.items() if until > now}
+            self._excluded = {place: until for place, until in self._excluded.items() if until > now}
         for tier, ref in places:
-            self._mistrusted[tier, ref] = now + _MISTRUST_SECONDS
-            self._known.pop(ref, None)
+            self._excluded[tier, ref] = now + _EXCLUSION_SECONDS
+            self._present.pop(ref, None)
 
-    def missing(self, refs: Iterable[ChunkRef]) -> bool:
-        """Forget chunks that a lookup did not find; returns whether one of them was thought to be there."""
-        gone = [ref for ref in refs if ref in self._known and ref not in self._pending]
+    def not_found(self, refs: Iterable[ChunkRef]) -> bool:
+        """Forget chunks that a lookup did not find; returns whether one of them was believed to be present."""
+        gone = [ref for ref in refs if ref in self._present and ref not in self._pending]
         self.forget(gone)
         return bool(gone)
 
@@ -86,31 +92,31 @@ class ChunkLedger:
         """Forget chunks, so that they are offered to the tiers again."""
         for ref in refs:
             if ref not in self._pending:
-                self._known.pop(ref, None)
+                self._present.pop(ref, None)
 
-    def on_its_way(self, refs: Iterable[ChunkRef], since: float) -> bool:
-        """Return whether one of ``refs`` has got to the tiers after ``since``, or is on its way within the patience."""
+    def any_arriving(self, refs: Iterable[ChunkRef], since: float) -> bool:
+        """Return whether the store of one of ``refs`` has ended after ``since``, or is pending."""
         now = time.monotonic()
         return any(
-            self._pending[ref][1] > now if ref in self._pending else self._known.get(ref, 0.0) > since for ref in refs
+            self._pending[ref][1] > now if ref in self._pending else self._present.get(ref, 0.0) > since for ref in refs
         )
 
     @property
-    def mistrusted(self) -> frozenset[tuple[str, ChunkRef]]:
-        """Names of tiers and chunks there that are not to be trusted now."""
-        if not self._mistrusted:
+    def excluded(self) -> frozenset[tuple[str, ChunkRef]]:
+        """Pairs of a tier's name and a chunk that is excluded there now."""
+        if not self._excluded:
             return frozenset()
         now = time.monotonic()
-        return frozenset(place for place, until in self._mistrusted.items() if until > now)
+        return frozenset(place for place, until in self._excluded.items() if until > now)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._known.clear()
+        self._present.clear()
         self._pending.clear()
-        self._mistrusted.clear()
+        self._excluded.clear()
 
-    def _remember(self, ref: ChunkRef, since: float) -> None:
-        self._known[ref] = since
-        self._known.move_to_end(ref)
-        if len(self._known) > _KNOWN_CHUNKS:
-            self._known.popitem(last=False)
+    def _add_present(self, ref: ChunkRef, since: float) -> None:
+        self._present[ref] = since
+        self._present.move_to_end(ref)
+        if len(self._present) > _MAX_PRESENT_CHUNKS:
+            self._present.popitem(last=False)

@@ -1,7 +1,7 @@
 """Asynchronous lookups with deadlines, for the scheduler half: how deep a prefix does each tier hold?
 
-The tier with the highest matched tokens times ``load_weight`` is to serve the load. A request waits while no tier has
-answered with something to load; then for a short grace, as long as another tier could still do better.
+The tier with the highest matched tokens times ``load_weight`` serves the load. A request waits until some tier has a
+prefix to load. Then it waits for a short grace period, while another tier could still do better.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from itertools import accumulate
 
 from offload_core.api.keys import ObjectKey
-from offload_core.lookup.local_index import TierIndex
-from offload_core.lookup.question import PrefixAnswer, PrefixQuestion, TierAnswer
+from offload_core.lookup.prefix_query import PrefixAnswer, PrefixQuery, TierAnswer
+from offload_core.lookup.tier_index import TierIndex
 from offload_core.planning.chunk_keys import ChunkRef, object_keys
 from offload_core.planning.planner import HybridOffloadPlanner, UnitRange
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
@@ -24,33 +24,34 @@ from offload_core.tiers.tier import Tier
 
 
 class Lookup:
-    """One question to all tiers. For the thread that started it.
+    """One query to all tiers. For the thread that started it.
 
     Args:
         reachable_tokens: the deepest boundary that any tier could answer.
-        grace_seconds: how long to wait for other tiers once one has something to load.
-        started: when the tiers were asked, by the monotonic clock.
+        grace_seconds: longest wait for other tiers after one has a prefix to load.
+        started: time of the query, by the monotonic clock.
     """
 
     def __init__(
         self,
-        question: PrefixQuestion,
+        query: PrefixQuery,
         answers: Sequence[TierAnswer],
         reachable_tokens: int,
         grace_seconds: float,
         started: float,
     ) -> None:
-        self.question = question
+        self.query = query
         self.started = started
         self._answers = tuple(answers)
         self._reachable_tokens = reachable_tokens
         self._grace_seconds = grace_seconds
 
     def done(self) -> bool:
-        """Return whether it is decided which tier serves a load.
+        """Return whether the lookup has its result. One of these conditions is enough:
 
-        That is when every tier has answered or is past its deadline; when some tier has something to load, and no open
-        one could do better; or when the grace after the first such answer is over.
+        - every tier has answered or is past its deadline;
+        - some tier has a prefix to load, and no tier that may still answer could do better;
+        - the grace period after the first prefix to load is over.
         """
         now = time.monotonic()
         still_open = [tier for tier in self._answers if tier.is_open(now)]
@@ -64,22 +65,22 @@ class Lookup:
                 first_hit = min(first_hit, tier.answered_at or now)
         if best == 0:
             return False
-        could_be = self._reachable_tokens - self.question.computed_tokens
+        could_be = self._reachable_tokens - self.query.computed_tokens
         return now >= first_hit + self._grace_seconds or all(could_be * t.load_weight <= best for t in still_open)
 
     def best(self) -> tuple[str, int]:
         """Return the tier with the highest matched tokens times weight, the first of equals, and its boundary.
 
-        A tier that has not answered has nothing; where none has anything, the boundary is what is computed already.
+        A tier without an answer has no match. If no tier has a match, the boundary is the computed prefix.
         """
         best = max(self._answers, key=self._score)
         answer = best.get()
-        return best.name, self.question.computed_tokens if answer is None else answer.boundary_tokens
+        return best.name, self.query.computed_tokens if answer is None else answer.boundary_tokens
 
     def missing(self) -> set[ChunkRef]:
-        """Return chunks asked for that no tier has.
+        """Return the chunks of the query that no tier has.
 
-        A tier without an answer at its deadline has no say in it. While one may still answer nothing counts as missing,
+        A tier without an answer at its deadline is left out. While some tier may still answer, no chunk is missing,
         since that tier may have it.
         """
         now = time.monotonic()
@@ -89,21 +90,21 @@ class Lookup:
         return set.intersection(*(set(answer.missing) for answer in answers))
 
     def answers(self) -> dict[str, PrefixAnswer]:
-        """Return the answers that have come, per tier."""
+        """Return the answers until now, per tier."""
         return {tier.name: answer for tier in self._answers if (answer := tier.get()) is not None}
 
     def _score(self, tier: TierAnswer) -> float:
         answer = tier.get()
-        return 0.0 if answer is None else (answer.boundary_tokens - self.question.computed_tokens) * tier.load_weight
+        return 0.0 if answer is None else (answer.boundary_tokens - self.query.computed_tokens) * tier.load_weight
 
 
 class LookupService:
-    """Starts lookups on the I/O loop and lets an idle engine wait briefly for an answer.
+    """Starts lookups on the I/O loop, and lets an idle engine wait briefly for an answer.
 
     Args:
         grace_seconds: see :class:`Lookup`.
-        indexes: per name of a tier that is not to be asked itself, what it holds.
-        unavailable: names of tiers of which nothing is to be loaded for now; read at each start of a lookup.
+        indexes: index per tier name, for tiers whose medium this process cannot see.
+        unavailable: names of tiers that serve no loads for now; read at the start of each lookup.
     """
 
     def __init__(
@@ -125,71 +126,69 @@ class LookupService:
         self._unavailable = unavailable
         self._answered = threading.Event()
 
-    def start(self, question: PrefixQuestion, patience_seconds: float = math.inf) -> Lookup:
-        """Ask every tier that is available; of the others there is no answer, at once.
+    def start(self, query: PrefixQuery, max_wait_seconds: float = math.inf) -> Lookup:
+        """Query every available tier. The others give no answer, at once.
 
         Args:
-            patience_seconds: how long the caller can wait for answers, where that is less than the tiers' deadlines; it
-                is no fault of a tier when it answers after this.
+            max_wait_seconds: longest wait of the caller, if shorter than the tiers' deadlines. An answer after it does
+                not count as a timeout of the tier.
         """
         started = time.monotonic()
         answers = []
         for tier in self._tiers:
             timeout_seconds = tier.limits.lookup_timeout_seconds
-            answer = self._answer(tier, question, started + timeout_seconds)
-            wanted_until = started + min(timeout_seconds, patience_seconds)
+            answer = self._answer(tier, query, started + timeout_seconds)
+            wanted_until = started + min(timeout_seconds, max_wait_seconds)
             answers.append(TierAnswer(tier.name, tier.load_weight, answer, wanted_until))
             answer.add_done_callback(log_unexpected)
             answer.add_done_callback(lambda _: self._answered.set())
-        reachable_tokens = self._planner.storable_prefix(question.limit_tokens)
-        return Lookup(question, answers, reachable_tokens, self._grace_seconds, started)
+        reachable_tokens = self._planner.storable_prefix(query.limit_tokens)
+        return Lookup(query, answers, reachable_tokens, self._grace_seconds, started)
 
     def wait_for_answer(self, seconds: float) -> None:
-        """Wait until some lookup is answered, at most ``seconds``. For a step in which the engine has no other work."""
+        """Wait until some tier answers, at most ``seconds``. For a step in which the engine has no other work."""
         self._answered.wait(seconds)
         self._answered.clear()
 
-    def _answer(self, tier: Tier, question: PrefixQuestion, deadline: float) -> Future[PrefixAnswer | None]:
+    def _answer(self, tier: Tier, query: PrefixQuery, deadline: float) -> Future[PrefixAnswer | None]:
         answered: Future[PrefixAnswer | None] = Future()
         index = self._indexes.get(tier.name)
         if tier.name in self._unavailable:
             self._counters.add("breaker_refused", tier.name)
             answered.set_result(None)
         elif index is not None:
-            answered.set_result(self._look_up(tier, index, question))
+            answered.set_result(self._query_index(tier, index, query))
         elif not tier.health.admits("lookup"):
             answered.set_result(None)
         else:
-            return self._io.submit(self._ask(tier, question, deadline))
+            return self._io.submit(self._query_tier(tier, query, deadline))
         return answered
 
-    def _look_up(self, tier: Tier, index: TierIndex, question: PrefixQuestion) -> PrefixAnswer:
+    def _query_index(self, tier: Tier, index: TierIndex, query: PrefixQuery) -> PrefixAnswer:
         """Answer from the index, on the caller's thread."""
-        search = _prefix_search(self._planner, question, tier.name)
-        asked_count = hits = 0
+        search = _prefix_search(self._planner, query, tier.name)
+        looked_up = hits = 0
         try:
-            asked = next(search)
+            ranges = next(search)
             while True:
-                present = [
-                    index.present(question.namespaces, part.pack.name, _hashes(question, part)) for part in asked
-                ]
-                asked_count += sum(map(len, present))
+                present = [index.present(query.namespaces, part.pack.name, _hashes(query, part)) for part in ranges]
+                looked_up += sum(map(len, present))
                 hits += sum(flags.count(True) for flags in present)
-                asked = search.send(present)
+                ranges = search.send(present)
         except StopIteration as end:
-            ranks = len(question.namespaces)
+            ranks = len(query.namespaces)
             self._counters.add("lookup_hits", tier.name, hits * ranks)
-            self._counters.add("lookup_misses", tier.name, (asked_count - hits) * ranks)
+            self._counters.add("lookup_misses", tier.name, (looked_up - hits) * ranks)
             answer: PrefixAnswer = end.value
             return answer
 
-    async def _ask(self, tier: Tier, question: PrefixQuestion, deadline: float) -> PrefixAnswer | None:
-        """Answer by asking the medium; past the deadline it is not asked again. Cancellation leaves nothing behind."""
-        search = _prefix_search(self._planner, question, tier.name)
+    async def _query_tier(self, tier: Tier, query: PrefixQuery, deadline: float) -> PrefixAnswer | None:
+        """Answer by lookups on the medium, none of them after the deadline. A cancelled query leaves no state."""
+        search = _prefix_search(self._planner, query, tier.name)
         try:
-            asked = next(search)
+            ranges = next(search)
             while (seconds := deadline - time.monotonic()) > 0:
-                asked = search.send(await _present(tier, question, asked, seconds))
+                ranges = search.send(await _present(tier, query, ranges, seconds))
         except StopIteration as end:
             answer: PrefixAnswer = end.value
             return answer
@@ -197,44 +196,42 @@ class LookupService:
 
 
 def _prefix_search(
-    planner: HybridOffloadPlanner, question: PrefixQuestion, tier: str
+    planner: HybridOffloadPlanner, query: PrefixQuery, tier: str
 ) -> Generator[Sequence[UnitRange], Sequence[Sequence[bool]], PrefixAnswer]:
-    """Drive the planner's search: distrust what is mistrusted, and note what is missing."""
+    """Run the planner's search without the excluded chunks, and collect the missing ones."""
     missing: list[ChunkRef] = []
-    search = planner.search(question.computed_tokens, question.limit_tokens)
+    search = planner.search(query.computed_tokens, query.limit_tokens)
     try:
-        asked = next(search)
+        ranges = next(search)
         while True:
-            present = yield asked
-            trusted: list[Sequence[bool]] = []
-            for part, flags in zip(asked, present, strict=True):
-                if question.mistrusted or False in flags:
-                    refs = [ChunkRef(part.pack.name, digest, question.adapter) for digest in _hashes(question, part)]
-                    trust = ((tier, ref) not in question.mistrusted for ref in refs)
-                    flags = [there and trusted for there, trusted in zip(flags, trust, strict=True)]
+            present = yield ranges
+            usable: list[Sequence[bool]] = []
+            for part, flags in zip(ranges, present, strict=True):
+                if query.excluded or False in flags:
+                    refs = [ChunkRef(part.pack.name, digest, query.adapter) for digest in _hashes(query, part)]
+                    allowed = ((tier, ref) not in query.excluded for ref in refs)
+                    flags = [there and may_load for there, may_load in zip(flags, allowed, strict=True)]
                     missing += (ref for ref, there in zip(refs, flags, strict=True) if not there)
-                trusted.append(flags)
-            asked = search.send(trusted)
+                usable.append(flags)
+            ranges = search.send(usable)
     except StopIteration as end:
         return PrefixAnswer(end.value, tuple(missing))
 
 
-def _hashes(question: PrefixQuestion, part: UnitRange) -> Sequence[bytes]:
+def _hashes(query: PrefixQuery, part: UnitRange) -> Sequence[bytes]:
     units = part.units
-    return question.hashes[part.pack.name][units.start : units.stop : units.step]
+    return query.hashes[part.pack.name][units.start : units.stop : units.step]
 
 
-async def _present(
-    tier: Tier, question: PrefixQuestion, asked: Sequence[UnitRange], seconds: float
-) -> list[list[bool]]:
-    """Ask ``tier`` for all ranks' parts of the units; returns, per range, whether each unit is there in full."""
+async def _present(tier: Tier, query: PrefixQuery, ranges: Sequence[UnitRange], seconds: float) -> list[list[bool]]:
+    """Look up all ranks' parts of the units; returns, per range, whether each unit is complete."""
     keys: list[ObjectKey] = []
-    parts = [_hashes(question, part) for part in asked]
-    for namespace in question.namespaces:
-        for part, hashes in zip(asked, parts, strict=True):
+    parts = [_hashes(query, part) for part in ranges]
+    for namespace in query.namespaces:
+        for part, hashes in zip(ranges, parts, strict=True):
             keys += object_keys(namespace, part.pack.name, hashes)
     flags = await tier.lookup(keys, seconds)
-    per_rank = len(keys) // len(question.namespaces)
+    per_rank = len(keys) // len(query.namespaces)
     if per_rank < len(keys):
         flags = [all(flags[unit::per_rank]) for unit in range(per_rank)]
     ends = list(accumulate(map(len, parts)))

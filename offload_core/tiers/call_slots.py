@@ -1,4 +1,4 @@
-"""Slots for calls on one tier, which calls that are past their deadlines do not keep for ever."""
+"""Slots that bound the running calls on one tier; overdue calls lose their slots."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from contextlib import asynccontextmanager
 class CallSlots:
     """Bounds how many calls run at once. For one event loop.
 
-    A call that is past its deadline hangs, and may never end: another gets its slot, up to ``spare_slots`` times. So
-    what never comes back does not keep a medium that is well again from being used, and is bounded nevertheless.
+    A call past its deadline may never end. Another call gets its slot, for up to ``spare_slots`` overdue calls at once.
+    So a medium that has recovered can be used although old calls hang, and the number of running calls stays bounded.
 
     Args:
-        slots: calls at once that are within their deadlines.
-        spare_slots: calls past their deadlines whose slots others get; further ones keep theirs.
+        slots: calls within their deadlines at once.
+        spare_slots: overdue calls whose slots go to other calls; further overdue calls keep their slots.
     """
 
     def __init__(self, slots: int, spare_slots: int) -> None:
         self._free = asyncio.Semaphore(slots)
         self._spare_slots = spare_slots
-        self._late: list[object] = []  # calls past their deadlines that keep their slots
-        self._replaced: set[object] = set()  # calls past their deadlines whose slots others got
+        self._overdue: list[object] = []  # calls past their deadlines that keep their slots
+        self._replaced: set[object] = set()  # calls past their deadlines whose slots went to others
 
     @asynccontextmanager
     async def held(self, deadline: float) -> AsyncIterator[None]:
-        """Wait for a slot and hold it for the block. Cancelled while it waits, it holds nothing.
+        """Wait for a slot and hold it for the block. If cancelled during the wait, it holds no slot.
 
         Args:
-            deadline: when the call in the block is late, by the monotonic clock.
+            deadline: of the call in the block, by the monotonic clock.
         """
         await self._free.acquire()
         call = object()
         seconds = max(0.0, deadline - time.monotonic())
-        timer = asyncio.get_running_loop().call_later(seconds, self._is_late, call)
+        timer = asyncio.get_running_loop().call_later(seconds, self._deadline_passed, call)
         try:
             yield
         finally:
@@ -43,16 +43,16 @@ class CallSlots:
             if call in self._replaced:
                 self._replaced.discard(call)
             else:
-                if call in self._late:
-                    self._late.remove(call)
+                if call in self._overdue:
+                    self._overdue.remove(call)
                 self._free.release()
-            self._replace_late()
+            self._release_overdue_slots()
 
-    def _is_late(self, call: object) -> None:
-        self._late.append(call)
-        self._replace_late()
+    def _deadline_passed(self, call: object) -> None:
+        self._overdue.append(call)
+        self._release_overdue_slots()
 
-    def _replace_late(self) -> None:
-        while self._late and len(self._replaced) < self._spare_slots:
-            self._replaced.add(self._late.pop(0))
+    def _release_overdue_slots(self) -> None:
+        while self._overdue and len(self._replaced) < self._spare_slots:
+            self._replaced.add(self._overdue.pop(0))
             self._free.release()

@@ -1,14 +1,14 @@
-"""A circuit breaker: a medium that fails time after time is left alone, tried now and then, and used again.
+"""A circuit breaker: a medium that keeps failing gets a pause, is probed, and is used again once it works.
 
-The states, and what leads from one to the next:
+The states and their transitions:
 
 ========= =========================================== =================================================================
-state     what is admitted                            what ends it
+state     admitted calls                              end of the state
 ========= =========================================== =================================================================
-closed    everything                                  ``max_failures`` failures of one operation in a row: open
-open      nothing; one probe at a time, after a pause a probe that succeeds: closed where lookups or deletions had
-                                                      failed, half open where loads or stores had
-half open lookups and deletions; one load and one     a success of the operation that had failed: closed; any failure
+closed    all calls                                   ``max_failures`` failures of one operation in a row: open
+open      none; one probe at a time, after a pause    a probe that succeeds: closed after failures of lookups or
+                                                      deletions, half open after failures of loads or stores
+half open lookups and deletions; one load and one     a success of the failed operation: closed; any failure
           store at a time                             or timeout: open
 ========= =========================================== =================================================================
 
@@ -26,18 +26,18 @@ from offload_core.api.events import Operation
 State = Literal["closed", "open", "half open"]
 
 CALM_SECONDS = 10.0
-"""How long it must have been closed, at the least, for its next pause to be a short one."""
+"""Shortest time in the closed state after which the next pause is a short one again."""
 
 _TRIED_ONE_BY_ONE: tuple[Operation, ...] = ("load", "store")
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call that was admitted, to be handed back when it has ended.
+    """An admitted call, to be passed back when it has ended.
 
     Args:
-        period: how many changes of state there had been when it began.
-        timeouts: how many timeouts of its operation had been counted when it began.
+        period: number of changes of state before it began.
+        timeouts: number of timeouts of its operation before it began.
     """
 
     operation: Operation
@@ -49,9 +49,9 @@ class CircuitBreaker:
     """The breaker of one tier.
 
     Args:
-        max_failures: so many failures or timeouts of one operation, with no success of it in between, open it.
-        pause_seconds: from its opening to a probe; doubled when a probe fails, and when it opens again too soon.
-        max_pause_seconds: the longest pause.
+        max_failures: failures or timeouts of one operation in a row that open the breaker.
+        pause_seconds: first pause before a probe. It doubles when a probe fails, and when the breaker reopens too soon.
+        max_pause_seconds: longest pause.
     """
 
     def __init__(self, max_failures: int, pause_seconds: float, max_pause_seconds: float) -> None:
@@ -60,7 +60,7 @@ class CircuitBreaker:
         self._max_pause = max_pause_seconds
         self._state: State = "closed"
         self._period = 0
-        self._rows: Counter[Operation] = Counter()
+        self._failures_in_a_row: Counter[Operation] = Counter()
         self._timeouts: Counter[Operation] = Counter()
         self._trials: dict[Operation, Call] = {}
         self._tripped_by: Operation = "lookup"
@@ -77,27 +77,27 @@ class CircuitBreaker:
 
     @property
     def tripped_by(self) -> Operation:
-        """The operation whose failures opened it last."""
+        """The operation whose failures opened the breaker last."""
         return self._tripped_by
 
     @property
     def pause_seconds(self) -> float:
-        """The pause of this opening, or of the last one; 0 before the first."""
+        """The current pause, or the last one; 0 before the first."""
         return self._pause
 
     @property
     def probe_at(self) -> float | None:
-        """When the next probe is due; ``None`` when none is: the breaker is not open, or a probe is under way."""
+        """Time of the next probe; ``None`` if the breaker is not open, or while a probe runs."""
         return self._probe_at if self._state == "open" and not self._probing else None
 
     def admits(self, operation: Operation) -> bool:
-        """Return whether a call may begin; asking changes nothing."""
+        """Return whether a call may begin. This changes no state."""
         if self._state == "half open":
             return operation not in self._trials
         return self._state == "closed"
 
     def begin(self, operation: Operation) -> Call | None:
-        """Begin a call: ``None`` when it is not admitted. Each is to be ended."""
+        """Begin a call; ``None`` if it is not admitted. Every admitted call must be ended."""
         if not self.admits(operation):
             return None
         call = Call(operation, self._period, self._timeouts[operation])
@@ -106,43 +106,43 @@ class CircuitBreaker:
         return call
 
     def succeeded(self, call: Call, now: float) -> None:
-        """End a call that went well.
+        """End a call that succeeded.
 
-        One that began before the last timeout of its operation may be the late one itself: it is no evidence, except
-        that the medium answers, which is what a probe under way waits for.
+        A call that began before the last timeout of its operation may be the overdue call itself. It proves only that
+        the medium answers, which ends a running probe.
         """
         self.ended(call)
         if self._state == "open":
             if self._probing and call.operation in (self._tripped_by, "lookup"):
                 self._medium_answers(now)
         elif not self.may_be_late(call):
-            self._rows[call.operation] = 0
+            self._failures_in_a_row[call.operation] = 0
             if self._state == "half open" and call.operation == self._tripped_by and call.period == self._period:
                 self._close(now)
 
     def failed(self, call: Call, now: float) -> None:
-        """End a call that raised. One of an earlier state, or whose timeout may have been counted, is not counted."""
+        """End a call that raised. It is not counted if it began in an earlier state, or its timeout may be counted."""
         self.ended(call)
         if call.period == self._period and not self.may_be_late(call):
             self._count(call.operation, now)
 
     def ended(self, call: Call) -> None:
-        """End a call of which no more is known, such as one that was cancelled. After the other two it does nothing."""
+        """End a call without a result, such as a cancelled one. After ``succeeded`` and ``failed`` it does nothing."""
         if self._trials.get(call.operation) is call:
             del self._trials[call.operation]
 
     def timed_out(self, operation: Operation, now: float) -> None:
-        """Count a call that has missed its deadline, and goes on."""
+        """Count a call that has missed its deadline and still runs."""
         self._timeouts[operation] += 1
         self._count(operation, now)
 
     def begin_probe(self) -> None:
-        """Note that a probe is under way; to be called when :attr:`probe_at` has come, and not otherwise."""
+        """Record that a probe runs. Call this only when :attr:`probe_at` has come."""
         self._probing = True
         self._period_of_probe = self._period
 
     def probe_ended(self, answered: bool, now: float) -> None:
-        """Note that the probe has come back, however late."""
+        """Record the end of the probe, before or after its deadline."""
         self._probing = False
         if self._state != "open":
             return
@@ -153,14 +153,14 @@ class CircuitBreaker:
             self._probe_at = now + self._pause
 
     def may_be_late(self, call: Call) -> bool:
-        """Return whether a timeout that has been counted may be this call's."""
+        """Return whether a counted timeout may belong to this call."""
         return call.timeouts != self._timeouts[call.operation]
 
     def _count(self, operation: Operation, now: float) -> None:
         if self._state == "open":
             return
-        self._rows[operation] += 1
-        if self._state == "half open" or self._rows[operation] >= self._max_failures:
+        self._failures_in_a_row[operation] += 1
+        if self._state == "half open" or self._failures_in_a_row[operation] >= self._max_failures:
             self._open(operation, now)
 
     def _open(self, operation: Operation, now: float) -> None:
@@ -183,5 +183,5 @@ class CircuitBreaker:
     def _enter(self, state: State) -> None:
         self._state = state
         self._period += 1
-        self._rows.clear()
+        self._failures_in_a_row.clear()
         self._trials.clear()

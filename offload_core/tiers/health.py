@@ -1,7 +1,7 @@
-"""The health of one tier in one process: what fails, whether the tier is used, and what is told of both.
+"""The health of one tier in one process: failing operations, availability, and their log lines and events.
 
-An operation *fails* from its first failure until it works again; a tier is *unavailable* while its circuit breaker is
-not closed, or its backend hangs in ``open``. Each change of these is logged once, as a warning, and told to observers.
+An operation *fails* from its first failure until it works again. A tier is *unavailable* while its circuit breaker is
+not closed, or while its backend hangs in ``open``. Each change is logged once, as a warning, and sent to observers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from offload_core.api import events
 from offload_core.api.errors import BackendError
 from offload_core.api.keys import ObjectKey
-from offload_core.config.tier_limits import TierLimits
+from offload_core.config.limits import Limits
 from offload_core.plugins.observers import EventDelivery
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.circuit_breaker import Call, CircuitBreaker, State
@@ -23,34 +23,34 @@ from offload_core.tiers.circuit_breaker import Call, CircuitBreaker, State
 logger = logging.getLogger(__name__)
 
 QUIET_SECONDS = 5.0
-"""An operation is told to work again when one succeeds so long after the last failure."""
+"""An operation works again if it succeeds and its last failure is so long ago."""
 
 MAX_QUIET_SECONDS = 60.0
-"""The same for one that was told to work again, time after time, and failed soon again."""
+"""Upper bound of the same time, which doubles while an operation keeps failing soon after it worked again."""
 
 
 @dataclass
-class _Trouble:
-    """What is known of an operation that has failed. ``told`` until it is told to work again."""
+class _Failure:
+    """The state of an operation that has failed; ``reported`` until it is reported to work again."""
 
     last_failure: float
     quiet_seconds: float
-    told: bool = True
+    reported: bool = True
 
 
 class TierHealth:
-    """Told how a tier's calls end, asked whether another may begin. Thread-safe; nothing waits.
+    """Takes the results of a tier's calls, and admits or refuses further calls. Thread-safe; no method waits.
 
     Args:
-        limits: the tier's own.
-        observers: told what happens; ``None`` when there are none.
+        limits: the limits in force for this tier.
+        observers: receivers of events; ``None`` when there are none.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
         name: str,
-        limits: TierLimits,
+        limits: Limits,
         counters: Counters,
         observers: EventDelivery | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -64,17 +64,17 @@ class TierHealth:
             limits.breaker_failures, limits.breaker_pause_seconds, limits.breaker_max_pause_seconds
         )
         self._lock = threading.Lock()
-        self._troubles: dict[events.Operation, _Trouble] = {}
+        self._failures: dict[events.Operation, _Failure] = {}
         self._cause = ""
         self._unavailable_since: float | None = None
         self._hangs_in_open = False
         self._is_open = False
-        self._refusal_told = False
-        self.on_open_breaker: Callable[[], None] = lambda: None
-        """Called on any thread when the breaker has opened, for whoever sends probes."""
+        self._refusal_reported = False
+        self.on_breaker_opened: Callable[[], None] = lambda: None
+        """Called on any thread when the breaker has opened, so that the prober sends probes."""
 
     def admits(self, operation: events.Operation) -> bool:
-        """Return whether a call of ``operation`` would be let through; a refusal is counted as ``breaker_refused``."""
+        """Return whether a call of ``operation`` may begin; a refusal is counted as ``breaker_refused``."""
         with self._lock:
             admitted = self._admits(operation)
         if not admitted:
@@ -82,9 +82,9 @@ class TierHealth:
         return admitted
 
     def begin(self, operation: events.Operation) -> Call | None:
-        """Begin a call: ``None``, counted as ``breaker_refused``, when it is not let through.
+        """Begin a call. A refused call gives ``None`` and is counted as ``breaker_refused``.
 
-        Each call is ended by :meth:`succeeded` or :meth:`failed`, and in any case by :meth:`ended`.
+        End each call by :meth:`succeeded` or :meth:`failed`, and in every case by :meth:`ended`.
         """
         with self._lock:
             call = None if self._hangs_in_open else self._breaker.begin(operation)
@@ -93,97 +93,97 @@ class TierHealth:
         return call
 
     def succeeded(self, call: Call) -> None:
-        """Note that the backend has done its part, whatever became of each object."""
+        """Record a call that the backend completed, with any outcome per object."""
         with self._lock:
             now, before = self._clock(), self._breaker.state
-            trouble = self._troubles.get(call.operation)
-            if trouble is not None and trouble.told and not self._breaker.may_be_late(call):
-                self._tell_of_recovery(call.operation, trouble, now)
+            failure = self._failures.get(call.operation)
+            if failure is not None and failure.reported and not self._breaker.may_be_late(call):
+                self._report_recovery(call.operation, failure, now)
             self._breaker.succeeded(call, now)
-            self._tell_of_change(before, now)
+            self._report_change(before, now)
 
     def failed(self, call: Call, keys: Sequence[ObjectKey], error: Exception) -> None:
-        """Note that a call for ``keys`` raised ``error``."""
+        """Record that a call for ``keys`` raised ``error``."""
         cause = f"{type(error).__name__}: {error}"
         defect = isinstance(error, BackendError) or not isinstance(error, OSError)
-        cure = "if its medium is well, tell the backend's author" if defect else "check its medium"
+        cure = "if its medium works, tell the backend's author" if defect else "check its medium"
         with self._lock:
             now, before = self._clock(), self._breaker.state
             first = f"first of {len(keys)} objects: {keys[0]}" if keys else "no objects"
-            self._tell_of_failure(call.operation, f"failed ({first}): {cause}", cause, cure, now)
+            self._report_failure(call.operation, f"failed ({first}): {cause}", cause, cure, now)
             self._breaker.failed(call, now)
-            self._tell_of_change(before, now)
+            self._report_change(before, now)
 
     def ended(self, call: Call) -> None:
-        """Note that a call has ended, however; after :meth:`succeeded` and :meth:`failed` this does nothing."""
+        """Record that a call has ended. After :meth:`succeeded` and :meth:`failed` this does nothing."""
         with self._lock:
             self._breaker.ended(call)
 
     def timed_out(self, operation: events.Operation, first_key: ObjectKey | None) -> None:
-        """Note that a call has missed its deadline; it goes on, and may still be told to have ended."""
+        """Record that a call has missed its deadline. The call goes on, and its end is recorded later."""
         key = f"{operation}_timeout_seconds"
         seconds = getattr(self._limits, key, None)
         cause = f"no answer within {key}" + (f" = {seconds:g}" if seconds is not None else "")
         cure = f"check that its medium answers, or raise {key} if it is merely slow"
         with self._lock:
             now, before = self._clock(), self._breaker.state
-            self._tell_of_failure(operation, f"failed (first object: {first_key}): {cause}", cause, cure, now)
+            self._report_failure(operation, f"failed (first object: {first_key}): {cause}", cause, cure, now)
             self._breaker.timed_out(operation, now)
-            self._tell_of_change(before, now)
+            self._report_change(before, now)
 
     @property
     def available(self) -> bool:
-        """Whether the tier is used without reserve."""
+        """True if the tier is used for all operations."""
         return self._unavailable_since is None
 
-    def take_change(self) -> int:
-        """Return the change, since the last call, of how many tiers refuse lookups here: 1, 0 or -1."""
+    def take_refusal_change(self) -> int:
+        """Return 1 if the tier has begun to refuse lookups since the last call, -1 if it has ended, otherwise 0."""
         with self._lock:
             refuses = not self._admits("lookup")
-            change = int(refuses) - int(self._refusal_told)
-            self._refusal_told = refuses
+            change = int(refuses) - int(self._refusal_reported)
+            self._refusal_reported = refuses
             return change
 
-    def opening_hangs(self) -> None:
-        """Note that the backend has not come back from ``open`` in time: the tier is not used until it does."""
+    def open_timed_out(self) -> None:
+        """Record that ``open`` has missed its deadline. The tier is not used until ``open`` returns."""
         key = "open_timeout_seconds"
         with self._lock:
             if self._is_open or self._hangs_in_open:
                 return
             self._hangs_in_open = True
-            self._cause = f"open has not come back within {key} = {self._limits.open_timeout_seconds:g}"
+            self._cause = f"open did not finish within {key} = {self._limits.open_timeout_seconds:g}"
             logger.warning(
-                "tier %r: %s; the engine starts without it, and uses it when its medium answers. Check that, or "
-                "raise %s if it is merely slow.", self._name, self._cause, key,
+                "tier %r: %s; the engine starts without it, and uses it when its medium answers. Check its medium, "
+                "or raise %s if it is merely slow.", self._name, self._cause, key,
             )  # fmt: skip
             self._becomes_unavailable(self._clock())
 
     def opened(self) -> None:
-        """Note that the backend is open, in time or not."""
+        """Record that the backend is open, before or after its deadline."""
         with self._lock:
             self._is_open = True
             if self._hangs_in_open:
                 self._hangs_in_open = False
                 self._becomes_available(self._clock())
 
-    def opening_failed(self, error: Exception) -> None:
-        """Note that ``open`` raised. Where the engine has started without the tier, it stays without."""
+    def open_failed(self, error: Exception) -> None:
+        """Record that ``open`` raised. An engine that has started without the tier stays without it."""
         with self._lock:
             if self._hangs_in_open:
                 logger.warning(
-                    "tier %r: open failed after all: %s: %s. The engine goes on without it; mend it and restart.",
-                    self._name, type(error).__name__, error,
+                    "tier %r: open failed after its deadline: %s: %s. The engine goes on without it; repair it and "
+                    "restart.", self._name, type(error).__name__, error,
                 )  # fmt: skip
 
     @property
     def probe_in_seconds(self) -> float | None:
-        """In what time the next probe is due; ``None`` when none is."""
+        """Seconds until the next probe is due; ``None`` if no probe is due."""
         with self._lock:
             at = self._breaker.probe_at
             return None if at is None else max(0.0, at - self._clock())
 
     def begin_probe(self) -> bool:
-        """Begin a probe, if one is due; it is ended by :meth:`probe_ended`."""
+        """Begin a probe, if one is due; end it by :meth:`probe_ended`."""
         with self._lock:
             at = self._breaker.probe_at
             if at is None or self._clock() < at:
@@ -192,45 +192,45 @@ class TierHealth:
             return True
 
     def probe_ended(self, error: Exception | None) -> None:
-        """Note that the probe has come back, in whatever time."""
+        """Record the end of a probe, before or after its deadline."""
         if error is not None:
             logger.debug("tier %r: a probe failed: %s: %s", self._name, type(error).__name__, error)
         with self._lock:
             now, before = self._clock(), self._breaker.state
             self._breaker.probe_ended(error is None, now)
-            self._tell_of_change(before, now)
+            self._report_change(before, now)
 
     def _admits(self, operation: events.Operation) -> bool:
         return not self._hangs_in_open and self._breaker.admits(operation)
 
-    def _tell_of_failure(self, operation: events.Operation, what: str, cause: str, cure: str, now: float) -> None:
-        self._cause = f"{operation} {what}"
-        trouble = self._troubles.get(operation)
-        if trouble is not None and trouble.told:
-            trouble.last_failure = now
-            logger.debug("tier %r: %s %s", self._name, operation, what)
+    def _report_failure(self, operation: events.Operation, description: str, cause: str, cure: str, now: float) -> None:
+        self._cause = f"{operation} {description}"
+        failure = self._failures.get(operation)
+        if failure is not None and failure.reported:
+            failure.last_failure = now
+            logger.debug("tier %r: %s %s", self._name, operation, description)
             return
         quiet_seconds = QUIET_SECONDS
-        if trouble is not None and now - trouble.last_failure < 2 * MAX_QUIET_SECONDS:
-            quiet_seconds = min(2 * trouble.quiet_seconds, MAX_QUIET_SECONDS)
-        self._troubles[operation] = _Trouble(now, quiet_seconds)
+        if failure is not None and now - failure.last_failure < 2 * MAX_QUIET_SECONDS:
+            quiet_seconds = min(2 * failure.quiet_seconds, MAX_QUIET_SECONDS)
+        self._failures[operation] = _Failure(now, quiet_seconds)
         logger.warning(
-            "tier %r: %s %s. The engine goes on without; %s. Further failures are counted and not logged until it "
-            "works again.", self._name, operation, what, cure,
+            "tier %r: %s %s. The engine goes on without it; %s. Further failures are counted and not logged until it "
+            "works again.", self._name, operation, description, cure,
         )  # fmt: skip
         if self._observers:
             self._observers.emit(events.TierFailing(self._name, operation, cause))
 
-    def _tell_of_recovery(self, operation: events.Operation, trouble: _Trouble, now: float) -> None:
-        if now - trouble.last_failure < trouble.quiet_seconds:
+    def _report_recovery(self, operation: events.Operation, failure: _Failure, now: float) -> None:
+        if now - failure.last_failure < failure.quiet_seconds:
             return
-        trouble.told = False
+        failure.reported = False
         logger.warning("tier %r: %s works again", self._name, operation)
         if self._observers:
             self._observers.emit(events.TierRecovered(self._name, operation))
 
-    def _tell_of_change(self, before: State, now: float) -> None:
-        """Compare the breaker's state with what it was before."""
+    def _report_change(self, before: State, now: float) -> None:
+        """Report a change of the breaker's state since ``before``."""
         state = self._breaker.state
         if state == before:
             return
@@ -244,7 +244,7 @@ class TierHealth:
                     self._limits.breaker_max_pause_seconds,
                 )  # fmt: skip
                 self._becomes_unavailable(now)
-            self.on_open_breaker()
+            self.on_breaker_opened()
         elif state == "closed":
             self._becomes_available(now)
 

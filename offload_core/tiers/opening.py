@@ -1,4 +1,4 @@
-"""Opens and closes all tiers of a configuration at once, so that one which hangs costs no more than its deadline."""
+"""Opening and closing of all tiers at once, so that a hung tier costs no more than its deadline."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ logger = logging.getLogger(__name__)
 
 
 def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters, *, only_shared: bool = False) -> list[Tier]:
-    """Construct every tier of ``config``, wrapped by its plugins and with their observers, and open them all.
+    """Construct every tier of ``config``, with its plugins' wrappers and observers, and open all tiers.
 
-    One that does not come back from opening by its deadline is not used until it does.
+    A tier that does not open before its deadline is not used until it is open.
 
     Args:
-        only_shared: leave tiers closed whose medium this process could not see anyway.
+        only_shared: open only tiers with a shared medium; this process could not see the others' objects.
 
     Raises:
-        ConfigError: one or more tiers could not be opened, each with its reason.
+        ConfigError: one or more tiers could not be opened; each problem has its reason.
     """
     for report in config.plugins.reports:
         if report.error:
-            logger.warning("%s failed, and nothing of it is used: %s", report, report.error)
+            logger.warning("%s failed and is not used: %s", report, report.error)
     observers = config.plugins.observers
     delivery = EventDelivery(observers, counters) if observers else None
     tiers: list[Tier] = []
@@ -41,8 +41,8 @@ def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters, *, only_sh
     for tier_config in config.tiers:
         try:
             tier = Tier(tier_config, config.settings.limits, counters, config.plugins, delivery)
-        except FOREIGN_ERRORS as error:  # a plugin may raise anything; the other tiers' problems are to be told too
-            problems.append(_cannot_be_opened(tier_config.common.name, error))
+        except FOREIGN_ERRORS as error:  # a plugin may raise anything; the other tiers' problems are reported too
+            problems.append(_open_problem(tier_config.common.name, error))
             continue
         tiers.append(tier)
         if tier.capabilities.shared or not only_shared:
@@ -54,18 +54,18 @@ def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters, *, only_sh
         try:
             future.result()
         except Exception as error:
-            problems.append(_cannot_be_opened(tier.name, error))
+            problems.append(_open_problem(tier.name, error))
     if problems:
         for tier in tiers:
             io.submit(tier.close())
         raise ConfigError(problems, "backends")
     for tier, future in opening:
         if not future.done():
-            tier.health.opening_hangs()
+            tier.health.open_timed_out()
     return tiers
 
 
-def _cannot_be_opened(name: str, error: BaseException) -> str:
+def _open_problem(name: str, error: BaseException) -> str:
     if isinstance(error, ConfigError):
         return f"backend {name!r} cannot be opened: {'; '.join(error.problems)}"
     reason = error if isinstance(error, OSError | PluginError) else f"{type(error).__name__}: {error}"
@@ -73,12 +73,12 @@ def _cannot_be_opened(name: str, error: BaseException) -> str:
 
 
 def close_tiers(tiers: Sequence[Tier], io: IoLoop, seconds: float | None = None) -> None:
-    """Close all tiers at once; a hung medium must not hold up the process's end.
+    """Close all tiers at once; a hung medium must not delay the end of the process.
 
-    Observers have as long again, for the events that still wait.
+    Afterwards observers have the same time for the events in their queue.
 
     Args:
-        seconds: how long to wait for each, from now on; by default its own ``close_timeout_seconds``.
+        seconds: longest wait for each tier, from now on; by default its own ``close_timeout_seconds``.
     """
     started = time.monotonic()
     limits = [tier.limits.close_timeout_seconds if seconds is None else seconds for tier in tiers]

@@ -47,7 +47,7 @@ class TransferEngine:
     ) -> None:
         self.jobs = JobTable(counters)
         """All loads and stores under way."""
-        uses = staging_uses((tier.keys.staging_share, tier.compresses) for tier in tiers)
+        uses = staging_uses((tier.config.staging_share, tier.compresses) for tier in tiers)
         self._shares = share_out(
             staging,
             {tier.name: use for tier, use in zip(tiers, uses, strict=True)},

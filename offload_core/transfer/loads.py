@@ -26,7 +26,8 @@ from offload_core.memory.staging_shares import TierShare
 from offload_core.objects.format import HEADER_BYTES, object_bytes
 from offload_core.runtime.io_loop import IoLoop, log_unexpected, run_all
 from offload_core.runtime.metrics import Counters
-from offload_core.tiers.tier import StagedObject, Tier
+from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject, in_batches
 from offload_core.transfer.jobs import Job, JobState, JobTable
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from offload_core.api.keys import ObjectKey
 from offload_core.memory.staging_shares import TierShare
 from offload_core.memory.staging_size import lease_bytes
-from offload_core.tiers.tier import StagedObject
+from offload_core.tiers.staged_object import StagedObject
 from offload_core.transfer.store_queue import BatchState, StoreBatch
 
 

@@ -28,7 +28,8 @@ from offload_core.objects.format import HEADER_BYTES, object_bytes
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.threads import DaemonExecutor
-from offload_core.tiers.tier import StagedObject, Tier
+from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject, in_batches
 from offload_core.transfer.jobs import JobTable
 from offload_core.transfer.pending_store import GatherBudget, PendingStore, StoreResult
@@ -204,7 +205,7 @@ class Stores:
                 continue
             faster = position < from_position
             wanted = writer.policy.takes_loaded(key, promoted=faster)  # counts as a use in any case
-            if wanted and (writer.tier.keys.promote or not faster):
+            if wanted and (writer.tier.config.promote or not faster):
                 writers.append(writer)
         return writers
 

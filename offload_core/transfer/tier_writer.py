@@ -42,14 +42,14 @@ class TierWriter:
     ) -> None:
         self.tier = tier
         self.name = tier.name
-        self.policy = WritePolicy(tier.keys.write_policy)
+        self.policy = WritePolicy(tier.config.write_policy)
         self._share = share
         self._jobs = jobs
         self._job_of: dict[StoreBatch[PendingStore], Job] = {}
         self._counters = counters
         self._lock = lock
         self._spawn = spawn
-        threads = tier.keys.io_threads
+        threads = tier.config.io_threads
         # One call more than threads keeps the threads busy. Further calls would only delay loads.
         self._queue: StoreQueue[PendingStore] = StoreQueue(
             threads + 1, spare_slots=threads, charge_bytes=lambda store: share.store_charge_bytes(store.nbytes)

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from offload_core.memory.block_copier import BlockSlice
 from offload_core.objects.fingerprint import Json
 from offload_core.planning.chunk_keys import ChunkRef
-from offload_core.tiers.tier import TierChange
+from offload_core.tiers.changes import TierChange
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from offload_core.cli import app
 from offload_core.cli.application import main
 from offload_core.config.file import read_keys
 from offload_core.config.json_schema import config_schema
-from offload_core.config.model import BackendConfig, OffloadSettings, load_config
+from offload_core.config.loading import load_config
+from offload_core.config.model import BackendConfig, OffloadSettings
 from offload_core.config.secrets import secret_fields, variable_name
 from offload_core.plugins.registry import load_plugins
 from offload_core.runtime.metrics import COUNTERS, GAUGES

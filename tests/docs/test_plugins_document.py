@@ -19,7 +19,8 @@ from offload_core.api.events import LoadsEnded, TierFailing
 from offload_core.api.hooks import HookSpecs
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions
-from offload_core.config.model import BackendConfig, load_config
+from offload_core.config.loading import load_config
+from offload_core.config.model import BackendConfig
 from offload_core.plugins.registry import PluginRegistry, load_plugins
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from offload_core.api.backend import Backend
-from offload_core.config.model import load_config
+from offload_core.config.loading import load_config
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.opening import close_tiers, open_tiers

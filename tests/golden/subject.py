@@ -34,7 +34,7 @@ from offload_core.api.options import BackendOptions, check_folder
 from offload_core.api.wrapper import BackendWrapper
 from offload_core.cli import app
 from offload_core.config.geometry_file import load_geometry
-from offload_core.config.model import load_config
+from offload_core.config.loading import load_config
 from offload_core.memory.block_copier import BlockSlice, block_copier
 from offload_core.memory.canonical import CanonicalKVCaches, LayerPages
 from offload_core.memory.payload_layout import PackLayout
@@ -51,7 +51,7 @@ from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.testing.contract.suite import BackendContract, contract_tests
 from offload_core.tiers.opening import close_tiers, open_tiers
-from offload_core.tiers.tier import StagedObject
+from offload_core.tiers.staged_object import StagedObject
 from tests.support.tiny_models import write_gemma3
 
 __all__ = [

@@ -18,11 +18,11 @@ from offload_core.api.backend import (
 )
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions
+from offload_core.config.limits import Limits
 from offload_core.config.model import BackendConfig, TierConfig
-from offload_core.config.tier_limits import TierLimits
 
 WAIT_SECONDS = 60
-LIMITS = TierLimits(lookup_timeout_seconds=30.0, load_timeout_seconds_per_mib=0.0, breaker_failures=1_000_000)
+LIMITS = Limits(lookup_timeout_seconds=30.0, load_timeout_seconds_per_mib=0.0, breaker_failures=1_000_000)
 """Limits that no test reaches by accident."""
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from offload_core.memory.staging_pool import StagingPool
 from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
-from offload_core.tiers.tier import StagedObject
+from offload_core.tiers.staged_object import StagedObject
 from tests.support.memory_backend import key
 
 PAYLOAD_BYTES = 100

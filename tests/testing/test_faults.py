@@ -42,7 +42,8 @@ from offload_core.testing import (
 )
 from offload_core.testing.faults.plan import OPERATIONS
 from offload_core.tiers.opening import close_tiers
-from offload_core.tiers.tier import StagedObject, Tier
+from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.tier import Tier
 from tests.support.memory_backend import LIMITS, key
 
 SECONDS = 30

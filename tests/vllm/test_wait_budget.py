@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offload_core.lookup.wait_clock import StorageWait
+from offload_core.lookup.waiting_time import WaitingTime
 from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.vllm.metadata import StepReport
 from tests.vllm.test_scheduler_half import Half, request
@@ -36,7 +36,7 @@ class ClockedHalf(Half):
 
     def follow(self, item: Any) -> Any:
         super().follow(item)
-        self.half._requests[item.request_id].wait = StorageWait(self.clock)
+        self.half._requests[item.request_id].wait = WaitingTime(self.clock)
         return item
 
     def asked(self, item: Any, times: int = 20) -> list[int | None]:
@@ -49,7 +49,7 @@ class ClockedHalf(Half):
 
     def waits_for_anothers_load(self, item: Any) -> None:
         """Wait for the answer to the request's lookup; then it must ask again because of another load."""
-        while (going_on := self.half._requests[item.request_id].wait._going_on) is None or going_on[0] != "load":
+        while (running := self.half._requests[item.request_id].wait._running) is None or running[0] != "load":
             assert self.asked(item, 1) == [None]
 
     def loads(self, item: Any) -> float:

@@ -18,7 +18,8 @@ from offload_core.cli.output import note, print_json
 from offload_core.cli.plan_report import PlanReport, plan_report
 from offload_core.cli.session import EXIT_TROUBLE, EXIT_USAGE
 from offload_core.config.geometry_file import KVCacheGeometry, load_geometry
-from offload_core.config.model import OffloadSettings, load_config
+from offload_core.config.loading import load_config
+from offload_core.config.model import OffloadSettings
 from offload_core.memory.staging_size import staging_problem
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from offload_core.api.errors import PlanError
 from offload_core.config.model import OffloadConfig
 from offload_core.lookup.chunk_ledger import ChunkLedger
-from offload_core.lookup.local_index import TierIndex
 from offload_core.lookup.service import LookupService
+from offload_core.lookup.tier_index import TierIndex
 from offload_core.objects.fingerprint import Json, fingerprint
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.io_loop import IoLoop
@@ -174,7 +174,7 @@ class SchedulerHalf:
             if state is None:
                 continue
             if request_id not in failed:
-                self._ledger.loaded(set(state.loading) - {ref for _, ref in self._offers.mistrusted_chunks(state)})
+                self._ledger.loaded(set(state.loading) - {ref for _, ref in self._offers.excluded_chunks(state)})
             if request_id in failed or state.partial_load:
                 self._store_plan.start_over(state)  # the engine computes the missing chunks, so they can be stored
                 self._offers.load_incomplete(state)

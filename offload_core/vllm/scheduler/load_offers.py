@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from offload_core.lookup.chunk_ledger import ChunkLedger
-from offload_core.lookup.question import PrefixQuestion
+from offload_core.lookup.prefix_query import PrefixQuery
 from offload_core.lookup.service import Lookup, LookupService
-from offload_core.lookup.wait_clock import WaitFor
+from offload_core.lookup.waiting_time import WaitReason
 from offload_core.planning.chunk_keys import ChunkHashes, ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.tiers.tier import Tier
@@ -78,12 +78,12 @@ class LoadOffers:
         in_time = state.wait.seconds("load") < self._load_seconds[state.offer.tier]
         state.offers_left = _OFFERS_AFTER_FAILURE if in_time and not state.failed_once else 0
         state.failed_once = True
-        state.not_loaded |= self.mistrusted_chunks(state)
+        state.not_loaded |= self.excluded_chunks(state)
 
-    def mistrusted_chunks(self, state: RequestState) -> frozenset[tuple[str, ChunkRef]]:
+    def excluded_chunks(self, state: RequestState) -> frozenset[tuple[str, ChunkRef]]:
         """Return the chunks of the request's load that this load, or another one from the same tier, did not get."""
         assert state.offer is not None, "an offer lasts until its load has ended"
-        return self._ledger.mistrusted & {(state.offer.tier, ref) for ref in state.loading}
+        return self._ledger.excluded & {(state.offer.tier, ref) for ref in state.loading}
 
     def load_ended(self, state: RequestState) -> None:
         """Forget the request's load."""
@@ -122,9 +122,9 @@ class LoadOffers:
         if state.offer and not _still_valid(state.offer, computed_tokens):
             state.offer = None
             if not state.failed_once:  # the engine had no free blocks for it: that was no wait for storage
-                state.wait.forget("lookup")
+                state.wait.reset("lookup")
         if state.offer is None:
-            stale = state.lookup is None or state.lookup.question.computed_tokens != computed_tokens
+            stale = state.lookup is None or state.lookup.query.computed_tokens != computed_tokens
             if stale and (self._lookup_time_is_over(state) or not self._start_lookup(state, computed_tokens)):
                 return 0
             assert state.lookup is not None
@@ -153,9 +153,9 @@ class LoadOffers:
             return None  # another request already loads them; soon they are in the local prefix cache
         return boundary - computed_tokens
 
-    def _ask_again(self, state: RequestState, awaited: WaitFor) -> int | None:
+    def _ask_again(self, state: RequestState, reason: WaitReason) -> int | None:
         """Return ``None``, so that the engine asks again; an otherwise idle engine waits briefly before that."""
-        state.wait.begin(awaited)
+        state.wait.begin(reason)
         self._storage_awaited = True
         return None
 
@@ -171,15 +171,15 @@ class LoadOffers:
         if self._planner.storable_prefix(limit) <= computed_tokens:
             return False
         adapter = state.adapter.digest if state.adapter else ""
-        question = PrefixQuestion(
+        query = PrefixQuery(
             hashes={pack.name: ChunkHashes(hashes, pack.hash_factor) for pack in self._planner.packs},
             namespaces=self._ranks_namespaces(adapter),
             computed_tokens=computed_tokens,
             limit_tokens=limit,
             adapter=adapter,
-            mistrusted=self._ledger.mistrusted | state.not_loaded,
+            excluded=self._ledger.excluded | state.not_loaded,
         )
-        state.lookup = self._lookups.start(question, self._lookup_seconds - state.wait.seconds("lookup"))
+        state.lookup = self._lookups.start(query, self._lookup_seconds - state.wait.seconds("lookup"))
         return True
 
     def _choose_offer(self, state: RequestState, lookup: Lookup) -> Offer | None:
@@ -189,12 +189,12 @@ class LoadOffers:
         """
         state.lookup = None
         missing = lookup.missing()
-        if self._ledger.on_its_way(missing, lookup.started) and not self._lookup_time_is_over(state):
+        if self._ledger.any_arriving(missing, lookup.started) and not self._lookup_time_is_over(state):
             return None
-        if self._ledger.missing(missing):  # store evicted chunks again, with all chunks behind them
+        if self._ledger.not_found(missing):  # store evicted chunks again, with all chunks behind them
             self._ledger.forget(state.all_refs(self._planner))
         tier, boundary = lookup.best()
-        return Offer(lookup.question.computed_tokens, boundary, tier, time.monotonic() + _OFFER_LIFE_SECONDS)
+        return Offer(lookup.query.computed_tokens, boundary, tier, time.monotonic() + _OFFER_LIFE_SECONDS)
 
 
 def _may_load(state: RequestState) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from offload_core.lookup.service import Lookup
-from offload_core.lookup.wait_clock import StorageWait
+from offload_core.lookup.waiting_time import WaitingTime
 from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner, Pack
 from offload_core.vllm.model.lora import Adapter
@@ -86,7 +86,7 @@ class RequestState:
     offer: Offer | None = None
     job_id: int | None = None
     loading: Sequence[ChunkRef] = field(default=())
-    wait: StorageWait = field(default_factory=StorageWait)
+    wait: WaitingTime = field(default_factory=WaitingTime)
     """Its waits for lookups and for loads: its own loads, and other requests' loads of the same chunks."""
     not_loaded: set[tuple[str, ChunkRef]] = field(default_factory=set)
     """Tier names, each with a chunk that a load of this request from there did not get; never offered to it again."""

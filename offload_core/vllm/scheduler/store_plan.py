@@ -75,7 +75,7 @@ class StorePlan:
             end = min(tokens // pack.unit_tokens, hashed)
             for unit in range(state.next_unit[pack.name], end):
                 ref = state.ref(pack, unit)
-                if self._ledger.knows(ref) or not self._planner.ever_needed(pack, unit):
+                if self._ledger.is_present(ref) or not self._planner.ever_needed(pack, unit):
                     continue
                 slices = [
                     BlockSlice(0, tuple(tables[group.index][position] for position in pack.block_range(group, unit)))
@@ -83,7 +83,7 @@ class StorePlan:
                 ]
                 # A null block was freed or never held.
                 if not any(NULL_BLOCK_ID in part.block_ids for part in slices):
-                    self._ledger.store_begins(ref)
+                    self._ledger.store_started(ref)
                     yield ChunkTransfer(ref, tuple(slices))
             state.next_unit[pack.name] = max(state.next_unit[pack.name], end)
         self._set_next_tokens(state)
@@ -101,8 +101,8 @@ class StorePlan:
                     continue
                 ids = [block_ids.get(group.index, NULL_BLOCK_ID) for group in pack.groups]
                 ref = state.ref(pack, unit)
-                if NULL_BLOCK_ID not in ids and not self._ledger.knows(ref):
-                    self._ledger.store_begins(ref)
+                if NULL_BLOCK_ID not in ids and not self._ledger.is_present(ref):
+                    self._ledger.store_started(ref)
                     yield ChunkTransfer(ref, tuple(BlockSlice(0, (block_id,)) for block_id in ids))
 
     def _set_next_tokens(self, state: RequestState) -> None:

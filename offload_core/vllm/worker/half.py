@@ -151,7 +151,7 @@ class WorkerHalf:
                 self._report.not_stored.add(ref)
         for tier in self._tiers:
             self._report.changes += tier.take_changes()
-            if change := tier.health.take_change():
+            if change := tier.health.take_refusal_change():
                 self._report.ranks_refusing_loads[tier.name] += change
         ended, self._ended_requests = self._ended_requests, []
         return {request for request, _ in ended}, {request for request, failed in ended if failed}

@@ -16,14 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from offload_core.api.keys import ObjectKey
-from offload_core.config.model import load_config
-from offload_core.config.tier_limits import TierLimits
+from offload_core.config.limits import Limits
+from offload_core.config.loading import load_config
 from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_size import BATCH_OBJECTS, STORE_SHARE
 from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.metrics import Counters
-from offload_core.tiers.tier import StagedObject, Tier
+from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.tier import Tier
 
 PAYLOADS_BYTES = (4096, 20_000, 256 * 1024, 2 * 1024 * 1024)
 CLIENTS = 6
@@ -114,7 +115,7 @@ async def main(folder: Path, staging_bytes: int, capacity_bytes: int, stored_byt
             {"name": "ram", "type": "cpu", "capacity": capacity},
             {"name": "disk", "type": "disk", "path": str(folder / name), "capacity": 2 * capacity},
         ]
-        tiers = [Tier(config, TierLimits(), Counters()) for config in load_config({"backends": entries}).tiers]
+        tiers = [Tier(config, Limits(), Counters()) for config in load_config({"backends": entries}).tiers]
         for tier in tiers:
             await tier.open()
         pool = StagingPool(staging, STORE_SHARE)

@@ -16,7 +16,7 @@ from offload_backend_cpu.free_pages import Run
 from offload_core.api.backend import BackendContext, StoreOutcome
 from offload_core.api.errors import BackendError, ConfigError
 from offload_core.api.keys import ObjectKey
-from offload_core.config.model import load_config
+from offload_core.config.loading import load_config
 from offload_core.runtime.threads import DaemonExecutor
 
 STORED, ALREADY_PRESENT, REJECTED = StoreOutcome.STORED, StoreOutcome.ALREADY_PRESENT, StoreOutcome.REJECTED

@@ -8,7 +8,7 @@ import pytest
 from offload_backend_disk import DiskOptions
 
 from offload_core.api.errors import ConfigError
-from offload_core.config.model import load_config
+from offload_core.config.loading import load_config
 
 
 def options(path: object) -> DiskOptions:

@@ -10,7 +10,7 @@ import pytest
 from offload_backend_nfs import NfsOptions
 
 from offload_core.api.errors import ConfigError
-from offload_core.config.model import load_config
+from offload_core.config.loading import load_config
 
 
 def options(**given: Any) -> NfsOptions:

@@ -13,7 +13,9 @@ from pydantic import Field
 from offload_core.api.backend import BackendType
 from offload_core.api.errors import ConfigError
 from offload_core.api.options import BackendOptions
-from offload_core.config.model import BackendConfig, OffloadConfig, load_config
+from offload_core.config.limits import Limits
+from offload_core.config.loading import load_config
+from offload_core.config.model import BackendConfig, OffloadConfig
 from offload_core.plugins.registry import PluginRegistry, PluginReport
 from tests.support.memory_backend import MemoryBackend
 
@@ -22,7 +24,7 @@ MIB = 1024 * 1024
 
 class BoxOptions(BackendOptions):
     size: int = Field(ge=1, description="boxes")
-    label: str = Field(default="none", description="what is written on each")
+    label: str = Field(default="none", description="label of each box")
     cls: int = Field(default=0, description="how good they are", alias="class")
 
 
@@ -50,7 +52,8 @@ def test_defaults_and_given_values() -> None:
     assert config.settings.staging_bytes == 512 * MIB
     assert config.settings.hybrid_chunk_size is None
     (tier,) = config.tiers
-    assert (tier.common.name, tier.common.load_weight, tier.common.load_timeout_seconds) == ("first", 1.0, None)
+    assert (tier.common.name, tier.common.load_weight) == ("first", 1.0)
+    assert config.settings.limits.overridden_by(tier.common) == Limits()
     assert tier.backend_type.backend is MemoryBackend
     assert tier.options == BoxOptions(size=3)
 
@@ -79,7 +82,7 @@ def test_durations_have_units_or_are_seconds() -> None:
     settings = config.settings
     assert (settings.load_timeout_seconds, settings.load_timeout_seconds_per_mib) == (90.0, 0.05)
     assert settings.lookup_timeout_seconds == 2.0
-    assert config.tiers[0].common.load_timeout_seconds == 7200.0
+    assert settings.limits.overridden_by(config.tiers[0].common).load_timeout_seconds == 7200.0
 
 
 YAML = """

@@ -1,4 +1,4 @@
-"""What files a configuration can be read from, and how an unreadable one is reported."""
+"""Files of a configuration: formats, and reports of unreadable ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ UNREADABLE = [
     ("c.yaml", "a: {x: 1, 7: 2}", "cannot be read as yaml: line 1: the key '7' is read as int; put it in quotes"),
     ("c.yaml", "a: \x00", "cannot be read as yaml: unacceptable character #x0000"),
     ("c.yaml", "a: 2024-13-45", "cannot be read as yaml: month must be in 1..12"),
-    ("c.yaml", "a: &a [*a]", "cannot be read as yaml: line 1: an alias refers to what it is part of"),
+    ("c.yaml", "a: &a [*a]", "cannot be read as yaml: line 1: an alias contains itself"),
     ("c.yaml", "", "is empty; it must hold keys and values"),
     ("c.yaml", "# nothing\n", "is empty; it must hold keys and values"),
     ("c.json", " \n", "is empty; it must hold keys and values"),
@@ -94,7 +94,7 @@ def test_deep_nesting_is_refused(tmp_path: Path, name: str) -> None:
 def test_aliases_that_stand_for_too_much_are_refused_at_once(tmp_path: Path, link: str) -> None:
     lines = ["k0: &a0 {x: 1}"] + [f"k{n}: &a{n} {link.format(a=f'*a{n - 1}')}" for n in range(1, 40)]
     (problem,) = problems(written(tmp_path, "c.yaml", "\n".join(lines)))
-    assert problem.endswith("it stands for more than 100000 values; use fewer aliases")
+    assert problem.endswith("its aliases expand to more than 100000 values; use fewer aliases")
 
 
 @pytest.mark.parametrize(("name", "text"), [("c.yaml", "a: 1"), ("c.json", '{"a": 1}'), ("c.toml", "a = 1")])

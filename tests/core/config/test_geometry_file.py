@@ -1,4 +1,4 @@
-"""Geometry files: what is written is read back, and every problem in one error."""
+"""Geometry files: a round trip, and every problem in one error."""
 
 from __future__ import annotations
 

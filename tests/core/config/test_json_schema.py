@@ -1,4 +1,4 @@
-"""The JSON schema agrees with what reading a configuration says, wherever JSON schema can say it."""
+"""The JSON schema agrees with the reader of configurations, wherever JSON schema can express it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from offload_core.api.backend import BackendType
 from offload_core.api.errors import ConfigError
 from offload_core.api.options import BackendOptions, Bytes, Seconds
 from offload_core.config.json_schema import config_schema
-from offload_core.config.model import BackendConfig, OffloadSettings, load_config
+from offload_core.config.loading import load_config
+from offload_core.config.model import BackendConfig, OffloadSettings
 from offload_core.plugins.registry import PluginRegistry
 from tests.support.memory_backend import MemoryBackend
 
@@ -30,7 +31,7 @@ class BoxOptions(BackendOptions):
 
     capacity: Annotated[Bytes, Field(ge=1024, description="room")]
     pause: Annotated[Seconds, Field(description="rest")] = 0.5
-    label: Annotated[str, Field(description="what is written on it", alias="text")] = ""
+    label: Annotated[str, Field(description="label of the box", alias="text")] = ""
     shelf: Shelf | None = Field(None, description="where it stands")
     key: SecretStr = Field(description="what opens it")
 

@@ -17,7 +17,8 @@ from typing_extensions import TypedDict
 from offload_core.api.backend import BackendType
 from offload_core.api.errors import ConfigError
 from offload_core.api.options import BackendOptions
-from offload_core.config.model import BackendConfig, OffloadConfig, load_config
+from offload_core.config.loading import load_config
+from offload_core.config.model import BackendConfig, OffloadConfig
 from offload_core.config.secrets import variable_name
 from offload_core.plugins.registry import PluginRegistry
 from tests.support.memory_backend import MemoryBackend
@@ -34,7 +35,7 @@ class VaultOptions(BackendOptions):
     url: str = Field("here", description="where; 'echo' makes the check below tell all it knows")
     limits: Limits = Field(Limits(), description="nested")
     token: Annotated[SecretStr, Field(min_length=8, description="what opens it")]
-    password: SecretStr | None = Field(None, description="what else opens it")
+    password: SecretStr | None = Field(None, description="another way to open it")
     certificate: SecretBytes | None = Field(None, description="what it shows", alias="cert")
 
     @model_validator(mode="after")
@@ -112,7 +113,7 @@ def test_a_missing_secret_names_its_variable(environ: dict[str, str]) -> None:
 def test_a_secret_in_the_configuration_is_refused_with_its_variable(environ: dict[str, str], value: object) -> None:
     (problem,) = problems({**VAULT, "token": value}, environ=environ)
     assert problem == (
-        "backends.0.token: a secret is not written in a configuration, which vLLM logs; remove it and set the "
+        "backends.0.token: a secret must not be in the configuration, which vLLM logs; remove it and set the "
         "environment variable OFFLOAD_CORE_S3_WEST_TOKEN"
     )
 
@@ -120,7 +121,7 @@ def test_a_secret_in_the_configuration_is_refused_with_its_variable(environ: dic
 @pytest.mark.parametrize("key", ["cert", "certificate"])
 def test_a_secret_is_refused_under_its_alias_as_well(key: str) -> None:
     (problem,) = problems({**VAULT, key: CANARY})
-    assert problem.startswith(f"backends.0.{key}: a secret is not written in a configuration")
+    assert problem.startswith(f"backends.0.{key}: a secret must not be in the configuration")
     assert problem.endswith("OFFLOAD_CORE_S3_WEST_CERTIFICATE")
 
 

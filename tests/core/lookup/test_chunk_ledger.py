@@ -1,4 +1,4 @@
-"""What the scheduler half believes of chunks: nothing is copied twice, a bad hit is not offered again."""
+"""Beliefs about chunks: no chunk is copied twice, no bad hit is offered again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from offload_core.lookup.chunk_ledger import ChunkLedger
 from offload_core.planning.chunk_keys import ChunkRef
 
-PATIENCE_SECONDS = 30.0
+MAX_PENDING_SECONDS = 30.0
 NEVER = math.inf
 
 
@@ -20,77 +20,77 @@ def ref(number: int) -> ChunkRef:
 
 @pytest.fixture
 def ledger() -> ChunkLedger:
-    return ChunkLedger(num_ranks=2, patience_seconds=PATIENCE_SECONDS)
+    return ChunkLedger(num_ranks=2, max_pending_seconds=MAX_PENDING_SECONDS)
 
 
 def test_a_chunk_is_pending_until_every_rank_has_ended_its_store(ledger: ChunkLedger) -> None:
-    ledger.store_begins(ref(1))
-    assert ledger.knows(ref(1))
-    assert ledger.on_its_way([ref(0), ref(1)], NEVER)
+    ledger.store_started(ref(1))
+    assert ledger.is_present(ref(1))
+    assert ledger.any_arriving([ref(0), ref(1)], NEVER)
     ledger.stores_ended({ref(1): 1}, ())
-    assert ledger.on_its_way([ref(1)], NEVER)
+    assert ledger.any_arriving([ref(1)], NEVER)
     ledger.stores_ended({ref(1): 1}, ())
-    assert not ledger.on_its_way([ref(1)], NEVER)
-    assert ledger.knows(ref(1))
+    assert not ledger.any_arriving([ref(1)], NEVER)
+    assert ledger.is_present(ref(1))
 
 
-def test_a_chunk_that_has_got_there_since_a_lookup_began_is_worth_another_lookup(ledger: ChunkLedger) -> None:
-    ledger.store_begins(ref(1))
+def test_a_chunk_that_was_stored_since_a_lookup_began_is_worth_another_lookup(ledger: ChunkLedger) -> None:
+    ledger.store_started(ref(1))
     before = time.monotonic()
     ledger.stores_ended({ref(1): 2}, ())
-    assert ledger.on_its_way([ref(1)], before)
-    assert not ledger.on_its_way([ref(1)], time.monotonic())
+    assert ledger.any_arriving([ref(1)], before)
+    assert not ledger.any_arriving([ref(1)], time.monotonic())
 
 
-def test_a_store_that_takes_longer_than_the_patience_is_waited_for_no_longer() -> None:
-    ledger = ChunkLedger(num_ranks=1, patience_seconds=0.0)
-    ledger.store_begins(ref(1))
-    assert not ledger.on_its_way([ref(1)], NEVER)
-    assert ledger.knows(ref(1))
+def test_a_store_that_takes_too_long_is_pending_no_longer() -> None:
+    ledger = ChunkLedger(num_ranks=1, max_pending_seconds=0.0)
+    ledger.store_started(ref(1))
+    assert not ledger.any_arriving([ref(1)], NEVER)
+    assert ledger.is_present(ref(1))
 
 
 def test_a_chunk_that_some_rank_did_not_store_is_to_be_stored_again(ledger: ChunkLedger) -> None:
-    ledger.store_begins(ref(1))
+    ledger.store_started(ref(1))
     ledger.stores_ended({ref(1): 2}, {ref(1)})
-    assert not ledger.knows(ref(1))
+    assert not ledger.is_present(ref(1))
 
 
-def test_a_chunk_that_a_load_did_not_get_is_mistrusted_until_it_is_stored_anew(ledger: ChunkLedger) -> None:
+def test_a_chunk_that_a_load_did_not_get_is_excluded_until_it_is_stored_again(ledger: ChunkLedger) -> None:
     ledger.loaded([ref(1), ref(2)])
     ledger.load_failed({("fast", ref(1)), ("slow", ref(1)), ("fast", ref(3))})
-    assert ledger.mistrusted == {("fast", ref(1)), ("slow", ref(1)), ("fast", ref(3))}
-    assert not ledger.knows(ref(1))
-    assert ledger.knows(ref(2))
-    ledger.store_begins(ref(1))
+    assert ledger.excluded == {("fast", ref(1)), ("slow", ref(1)), ("fast", ref(3))}
+    assert not ledger.is_present(ref(1))
+    assert ledger.is_present(ref(2))
+    ledger.store_started(ref(1))
     ledger.stores_ended({ref(1): 1}, ())
-    assert ("slow", ref(1)) in ledger.mistrusted, "one of two ranks has stored its part"
+    assert ("slow", ref(1)) in ledger.excluded, "one of two ranks has stored its part"
     ledger.stores_ended({ref(1): 1}, ())
-    assert ledger.mistrusted == {("fast", ref(3))}
+    assert ledger.excluded == {("fast", ref(3))}
 
 
 def test_a_chunk_that_a_lookup_misses_is_forgotten_unless_it_is_on_its_way(ledger: ChunkLedger) -> None:
     ledger.loaded([ref(1)])
-    ledger.store_begins(ref(2))
-    assert not ledger.missing([ref(2), ref(3)])
-    assert ledger.missing([ref(1), ref(2)])
-    assert not ledger.knows(ref(1))
-    assert ledger.knows(ref(2))
+    ledger.store_started(ref(2))
+    assert not ledger.not_found([ref(2), ref(3)])
+    assert ledger.not_found([ref(1), ref(2)])
+    assert not ledger.is_present(ref(1))
+    assert ledger.is_present(ref(2))
 
 
 def test_memory_is_bounded_and_forgets_what_was_not_asked_for_longest(
     ledger: ChunkLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload_core.lookup.chunk_ledger._KNOWN_CHUNKS", 3)
+    monkeypatch.setattr("offload_core.lookup.chunk_ledger._MAX_PRESENT_CHUNKS", 3)
     ledger.loaded([ref(1), ref(2), ref(3)])
-    assert ledger.knows(ref(1))
+    assert ledger.is_present(ref(1))
     ledger.loaded([ref(4)])
-    assert [ledger.knows(ref(number)) for number in (1, 2, 3, 4)] == [True, False, True, True]
+    assert [ledger.is_present(ref(number)) for number in (1, 2, 3, 4)] == [True, False, True, True]
 
 
 def test_clear_forgets_everything(ledger: ChunkLedger) -> None:
-    ledger.store_begins(ref(1))
+    ledger.store_started(ref(1))
     ledger.load_failed({("fast", ref(2))})
     ledger.clear()
-    assert not ledger.knows(ref(1))
-    assert not ledger.on_its_way([ref(1)], NEVER)
-    assert not ledger.mistrusted
+    assert not ledger.is_present(ref(1))
+    assert not ledger.any_arriving([ref(1)], NEVER)
+    assert not ledger.excluded

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
 
 import pytest
 
 from offload_core.api.keys import ObjectKey
-from offload_core.lookup.question import PrefixAnswer, PrefixQuestion
+from offload_core.lookup.prefix_query import PrefixAnswer, PrefixQuery
 from offload_core.lookup.service import Lookup, LookupService
 from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
@@ -25,7 +24,9 @@ NAMESPACE = "ab" * 32
 OTHER_RANK = "cd" * 32
 HASHES = [number.to_bytes(32, "big") for number in range(4)]
 Start = Callable[..., LookupService]
-UNPROBED = replace(LIMITS, breaker_failures=5, breaker_pause_seconds=3600.0, breaker_max_pause_seconds=3600.0)
+UNPROBED = LIMITS.model_copy(
+    update={"breaker_failures": 5, "breaker_pause_seconds": 3600.0, "breaker_max_pause_seconds": 3600.0}
+)
 
 
 @pytest.fixture
@@ -52,9 +53,10 @@ def start(io: IoLoop, counters: Counters, backends: dict[str, MemoryBackend]) ->
         **keys: dict[str, float],
     ) -> LookupService:
         for tier in tiers:
-            tier.keys = tier.keys.model_copy(update=keys.get(tier.name, {}))
-            tier.load_weight = tier.keys.load_weight
-            tier.limits = replace(tier.limits, lookup_timeout_seconds=timeout_seconds).overridden_by(tier.keys)
+            tier.config = tier.config.model_copy(update=keys.get(tier.name, {}))
+            tier.load_weight = tier.config.load_weight
+            limits = tier.limits.model_copy(update={"lookup_timeout_seconds": timeout_seconds})
+            tier.limits = limits.overridden_by(tier.config)
         return LookupService(io, tiers, planner, counters, grace_seconds=grace_seconds, unavailable=unavailable)
 
     yield start
@@ -63,9 +65,9 @@ def start(io: IoLoop, counters: Counters, backends: dict[str, MemoryBackend]) ->
     close_tiers(tiers, io, SECONDS)
 
 
-def question(*namespaces: str, mistrusted: frozenset[tuple[str, ChunkRef]] = frozenset()) -> PrefixQuestion:
+def query(*namespaces: str, excluded: frozenset[tuple[str, ChunkRef]] = frozenset()) -> PrefixQuery:
     """About four units of 16 tokens, of which the first three may be used."""
-    return PrefixQuestion({"full-u16": HASHES}, namespaces or (NAMESPACE,), 0, 63, mistrusted=mistrusted)
+    return PrefixQuery({"full-u16": HASHES}, namespaces or (NAMESPACE,), 0, 63, excluded=excluded)
 
 
 def put(backend: MemoryBackend, units: int, namespace: str = NAMESPACE) -> None:
@@ -95,7 +97,7 @@ def test_every_tier_says_how_deep_a_prefix_it_holds_and_what_it_lacks(
     put(backends["fast"], 1)
     put(backends["slow"], 4)
     service = start(SECONDS)
-    lookup = wait_for_all(service, service.start(question()))
+    lookup = wait_for_all(service, service.start(query()))
     assert lookup.answers() == {"fast": PrefixAnswer(16, (ref(1), ref(2))), "slow": PrefixAnswer(48)}
 
 
@@ -104,22 +106,22 @@ def test_a_chunk_is_there_when_every_rank_has_its_part(start: Start, backends: d
     put(backends["fast"], 2, OTHER_RANK)
     put(backends["slow"], 3, OTHER_RANK)
     service = start(SECONDS)
-    lookup = wait_for_all(service, service.start(question(NAMESPACE, OTHER_RANK)))
+    lookup = wait_for_all(service, service.start(query(NAMESPACE, OTHER_RANK)))
     assert {name: answer.boundary_tokens for name, answer in lookup.answers().items()} == {"fast": 32, "slow": 0}
 
 
-def test_a_mistrusted_chunk_counts_as_missing(start: Start, backends: dict[str, MemoryBackend]) -> None:
+def test_a_excluded_chunk_counts_as_missing(start: Start, backends: dict[str, MemoryBackend]) -> None:
     put(backends["fast"], 3)
     service = start(SECONDS)
-    lookup = wait_for_all(service, service.start(question(mistrusted=frozenset({("fast", ref(1))}))))
+    lookup = wait_for_all(service, service.start(query(excluded=frozenset({("fast", ref(1))}))))
     assert lookup.answers()["fast"] == PrefixAnswer(16, (ref(1),))
 
 
-def test_a_chunk_mistrusted_on_one_tier_is_taken_from_another(start: Start, backends: dict[str, MemoryBackend]) -> None:
+def test_a_chunk_excluded_on_one_tier_is_taken_from_another(start: Start, backends: dict[str, MemoryBackend]) -> None:
     put(backends["fast"], 3)
     put(backends["slow"], 3)
     service = start(SECONDS, fast={"load_weight": 10.0})
-    lookup = wait_for_all(service, service.start(question(mistrusted=frozenset({("fast", ref(0))}))))
+    lookup = wait_for_all(service, service.start(query(excluded=frozenset({("fast", ref(0))}))))
     assert lookup.best() == ("slow", 48)
     assert lookup.missing() == set()
 
@@ -131,7 +133,7 @@ def test_a_tier_without_an_answer_at_the_deadline_has_nothing_and_is_counted(
     put(backends["slow"], 3)
     backends["slow"].gates["contains"].shut()
     service = start(0.2)
-    lookup = service.start(question())
+    lookup = service.start(query())
     assert not lookup.done()
     while not lookup.done():
         service.wait_for_answer(0.01)
@@ -149,7 +151,7 @@ def test_a_tier_that_fails_has_nothing_and_the_engine_thread_sees_no_error(
     put(backends["fast"], 3)
     backends["slow"].faults = {"contains": fault}
     service = start(SECONDS)
-    lookup = wait_for_all(service, service.start(question()))
+    lookup = wait_for_all(service, service.start(query()))
     assert {name: answer.boundary_tokens for name, answer in lookup.answers().items()} == {"fast": 48, "slow": 0}
 
 
@@ -162,7 +164,7 @@ def hit_on_fast_while_slow_hangs(backends: dict[str, MemoryBackend], units: int)
 def test_no_other_tier_is_waited_for_that_could_not_do_better(start: Start, backends: dict[str, MemoryBackend]) -> None:
     hit_on_fast_while_slow_hangs(backends, 3)
     service = start(SECONDS, fast={"load_weight": 2.0}, slow={"load_weight": 2.0})
-    lookup = wait_until_done(service, service.start(question()))
+    lookup = wait_until_done(service, service.start(query()))
     assert lookup.best() == ("fast", 48), "of equals the first"
     assert lookup.missing() == set(), "the other may have what this one lacks"
 
@@ -173,7 +175,7 @@ def test_a_tier_that_could_do_better_is_waited_for(
 ) -> None:
     hit_on_fast_while_slow_hangs(backends, 2)
     service = start(SECONDS, fast={"load_weight": 1.5}, slow={"load_weight": slow_weight})
-    lookup = service.start(question())
+    lookup = service.start(query())
     while not lookup.answers():
         service.wait_for_answer(0.01)
     assert lookup.done() == (slow_weight < 3.0), "32 tokens x 1.5 are worth as much as 48 x 1 at most"
@@ -186,7 +188,7 @@ def test_the_wait_for_a_better_answer_ends_with_the_grace(
 ) -> None:
     hit_on_fast_while_slow_hangs(backends, 1)
     service = start(SECONDS, grace_seconds=0.05)
-    lookup = service.start(question())
+    lookup = service.start(query())
     assert wait_until_done(service, lookup).best() == ("fast", 16)
     assert ("lookup_failures", "slow") not in counters.take(), "it has time until its deadline"
 
@@ -196,7 +198,7 @@ def test_the_grace_does_not_begin_with_an_answer_that_has_nothing(
 ) -> None:
     hit_on_fast_while_slow_hangs(backends, 0)
     service = start(SECONDS, grace_seconds=0.0)
-    lookup = service.start(question())
+    lookup = service.start(query())
     while not lookup.answers():
         service.wait_for_answer(0.01)
     assert not lookup.done()
@@ -210,7 +212,7 @@ def test_each_tier_has_its_own_deadline_and_those_without_an_answer_then_have_no
 ) -> None:
     hit_on_fast_while_slow_hangs(backends, 0)
     service = start(SECONDS, slow={"lookup_timeout_seconds": 0.2})
-    lookup = service.start(question())
+    lookup = service.start(query())
     while not lookup.answers():
         service.wait_for_answer(0.01)
     if not lookup.done():
@@ -225,7 +227,7 @@ def test_a_caller_with_less_patience_than_a_tier_has_time_goes_without_it_and_th
 ) -> None:
     hit_on_fast_while_slow_hangs(backends, 1)
     service = start(SECONDS)
-    lookup = wait_until_done(service, service.start(question(), patience_seconds=0.1))
+    lookup = wait_until_done(service, service.start(query(), max_wait_seconds=0.1))
     assert lookup.best() == ("fast", 16)
     assert time.monotonic() - lookup.started < SECONDS
     backends["slow"].gates["contains"].open()
@@ -240,10 +242,10 @@ def test_a_tier_whose_breaker_is_open_is_answered_for_at_once_and_has_no_say_in_
     backends["slow"].faults = {"contains": OSError("gone")}
     service = start(SECONDS)
     for _ in range(UNPROBED.breaker_failures):
-        wait_for_all(service, service.start(question()))
+        wait_for_all(service, service.start(query()))
     asked = backends["slow"].calls.count("contains")
 
-    lookup = service.start(question())
+    lookup = service.start(query())
     while not lookup.answers():
         service.wait_for_answer(0.01)
     assert lookup.done(), "although the grace is not over"
@@ -259,14 +261,14 @@ def test_a_tier_that_others_say_is_unavailable_is_not_asked_until_they_say_other
     put(backends["slow"], 3)
     unavailable = {"fast", "slow"}
     service = start(SECONDS, unavailable=unavailable)
-    lookup = service.start(question())
+    lookup = service.start(query())
     assert lookup.done()
     assert lookup.best()[1] == 0
     assert lookup.answers() == {}
     assert backends["slow"].calls == []
     assert counters.take() == {("breaker_refused", "fast"): 1, ("breaker_refused", "slow"): 1}
     unavailable.clear()
-    assert wait_for_all(service, service.start(question())).best() == ("slow", 48)
+    assert wait_for_all(service, service.start(query())).best() == ("slow", 48)
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(SECONDS, 2), (0.05, 1)], ids=["in time", "late"])
@@ -279,7 +281,7 @@ def test_past_its_deadline_a_lookup_asks_nothing_more(
     for gate in gates:
         gate.shut()
     service = start(seconds)
-    lookup = service.start(PrefixQuestion({"full-u16": hashes}, (NAMESPACE,), 0, 639))
+    lookup = service.start(PrefixQuery({"full-u16": hashes}, (NAMESPACE,), 0, 639))
     gates[0].wait_for_a_call()
     if rounds == 1:
         while not lookup.done():

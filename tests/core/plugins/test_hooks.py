@@ -17,7 +17,8 @@ from offload_core.api.backend import LoadOutcome
 from offload_core.api.errors import ConfigError
 from offload_core.api.events import Event
 from offload_core.api.hooks import TierInfo
-from offload_core.config.model import OffloadConfig, OffloadSettings, TierConfig, load_config
+from offload_core.config.loading import load_config
+from offload_core.config.model import OffloadConfig, OffloadSettings, TierConfig
 from offload_core.plugins.registry import PluginRegistry, load_plugins
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
@@ -235,7 +236,7 @@ def test_what_is_not_used_of_a_failed_plugin_is_said_when_tiers_are_opened(
 ) -> None:
     site.install("cipher", WRAPPER + "\nraise RuntimeError('no key')")
     rig.open_memory(site.load())
-    assert "plugin 'cipher' of cipher 1.0 failed, and nothing of it is used: RuntimeError: no key" in caplog.messages
+    assert "plugin 'cipher' of cipher 1.0 failed and is not used: RuntimeError: no key" in caplog.messages
 
 
 def test_offload_observe(site: Site, rig: Rig) -> None:

@@ -9,7 +9,7 @@ import pytest
 from offload_core import __version__
 from offload_core.api import hooks as hookspecs
 from offload_core.api.errors import ConfigError, PluginError
-from offload_core.config.model import load_config
+from offload_core.config.loading import load_config
 from offload_core.plugins.registry import PluginReport, load_plugins
 from tests.support.plugin_site import WORKS, Site
 

@@ -49,7 +49,7 @@ class Oracle:
         self.states.append((state, len(self.lines), self.lines[-1].at, tripped_by or self.tripped_by))
 
     def overtaken(self, line: Happened, index: int) -> bool:
-        """Whether a timeout of its operation was counted while the call of ``line`` ran."""
+        """Return whether a timeout of its operation was counted while the call of ``line`` ran."""
         return any(one.what == "timeout" and one.operation == line.operation for one in self.lines[line.began : index])
 
     def row(self, operation: Operation) -> int:
@@ -70,7 +70,7 @@ class Oracle:
         return bool(probes) and probes[-1] == "probe"
 
     def on_trial(self, operation: Operation) -> bool:
-        """Whether a load or store is under way that began in this state."""
+        """Return whether a load or store runs that began in this state."""
         began = {
             index
             for index, line in enumerate(self.lines)

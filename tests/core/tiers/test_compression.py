@@ -1,4 +1,4 @@
-"""A tier with compression: what goes in comes out, what does not pay is left, and what is damaged is a miss."""
+"""A tier with compression: objects come back whole, incompressible ones stay as they are, damaged ones are misses."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.tiers.compression import RETRY_EVERY, TRIALS, CompressionMemory
+from offload_core.tiers.compression import RETRY_EVERY, TRIALS, CompressionHistory
 from offload_core.tiers.opening import close_tiers, open_tiers
-from offload_core.tiers.tier import StagedObject, Tier
+from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.tier import Tier
 from tests.core.objects.test_codecs import bf16_normal
 from tests.support.memory_backend import LIMITS, key, memory_tier
 
@@ -198,10 +199,10 @@ def test_what_does_not_pay_is_left_and_tried_again_now_and_then(disk: Rig) -> No
 
 
 def test_packs_are_remembered_one_by_one() -> None:
-    memory = CompressionMemory()
+    memory = CompressionHistory()
     for _ in range(TRIALS):
         assert memory.worth_trying("noise")
-        memory.learn("noise", paid=False)
+        memory.record("noise", shrunk=False)
     assert [memory.worth_trying("noise") for _ in range(2 * RETRY_EVERY)].count(True) == 2
     assert memory.worth_trying("states")
 
@@ -267,4 +268,4 @@ def test_a_size_that_no_object_can_have_is_damage_before_it_is_loaded(disk: Rig)
     tier = disk.tier("zstd")
     staged = StagedObject(key(1), disk.lease(), disk.lease())
     for nbytes in (0, HEADER_BYTES, OBJECT_BYTES + 1):
-        assert tier.codec.incoming(staged, nbytes, tier.staging, []) is CORRUPT
+        assert tier.codec.load_target(staged, nbytes, tier.staging, []) is CORRUPT

@@ -1,4 +1,4 @@
-"""A tier's health: what is refused, counted, told to observers, and how little of it is logged."""
+"""A tier's health: refusals, counters, events, and few log lines."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 from offload_core.api import events
 from offload_core.api.errors import BackendError
-from offload_core.config.tier_limits import TierLimits
+from offload_core.config.limits import Limits
 from offload_core.plugins.observers import EventDelivery
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.health import MAX_QUIET_SECONDS, QUIET_SECONDS, TierHealth
 from tests.support.memory_backend import key
 
 GONE = OSError("the medium is gone")
-LIMITS = TierLimits(breaker_failures=5, breaker_pause_seconds=1.0, breaker_max_pause_seconds=60.0)
+LIMITS = Limits(breaker_failures=5, breaker_pause_seconds=1.0, breaker_max_pause_seconds=60.0)
 
 
 class Recorded(EventDelivery):
@@ -34,7 +34,7 @@ class Recorded(EventDelivery):
 class Rig:
     """A health whose time stands still unless the test moves it."""
 
-    def __init__(self, caplog: pytest.LogCaptureFixture, limits: TierLimits = LIMITS) -> None:
+    def __init__(self, caplog: pytest.LogCaptureFixture, limits: Limits = LIMITS) -> None:
         self.now = 1000.0
         self.counters = Counters()
         self.observers = Recorded()
@@ -64,7 +64,7 @@ class Rig:
         self.health.probe_ended(error)
 
     def lines(self) -> list[str]:
-        """What was logged since the last call, except for those who debug."""
+        """Return the log lines since the last call, debug lines excepted."""
         lines = [record.getMessage() for record in self._caplog.records if record.levelno > logging.DEBUG]
         assert all(record.levelno <= logging.WARNING for record in self._caplog.records)
         self._caplog.clear()
@@ -87,7 +87,7 @@ def test_a_medium_that_dies_and_comes_back_costs_two_lines_each(rig: Rig) -> Non
     failing, unused = rig.lines()
     assert failing == (
         f"tier 'nvme': load failed (first of 2 objects: {key(1)}): OSError: the medium is gone. The engine goes on "
-        "without; check its medium. Further failures are counted and not logged until it works again."
+        "without it; check its medium. Further failures are counted and not logged until it works again."
     )
     assert unused == (
         f"tier 'nvme' is not used for now, after 5 failures in a row; the last: load failed (first of 2 objects: "
@@ -112,7 +112,7 @@ def test_a_defect_of_a_backend_has_another_cure(rig: Rig, error: Exception) -> N
     rig.call("store", error)
     (line,) = rig.lines()
     assert "store failed" in line
-    assert "Error: plugin. The engine goes on without; if its medium is well, tell the backend's" in line
+    assert "Error: plugin. The engine goes on without it; if its medium works, tell the backend's" in line
 
 
 @pytest.mark.parametrize("operation", ["lookup", "load"])
@@ -123,7 +123,8 @@ def test_thousands_of_timeouts_are_two_lines_that_name_the_deadline(rig: Rig, op
     seconds = {"lookup": "1", "load": "30"}[operation]
     assert failing.startswith(
         f"tier 'nvme': {operation} failed (first object: {key(0)}): no answer within {operation}_timeout_seconds = "
-        f"{seconds}. The engine goes on without; check that its medium answers, or raise {operation}_timeout_seconds "
+        f"{seconds}. The engine goes on without it; check that its medium answers, or raise "
+        f"{operation}_timeout_seconds "
     )
     assert f"{operation} failed (first object: {key(4)})" in unused
 
@@ -230,15 +231,15 @@ def test_the_late_success_of_a_call_does_not_tell_that_it_works_again(rig: Rig) 
 
 
 def test_the_other_half_learns_of_each_change_once(rig: Rig) -> None:
-    assert rig.health.take_change() == 0
+    assert rig.health.take_refusal_change() == 0
     for _ in range(5):
         rig.call("load", GONE)
-    assert [rig.health.take_change() for _ in range(2)] == [1, 0]
+    assert [rig.health.take_refusal_change() for _ in range(2)] == [1, 0]
     rig.probe()
-    assert [rig.health.take_change() for _ in range(2)] == [-1, 0], "half open it is to be asked: loads are tried"
+    assert [rig.health.take_refusal_change() for _ in range(2)] == [-1, 0], "a half open breaker tries loads"
     rig.call("load", GONE)
     rig.probe()
-    assert rig.health.take_change() == 0, "what has changed in between and back is no change"
+    assert rig.health.take_refusal_change() == 0, "what has changed in between and back is no change"
 
 
 def test_threads_that_tell_it_all_at_once(rig: Rig) -> None:
@@ -247,7 +248,7 @@ def test_threads_that_tell_it_all_at_once(rig: Rig) -> None:
             if number % 7 == seed:
                 rig.health.timed_out("load", key(number))
             rig.call("load", GONE if number % 10 else None)
-            rig.health.take_change()
+            rig.health.take_refusal_change()
             if rig.health.begin_probe():
                 rig.health.probe_ended(None)
 

@@ -72,7 +72,7 @@ def test_a_tier_that_hangs_in_open_is_left_out_with_one_warning_until_it_answers
     tiers = open_tiers(config, io, counters)
     hung, other = tiers
     (warning,) = caplog.messages
-    assert warning.startswith("tier 'hung': open has not come back within open_timeout_seconds = 0.05; ")
+    assert warning.startswith("tier 'hung': open did not finish within open_timeout_seconds = 0.05; ")
     assert counters.take() == {("breaker_open", "hung"): 1}
     assert [tier.health.admits("lookup") for tier in tiers] == [False, True]
     assert io.submit(hung.lookup([key(1)])).result(30) == [False], "at once"
@@ -98,7 +98,7 @@ def test_a_tier_whose_open_fails_late_stays_out(
     made["hung"][0].gates["open"].open()
     while len(caplog.messages) < 2:
         io.submit(asyncio.sleep(0.001)).result(30)
-    assert caplog.messages[1].startswith("tier 'hung': open failed after all: OSError: no share. ")
+    assert caplog.messages[1].startswith("tier 'hung': open failed after its deadline: OSError: no share. ")
     assert not tiers[0].health.admits("store")
     close_tiers(tiers, io, seconds=30)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from offload_core.config.tier_limits import TierLimits
+from offload_core.config.limits import Limits
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.threads import DaemonExecutor
@@ -136,7 +136,7 @@ def test_a_short_call_is_not_stuck(rig: Rig) -> None:
 def test_a_tier_counts_its_stuck_threads_while_they_are(io: IoLoop, counters: Counters) -> None:
     config, made = memory_tier(io_threads=1)
     short = {f"{name}_timeout_seconds": STUCK_AFTER_SECONDS for name in ("open", "lookup", "load", "store", "close")}
-    tier = Tier(config, TierLimits(**short), counters)  # type: ignore[arg-type]  # by name
+    tier = Tier(config, Limits(**short), counters)  # type: ignore[arg-type]  # by name
     gate = made[0].gates["contains"]
     gate.shut()
     lookup = io.submit(tier.lookup([key(1)], within_seconds=SECONDS))
@@ -157,7 +157,7 @@ def test_a_tier_counts_its_stuck_threads_while_they_are(io: IoLoop, counters: Co
 HANGS = """
 import asyncio, os, sys, threading, time
 from offload_core.config.model import OffloadConfig, OffloadSettings
-from offload_core.runtime.threads import IoLoop
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.opening import close_tiers, open_tiers
 from tests.support.memory_backend import key, memory_tier

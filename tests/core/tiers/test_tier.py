@@ -1,4 +1,4 @@
-"""A tier turns whatever its backend does into outcomes and counts."""
+"""Every behaviour of a backend becomes outcomes and counts of its tier."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
-from offload_core.config.tier_limits import TierLimits
+from offload_core.config.limits import Limits
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
@@ -240,7 +240,7 @@ def test_lookups_beyond_the_limit_are_shed_at_once(rig: Rig) -> None:
 
 
 def test_a_tiers_own_load_deadline_wins_over_the_global_one(counters: Counters) -> None:
-    everywhere = TierLimits(load_timeout_seconds=12.0, load_timeout_seconds_per_mib=0.5)
+    everywhere = Limits(load_timeout_seconds=12.0, load_timeout_seconds_per_mib=0.5)
     assert Tier(memory_tier()[0], everywhere, counters).limits.load_seconds(2 << 20) == 13.0
     assert Tier(memory_tier(load_timeout_seconds=3)[0], everywhere, counters).limits.load_seconds(2 << 20) == 4.0
     own = memory_tier(load_timeout_seconds=3, load_timeout_seconds_per_mib=0)[0]

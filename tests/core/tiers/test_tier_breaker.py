@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ class Rig(StagedObjects):
         self.io, self.counters = io, Counters()
         config, made = memory_tier(io_threads=2)
         own = {"breaker_failures": 2, "breaker_pause_seconds": SHORT_SECONDS, **limits}
-        self.tier = Tier(config, replace(LIMITS, **own), self.counters)  # type: ignore[arg-type]  # by name
+        self.tier = Tier(config, LIMITS.model_copy(update=own), self.counters)
         self.backend = made[0]
         self.calls = self.backend.calls
         self._totals: Counter[str] = Counter()
@@ -132,7 +131,7 @@ def test_it_is_used_again_by_itself(made: Callable[..., Rig], operation: str) ->
 
 
 def watched_contains(rig: Rig) -> list[Sequence[ObjectKey]]:
-    """Make the backend fail without a thread; returns what it is asked."""
+    """Make the backend's lookups fail without a thread; returns the keys of each lookup."""
     asked: list[Sequence[ObjectKey]] = []
 
     async def contains(keys: Sequence[ObjectKey]) -> Sequence[bool]:

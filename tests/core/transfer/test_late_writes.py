@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def gate(rig: Rig) -> Gate:
 def test_i2_blocks_that_were_given_to_another_request_keep_its_bytes(rig: Rig, gate: Gate, end: str) -> None:
     slow = rig.tiers[1]
     if end == "timed out":
-        slow.limits = replace(slow.limits, load_timeout_seconds=0.02)
+        slow.limits = slow.limits.model_copy(update={"load_timeout_seconds": 0.02})
     late = rig.load(item(1, block=10), item(2, block=11), tier="slow")
     gate.wait_for_a_call()
     if end == "cancelled":

@@ -11,7 +11,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -236,9 +235,9 @@ class Transfers(RuleBasedStateMachine):
     @invariant()
     def policies_are_kept(self) -> None:
         for tier, its in enumerate(self.rig.tiers):
-            if its.keys.write_policy == "never":
+            if its.config.write_policy == "never":
                 assert self.ever(tier) == set()
-            if its.keys.write_policy == "second-touch":
+            if its.config.write_policy == "second-touch":
                 assert all(self.uses[number] > 1 for number in self.ever(tier))
 
     @invariant()
@@ -267,9 +266,11 @@ class Transfers(RuleBasedStateMachine):
         for share in self.rig.engine._shares.values():
             assert (share.store_bytes, share.loads.held_bytes) == (0, 0)
         for tier, its in enumerate(self.rig.tiers):
-            its.limits = replace(its.limits, load_timeout_seconds=SECONDS, store_timeout_seconds=SECONDS)
+            its.limits = its.limits.model_copy(
+                update={"load_timeout_seconds": SECONDS, "store_timeout_seconds": SECONDS}
+            )
             self.is_used_again(tier)
-            if its.keys.write_policy != "never":
+            if its.config.write_policy != "never":
                 self.backend(tier).objects.clear()
                 self.stores_and_loads(tier, NUMBERS[:2])
         self.poll()

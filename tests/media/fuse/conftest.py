@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from offload_core.config.model import TierConfig, load_config
+from offload_core.config.loading import load_config
+from offload_core.config.model import TierConfig
 from offload_core.runtime.io_loop import IoLoop
 from tests.core.conftest import _frozen_imports as _frozen_imports
 from tests.core.conftest import io as io

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from offload_core.api.keys import ObjectKey
-from offload_core.config.model import OffloadConfig, load_config
+from offload_core.config.loading import load_config
+from offload_core.config.model import OffloadConfig
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.opening import close_tiers, open_tiers

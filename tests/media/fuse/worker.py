@@ -16,7 +16,7 @@ EXIT_SECONDS = 10.0
 # What a worker does: a load and a store are on their way when it shuts down, as the engine tells it to.
 _SCRIPT = """
 import json, sys, time
-from offload_core.config.model import load_config
+from offload_core.config.loading import load_config
 from offload_core.runtime.threads import IoLoop
 from offload_core.tiers.opening import close_tiers
 from tests.support.transfer_rig import Rig, item

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from offload_core.config.model import TierConfig, load_config
+from offload_core.config.loading import load_config
+from offload_core.config.model import TierConfig
 from offload_core.runtime.io_loop import IoLoop
 from tests.media.fuse.mount import wait_until
 from tests.media.fuse.rig_steps import (

@@ -90,7 +90,7 @@ def _start_threads(tiers: list[Tier]) -> None:
     """Make every tier start all its threads; a tier starts them only as they are needed."""
     loop = _io(WaitingConnector.current[KVConnectorRole.WORKER])
     for tier in tiers:
-        together = threading.Barrier(tier.keys.io_threads)
+        together = threading.Barrier(tier.config.io_threads)
         calls = [loop.submit(tier.backend.run_blocking(together.wait, 10)) for _ in range(together.parties)]
         for call in calls:
             call.result(10)

@@ -52,7 +52,7 @@ def test_the_configuration_in_its_readme_is_accepted(clean: CleanEnvironment) ->
     (block,) = re.findall(r"^```yaml\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     script = """if True:
         import json, sys
-        from offload_core.config.model import load_config
+        from offload_core.config.loading import load_config
         print(load_config(json.loads(sys.argv[1])).tiers[0].options)"""
     done = clean.run("-c", script, json.dumps(yaml.safe_load(block)))
     assert done.returncode == 0, done.stderr

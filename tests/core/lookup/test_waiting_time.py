@@ -1,10 +1,10 @@
-"""A request's waits for storage: added up by what they are for."""
+"""A request's waits for storage add up by their reason."""
 
 from __future__ import annotations
 
 import pytest
 
-from offload_core.lookup.wait_clock import StorageWait
+from offload_core.lookup.waiting_time import WaitingTime
 
 
 class Clock:
@@ -22,10 +22,10 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_waits_add_up_by_what_they_are_for(clock: Clock) -> None:
-    wait = StorageWait(clock)
-    for what, seconds in (("lookup", 2.0), ("load", 3.0), ("lookup", 0.5)):
-        wait.begin("lookup" if what == "lookup" else "load")
+def test_waits_add_up_by_reason(clock: Clock) -> None:
+    wait = WaitingTime(clock)
+    for reason, seconds in (("lookup", 2.0), ("load", 3.0), ("lookup", 0.5)):
+        wait.begin("lookup" if reason == "lookup" else "load")
         clock.now += seconds
     assert (wait.seconds("lookup"), wait.seconds("load")) == (2.5, 3.0), "the one that goes on counts as well"
     wait.end()
@@ -34,7 +34,7 @@ def test_waits_add_up_by_what_they_are_for(clock: Clock) -> None:
 
 
 def test_a_wait_that_goes_on_is_not_begun_anew(clock: Clock) -> None:
-    wait = StorageWait(clock)
+    wait = WaitingTime(clock)
     for _ in range(3):
         wait.begin("load")
         clock.now += 1
@@ -43,12 +43,12 @@ def test_a_wait_that_goes_on_is_not_begun_anew(clock: Clock) -> None:
     assert wait.seconds("load") == 3.0
 
 
-def test_what_was_no_wait_for_storage_is_forgotten(clock: Clock) -> None:
-    wait = StorageWait(clock)
+def test_reset_forgets_the_waits_for_one_reason(clock: Clock) -> None:
+    wait = WaitingTime(clock)
     wait.begin("load")
     clock.now += 1
     wait.begin("lookup")
     clock.now += 1
-    wait.forget("lookup")
+    wait.reset("lookup")
     clock.now += 1
     assert (wait.seconds("lookup"), wait.seconds("load")) == (0.0, 1.0)

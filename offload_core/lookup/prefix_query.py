@@ -1,4 +1,4 @@
-"""Questions about prefixes, and the answers of tiers."""
+"""Queries about prefixes, and the answers of tiers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from offload_core.planning.chunk_keys import ChunkRef
 
 
 @dataclass(frozen=True)
-class PrefixQuestion:
-    """How much of one sequence of tokens is there?
+class PrefixQuery:
+    """A query for the deepest usable prefix of one sequence of tokens.
 
     Args:
         hashes: per pack name, the chunk hash of each unit from the start of the sequence.
-        namespaces: one per rank; a chunk is there when every rank has its part.
+        namespaces: one per rank. A chunk is present when every rank has its part.
         computed_tokens: prefix that the engine holds itself.
         limit_tokens: deepest prefix of use.
         adapter: see :class:`ChunkRef`.
-        mistrusted: names of tiers and chunks that count as missing there.
+        excluded: pairs of a tier's name and a chunk that counts as missing there.
     """
 
     hashes: Mapping[str, Sequence[bytes]]
@@ -28,22 +28,22 @@ class PrefixQuestion:
     computed_tokens: int
     limit_tokens: int
     adapter: str = ""
-    mistrusted: Collection[tuple[str, ChunkRef]] = ()
+    excluded: Collection[tuple[str, ChunkRef]] = ()
 
 
 @dataclass(frozen=True)
 class PrefixAnswer:
-    """The deepest usable boundary in tokens, and those of the chunks asked for that were not there."""
+    """The deepest usable boundary in tokens, and the missing chunks among those looked up."""
 
     boundary_tokens: int
     missing: tuple[ChunkRef, ...] = ()
 
 
 class TierAnswer:
-    """One tier's answer to a question, which may not be there yet. For the thread that asked.
+    """One tier's answer to a query, present or still to come. For the thread that sent the query.
 
     Args:
-        answer: ``None`` when there is none to come.
+        answer: its result is ``None`` if the tier gives no answer.
         deadline: by the monotonic clock.
     """
 
@@ -53,17 +53,17 @@ class TierAnswer:
         self.deadline = deadline
         self.answered_at: float | None = None
         self._answer = answer
-        answer.add_done_callback(self._note_time)
+        answer.add_done_callback(self._set_time)
 
     def is_open(self, now: float) -> bool:
-        """Return whether the tier may still answer in time."""
+        """Return whether the tier may still answer before its deadline."""
         return not self._answer.done() and now < self.deadline
 
     def get(self) -> PrefixAnswer | None:
-        """Return the answer, or ``None`` when there is none or something has gone wrong that nobody expected."""
+        """Return the answer, or ``None`` if there is none yet, or the query failed unexpectedly."""
         if not self._answer.done() or self._answer.exception() is not None:
             return None
         return self._answer.result()
 
-    def _note_time(self, _: Future[PrefixAnswer | None]) -> None:
+    def _set_time(self, _: Future[PrefixAnswer | None]) -> None:
         self.answered_at = time.monotonic()

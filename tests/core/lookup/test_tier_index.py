@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.config.model import OffloadConfig, OffloadSettings
-from offload_core.lookup.local_index import TierIndex
-from offload_core.lookup.question import PrefixAnswer, PrefixQuestion
+from offload_core.lookup.prefix_query import PrefixAnswer, PrefixQuery
 from offload_core.lookup.service import LookupService
+from offload_core.lookup.tier_index import TierIndex
 from offload_core.memory.staging_pool import StagingPool
 from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
@@ -19,8 +19,10 @@ from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
+from offload_core.tiers.changes import TierChange
 from offload_core.tiers.opening import close_tiers, open_tiers
-from offload_core.tiers.tier import StagedObject, Tier, TierChange
+from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.tier import Tier
 from tests.support.memory_backend import LIMITS, MemoryBackend, key, memory_tier
 
 SECONDS = 30
@@ -61,14 +63,14 @@ def test_an_indexed_tier_is_answered_for_at_once_and_never_asked(
             index.update(ObjectKey(rank, "full-u16", digest), True)
     index.update(ObjectKey(RANKS[0], "full-u16", HASHES[2]), True)
     service = LookupService(io, [tier], planner, counters, {"memory": index})
-    mistrusted = frozenset({("memory", ChunkRef("full-u16", HASHES[1]))})
+    excluded = frozenset({("memory", ChunkRef("full-u16", HASHES[1]))})
 
-    trusting = service.start(PrefixQuestion({"full-u16": HASHES}, RANKS, 0, 63))
-    doubting = service.start(PrefixQuestion({"full-u16": HASHES}, RANKS, 0, 63, mistrusted=mistrusted))
+    all_chunks = service.start(PrefixQuery({"full-u16": HASHES}, RANKS, 0, 63))
+    without_excluded = service.start(PrefixQuery({"full-u16": HASHES}, RANKS, 0, 63, excluded=excluded))
 
-    assert trusting.done()
-    assert trusting.answers() == {"memory": PrefixAnswer(32, (ChunkRef("full-u16", HASHES[2]),))}
-    assert doubting.answers()["memory"].boundary_tokens == 16
+    assert all_chunks.done()
+    assert all_chunks.answers() == {"memory": PrefixAnswer(32, (ChunkRef("full-u16", HASHES[2]),))}
+    assert without_excluded.answers()["memory"].boundary_tokens == 16
     assert backend.calls == []
     counted = counters.take()
     assert counted["lookup_hits", "memory"] == 8

@@ -1,0 +1,137 @@
+"""A tier's accounting: outcomes of calls become counters and events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offload_core.api import events
+from offload_core.api.backend import LoadOutcome, StoreOutcome
+from offload_core.api.keys import ObjectKey
+from offload_core.plugins.observers import EventDelivery
+from offload_core.runtime.metrics import Counters
+from offload_core.tiers.staged_object import StagedObject, StoredForm
+
+
+class TierAccounting:
+    """Counts one tier's outcomes, and sends their events to observers. :class:`TierHealth` counts failures itself.
+
+    Args:
+        compresses: count bytes and objects of compression as well.
+        observers: ``None`` when there are none.
+    """
+
+    def __init__(self, tier: str, counters: Counters, compresses: bool, observers: EventDelivery | None) -> None:
+        self._tier = tier
+        self._counters = counters
+        self._compresses = compresses
+        self._observers = observers
+        self._is_open = False
+
+    def opened(self, seconds: float) -> None:
+        """Record that the backend is open, after ``seconds``."""
+        self._is_open = True
+        self._emit(events.TierOpened(self._tier, seconds))
+
+    def closed(self) -> None:
+        """Record that the backend is closed, or its ``close`` has raised. A tier that was never open has no event."""
+        if self._is_open:
+            self._is_open = False
+            self._emit(events.TierClosed(self._tier))
+
+    def stuck_threads_changed(self, change: int) -> None:
+        """Count ``change`` more stuck threads; fewer if negative."""
+        self._add("stuck_threads", change)
+
+    def lookup_answered(self, present: Sequence[bool]) -> None:
+        """Count a lookup with one answer per object."""
+        hits = present.count(True)
+        self._add("lookup_hits", hits)
+        self._add("lookup_misses", len(present) - hits)
+
+    def lookup_failed(self) -> None:
+        """Count a lookup that raised, or was refused because too many lookups were running."""
+        self._add("lookup_failures")
+
+    def lookup_timed_out(self) -> None:
+        """Count a lookup that has missed its deadline."""
+        self._add("lookup_timeouts")
+        self._add("lookup_failures")
+
+    def loaded(
+        self, objects: Sequence[StagedObject], outcomes: Sequence[LoadOutcome], stored_bytes: int, seconds: float
+    ) -> None:
+        """Count a batch of loads that has ended.
+
+        Args:
+            outcomes: one per object.
+            stored_bytes: bytes of the hits, as the medium has them.
+            seconds: duration of the call.
+        """
+        hits, missing = outcomes.count(LoadOutcome.HIT), outcomes.count(LoadOutcome.MISS)
+        pairs = list(zip(objects, outcomes, strict=True))
+        corrupt = tuple(staged.key for staged, outcome in pairs if outcome is LoadOutcome.CORRUPT)
+        if self._compresses:
+            raw = sum(staged.lease.nbytes for staged, outcome in pairs if outcome is LoadOutcome.HIT)
+            self._add("load_raw_bytes", raw)
+        self._add("load_missing", missing)
+        self._add("load_hits", hits)
+        self._add("load_bytes", stored_bytes)
+        self._add("load_corrupt", len(corrupt))
+        self._emit(events.LoadsEnded(self._tier, hits, missing, len(corrupt), 0, stored_bytes, seconds))
+        if corrupt:
+            self._emit(events.ObjectsDamaged(self._tier, corrupt))
+
+    def load_failed(self, objects: int, seconds: float) -> None:
+        """Count a batch of ``objects`` whose load raised after ``seconds``."""
+        self._add("load_failures", objects)
+        self._emit(events.LoadsEnded(self._tier, 0, 0, 0, objects, 0, seconds))
+
+    def stored(
+        self, forms: Sequence[StoredForm | None], outcomes: Sequence[StoreOutcome | None], seconds: float
+    ) -> None:
+        """Count a batch of stores that has ended.
+
+        Args:
+            forms: per object, the bytes to be stored; ``None`` where staging memory for compression was missing.
+            outcomes: one per object; ``None`` where there was no form.
+            seconds: duration of the call.
+        """
+        stored = [
+            form for form, outcome in zip(forms, outcomes, strict=True) if form and outcome is StoreOutcome.STORED
+        ]
+        present, rejected = outcomes.count(StoreOutcome.ALREADY_PRESENT), outcomes.count(StoreOutcome.REJECTED)
+        nbytes = sum(len(form.view) for form in stored)
+        if self._compresses:
+            self._add("store_raw_bytes", sum(form.staged.lease.nbytes for form in stored))
+            self._add("store_uncompressed", sum(not form.compressed for form in stored))
+            self._add("store_dropped", forms.count(None))
+        self._add("stores", len(stored))
+        self._add("store_bytes", nbytes)
+        self._add("store_already_present", present)
+        self._add("store_rejected", rejected)
+        self._emit(events.StoresEnded(self._tier, len(stored), present, rejected, 0, nbytes, seconds))
+
+    def store_failed(self, objects: int, seconds: float) -> None:
+        """Count a batch of ``objects`` whose store raised after ``seconds``."""
+        self._add("store_failures", objects)
+        self._emit(events.StoresEnded(self._tier, 0, 0, 0, objects, 0, seconds))
+
+    def store_refused(self, objects: int) -> None:
+        """Count a batch of ``objects`` that was dropped, since the tier is not used for now."""
+        self._add("store_dropped", objects)
+
+    def evicted(self, keys: Sequence[ObjectKey]) -> None:
+        """Report objects that the backend evicted to make room."""
+        if keys:
+            self._emit(events.ObjectsEvicted(self._tier, tuple(keys)))
+
+    def delete_failed(self, objects: int) -> None:
+        """Count a batch of damaged ``objects`` whose deletion raised."""
+        self._add("delete_failures", objects)
+
+    def _add(self, counter: str, amount: int = 1) -> None:
+        self._counters.add(counter, self._tier, amount)
+
+    def _emit(self, event: events.Event) -> None:
+        if self._observers:
+            self._observers.emit(event)

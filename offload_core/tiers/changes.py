@@ -1,0 +1,41 @@
+"""Changes of a medium that only this process sees, for the scheduler half's index of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from offload_core.api.keys import ObjectKey
+
+
+class TierChange(NamedTuple):
+    """An object has come to a tier or left it."""
+
+    tier: str
+    key: ObjectKey
+    present: bool
+
+
+class TierChanges:
+    """Queue of one tier's changes, in the order in which they happened. Thread-safe.
+
+    Args:
+        shared: the medium answers every process, so no change is kept.
+    """
+
+    def __init__(self, tier: str, shared: bool) -> None:
+        self._tier = tier
+        self._queue: deque[TierChange] | None = None if shared else deque()
+
+    def add(self, keys: Iterable[ObjectKey], present: bool) -> None:
+        """Add one change per object of ``keys``."""
+        if self._queue is not None:
+            self._queue.extend(TierChange(self._tier, key, present) for key in keys)
+
+    def take(self) -> list[TierChange]:
+        """Return the changes since the last call."""
+        taken: list[TierChange] = []
+        while self._queue:
+            taken.append(self._queue.popleft())
+        return taken

@@ -1,0 +1,30 @@
+"""An object in staging memory, and its form on the medium."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offload_core.api.keys import ObjectKey
+
+if TYPE_CHECKING:
+    from offload_core.memory.staging_pool import Lease  # which imports torch; the command line does without
+
+
+@dataclass(frozen=True)
+class StagedObject:
+    """An object and the lease for its bytes, header and payload: to be stored, or to be loaded."""
+
+    key: ObjectKey
+    lease: Lease
+    scratch: Lease | None = None
+    """Second lease of a load from a tier that compresses, as large as ``lease``, for the stored bytes."""
+
+
+@dataclass(frozen=True)
+class StoredForm:
+    """An object and its bytes as the medium has them: those of its lease, or compressed ones in scratch memory."""
+
+    staged: StagedObject
+    view: memoryview
+    compressed: bool = False
