@@ -18,7 +18,7 @@ from offload_core.config.tier_limits import TierLimits
 from offload_core.plugins.observers import EventDelivery
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import DaemonExecutor, ThreadWatch
+from offload_core.runtime.threads import DaemonExecutor, StuckThreadTimer
 from offload_core.tiers.call_slots import CallSlots
 from offload_core.tiers.circuit_breaker import Call
 from offload_core.tiers.compression import StagedObject as StagedObject  # its users have it from here
@@ -83,7 +83,7 @@ class Tier:
         self._executor = DaemonExecutor(
             config.common.io_threads, f"offload-{self.name}", stuck_after, self._count_stuck
         )
-        self._thread_watch = ThreadWatch(self._executor, stuck_after / 2)
+        self._stuck_thread_timer = StuckThreadTimer(self._executor, stuck_after / 2)
         backend = config.backend_type.backend(config.options, BackendContext(self.name, self._executor))
         info = TierInfo(self.name, config.backend_type.name, self.load_weight)
         self._backend = backend if plugins is None else plugins.wrap(backend, info)
@@ -123,7 +123,7 @@ class Tier:
                 "backends",
             )
         self._prober.attach()
-        self._thread_watch.wake()
+        self._stuck_thread_timer.start()
         started = time.monotonic()
         self._opening = True
         try:
@@ -148,7 +148,7 @@ class Tier:
         One that has not come back from ``open`` is closed when it has, and not waited for.
         """
         self._prober.close()
-        self._thread_watch.close()
+        self._stuck_thread_timer.close()
         if self._opening:
             self._close_after_opening = True
             return
@@ -367,12 +367,12 @@ class Tier:
         return list(map(bool, self._parallel(keys, await _answer(self._backend.contains(keys)), "contains")))
 
     async def _probe(self, keys: Sequence[ObjectKey]) -> None:
-        self._thread_watch.wake()
+        self._stuck_thread_timer.start()
         await self._contains(keys)
 
     def _begin(self, operation: events.Operation) -> Call | None:
         self._prober.attach()
-        self._thread_watch.wake()
+        self._stuck_thread_timer.start()
         return self.health.begin(operation)
 
     def _count_stuck(self, change: int) -> None:
