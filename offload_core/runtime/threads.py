@@ -92,7 +92,7 @@ class DaemonExecutor(Executor):
 
         with self._lock:
             if self._closed:
-                raise RuntimeError(f"the threads {self._name!r} are shut down and take no more calls")
+                raise RuntimeError(f"the threads of {self._name!r} are shut down and take no more calls")
             self._calls.put(call)
             self._unfinished += 1
             self._start_threads()
