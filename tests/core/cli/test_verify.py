@@ -54,8 +54,8 @@ def test_every_kind_of_damage_is_found_and_deleted_only_when_asked(site: Site) -
     assert reasons == {
         1: "the payload's checksum does not match its 500 bytes",
         2: "the header's checksum does not match its bytes",
-        3: "payload of 499 bytes, header says 500 stored and 500 raw",
-        4: "0 bytes is shorter than the 4096-byte header",
+        3: "payload of 499 bytes, but the header says 500 stored and 500 raw",
+        4: "0 bytes are fewer than the 4096 of the header",
         5: f"the header names another object, {key(77)}",
     }
     assert all(bad["damaged"] and bad["fingerprint"] == FIRST for bad in done.json["tiers"][0]["bad"])
