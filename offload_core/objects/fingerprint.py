@@ -33,10 +33,11 @@ def fingerprint(identity: Mapping[str, Json]) -> str:
 
 
 def weights_identity(folder: Path) -> dict[str, Json]:
-    """Identify the model in ``folder`` by its content: a copy has the same identity, an edited one another.
+    """Identify the model in ``folder`` by its content: a copy is the same model, an edited copy is another.
 
     Usually a file is hashed whole with XXH3-128. This runs at the speed of the page cache, which the engine has just
-    """Identify the model in ``folder`` by its content. Copies have the same identity, edited models another one.
+    filled. A weight file that links into a hub cache's ``blobs`` folder is identified by its blob, whose name is a
+    hash.
 
     Returns:
         ``{relative file name: digest}`` for all configuration and weight files directly in ``folder``.

@@ -133,7 +133,7 @@ def test_a_progress_bar_is_shown_on_a_terminal_only_and_not_when_quiet(site: Sit
 
 
 def _on_a_terminal(site: Site, *arguments: str) -> str:
-    """Return what the command writes to a stderr that is a terminal."""
+    """Return the output of the command on a stderr that is a terminal."""
     ours, theirs = pty.openpty()
     environment = {**site.environment, "TERM": "xterm"}
     done = subprocess.run([COMMAND, *arguments], stderr=theirs, stdout=subprocess.PIPE, env=environment, check=False)
