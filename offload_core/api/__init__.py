@@ -1,4 +1,4 @@
-"""Everything that a plugin may import, in one place; ``plugins.md`` explains how to use it."""
+"""All names that a plugin may import. Their docstrings are the reference, and ``plugins.md`` is the guide."""
 
 from offload_core.api.backend import (
     Backend,

@@ -1,11 +1,12 @@
-"""What a storage backend promises. The numbered clauses (C1, C2, …) are explained in plugins.md.
+"""The contract of a storage backend. ``plugins.md`` explains the numbered clauses (C1, C2, …).
 
 A backend moves opaque bytes between staging memory and a medium, under keys. It knows nothing of models, checksums,
-deadlines or the engine: the core adds the header and the checksum before :meth:`Backend.store` and checks them after
-:meth:`Backend.load_into`; the core measures time and gives up on an answer, while it lets the call end in its own time.
+deadlines or the engine. Before :meth:`Backend.store` the core adds a header and a checksum to each object, and after
+:meth:`Backend.load_into` it verifies them. The core also keeps the deadlines: it stops waiting for a late answer, and
+lets the call end by itself.
 
-A minimal backend implements ``contains``, ``load_into``, ``store`` and ``delete``, all on batches; the preparation
-steps are inherited.
+A minimal backend implements ``contains``, ``load_into``, ``store`` and ``delete``, all on batches. It inherits the
+preparation steps.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What kind of medium a backend is.
+    """The kind of medium that a backend has, and the optional features that it implements.
+
+    A backend must implement each feature that it declares, and the core uses no feature that is not declared.
 
     Args:
         medium: ``host`` (memory), ``disk`` (local) or ``remote``.
         persistent: objects outlive the process.
         shared: other processes may read, add and remove objects at any time.
-        bounded: keeps a limit on its bytes: ``prepare_load`` pins, ``prepare_store`` reserves room (C9 to C11).
+        bounded: the backend limits its bytes. ``prepare_load`` pins and ``prepare_store`` reserves (C9 to C11).
         lists: :meth:`Backend.list_objects` works (C18).
-        sizes: ``prepare_load`` says how many bytes each object has (C19); compressed objects need it.
+        sizes: ``prepare_load`` returns the size of each object in bytes (C19). Compressed objects need it.
     """
 
     medium: Literal["host", "disk", "remote"]
@@ -48,11 +51,12 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class BackendContext:
-    """What the core gives a backend at construction.
+    """The values that the core passes to a backend's constructor, besides its options.
 
     Args:
         name: the tier's name in the configuration, for messages.
-        executor: this tier's own threads; a hung call can hold only these (invariant I4).
+        executor: the tier's own threads. A hung call can block only these (invariant I4). The core owns the executor:
+            do not shut it down.
     """
 
     name: str
@@ -60,7 +64,7 @@ class BackendContext:
 
 
 class LoadOutcome(enum.Enum):
-    """What happened to one key of a load."""
+    """The outcome of a load for one key."""
 
     HIT = "hit"
     MISS = "miss"
@@ -68,7 +72,7 @@ class LoadOutcome(enum.Enum):
 
 
 class StoreOutcome(enum.Enum):
-    """What happened to one key of a store."""
+    """The outcome of a store for one key."""
 
     STORED = "stored"
     ALREADY_PRESENT = "already present"
@@ -76,24 +80,23 @@ class StoreOutcome(enum.Enum):
 
 
 class StoredObject(NamedTuple):
-    """One object as :meth:`Backend.list_objects` finds it."""
+    """One object in the listing of :meth:`Backend.list_objects`."""
 
     key: ObjectKey
     nbytes: int
-    """Bytes of the object as :meth:`Backend.load_into` takes them: the size its buffer must have."""
+    """Size of the object in bytes. A buffer for :meth:`Backend.load_into` must have this size."""
     stored_at_seconds: float
-    """When it was stored, in seconds since the epoch."""
+    """Time of the store, in seconds since the epoch."""
 
 
 class LoadReservation:
-    """The result of :meth:`Backend.prepare_load`: what is there, pinned against eviction until :meth:`release`.
+    """The result of :meth:`Backend.prepare_load`: the objects that are present, pinned until :meth:`release`.
 
     Args:
-        present: one flag per key of the request, in its order; ``False`` where nothing is there, so that it is not
-            tried.
-        on_release: unpins.
-        nbytes: per key the bytes of its object, as :attr:`StoredObject.nbytes`, or ``None`` where nothing is there or
-            that is not known (C19). None are known by default.
+        present: one flag per key, in the order of the request. The core does not load a key whose flag is ``False``.
+        on_release: unpins the objects. By default there is nothing to unpin.
+        nbytes: the size of each key's object, in bytes, as :attr:`StoredObject.nbytes` (C19). An entry is ``None`` if
+            the object is absent or its size is unknown. By default every entry is ``None``.
     """
 
     def __init__(
@@ -107,18 +110,23 @@ class LoadReservation:
         self._on_release = on_release
 
     async def release(self) -> None:
-        """Unpin (C10). The core calls it exactly once, also after an error or cancellation."""
+        """Unpin the objects (C10).
+
+        The core calls this exactly once, also after an error or a cancellation of the load. If the release itself is
+        cancelled, it must still take effect, because nobody repeats it.
+        """
         if self._on_release is not None:
             await self._on_release()
 
 
 class StoreReservation:
-    """The result of :meth:`Backend.prepare_store`: room reserved until :meth:`release`.
+    """The result of :meth:`Backend.prepare_store`: capacity that is reserved until :meth:`release`.
 
     Args:
-        outcomes: one entry per key: ``None`` where room is reserved and the bytes are wanted, else why they are not.
-        evicted: objects removed to make room.
-        on_release: gives back room that was not used.
+        outcomes: one entry per key, in the order of the request. ``None`` means that capacity is reserved and the core
+            may store the object. Any other outcome is final: the core does not store that object.
+        evicted: the objects that the backend evicted to free capacity.
+        on_release: returns the unused capacity. By default there is nothing to return.
     """
 
     def __init__(
@@ -132,7 +140,11 @@ class StoreReservation:
         self._on_release = on_release
 
     async def release(self) -> None:
-        """Give back room not used (C10). The core calls it exactly once, also after an error or cancellation."""
+        """Return the capacity that the store did not use (C10).
+
+        The core calls this exactly once, also after an error or a cancellation of the store. If the release itself is
+        cancelled, it must still take effect, because nobody repeats it.
+        """
         if self._on_release is not None:
             await self._on_release()
 
@@ -140,21 +152,33 @@ class StoreReservation:
 class Backend(ABC, Generic[OptionsT]):
     """A storage medium.
 
-    Guaranteed by the framework: all coroutines run on one event loop; buffers are exclusively the call's until it
-    returns or raises, may start at any address, and are read-only in ``store`` (C17); the number of calls at once is
-    bounded; ``open`` is called once before anything else and ``close`` once at the end. ``load_into`` is called while a
-    reservation of :meth:`prepare_load` for its keys is held, ``store`` while one of :meth:`prepare_store` is, and only
-    for keys for which that said ``None``.
+    Guarantees of the core:
 
-    The implementation must: return outcomes parallel to the request, for empty batches and repeated keys too (C2);
-    make an object visible whole or not at all (C6); not touch a buffer after the call has ended, whichever way it ended
-    (C7), nor ever anything beside it (C17); not block the event loop (C8), for which :meth:`run_blocking` is there.
+    * All coroutines run on one event loop. ``open`` is called once, before everything else, and ``close`` at the end.
+    * The number of concurrent calls is bounded.
+    * A call has its buffers to itself until it returns or raises. The core owns their memory.
+    * A buffer is a one-dimensional ``memoryview`` of bytes. It may start at any address. In ``store`` it is read-only.
+    * ``load_into`` is called while a reservation of :meth:`prepare_load` for its keys is held.
+    * ``store`` is called while a reservation of :meth:`prepare_store` is held, only for the keys with ``None`` in it.
+    * A call that is late is not cancelled. The core stops waiting for it and keeps its buffers until it has ended.
 
-    The implementation may not: do I/O in its constructor (C14), or raise for what is an outcome of one key (C2).
-    :class:`offload_core.testing.BackendContract` checks all of it.
+    Duties of the implementation:
 
-    When a call is cancelled, an implementation that waits for a thread must wait for that thread to end before it lets
-    the cancellation through, because the thread may still be writing into a buffer (C7). :meth:`run_blocking` does.
+    * Return one outcome per key in the order of the request, for empty batches and repeated keys too (C2).
+    * Make an object visible whole or not at all (C6).
+    * Leave a buffer alone after the call has ended by return, error or cancellation (C7).
+    * Leave the bytes beside a buffer alone (C17).
+    * Keep the event loop free (C8): run blocking code through :meth:`run_blocking`.
+
+    The implementation may not do I/O in its constructor (C14). It may not raise for the outcome of one key (C2).
+    :class:`offload_core.testing.BackendContract` checks all of this.
+
+    Cancellation: a thread cannot be stopped, and may still write into a buffer. A cancelled call must therefore wait
+    for its threads to end before it lets the cancellation through (C7). :meth:`run_blocking` does that.
+
+    Args:
+        options: the checked options of the tier.
+        context: the tier's name and threads.
     """
 
     def __init__(self, options: OptionsT, context: BackendContext) -> None:
@@ -165,38 +189,53 @@ class Backend(ABC, Generic[OptionsT]):
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What kind of medium this is."""
+        """The kind of medium. It is constant after construction; a class attribute will do."""
 
     async def open(self) -> None:
-        """Connect. Raises ``OSError`` when the medium cannot be used at all; the engine then does not start.
+        """Connect to the medium. By default there is nothing to do.
 
-        One that is late is not cancelled: the engine starts without the tier, and uses it when this has returned.
+        A call that passes ``open_timeout_seconds`` is not cancelled. The engine starts without the tier, and uses the
+        tier once ``open`` has returned.
+
+        Raises:
+            OSError: the medium cannot be used at all. The engine then does not start.
         """
 
     async def close(self) -> None:
-        """Wait for running operations and let go of the medium (C13). Idempotent; also called where ``open`` failed.
+        """Wait for running operations and release the medium (C13).
 
-        This one waits for what :meth:`run_blocking` and :meth:`run_to_the_end` run: await it first in an override.
-        Cancelled, it stops waiting.
+        It must be harmless when repeated, after a failed ``open`` and without ``open``. This implementation waits for
+        the work of :meth:`run_blocking` and :meth:`run_to_the_end`. An override must await it first. If the call is
+        cancelled, it stops waiting.
         """
         while self.__running:
             await asyncio.wait(self.__running)
 
     @abstractmethod
     async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
-        """Return, per key, whether a whole object is there. Cancellation has no effect on the medium."""
+        """Return one flag per key: whether a whole object is present.
+
+        The core also asks this to find out whether a failed medium works again. A medium that is gone must therefore
+        raise, and not answer ``False``. Cancellation has no effect on the medium.
+
+        Raises:
+            OSError: the medium failed for the whole batch.
+        """
 
     @abstractmethod
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
-        """Fill each key's buffer with its object.
+        """Fill each key's buffer with its object (C1).
+
+        If the call is cancelled, it waits for its threads. The buffers then hold anything, and the medium is unchanged.
 
         Args:
-            keys: names, any order, repeats allowed.
-            buffers: one writable buffer per key, of the size the object must have.
+            keys: names, in any order; a key may be repeated.
+            buffers: one writable buffer per key, as long in bytes as the object must be.
 
         Returns:
-            Per key: ``HIT`` and the buffer is full; ``MISS`` and the buffer is untouched (C3); ``CORRUPT`` when an
-            object is there but has another size or is known to be damaged (C16), and the buffer holds anything.
+            One outcome per key. ``HIT``: the buffer is full. ``MISS``: the object is absent, and the buffer is
+            untouched (C3). ``CORRUPT``: an object is present, but it has another size or is known to be damaged (C16).
+            The buffer of a corrupt object holds anything.
 
         Raises:
             OSError: the medium failed for the whole batch.
@@ -204,10 +243,17 @@ class Backend(ABC, Generic[OptionsT]):
 
     @abstractmethod
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
-        """Write each buffer under its key. Storing what is already there is harmless (C4).
+        """Write each buffer under its key. Storing an object twice is harmless (C4).
 
-        After a ``STORED`` outcome the object is visible to this and, on shared media, to other clients (C5).
-        Cancelled or failed half-way, an object is either whole or absent (C6).
+        After ``STORED`` the object is visible to this client and, on shared media, to other clients (C5). If the call
+        is cancelled or fails half-way, each object is either whole or absent (C6).
+
+        Args:
+            keys: names, in any order; a key may be repeated.
+            buffers: one read-only buffer per key, of the size that :meth:`prepare_store` was given.
+
+        Returns:
+            One outcome per key.
 
         Raises:
             OSError: the medium failed for the whole batch.
@@ -215,25 +261,43 @@ class Backend(ABC, Generic[OptionsT]):
 
     @abstractmethod
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
-        """Remove objects. Absent ones are no error (C12)."""
+        """Remove objects. An absent object is no error (C12).
+
+        If the call is cancelled, each object is either whole or absent (C6).
+
+        Raises:
+            OSError: the medium failed for the whole batch.
+        """
 
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
-        """Say what is there and pin it until the reservation is released (C9). By default: ``contains``, no pin."""
+        """Find the objects that are present and pin them until the reservation is released (C9).
+
+        By default this asks ``contains`` and pins nothing. If the call is cancelled, it must unpin at once, because
+        nobody holds the reservation.
+
+        Raises:
+            OSError: the medium failed for the whole batch.
+        """
         return LoadReservation(await self.contains(keys))
 
     async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
-        """Reserve room for objects of ``nbytes`` bytes each, before a byte is written (C11).
+        """Reserve capacity for objects of ``nbytes`` bytes each, before a byte is written (C11).
 
-        By default: what ``contains`` finds is already present, all else is wanted, with no limit on room.
+        By default this asks ``contains``: present objects are ``ALREADY_PRESENT``, and the capacity has no limit. A
+        backend whose medium is not shared may evict here only, or the core's index of its objects goes stale. If the
+        call is cancelled, it must return the capacity at once, because nobody holds the reservation.
+
+        Raises:
+            OSError: the medium failed for the whole batch.
         """
         present = await self.contains(keys)
         return StoreReservation([StoreOutcome.ALREADY_PRESENT if there else None for there in present])
 
     def list_objects(self) -> AsyncIterator[Sequence[StoredObject]]:
-        """Yield every object on the medium, in batches and any order, for the operator's tools (C18).
+        """Yield every object on the medium once, in batches and in any order, for the operator's tools (C18).
 
-        What is stored or deleted meanwhile may be listed or not; foreign things on the medium are passed over. A
-        listing may be left at any batch. Optional: declare ``Capabilities.lists`` to say that it works.
+        An object that is stored or deleted meanwhile may be listed or not. Foreign files on the medium are skipped. The
+        reader may stop at any batch, also by cancellation. Optional: declare ``Capabilities.lists`` to offer it.
 
         Raises:
             NotImplementedError: the backend does not list.
@@ -241,12 +305,18 @@ class Backend(ABC, Generic[OptionsT]):
         raise NotImplementedError(f"tier {self.context.name!r}: {type(self).__name__} does not list its objects")
 
     async def run_blocking(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a blocking function on this tier's own threads and wait for its real end, cancelled or not (C7)."""
+        """Run a blocking function on the tier's own threads and wait for its end.
+
+        If the call is cancelled, the cancellation goes through after the function has ended (C7).
+        """
         loop = asyncio.get_running_loop()
         return await self.run_to_the_end(loop.run_in_executor(self.context.executor, lambda: function(*args, **kwargs)))
 
     async def run_to_the_end(self, awaitable: Awaitable[T]) -> T:
-        """Await what other code runs on threads to its real end, cancelled or not (C7); ``close`` waits too (C13)."""
+        """Await work that other code runs on threads, and let :meth:`close` wait for it too (C13).
+
+        If the call is cancelled, the cancellation goes through after the work has ended (C7).
+        """
         future = asyncio.ensure_future(awaitable)
         self.__running.add(future)
         future.add_done_callback(self.__running.discard)
@@ -254,10 +324,10 @@ class Backend(ABC, Generic[OptionsT]):
 
 
 async def to_the_end(awaitable: Awaitable[T]) -> T:
-    """Await ``awaitable`` to its real end, holding a cancellation back until then.
+    """Await ``awaitable`` to its end; a cancellation goes through only then.
 
-    A thread cannot be stopped: cancelling the task that waits for it would leave it writing into a buffer that is no
-    longer the call's (C7).
+    A thread cannot be stopped. If its task were cancelled at once, the thread would go on writing into a buffer that
+    belongs to another call by then (C7).
     """
     future = asyncio.ensure_future(awaitable)
     cancelled = False
@@ -274,12 +344,12 @@ async def to_the_end(awaitable: Awaitable[T]) -> T:
 
 @dataclass(frozen=True)
 class BackendType:
-    """What a plugin registers: a type for the configuration file, a class and its options.
+    """A type of backend that a plugin registers: its name, its class and its options.
 
     Args:
         name: the ``type`` that users write, ``[a-z][a-z0-9_-]*``.
-        backend: subclass of :class:`Backend`, constructed as ``backend(options, context)``.
-        options: subclass of :class:`BackendOptions` that checks the tier's own keys.
+        backend: a subclass of :class:`Backend`, which the core constructs as ``backend(options, context)``.
+        options: a subclass of :class:`BackendOptions` that checks the tier's own keys.
     """
 
     name: str

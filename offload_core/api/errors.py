@@ -1,16 +1,16 @@
-"""The exceptions of offload-core, each inheriting the built-in it resembles.
+"""The exceptions of offload-core. Each one inherits the built-in exception that it resembles.
 
 ::
 
     OffloadError
-    ├── ConfigError(ValueError)             what the operator wrote cannot work; carries every problem found
+    ├── ConfigError(ValueError)             a configuration that cannot work, with every problem in it
     ├── PlanError(ValueError)               the model's group geometry and the chunk size do not fit together
-    ├── UnsupportedLayoutError(ValueError)  a KV cache tensor whose bytes we cannot name block by block
-    ├── ObjectFormatError(ValueError)       bytes from a medium that are not the object they should be
+    ├── UnsupportedLayoutError(ValueError)  a KV cache tensor that cannot be divided into blocks of bytes
+    ├── ObjectFormatError(ValueError)       bytes from a medium that are not the expected object
     ├── PluginError(ImportError)            a plugin that the configuration needs could not be loaded, or failed
     └── BackendError(OSError)               a storage medium failed for a whole batch
 
-Outcomes that are part of normal life (a miss, a rejected store) are values, not exceptions.
+Normal outcomes (a miss, a rejected store) are values, not exceptions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ class OffloadError(Exception):
 
 
 class ConfigError(OffloadError, ValueError):
-    """The configuration cannot work. ``problems`` holds one entry per problem, all of them at once."""
+    """The configuration cannot work.
+
+    Args:
+        problems: one entry per problem; all of them are found before the error is raised.
+        source: the place of the configuration, for the first line of the message.
+    """
 
     def __init__(self, problems: Sequence[str], source: str = "kv_connector_extra_config") -> None:
         self.problems = tuple(problems)
@@ -38,11 +43,11 @@ class PlanError(OffloadError, ValueError):
 
 
 class UnsupportedLayoutError(OffloadError, ValueError):
-    """A layer's KV cache tensor has a layout whose blocks cannot be named as byte pages."""
+    """A layer's KV cache tensor has a layout that cannot be divided into pages of bytes, one per block."""
 
 
 class ObjectFormatError(OffloadError, ValueError):
-    """Stored bytes are not the object they should be: damaged, truncated, or of another key or version."""
+    """Stored bytes are not the expected object: damaged, truncated, or of another key or version."""
 
 
 class PluginError(OffloadError, ImportError):
@@ -50,10 +55,13 @@ class PluginError(OffloadError, ImportError):
 
 
 class BackendError(OffloadError, OSError):
-    """A storage medium failed for a whole batch. Raised by backends, turned into misses by the core."""
+    """A storage medium failed for a whole batch. A backend may raise this or any other ``OSError``.
+
+    The core turns it into a miss of each key of a load, and into a failed store of each key of a store.
+    """
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `` (did you mean 'x'?)`` for a message about ``word``, or nothing when no known word resembles it."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+def did_you_mean(word: str, valid: Iterable[str]) -> str:
+    """Return `` (did you mean 'x'?)`` for a message about ``word``, or nothing when no valid word resembles it."""
+    close = difflib.get_close_matches(word, list(valid), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,6 +1,6 @@
-"""What observers are told (the hook ``offload_observe``): what happened to a tier, per batch and never per block.
+"""The events that the hook ``offload_observe`` receives: one per batch or change of a tier, never one per block.
 
-Events are values: they hold no buffer, no backend and no exception, and may be kept.
+Events are values. They hold no buffer, no backend and no exception, so an observer may keep them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TierOpened(Event):
     """The tier's backend is open.
 
     Args:
-        seconds: how long opening took.
+        seconds: duration of the call of ``open``.
     """
 
     seconds: float
@@ -37,16 +37,16 @@ class TierOpened(Event):
 
 @dataclass(frozen=True)
 class TierClosed(Event):
-    """The tier's backend is closed, or its ``close`` has raised; nothing more comes from it."""
+    """The tier's backend is closed, or its ``close`` has raised. No event of this backend follows."""
 
 
 @dataclass(frozen=True)
 class TierFailing(Event):
-    """A kind of operation has begun to fail. Told once, until it works again.
+    """A kind of operation has begun to fail. The event comes once, until the operation works again.
 
     Args:
-        operation: what fails.
-        cause: type and text of the backend's exception, or the deadline that was missed.
+        operation: the operation that fails.
+        cause: the type and text of the backend's exception, or the deadline that was missed.
     """
 
     operation: Operation
@@ -58,7 +58,7 @@ class TierRecovered(Event):
     """A kind of operation that was failing has succeeded, some time after its last failure.
 
     Args:
-        operation: what works again.
+        operation: the operation that works again.
     """
 
     operation: Operation
@@ -66,7 +66,7 @@ class TierRecovered(Event):
 
 @dataclass(frozen=True)
 class TierUnavailable(Event):
-    """The tier is not used for now: too many calls failed in a row, or its backend hangs in ``open``.
+    """The tier is out of use for now: too many calls failed in a row, or its backend hangs in ``open``.
 
     Args:
         cause: the last failure.
@@ -77,10 +77,10 @@ class TierUnavailable(Event):
 
 @dataclass(frozen=True)
 class TierAvailable(Event):
-    """The tier is used again.
+    """The tier is in use again.
 
     Args:
-        seconds: how long it was not, or not without reserve.
+        seconds: duration of the time out of use, the trial calls included.
     """
 
     seconds: float
@@ -88,15 +88,15 @@ class TierAvailable(Event):
 
 @dataclass(frozen=True)
 class LoadsEnded(Event):
-    """A batch of objects has been read and checked, or could not be. The four counts add up to the batch.
+    """A load of a batch of objects has ended. The four counts add up to the size of the batch.
 
     Args:
-        loaded: objects that came and are whole.
-        missing: objects that were not there.
-        damaged: objects that were there and not whole; :class:`ObjectsDamaged` names them.
-        failed: objects of a batch that ended in an error: all or none of it.
+        loaded: objects that were loaded and verified.
+        missing: objects that were absent.
+        damaged: objects that were present and damaged; :class:`ObjectsDamaged` names them.
+        failed: objects of a batch that ended in an error. An error fails the whole batch.
         nbytes: bytes of the loaded objects.
-        seconds: how long the backend and the check took.
+        seconds: duration of the backend's calls and of the check.
     """
 
     loaded: int
@@ -109,15 +109,15 @@ class LoadsEnded(Event):
 
 @dataclass(frozen=True)
 class StoresEnded(Event):
-    """A batch of objects has been written, or could not be. The four counts add up to the batch.
+    """A store of a batch of objects has ended. The four counts add up to the size of the batch.
 
     Args:
-        stored: objects written.
-        already_present: objects that were there before.
-        rejected: objects that the backend had no room for.
-        failed: objects of a batch that ended in an error: all or none of it.
-        nbytes: bytes of the objects written.
-        seconds: how long the backend took.
+        stored: objects that were written.
+        already_present: objects that were present before.
+        rejected: objects for which the backend had no capacity.
+        failed: objects of a batch that ended in an error. An error fails the whole batch.
+        nbytes: bytes of the objects that were written.
+        seconds: duration of the backend's calls.
     """
 
     stored: int
@@ -130,10 +130,10 @@ class StoresEnded(Event):
 
 @dataclass(frozen=True)
 class ObjectsDamaged(Event):
-    """Objects were found that are not what was stored; the core deletes them.
+    """A load found objects that differ from the stored bytes. The core deletes them.
 
     Args:
-        keys: their names.
+        keys: the names of the objects.
     """
 
     keys: tuple[ObjectKey, ...]
@@ -141,10 +141,10 @@ class ObjectsDamaged(Event):
 
 @dataclass(frozen=True)
 class ObjectsEvicted(Event):
-    """The backend removed objects to make room for others.
+    """The backend evicted objects to free capacity for others.
 
     Args:
-        keys: their names.
+        keys: the names of the objects.
     """
 
     keys: tuple[ObjectKey, ...]

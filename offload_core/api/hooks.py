@@ -1,8 +1,8 @@
-"""The hooks of offload-core and the version of what plugins build on.
+"""The hooks of offload-core and the version of its plugin API.
 
-Hooks are synchronous, typed and never called per block. Each has a heading in plugins.md, which is its signature, and a
-test named after it. A plugin is a module that an entry point of the group ``offload_core`` names; it states
-``OFFLOAD_API_VERSION`` and marks its hooks with :data:`hookimpl`.
+Hooks are synchronous, typed and never called per block. For each hook there is a heading in plugins.md, which is its
+signature, and a test with its name. A plugin is a module that an entry point of the group ``offload_core`` names. It
+states ``OFFLOAD_API_VERSION`` and marks its hooks with :data:`offload_core.api.hookimpl`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from offload_core.api.events import Event
 PROJECT_NAME = "offload_core"
 
 API_VERSION = 1
-"""What this core offers to plugins: its hooks, their arguments, the contract in plugins.md and the public modules.
+"""The version of the plugin API: the hooks, their arguments, the contract in plugins.md and the public names.
 
-One higher with every release that adds to them, so that a plugin which needs the addition can say so. What plugins
-rely on is taken away or changed only together with raising :data:`OLDEST_API_VERSION`.
+A release that adds to the API raises this by one, so that a plugin can ask for the addition. A release that removes or
+changes a part of the API raises :data:`OLDEST_API_VERSION` too.
 """
 
 OLDEST_API_VERSION = 1
-"""The oldest version that this core still serves: plugins written for one from here to :data:`API_VERSION` load."""
+"""The oldest API version that this core serves. It loads plugins for this version up to :data:`API_VERSION`."""
 
 hookspec = pluggy.HookspecMarker(PROJECT_NAME)
 hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
+"""The mark of a plugin's hooks. ``hookimpl(optionalhook=True)`` marks one that an older core may lack."""
 
 
 @dataclass(frozen=True)
 class TierInfo:
-    """What a wrapper may want to know of the tier whose backend it is offered.
+    """The tier of a backend that ``offload_wrap_backend`` is offered.
 
     Args:
         name: the tier's name in the configuration.
@@ -52,15 +53,27 @@ class HookSpecs:
 
     @hookspec
     def offload_register_backends(self) -> Sequence[BackendType]:
-        """Return the backend types that the plugin provides."""
+        """Return the backend types that the plugin provides.
+
+        Called on the thread that reads a configuration, each time that one is read. If it raises, the core uses no part
+        of the plugin.
+        """
         raise NotImplementedError  # a specification is never called
 
     @hookspec
     def offload_wrap_backend(self, backend: Backend[Any], tier: TierInfo) -> Backend[Any] | None:
-        """Return a backend around ``backend``, or ``None``."""
+        """Return a backend around ``backend``, or ``None`` to leave it as it is.
+
+        Called once per tier, before ``open``; each plugin gets the backend that the plugin before it returned. Use
+        :class:`offload_core.api.BackendWrapper`, which passes all calls on.
+        """
         raise NotImplementedError
 
     @hookspec
     def offload_observe(self, event: Event) -> None:
-        """Take note of what happened to a tier."""
+        """Receive an event of a tier.
+
+        Called on one thread of its own, in the order of the events. A slow observer delays no tier: when too many
+        events wait, the core drops new ones and counts them in ``events_dropped``. An error is logged once.
+        """
         raise NotImplementedError

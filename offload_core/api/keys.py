@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 
 class ObjectKey(NamedTuple):
-    """Names one stored object: a pack's bytes for one chunk of tokens, as one engine rank sees them.
+    """The name of one stored object: the bytes of one pack for one chunk of tokens on one rank of an engine.
 
-    The engine's block hashes are chained, so ``chunk_hash`` (the hash at the chunk's last hash block) names the
-    whole prefix up to the chunk's end, per-request identity (LoRA, cache salt, multimodal inputs) included.
-    Nothing is hashed again here.
+    ``chunk_hash`` is the engine's hash of the chunk's last hash block. The engine's block hashes are chained, so it
+    names the whole prefix up to the chunk's end. It includes the request's identity: LoRA, cache salt and multimodal
+    inputs. Nothing is hashed again here.
+
+    A backend must treat all three fields as opaque, and two keys are equal only if all three are equal (C1).
     """
 
     namespace: str
@@ -22,7 +24,7 @@ class ObjectKey(NamedTuple):
 
     @property
     def path(self) -> str:
-        """``namespace/pack/hash`` in characters that every file system and object store accepts."""
+        """``namespace/pack/hash``, in characters that every file system and object store accepts."""
         return f"{self.namespace}/{self.pack}/{self.chunk_hash.hex()}"
 
     def __str__(self) -> str:

@@ -1,9 +1,9 @@
-"""The base class of a backend's options, field types for sizes and durations, and a check of folders.
+"""The base class of a backend's options, the field types for sizes and durations, and a check of folders.
 
-Both field types take a number or a string with a unit, and give a plain number, so a default is a plain number too::
+Both field types accept a number or a string with a unit, and give a plain number. A default is a plain number too::
 
     class BoxOptions(BackendOptions):
-        capacity: Bytes = Field(20 * 1024**3, ge=1, description="room for objects")
+        capacity: Bytes = Field(20 * 1024**3, ge=1, description="capacity for objects")
         retry_after: Seconds = Field(0.5, gt=0, description="wait before a failed connection is tried again")
 """
 
@@ -22,15 +22,19 @@ from pydantic_core import PydanticCustomError
 
 
 class BackendOptions(BaseModel):
-    """Base of a backend's options. Unknown keys are refused; give every field a ``description``."""
+    """Base class of a backend's options. It refuses unknown keys, and its instances are immutable.
+
+    Give every field a ``description``, which becomes part of the JSON schema. Make a secret a ``pydantic.SecretStr``:
+    the core fills it from an environment variable only (C15).
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 OptionsT = TypeVar("OptionsT", bound=BackendOptions)
 
-# Both libraries take more than they should: ByteSize reads "1,5GiB" as one byte, durationpy "1h-30m" as 90 minutes and
-# "5mm" as five months. What they get to see is therefore checked first; the patterns are the JSON schema's as well.
+# Both libraries accept too much: ByteSize reads "1,5GiB" as one byte, and durationpy reads "1h-30m" as 90 minutes and
+# "5mm" as five months. These patterns therefore check each text first. The JSON schema shows them too.
 _SIZE_PATTERN = r"^[0-9]+(\.[0-9]+)? ?([KMGTPEkmgtpe]([Ii]?[Bb])?|[Bb])$"
 _DURATION_PATTERN = r"^([0-9]+(\.[0-9]+)?(us|ms|s|m|h|d|w))+$"
 
@@ -49,7 +53,7 @@ def _to_bytes(value: object) -> int:
         try:
             return int(_byte_size.validate_python(value))
         except ValidationError:
-            pass  # a number beyond what a float holds
+            pass  # a number too large for a float
     elif _is_finite_number(value) and value == int(value):
         return int(value)
     raise PydanticCustomError(SIZE_ERROR, "not a size; write a number of bytes or a size such as 20GiB or 512MiB")
@@ -62,7 +66,7 @@ def _to_seconds(value: object) -> float:
         if _is_finite_number(value):
             return float(value)
     except (ValueError, OverflowError):
-        pass  # a number beyond what a float or a timedelta holds
+        pass  # a number too large for a float or a timedelta
     raise PydanticCustomError(
         DURATION_ERROR,
         "not a duration; write a number of seconds, 0 or more, or a duration such as 500ms, 30s or 1m30s",
@@ -79,9 +83,10 @@ Bytes = Annotated[
         }
     ),
 ]
-"""A size in bytes, an ``int`` of at least 0: a whole number, or a string with a unit.
+"""A size in bytes, an ``int`` of at least 0. Users write a whole number, or a string with a unit.
 
-Units are B, KiB, MiB, GiB, TiB, PiB, EiB (powers of 1024) and KB, MB, … or K, M, … (powers of 1000), in any case.
+Units are B, KiB, MiB, GiB, TiB, PiB, EiB (powers of 1024) and KB, MB, … or K, M, … (powers of 1000). Their case does
+not matter.
 """
 
 Seconds = Annotated[
@@ -94,36 +99,37 @@ Seconds = Annotated[
         }
     ),
 ]
-"""A duration in seconds, a finite ``float`` of at least 0: a number of seconds, or a string such as ``1m30s``.
+"""A duration in seconds, a finite ``float`` of at least 0. Users write a number, or a string such as ``1m30s``.
 
-Units are us, ms, s, m (minutes), h, d and w; the parts are added up, to the microsecond.
+Units are us, ms, s, m (minutes), h, d and w. The parts are added up, to the microsecond.
 """
 
-_LOOK_SECONDS = 2.0
+_FOLDER_CHECK_SECONDS = 2.0
 
 
 def check_folder(folder: Path, cure: str) -> None:
-    """Refuse a folder that cannot be used: something else has its name, or it is not there and nor is its parent.
+    """Refuse a folder that cannot be used: its name is that of a file, or it and its parent are missing.
 
-    One whose file system does not answer soon is let pass: it hangs, which is seen again, under a deadline, when the
-    tier is opened.
+    Call it in a validator of the options. A file system that does not answer within two seconds is no error here: the
+    tier opens the folder later, under a deadline.
 
     Args:
-        cure: what to do where the parent is missing.
+        folder: the folder that the operator named.
+        cure: the advice for the operator if the parent is missing.
 
     Raises:
-        ValueError: with the folder, what is wrong with it, and the cure.
+        ValueError: with the folder, the problem and the cure.
     """
     answer: Future[tuple[bool, bool, bool]] = Future()
 
-    def look() -> None:
+    def inspect_folder() -> None:
         try:
             answer.set_result((folder.exists(), folder.is_dir(), folder.parent.is_dir()))
         except BaseException as error:
             answer.set_exception(error)
 
-    threading.Thread(target=look, name=f"look at {folder}", daemon=True).start()
-    wait([answer], timeout=_LOOK_SECONDS)
+    threading.Thread(target=inspect_folder, name=f"check of {folder}", daemon=True).start()
+    wait([answer], timeout=_FOLDER_CHECK_SECONDS)
     if not answer.done():
         return
     try:

@@ -1,7 +1,7 @@
-"""Page-locked host memory: a GPU copies to and from it at full speed, and the system never swaps it out.
+"""Page-locked ("pinned") host memory: a GPU copies to and from it at full speed, and the system never swaps it out.
 
-CUDA is reached through torch, which is imported only where pinning is demanded: a process in which nobody has loaded
-torch does not work on a GPU.
+This module reaches CUDA through torch. It imports torch only when a caller demands pinned memory. A process that has
+not loaded torch does not use a GPU.
 """
 
 from __future__ import annotations
@@ -11,33 +11,41 @@ import sys
 from typing import Any, Protocol
 
 _PORTABLE = 1
-"""``cudaHostRegisterPortable``: pinned for every GPU of the process, not for the current one only."""
+"""``cudaHostRegisterPortable``: the memory is pinned for every GPU of the process, and not only for the current one."""
 
 
 class HostPinning(Protocol):
-    """Pins memory of this process. Both calls may take seconds for large memory, and may run on any thread."""
+    """An interface that pins memory of this process.
+
+    Both methods may run on any thread, and may take seconds for large memory: do not call them on the event loop. The
+    caller owns the memory.
+    """
 
     def register(self, address: int, nbytes: int) -> None:
-        """Pin ``nbytes`` bytes from ``address`` on, both multiples of the system's pages.
+        """Pin ``nbytes`` bytes from ``address`` on. Both must be multiples of the system's page size.
 
         Raises:
-            OSError: they cannot be pinned.
+            OSError: the memory cannot be pinned.
         """
 
     def unregister(self, address: int) -> None:
-        """Let go of what was registered at ``address``, before its memory is. Raises ``OSError`` when it fails."""
+        """Unpin the memory that was registered at ``address``. Call this before you free the memory.
+
+        Raises:
+            OSError: the memory cannot be unpinned.
+        """
 
 
 class CudaPinning:
-    """Pins by CUDA, for the GPU that is current on the thread that constructs this.
+    """Pinning by CUDA, for the GPU that is current on the constructing thread.
 
     Args:
-        torch: the module.
+        torch: the module ``torch``.
     """
 
     def __init__(self, torch: Any) -> None:
         self._cuda = torch.cuda
-        # The current GPU is each thread's own: another thread would otherwise take up memory on the first one.
+        # Each thread has its own current GPU. Another thread would otherwise allocate memory on the first GPU.
         self._device = self._cuda.current_device()
 
     def register(self, address: int, nbytes: int) -> None:
@@ -46,8 +54,8 @@ class CudaPinning:
             code = int(self._cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
         if code:
             raise OSError(
-                f"CUDA could not pin {nbytes} bytes of host memory: cudaHostRegister returned error {code}; ask for "
-                "less, or raise the limit on locked memory (ulimit -l, or the container's)"
+                f"CUDA could not pin {nbytes} bytes of host memory: cudaHostRegister returned error {code}; configure "
+                "a smaller size, or raise the limit on locked memory (ulimit -l, or the container's limit)"
             )
 
     def unregister(self, address: int) -> None:
@@ -59,9 +67,9 @@ class CudaPinning:
 
 
 def pinning_in_use() -> CudaPinning | None:
-    """Return how to pin where this process works on a GPU by now, else ``None``. Loads and starts nothing.
+    """Return a way to pin memory if this process uses a GPU already, else ``None``.
 
-    Call it on the thread that has chosen the GPU.
+    The function neither loads torch nor starts CUDA. Call it on the thread that has selected the GPU.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
@@ -70,10 +78,10 @@ def pinning_in_use() -> CudaPinning | None:
 
 
 def demand_pinning() -> CudaPinning:
-    """Return how to pin, loading torch and starting CUDA where nobody has.
+    """Return a way to pin memory; load torch and start CUDA if necessary.
 
     Raises:
-        OSError: there is no torch, or it finds no GPU.
+        OSError: torch is not installed, or it finds no GPU.
     """
     try:
         torch = importlib.import_module("torch")

@@ -1,4 +1,4 @@
-"""A backend around another one, for plugins that add something to every backend, and for tests."""
+"""A backend around another backend, for plugins that add a feature to every backend, and for tests."""
 
 from __future__ import annotations
 
@@ -19,10 +19,16 @@ from offload_core.api.options import BackendOptions
 
 
 class BackendWrapper(Backend[BackendOptions]):
-    """Hands every call on to ``inner``. Override what should be different; the contract stays the same.
+    """A backend that passes every call on to ``inner``. Override the methods that should differ.
 
-    A wrapper that changes objects' bytes must change them back on load; one that changes their size must say the
-    reserved size in ``prepare_store`` and the original one in ``list_objects`` and in ``prepare_load``.
+    A subclass must keep the contract of :class:`Backend`. If it changes the objects' bytes, it must restore them on
+    load. If it changes their size, it must pass the changed size to the inner ``prepare_store``. It must return the
+    original size from ``list_objects`` and ``prepare_load``.
+
+    A cancellation reaches the call of ``inner``, which handles it.
+
+    Args:
+        inner: the wrapped backend; the wrapper shares its options and context.
     """
 
     def __init__(self, inner: Backend[Any]) -> None:
@@ -31,7 +37,7 @@ class BackendWrapper(Backend[BackendOptions]):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the backend inside."""
+        """The capabilities of the inner backend."""
         return self.inner.capabilities
 
     async def open(self) -> None:
@@ -39,7 +45,7 @@ class BackendWrapper(Backend[BackendOptions]):
         await self.inner.open()
 
     async def close(self) -> None:
-        """See :meth:`Backend.close`; waits for what the wrapper itself runs, then closes the backend inside."""
+        """Wait for the wrapper's own work, then close the inner backend. See :meth:`Backend.close`."""
         await super().close()
         await self.inner.close()
 

@@ -1,7 +1,7 @@
-"""The command ``offload-core``: looks after storage tiers without an engine.
+"""The command ``offload-core``: inspection and maintenance of storage tiers without an engine.
 
-One module per command. Each registers itself on :data:`offload_core.cli.application.app` when it is imported, so a new
-command is a module and one more name in the import below.
+There is one module per command. Its import registers the command on :data:`offload_core.cli.application.app`. A new
+command is therefore a module and one more name in the import below.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The application that every command module registers its commands on."""
+"""The application on which every command module registers its command."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ app = typer.Typer(
 
 @app.callback()
 def main() -> None:
-    """Look after the storage tiers of offload-core: see what is there, check it, measure it, clean up.
+    """Inspect and maintain the storage tiers of offload-core: list and check objects, measure tiers, clean up.
 
-    No engine is needed, and one may run meanwhile. Results go to stdout, everything else to stderr.
+    No command needs an engine, and an engine may run meanwhile. Results go to stdout, all other output to stderr.
 
     Start with `offload-core plugins` and `offload-core check offload.yaml`.
 
     Exit codes:
 
-    - 0: everything is fine
-    - 1: a tier or an object is not; the rest was done all the same
-    - 2: the command line or the configuration is wrong; nothing was done
-    - 130: interrupted; what the command had written was removed
+    - 0: success
+    - 1: a tier or an object has a problem; the command did the rest of its work
+    - 2: the command line or the configuration is wrong; the command did nothing
+    - 130: interrupted; the command removed the objects that it had written
     """

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and the quantities they are written in."""
+"""The arguments and options that several commands share, and the parsers of their values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECONDS: TypeAdapter[float] = TypeAdapter(Seconds)
 
 
 def size(text: str | int) -> int:
-    """Read a number of bytes, for example ``100GiB``; typer hands over an option's default as it is."""
+    """Parse a number of bytes, for example ``100GiB``. Typer passes the default of an option here too, as a number."""
     try:
         return _BYTES.validate_python(int(text) if str(text).isdecimal() else text)
     except ValidationError:
@@ -26,7 +26,7 @@ def size(text: str | int) -> int:
 
 
 def duration_seconds(text: str) -> float:
-    """Read a duration, for example ``30d`` or ``1h30m``."""
+    """Parse a duration, for example ``30d`` or ``1h30m``."""
     try:
         return _SECONDS.validate_python(text)
     except ValidationError:
@@ -34,7 +34,7 @@ def duration_seconds(text: str) -> float:
 
 
 def fingerprint_prefix(text: str) -> str:
-    """Read the first digits of a fingerprint."""
+    """Parse the first digits of a fingerprint."""
     if not re.fullmatch(r"[0-9a-f]{1,64}", text.lower()):
         raise typer.BadParameter(f"{text!r} is not the start of a fingerprint; write 1 to 64 hexadecimal digits")
     return text.lower()
@@ -44,11 +44,11 @@ ConfigFile = Annotated[
     Path,
     typer.Argument(
         metavar="CONFIG",
-        help="the configuration file (YAML, TOML or JSON) that vLLM's config_file names; relative paths in it start "
-        "from the current folder, as they do for the engine",
+        help="the configuration file (YAML, TOML or JSON) that vLLM's config_file names; its relative paths start at "
+        "the current folder, as they do for the engine",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document instead of tables")]
 TierNames = Annotated[
-    list[str] | None, typer.Option("--tier", metavar="NAME", help="only this tier; may be given several times")
+    list[str] | None, typer.Option("--tier", metavar="NAME", help="only this tier; repeat the option for several tiers")
 ]

@@ -1,4 +1,4 @@
-"""What commands print: results on stdout, everything else on stderr."""
+"""The output of commands: results on stdout, all other lines on stderr."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 _PIPE_WIDTH = 300
-"""Columns of a table that goes to a file or a pipe, where nothing may be cut off."""
+"""Width in columns of a table in a file or a pipe, where no cell may be cut off."""
 
 
 def print_json(document: Any) -> None:
@@ -27,7 +27,7 @@ def print_json(document: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table on stdout. Numbers stand on the right, as do columns whose name ends in a bar, ``|``."""
+    """Print a table on stdout. A column whose name ends in a bar, ``|``, is aligned to the right."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
         table.add_column(column.rstrip("|"), justify="right" if column.endswith("|") else "left", overflow="fold")
@@ -48,7 +48,7 @@ def note(message: str) -> None:
 
 
 def progress(*, quiet: bool) -> Progress:
-    """Return a progress bar on stderr, which shows nothing when ``quiet`` or when stderr is not a terminal."""
+    """Return a progress bar on stderr. It is invisible if ``quiet`` is set or stderr is not a terminal."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -61,17 +61,17 @@ def progress(*, quiet: bool) -> Progress:
 
 
 def human_bytes(nbytes: float) -> str:
-    """Return ``nbytes`` in the largest binary unit that fits, for example ``2.0 MiB``."""
+    """Return ``nbytes`` in the largest suitable binary unit, for example ``2.0 MiB``."""
     return ByteSize(nbytes).human_readable(separator=" ")
 
 
 def human_age(seconds: float) -> str:
-    """Return a duration in whole seconds, written as ``--older-than`` takes it."""
+    """Return a duration in whole seconds, in the form that ``--older-than`` accepts."""
     days, rest = divmod(max(0, round(seconds)), 24 * 3600)
     text = durationpy.to_str(timedelta(seconds=rest)) if rest else ""
     return f"{days}d{text}" if days else text or "0s"
 
 
 def human_milliseconds(seconds: float | None) -> str:
-    """Return a latency in milliseconds, or a dash where there is none."""
+    """Return a latency in milliseconds, or a dash for ``None``."""
     return "-" if seconds is None else f"{seconds * 1000:.2f}"

@@ -1,4 +1,4 @@
-"""Work on many objects at once, within a limit on memory."""
+"""Parallel work on many objects within a memory limit."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ T = TypeVar("T")
 
 
 async def in_parallel(items: AsyncIterator[T], work: Callable[[T], Awaitable[None]], workers: int) -> None:
-    """Run ``work`` on every item, ``workers`` at a time; no item is taken before a worker is free.
+    """Run ``work`` on every item, with ``workers`` calls at a time. An item is taken only when a worker is free.
 
-    The first error ends all of it. Cancellation cancels every ``work`` and waits for it.
+    The first error ends all calls. A cancellation cancels all calls and waits for them.
     """
-    turn = asyncio.Lock()  # an asynchronous generator cannot be asked twice at once
+    next_item_lock = asyncio.Lock()  # an asynchronous generator serves one caller at a time
 
     async def worker() -> None:
         while True:
-            async with turn:
+            async with next_item_lock:
                 try:
                     item = await anext(items)
                 except StopAsyncIteration:
@@ -35,15 +35,15 @@ async def in_parallel(items: AsyncIterator[T], work: Callable[[T], Awaitable[Non
 
 
 class ByteBudget:
-    """Lets calls hold at most ``total_bytes`` together. Used by one event loop."""
+    """A limit of ``total_bytes`` for concurrent calls on one event loop."""
 
     def __init__(self, total_bytes: int) -> None:
         self._free_bytes = total_bytes
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
-    async def hold(self, nbytes: int) -> AsyncIterator[None]:
-        """Wait for ``nbytes``, no more than the total, and hold them."""
+    async def reserve(self, nbytes: int) -> AsyncIterator[None]:
+        """Wait until ``nbytes`` are free, and reserve them for the block. ``nbytes`` must not exceed the total."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._free_bytes >= nbytes)
             self._free_bytes -= nbytes

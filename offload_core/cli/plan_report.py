@@ -1,11 +1,11 @@
-"""What a plan means in objects and bytes: the numbers behind ``offload-core plan``.
+"""The objects and bytes of a plan: the numbers behind ``offload-core plan``.
 
-Counts are taken by asking the planner about every unit of a long prompt, the way the engine does, and not from a
-formula of their own. The prompt has whole periods of the plan and at least 100,000 tokens, or as many as
-``max_model_len`` leaves. "Per 1,000 tokens" is that count divided by the prompt's length.
+The counts come from questions to the planner about every unit of a long prompt, as in the engine, and not from a
+formula. The prompt has at least 100,000 tokens, rounded up to whole periods of the plan. ``max_model_len`` limits it. A
+value per 1,000 tokens is the count divided by the length of the prompt.
 
-Of a recurrent group every boundary is counted. The engine hands over a state only where one of its steps ends, so of a
-prompt that it computes in long steps it stores fewer of these objects, never more.
+For a recurrent group, every boundary counts. The engine provides a state only at the end of one of its steps. A prompt
+that it computes in long steps therefore has fewer of these objects, and never more.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ _PROMPT_TOKENS = 100_000
 
 @dataclass(frozen=True)
 class GroupReport:
-    """One group: how many tokens it counts in, and where its blocks go."""
+    """One group: its unit of tokens, and the pack of its blocks."""
 
     index: int
     name: str
     policy: str
     block_size_tokens: int
     block_bytes: int
-    """On one rank, over all layers."""
+    """Bytes of one block on one rank, in all layers."""
     unit_tokens: int
     hash_factor: int
-    """Engine block hashes per unit."""
+    """Number of the engine's block hashes per unit."""
     pack: str | None
-    """Name of its pack; ``None`` where no boundary needs anything of the group, so that nothing is stored."""
+    """Name of the group's pack; ``None`` if no boundary needs the group, so that it has no objects."""
     blocks_per_object: int
 
 
 @dataclass(frozen=True)
 class PackReport:
-    """One pack: its objects, and what they cost."""
+    """One pack: its objects and their sizes."""
 
     name: str
     groups: tuple[int, ...]
     unit_tokens: int
     payload_bytes: int
-    """Of one object, that is of one rank."""
+    """Bytes of one object, which belongs to one rank."""
     object_bytes: int
-    """With the object's header."""
+    """Bytes of one object with its header."""
     objects_per_1000_tokens: float
-    """Of all ranks."""
+    """Objects of all ranks."""
     bytes_per_1000_tokens: float
-    """Of all ranks, headers included."""
+    """Bytes of all ranks, headers included."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ class PlanReport:
 
     hybrid_chunk_size: int
     default_hybrid_chunk_size: int | None
-    """What the engine would take by itself; ``None`` where no chunk size fits every group."""
+    """The engine's own choice; ``None`` if no chunk size works."""
     hash_block_size_tokens: int
     boundary_tokens: int
-    """A loaded prefix has a multiple of this many tokens."""
+    """Every loaded prefix has a multiple of this many tokens."""
     shortest_served_prompt_tokens: int
-    """A prompt of fewer tokens is always computed: it holds no boundary before its last token."""
+    """A shorter prompt is always computed, because it has no boundary before its last token."""
     prompt_tokens: int
-    """What the numbers per 1,000 tokens were counted over."""
+    """Length of the prompt behind the numbers per 1,000 tokens."""
     ranks: int
     groups: tuple[GroupReport, ...]
     packs: tuple[PackReport, ...]
@@ -85,7 +85,7 @@ def plan_report(
     """Plan for ``hybrid_chunk_size`` (``None``: the default) and count over at least ``prompt_tokens`` tokens.
 
     Raises:
-        PlanError: the engine would refuse this chunk size; why, and one that works.
+        PlanError: the engine would refuse this chunk size. The message has the reason and a working size.
     """
     planner = geometry.planner(hybrid_chunk_size)
     tokens = _counted_tokens(planner, prompt_tokens)
@@ -107,7 +107,7 @@ def plan_report(
 
 
 def _counted_tokens(planner: HybridOffloadPlanner, at_least: int) -> int:
-    """Return a prompt length of whole periods of the plan, as far as ``max_model_len`` has room for it."""
+    """Return a prompt length of whole periods of the plan, limited by ``max_model_len``."""
     chunked = [g.policy.attention_chunk_tokens for g in planner.groups if g.policy.kind == "chunked"]
     period = math.lcm(planner.boundary_tokens, *chunked)
     return min(-(-at_least // period) * period, planner.storable_prefix(planner.max_model_len))

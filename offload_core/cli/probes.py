@@ -1,4 +1,4 @@
-"""Objects that commands write to try a tier out, and how they are got rid of."""
+"""The objects that commands write to test a tier, and their removal."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from contextlib import asynccontextmanager
 
 from offload_core.api.keys import ObjectKey
 from offload_core.cli.output import note
-from offload_core.cli.watched_tier import OperationError, WatchedTier
+from offload_core.cli.tier_client import OperationError, TierClient
 from offload_core.objects import format as object_format
 
 PROBE_NAMESPACE = "0" * 64
-"""An engine's namespace is a SHA-256 digest, which is never this. ``prune`` and ``ls`` take it as a fingerprint."""
+"""The namespace of probes. No engine has it, because an engine's namespace is a SHA-256 digest.
+
+``prune`` and ``ls`` accept it as a fingerprint.
+"""
 
 
 def probe_key(pack: str) -> ObjectKey:
-    """Return a key that nobody else has."""
+    """Return a new random key."""
     return ObjectKey(PROBE_NAMESPACE, pack, secrets.token_bytes(32))
 
 
@@ -29,10 +32,11 @@ def sealed(key: ObjectKey, payload: bytes | memoryview) -> memoryview:
 
 
 @asynccontextmanager
-async def removed_on_failure(tier: WatchedTier, keys: Sequence[ObjectKey], seconds: float) -> AsyncIterator[None]:
-    """Delete ``keys`` when the block fails or is cancelled, after the stores that it gave up have ended.
+async def deleted_on_failure(tier: TierClient, keys: Sequence[ObjectKey], seconds: float) -> AsyncIterator[None]:
+    """Delete ``keys`` if the block fails or is cancelled, after its late stores have ended.
 
-    Waiting and deleting may each take ``seconds``. What may be left is said, in the error or on stderr.
+    The wait and the deletion may take ``seconds`` each. The error, or a line on stderr, names the objects that may
+    remain.
     """
     try:
         yield
@@ -45,9 +49,9 @@ async def removed_on_failure(tier: WatchedTier, keys: Sequence[ObjectKey], secon
         raise
 
 
-async def _remove(tier: WatchedTier, keys: Sequence[ObjectKey], seconds: float) -> str | None:
-    """Return what may be left, and why, or ``None``."""
-    settled = await tier.settle("store", seconds)
+async def _remove(tier: TierClient, keys: Sequence[ObjectKey], seconds: float) -> str | None:
+    """Delete ``keys``. Return a text about the objects that may remain, with the reason, or ``None``."""
+    stores_ended = await tier.wait_for_late_calls("store", seconds)
     problem = "a store is still running"
     try:
         try:
@@ -57,8 +61,8 @@ async def _remove(tier: WatchedTier, keys: Sequence[ObjectKey], seconds: float) 
                 raise
             await tier.delete_on_new_threads(keys, seconds)
     except OperationError as error:
-        settled, problem = False, str(error)
-    if settled or not keys:
+        stores_ended, problem = False, str(error)
+    if stores_ended or not keys:
         return None
     names = keys[0].path if len(keys) == 1 else f"{len(keys)} objects under {keys[0].namespace}/{keys[0].pack}"
     return f"{names} may be left behind ({problem})"

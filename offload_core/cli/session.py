@@ -1,7 +1,7 @@
-"""The tiers of a configuration, opened for one command, and what became of each.
+"""The tiers of a configuration, opened for one command, and a report of each.
 
-The commands' coroutines run on the I/O loop, a daemon thread, as the engine's do, while the main thread waits: so
-neither a hung medium nor a backend that blocks the loop can keep the command from ending, and Ctrl-C always works.
+The coroutines of a command run on the I/O loop, a daemon thread, as those of the engine do. The main thread waits. A
+hung medium, or a backend that blocks the loop, can therefore never keep a command from ending, and Ctrl-C always works.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import typer
 
 from offload_core.api.errors import ConfigError, did_you_mean
 from offload_core.cli.output import note, print_json
-from offload_core.cli.watched_tier import OperationError, WatchedTier
+from offload_core.cli.tier_client import OperationError, TierClient
 from offload_core.config.loading import load_config
 from offload_core.config.model import OffloadConfig, TierConfig
-from offload_core.plugins.loading import FOREIGN_ERRORS
+from offload_core.plugins.loading import PLUGIN_ERRORS
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.tiers.opening import close_tiers
 
@@ -40,62 +40,62 @@ T = TypeVar("T")
 
 @dataclass
 class TierReport(Generic[R]):
-    """What became of one tier: ``result`` holds what was found until an ``error``, if there was one."""
+    """The report of one tier. After an ``error``, ``result`` holds the findings up to that error."""
 
     tier: str
     type: str
     result: R
     error: str | None = None
     skipped: str | None = None
-    """Why the command had nothing to do on this tier."""
+    """The reason why the command skipped this tier."""
     note: str | None = None
     open_seconds: float | None = None
 
     def document(self, **fields: object) -> dict[str, object]:
-        """Return the report as a JSON object with ``fields`` of the command's own."""
+        """Return the report as a JSON object, with the command's own ``fields``."""
         return {"tier": self.tier, "error": self.error, "skipped": self.skipped, "note": self.note, **fields}
 
 
 class Session:
-    """Some tiers of one configuration."""
+    """The selected tiers of one configuration."""
 
     def __init__(self, config: OffloadConfig, tiers: Sequence[TierConfig], io: IoLoop) -> None:
         self.settings = config.settings
         self.configs = tiers
         self._config = config
         self._io = io
-        self._opened: list[WatchedTier] = []
+        self._opened: list[TierClient] = []
 
     @property
     def cleanup_seconds(self) -> float:
-        """How long each step of cleaning up after a failure or an interruption may take."""
+        """Time limit of each clean-up step after a failure or an interruption."""
         return max(1.0, self.settings.shutdown_timeout_seconds)
 
-    def each(
+    def run_on_each_tier(
         self,
-        work: Callable[[WatchedTier, R], Awaitable[None]],
+        work: Callable[[TierClient, R], Awaitable[None]],
         new_result: Callable[[], R],
         *,
         lists: bool = False,
         one_by_one: bool = False,
     ) -> list[TierReport[R]]:
-        """Open every tier and run ``work`` on it; what fails on one tier does not stop the others.
+        """Open every tier and run ``work`` on it. A failure of one tier does not stop the others.
 
         Args:
-            work: puts what it finds into the result, which is reported also when it raises :class:`OperationError`.
-            new_result: makes an empty result.
+            work: fills the result. The result is reported even if ``work`` raises :class:`OperationError`.
+            new_result: returns an empty result.
             lists: skip tiers whose backend cannot list its objects.
             one_by_one: never work on two tiers at the same time.
 
         Raises:
-            typer.Exit: Ctrl-C or SIGTERM, after ``work`` was cancelled and has ended.
+            typer.Exit: on Ctrl-C or SIGTERM, after ``work`` was cancelled and has ended.
         """
         reports = [TierReport(config.common.name, config.common.type, new_result()) for config in self.configs]
-        jobs: list[tuple[WatchedTier, TierReport[R]]] = []
+        jobs: list[tuple[TierClient, TierReport[R]]] = []
         for config, report in zip(self.configs, reports, strict=True):
             try:
-                tier = WatchedTier(config, self._config)
-            except FOREIGN_ERRORS as error:
+                tier = TierClient(config, self._config)
+            except PLUGIN_ERRORS as error:
                 report.error = f"construct: {type(error).__name__}: {error}"
                 continue
             self._opened.append(tier)
@@ -105,16 +105,16 @@ class Session:
             if not (tier.capabilities.persistent or tier.capabilities.shared):
                 report.note = "keeps its objects in one process; this command sees an empty medium of its own"
             jobs.append((tier, report))
-        self._run(_all(work, jobs, one_by_one=one_by_one))
+        self._run(_work_on_all(work, jobs, one_by_one=one_by_one))
         return reports
 
-    def go_on(self, work: Callable[[WatchedTier, R], Awaitable[None]], reports: Sequence[TierReport[R]]) -> None:
-        """Run more ``work`` on the tiers of ``reports`` where :meth:`each` had no trouble."""
+    def run_again(self, work: Callable[[TierClient, R], Awaitable[None]], reports: Sequence[TierReport[R]]) -> None:
+        """Run more ``work`` on those tiers of ``reports`` that have no error and were not skipped."""
         tiers = {tier.name: tier for tier in self._opened}
-        self._run(_all(work, [(tiers[r.tier], r) for r in reports if not (r.error or r.skipped)]))
+        self._run(_work_on_all(work, [(tiers[r.tier], r) for r in reports if not (r.error or r.skipped)]))
 
     def close(self) -> None:
-        """Close the tiers, waiting only shortly for media that hang."""
+        """Close the tiers. The wait for hung media is short."""
         close_tiers([tier.tier for tier in self._opened], self._io)
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -132,15 +132,15 @@ class Session:
                 self._wait_for(future)
             except KeyboardInterrupt:
                 try:
-                    note("interrupted: removing what was written; press Ctrl-C again to leave at once")
+                    note("interrupted: removing the objects that were written; press Ctrl-C again to leave at once")
                     self._io.loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
                     self._wait_for(future)
                 except KeyboardInterrupt:
-                    note("interrupted again: what this command has written may be left behind")
+                    note("interrupted again: objects that this command has written may remain")
                 raise typer.Exit(EXIT_INTERRUPTED) from None
 
     def _wait_for(self, future: Future[None]) -> None:
-        """Wait for the command's coroutine, as long as the loop is alive."""
+        """Wait for the command's coroutine while the loop responds."""
         while not wait([future], timeout=0.5).done:
             beat = self._io.submit(asyncio.sleep(0))
             if not wait([beat, future], timeout=_BLOCKED_LOOP_SECONDS).done:
@@ -154,22 +154,24 @@ class Session:
             future.result()
 
 
-async def _all(
-    work: Callable[[WatchedTier, R], Awaitable[None]],
-    jobs: Sequence[tuple[WatchedTier, TierReport[R]]],
+async def _work_on_all(
+    work: Callable[[TierClient, R], Awaitable[None]],
+    jobs: Sequence[tuple[TierClient, TierReport[R]]],
     *,
     one_by_one: bool = False,
 ) -> None:
     if one_by_one:
         for tier, report in jobs:
-            await _one(work, tier, report)
+            await _work_on_one(work, tier, report)
         return
     async with asyncio.TaskGroup() as group:
         for tier, report in jobs:
-            group.create_task(_one(work, tier, report))
+            group.create_task(_work_on_one(work, tier, report))
 
 
-async def _one(work: Callable[[WatchedTier, R], Awaitable[None]], tier: WatchedTier, report: TierReport[R]) -> None:
+async def _work_on_one(
+    work: Callable[[TierClient, R], Awaitable[None]], tier: TierClient, report: TierReport[R]
+) -> None:
     try:
         if report.open_seconds is None:
             start = time.perf_counter()
@@ -195,10 +197,10 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 @contextmanager
 def open_session(config_file: Path, tier_names: Sequence[str] | None, *, as_json: bool) -> Iterator[Session]:
-    """Read the configuration and yield a session on its tiers, or on those that are named.
+    """Read the configuration and yield a session on its tiers, or on the named ones only.
 
     Raises:
-        typer.Exit: with code 2, when the configuration is wrong or a name is unknown; all problems are printed.
+        typer.Exit: code 2, after printing all problems of the configuration and of the names.
     """
     try:
         config = _read(config_file)
@@ -237,9 +239,9 @@ def _selected(config: OffloadConfig, names: Sequence[str]) -> list[TierConfig]:
 
 
 def finish(reports: Sequence[TierReport[Any]], *, trouble: bool = False) -> None:
-    """Say on stderr what went wrong on which tier, and end with code 1 if there was trouble.
+    """Print the problems of each tier on stderr, and end with code 1 if there are any.
 
-    Trouble is a tier that failed, no tier left that was not skipped, and what the command itself calls so.
+    It also ends with code 1 if every tier was skipped, or if the command itself found ``trouble``.
     """
     for report in reports:
         for text in (report.note, report.skipped and f"skipped: {report.skipped}", report.error):

@@ -1,13 +1,16 @@
-"""The codecs, from bytes to bytes. All of them are lossless for any bytes of any length.
+"""The codecs, from bytes to bytes. They are lossless for any bytes of any length.
 
-``zstd`` compresses the bytes as they are. ``zstd-planes`` is for 16-bit values: of a bf16 number the low byte is almost
-all mantissa, which looks random, and the high byte sign and exponent, which repeats. The low bytes are stored as they
-are, and only the high ones are compressed: compressing both planes took two to three times as long and saved nothing
-more. The high plane has few repeated strings, and looking for short ones costs both time and room, so a match must have
-at least seven bytes; what is left is mostly entropy coding (``python -m benchmarks.codecs``).
+``zstd`` compresses the bytes as they are.
 
-Nothing here takes more memory than a block or two: the plane is cut into frames of ``BLOCK_BYTES``, and on the way back
-it is decoded into the end of the target and spread from there. Contexts of zstd are kept per thread.
+``zstd-planes`` is for 16-bit values. The low byte of a bf16 number is nearly all mantissa, which looks random. The high
+byte has the sign and the exponent, which repeat. The codec stores the low bytes as they are, and compresses only the
+high ones. Compressing both planes took two to three times as long and saved no more.
+
+The high plane has few repeated strings, and a search for short ones costs both time and space. A match must therefore
+have at least seven bytes. Most of the saving comes from entropy coding (``python -m benchmarks.codecs``).
+
+No function here needs more memory than one or two blocks. The plane is divided into frames of ``BLOCK_BYTES``. On the
+way back it is decoded into the end of the target and spread from there. Each thread keeps its own contexts of zstd.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from offload_core.api.errors import ObjectFormatError
 from offload_core.objects.format import Codec
 
 BLOCK_BYTES = 128 * 1024
-"""Bytes of the high plane per zstd frame: what zstd takes for one block, and small enough to stay in the cache."""
-_LARGEST_WINDOW_BYTES = 1 << 25  # what level 19 uses is 8 MiB; a frame that asks for more was not written here
+"""Bytes of the high plane per zstd frame: the size of one zstd block, and small enough to stay in the cache."""
+_LARGEST_WINDOW_BYTES = 1 << 25  # level 19 uses 8 MiB; a frame with a larger window is from another writer
 _SPREAD_BYTES = 32 * 1024
 
 _Bytes = npt.NDArray[np.uint8]
@@ -37,12 +40,12 @@ def encode(codec: Codec, level: int, raw: memoryview, target: memoryview) -> int
 
     Args:
         codec: any but ``NONE``.
-        level: of zstd, 1 to 19.
+        level: compression level of zstd, 1 to 19.
         raw: any bytes; may be read-only.
-        target: writable; what is in it beyond the result afterwards is undefined.
+        target: writable. Its content beyond the result is undefined afterwards.
 
     Returns:
-        How many bytes of ``target`` are used, or ``None`` when it is too small.
+        The number of bytes used in ``target``, or ``None`` if ``target`` is too small.
     """
     if not raw:
         return 0
@@ -62,19 +65,19 @@ def decode(codec: Codec, stored: memoryview, target: memoryview) -> None:
 
     Args:
         codec: any but ``NONE``.
-        stored: what :func:`encode` wrote; anything else is harmless.
+        stored: the result of :func:`encode`. Other bytes are harmless.
         target: writable, of exactly the raw length.
 
     Raises:
-        ObjectFormatError: ``stored`` cannot be decoded, or not to exactly that many bytes. ``target`` holds anything.
+        ObjectFormatError: ``stored`` does not decode to exactly the raw length. ``target`` then holds anything.
     """
     if codec is Codec.ZSTD:
-        _decode_into(stored, target)
+        _decode_whole(stored, target)
         return
-    low, frames = _planes(stored, len(target))
+    low, frames = _split_planes(stored, len(target))
     half = len(target) // 2
-    # The high plane is decoded into the second half and spread from its beginning, which never catches up with it.
-    _decode_into(frames, target[len(target) - half :])
+    # The high plane is decoded into the second half. Spreading it from the start never overwrites a byte still unread.
+    _decode_whole(frames, target[len(target) - half :])
     result = np.frombuffer(target, np.uint8)
     high = result[len(target) - half :]
     for start in range(0, half, _SPREAD_BYTES):
@@ -87,18 +90,18 @@ def decode(codec: Codec, stored: memoryview, target: memoryview) -> None:
 
 
 def decoded_blocks(codec: Codec, stored: memoryview, raw_bytes: int) -> Iterator[memoryview]:
-    """Yield what ``stored`` decodes to in small blocks, each valid until the next one; for checks with little memory.
+    """Decode ``stored`` in small blocks, for checks with little memory. A block is valid until the next one.
 
     Raises:
-        ObjectFormatError: it cannot be decoded, or not to exactly ``raw_bytes`` bytes.
+        ObjectFormatError: ``stored`` does not decode to exactly ``raw_bytes`` bytes.
     """
     if codec is Codec.ZSTD:
-        for block in _decoded(stored, raw_bytes):
+        for block in _decode_in_blocks(stored, raw_bytes):
             yield memoryview(block)
         return
-    low, frames = _planes(stored, raw_bytes)
+    low, frames = _split_planes(stored, raw_bytes)
     start = 0
-    for block in _decoded(frames, raw_bytes // 2):
+    for block in _decode_in_blocks(frames, raw_bytes // 2):
         whole = np.empty(2 * len(block), np.uint8)
         whole[0::2] = low[start : start + len(block)]
         whole[1::2] = np.frombuffer(block, np.uint8)
@@ -109,7 +112,7 @@ def decoded_blocks(codec: Codec, stored: memoryview, raw_bytes: int) -> Iterator
 
 
 def _encode_whole(compressor: zstandard.ZstdCompressor, raw: memoryview, target: memoryview) -> int | None:
-    """Write one frame straight into ``target``."""
+    """Compress into one frame, directly in ``target``."""
     used = 0
     with compressor.stream_reader(raw, size=len(raw), closefd=False) as reader:
         while used < len(target):
@@ -121,7 +124,7 @@ def _encode_whole(compressor: zstandard.ZstdCompressor, raw: memoryview, target:
 
 
 def _encode_blocks(compressor: zstandard.ZstdCompressor, plane: _Bytes, target: memoryview) -> int | None:
-    """Write a frame per block of a strided ``plane``."""
+    """Compress into one frame per block of a strided ``plane``."""
     used = 0
     for start in range(0, len(plane), BLOCK_BYTES):
         frame = compressor.compress(np.ascontiguousarray(plane[start : start + BLOCK_BYTES]).data)
@@ -132,14 +135,14 @@ def _encode_blocks(compressor: zstandard.ZstdCompressor, plane: _Bytes, target: 
     return used
 
 
-def _planes(stored: memoryview, raw_bytes: int) -> tuple[_Bytes, memoryview]:
+def _split_planes(stored: memoryview, raw_bytes: int) -> tuple[_Bytes, memoryview]:
     low_bytes = raw_bytes - raw_bytes // 2
     if len(stored) < low_bytes:
         raise ObjectFormatError(f"{len(stored)} stored bytes are fewer than the {low_bytes} of the low plane")
     return np.frombuffer(stored[:low_bytes], np.uint8), stored[low_bytes:]
 
 
-def _decode_into(frames: memoryview, target: memoryview) -> None:
+def _decode_whole(frames: memoryview, target: memoryview) -> None:
     try:
         with _decompressor().stream_reader(frames, read_across_frames=True, closefd=False) as reader:
             done = 0
@@ -154,7 +157,7 @@ def _decode_into(frames: memoryview, target: memoryview) -> None:
         raise ObjectFormatError(f"decoding fails: {error}") from error
 
 
-def _decoded(frames: memoryview, raw_bytes: int) -> Iterator[bytes]:
+def _decode_in_blocks(frames: memoryview, raw_bytes: int) -> Iterator[bytes]:
     try:
         with _decompressor().stream_reader(frames, read_across_frames=True, closefd=False) as reader:
             done = 0
@@ -170,11 +173,11 @@ def _decoded(frames: memoryview, raw_bytes: int) -> Iterator[bytes]:
 
 
 def _compressor(codec: Codec, level: int) -> zstandard.ZstdCompressor:
-    """Return this thread's compressor: one at a time may use it."""
-    held: dict[tuple[Codec, int], zstandard.ZstdCompressor] = _contexts.__dict__.setdefault("compressors", {})
-    found = held.get((codec, level))
+    """Return this thread's compressor, which only one thread at a time may use."""
+    compressors: dict[tuple[Codec, int], zstandard.ZstdCompressor] = _contexts.__dict__.setdefault("compressors", {})
+    found = compressors.get((codec, level))
     if found is None:
-        found = held[codec, level] = _new_compressor(codec, level)
+        found = compressors[codec, level] = _new_compressor(codec, level)
     return found
 
 
@@ -183,7 +186,7 @@ def _new_compressor(codec: Codec, level: int) -> zstandard.ZstdCompressor:
         return zstandard.ZstdCompressor(level=level, write_checksum=False)
     parameters: dict[str, Any] = {"min_match": 7}
     if level == 1:
-        parameters["hash_log"] = 10  # finds runs and copies; anything larger finds more chance matches and is slower
+        parameters["hash_log"] = 10  # finds runs and copies; a larger table finds chance matches and is slower
     return zstandard.ZstdCompressor(
         compression_params=zstandard.ZstdCompressionParameters.from_level(
             level, source_size=BLOCK_BYTES, write_checksum=0, **parameters

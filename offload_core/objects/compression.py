@@ -1,6 +1,6 @@
-"""A sealed object in its compressed form, and back: the header of one goes with the payload of the other.
+"""Whole objects: from the sealed form to the compressed form and back.
 
-Restoring gives the sealed object of before, byte for byte: whoever has it may store it again on any tier.
+The restored object equals the sealed object byte for byte, so it may be stored again on any tier.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from offload_core.objects import codecs
 from offload_core.objects.format import HEADER_BYTES, Codec, Header, checksum, verify_stored, write_header
 
 SMALLEST_GAIN = 0.05
-"""An object that does not get smaller by this part is stored as it is: loading a compressed one costs a pass of
-decoding, at 1 to 2 GB/s, and staging memory a second time, which room or bandwidth must be worth."""
+"""The part of an object's size that compression must save, or the object is stored uncompressed.
+
+A load of a compressed object costs one pass of decoding, at 1 to 2 GB/s, and a second staging buffer. The saved
+capacity or bandwidth must be worth that.
+"""
 
 
 def largest_compressed_bytes(object_bytes: int) -> int:
-    """Return how large the compressed form of an object of ``object_bytes`` may be, header included."""
+    """Return the limit in bytes for the compressed form of an object of ``object_bytes``, header included."""
     return HEADER_BYTES + int((object_bytes - HEADER_BYTES) * (1 - SMALLEST_GAIN))
 
 
@@ -26,13 +29,14 @@ def compress(header: Header, source: memoryview, target: memoryview, codec: Code
     """Write the compressed form of a sealed object.
 
     Args:
-        header: of the object in ``source``.
-        source: the whole object, which was sealed or verified; only read.
-        target: writable, of at most :func:`largest_compressed_bytes` bytes; undefined beyond the result.
+        header: the header of the object in ``source``.
+        source: the whole object, sealed or verified; it is only read.
+        target: writable, of at most :func:`largest_compressed_bytes` bytes. Its content beyond the result is undefined.
         codec: any but ``NONE``.
+        level: compression level of zstd, 1 to 19.
 
     Returns:
-        How many bytes of ``target`` are the object, or ``None`` when they are too few for it: it does not pay.
+        The size of the object in ``target`` in bytes. ``None`` if it does not fit: compression saves too little.
     """
     used = codecs.encode(codec, level, source[HEADER_BYTES:], target[HEADER_BYTES:])
     if used is None or used >= header.raw_bytes:
@@ -43,22 +47,22 @@ def compress(header: Header, source: memoryview, target: memoryview, codec: Code
 
 
 def restore(stored: memoryview, target: memoryview, key: ObjectKey) -> Header:
-    """Verify a compressed object and write the sealed object that it was made of.
+    """Verify a compressed object and write its sealed form into ``target``.
 
     Args:
         stored: the whole object as it came from the medium.
-        target: writable, of exactly the size that the sealed object must have.
-        key: the name it was asked for under.
+        target: writable, of exactly the size of the sealed object.
+        key: the name that the object must have.
 
     Raises:
-        ObjectFormatError: it is not that object, or not of that size, or does not decode to what was compressed.
+        ObjectFormatError: ``stored`` is another object, has another size, or does not decode to the original bytes.
     """
     header = verify_stored(stored, key)
     raw_bytes = len(target) - HEADER_BYTES
     if header.raw_bytes != raw_bytes or header.codec is Codec.NONE:
         raise ObjectFormatError(
-            f"{key}: header says {header.raw_bytes} raw bytes (codec {header.codec}); a compressed object of "
-            f"{raw_bytes} is expected"
+            f"{key}: the header says {header.raw_bytes} raw bytes (codec {header.codec}), but a compressed object of "
+            f"{raw_bytes} raw bytes is expected"
         )
     payload = target[HEADER_BYTES:]
     try:
@@ -73,15 +77,15 @@ def restore(stored: memoryview, target: memoryview, key: ObjectKey) -> Header:
 
 
 def verify_any(stored: memoryview, key: ObjectKey) -> Header:
-    """Check an object of any codec, what it decodes to included, with memory for a few blocks.
+    """Check every byte of an object of any codec, decoded bytes included, with memory for a few blocks.
 
     Raises:
-        ObjectFormatError: naming the first thing that is wrong.
+        ObjectFormatError: the message names the first difference.
     """
     header = verify_stored(stored, key)
     if header.codec is Codec.NONE:
         if header.raw_checksum != header.stored_checksum:
-            raise ObjectFormatError(f"{key}: another raw checksum than the stored one, though codec is 0")
+            raise ObjectFormatError(f"{key}: codec 0, but the raw checksum differs from the stored checksum")
         return header
     digest = xxhash.xxh3_128()
     try:

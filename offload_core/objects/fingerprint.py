@@ -1,8 +1,8 @@
-"""Identity of everything that decides what a KV cache's bytes mean.
+"""The identity of all inputs that decide the meaning of a KV cache's bytes.
 
-Two configurations that could differ in bytes must not share a key (invariant I7), so whatever can change the bytes
-is an input here: model and weights, dtype, layout, group geometry, parallel sizes and rank, block hash algorithm and
-seed, and the object format version. Per-request identity is in the engine's block hashes already.
+Two configurations that could differ in bytes must not share a key (invariant I7). The inputs are: model and weights,
+dtype, layout, group geometry, parallel sizes and rank, block hash algorithm and seed, and the object format version.
+The identity of a request is part of the engine's block hashes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ def fingerprint(identity: Mapping[str, Json]) -> str:
     """Return the hex SHA-256 (64 characters) of ``identity`` as canonical JSON.
 
     Raises:
-        TypeError: a value is not JSON. Identity must be spelled out; ``str(object)`` may hold an address.
+        TypeError: a value is not JSON. There is no fallback to ``str(object)``, which may contain an address.
     """
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def weights_identity(folder: Path) -> dict[str, Json]:
-    """Identify the model in ``folder`` by content, so that a copy elsewhere matches and an edited one does not.
+    """Identify the model in ``folder`` by its content: a copy is the same model, an edited copy is another.
 
-    A file that is a symbolic link into a hub cache's ``blobs`` folder is named by its blob, which is content-addressed.
-    Any other file is hashed whole with XXH3-128, which runs at the speed of the page cache the engine has just filled.
+    Usually a file is hashed whole with XXH3-128. This runs at the speed of the page cache, which the engine has just
+    filled. A weight file that links into a hub cache's ``blobs`` folder is identified by its blob, whose name is a
+    hash.
 
     Returns:
         ``{relative file name: digest}`` for all configuration and weight files directly in ``folder``.

@@ -1,45 +1,10 @@
-"""The stored object, byte by byte (format version 2).
+"""The stored object: its header, its checksums and its verification (format version 2).
 
-An object is one header of 4096 bytes followed by one payload. All integers are little endian.
+An object is one header of 4096 bytes followed by one payload. ``docs/object-format.md`` defines every byte, and the
+duties of readers and writers.
 
-======  =====  ==========================================================================
-offset  bytes  field
-======  =====  ==========================================================================
-     0      8  magic, ``OFFLCORE`` in ASCII
-     8      2  format version, 2
-    10      1  codec: how the raw bytes are stored, 0 to 2 (below)
-    11      1  length of the chunk hash, 1 to 64
-    12      1  length of the pack name, 1 to 64
-    13      3  zero
-    16     32  fingerprint of the writing rank (SHA-256)
-    48     64  chunk hash, zero padded
-   112     64  pack name in ASCII, zero padded
-   176      8  raw length: payload bytes before the codec
-   184      8  stored length: payload bytes in this object
-   192     16  XXH3-128 of the stored payload, canonical (big-endian) digest
-   208     16  XXH3-128 of the raw bytes, canonical (big-endian) digest
-   224   3856  zero
-  4080     16  XXH3-128 of bytes 0 to 4079, canonical (big-endian) digest
-  4096      …  payload
-======  =====  ==========================================================================
-
-=====  =============  ===================================================================
-codec  name           payload
-=====  =============  ===================================================================
-    0  none           the raw bytes
-    1  zstd           one zstd frame of the raw bytes
-    2  zstd-planes    the bytes at even offsets as they are, then one or more zstd frames
-                      of the bytes at odd offsets (the high bytes of 16-bit values)
-=====  =============  ===================================================================
-
-A reader MUST check the magic, the version, the header's and the stored payload's checksums, the fingerprint, the key
-and that the object is exactly 4096 + stored length bytes long, before it decodes anything; then that decoding gives
-exactly the raw length and the raw checksum. If any differs, or the raw length is not the one that the pack has, the
-object is a miss. A writer MUST zero the reserved bytes and use another codec than 0 only where that makes the payload
-shorter. The payload starts at 4096 so that it is page-aligned on disk and in memory. Nothing is ever unpickled.
-
-The raw bytes of a pack are the concatenation described by :class:`offload_core.memory.payload_layout.PackLayout`;
-:mod:`offload_core.objects.codecs` has the codecs, :mod:`offload_core.objects.compression` puts both together.
+:class:`offload_core.memory.payload_layout.PackLayout` describes the raw bytes of a payload. The codecs are in
+:mod:`offload_core.objects.codecs`, and :mod:`offload_core.objects.compression` compresses and restores whole objects.
 """
 
 from __future__ import annotations
@@ -62,7 +27,7 @@ _HEADER_CHECKSUM_OFFSET = HEADER_BYTES - 16
 
 
 class Codec(enum.IntEnum):
-    """How a payload is stored."""
+    """The form of a stored payload, as the header has it."""
 
     NONE = 0
     ZSTD = 1
@@ -70,14 +35,16 @@ class Codec(enum.IntEnum):
 
 
 class Header(NamedTuple):
-    """What the header of an object says, checked against its bytes."""
+    """The content of an object's header."""
 
     key: ObjectKey
     codec: Codec
     raw_bytes: int
     stored_bytes: int
     stored_checksum: bytes
+    """XXH3-128 digest of the payload in the object."""
     raw_checksum: bytes
+    """XXH3-128 digest of the payload before the codec."""
 
 
 def object_bytes(payload_bytes: int) -> int:
@@ -86,9 +53,9 @@ def object_bytes(payload_bytes: int) -> int:
 
 
 def checksum(data: memoryview) -> bytes:
-    """Return the XXH3-128 digest of ``data``, 16 bytes, as headers have it.
+    """Return the XXH3-128 digest of ``data``: 16 bytes in canonical form, as in a header.
 
-    Unlike xxhash's one-shot functions this lets other threads run meanwhile.
+    Other threads can run meanwhile, unlike in xxhash's one-shot functions.
     """
     state = xxhash.xxh3_128()
     state.update(data)
@@ -96,14 +63,14 @@ def checksum(data: memoryview) -> bytes:
 
 
 def seal(view: memoryview, key: ObjectKey) -> None:
-    """Write the header in front of raw bytes that are already in place, checksums included.
+    """Write the header, checksums included, in front of raw bytes that are already in place.
 
     Args:
-        view: writable, the whole object: ``HEADER_BYTES`` to be overwritten, then the payload.
+        view: the whole object, writable: ``HEADER_BYTES`` bytes to overwrite, then the payload.
         key: the object's name.
 
     Raises:
-        ObjectFormatError: the key does not fit.
+        ObjectFormatError: the key does not fit into a header.
     """
     payload = view[HEADER_BYTES:]
     digest = checksum(payload)
@@ -114,12 +81,15 @@ def write_header(view: memoryview, header: Header) -> None:
     """Overwrite the first ``HEADER_BYTES`` bytes of ``view`` with ``header`` and its checksum.
 
     Raises:
-        ObjectFormatError: the key does not fit.
+        ObjectFormatError: the key does not fit into a header.
     """
     key = header.key
     pack = key.pack.encode("ascii")
     if not 1 <= len(key.chunk_hash) <= 64 or not 1 <= len(pack) <= 64:
-        raise ObjectFormatError(f"key {key} cannot be stored: chunk hash and pack name must have 1 to 64 bytes each")
+        raise ObjectFormatError(
+            f"key {key} cannot be stored: its chunk hash has {len(key.chunk_hash)} bytes and its pack name "
+            f"{len(pack)}; both must have 1 to 64"
+        )
     packed = bytearray(HEADER_BYTES)
     _FIELDS.pack_into(
         packed,
@@ -142,17 +112,17 @@ def write_header(view: memoryview, header: Header) -> None:
 
 
 def read_header(view: memoryview, key: ObjectKey) -> Header:
-    """Return the header of the object in ``view``, which is to be named ``key``; the payload is not looked at.
+    """Check the header of the object in ``view``, and return it. The payload is not read.
 
     Args:
         view: the whole object as it came from the medium.
-        key: the name it was asked for under.
+        key: the name that the object must have.
 
     Raises:
-        ObjectFormatError: naming the first thing that differs, what was found and what was expected.
+        ObjectFormatError: the message names the first difference, with the actual and the expected value.
     """
     if len(view) < HEADER_BYTES:
-        raise ObjectFormatError(f"{key}: {len(view)} bytes is shorter than the {HEADER_BYTES}-byte header")
+        raise ObjectFormatError(f"{key}: {len(view)} bytes are fewer than the {HEADER_BYTES} of the header")
     header = view[:HEADER_BYTES]
     if xxhash.xxh3_128_digest(header[:_HEADER_CHECKSUM_OFFSET]) != bytes(header[_HEADER_CHECKSUM_OFFSET:]):
         raise ObjectFormatError(f"{key}: the header's checksum does not match its bytes")
@@ -162,7 +132,7 @@ def read_header(view: memoryview, key: ObjectKey) -> Header:
     if magic != MAGIC or version != FORMAT_VERSION or codec not in list(Codec):
         raise ObjectFormatError(
             f"{key}: magic {magic!r}, version {version}, codec {codec}; "
-            f"this reader knows {MAGIC!r}, version {FORMAT_VERSION}, codec {min(Codec)} to {max(Codec)}"
+            f"this reader accepts {MAGIC!r}, version {FORMAT_VERSION}, codec {min(Codec)} to {max(Codec)}"
         )
     found = ObjectKey(namespace.hex(), pack[:pack_length].decode("ascii", "replace"), chunk_hash[:hash_length])
     if found != key:
@@ -170,17 +140,17 @@ def read_header(view: memoryview, key: ObjectKey) -> Header:
     payload_bytes = len(view) - HEADER_BYTES
     if payload_bytes != stored or (stored != raw if codec == Codec.NONE else stored >= raw):
         raise ObjectFormatError(
-            f"{key}: payload of {payload_bytes} bytes, header says {stored} stored and {raw} raw"
+            f"{key}: payload of {payload_bytes} bytes, but the header says {stored} stored and {raw} raw"
             + (f" (codec {codec})" if codec else "")
         )
     return Header(key, Codec(codec), raw, stored, *checksums)
 
 
 def verify_stored(view: memoryview, key: ObjectKey) -> Header:
-    """Check every byte of an object as it is stored, of any codec; what it decodes to is not looked at.
+    """Check every byte of a stored object of any codec, without decoding it.
 
     Raises:
-        ObjectFormatError: as :func:`read_header`, and where the payload's checksum does not match.
+        ObjectFormatError: see :func:`read_header`; or the payload's checksum does not match.
     """
     header = read_header(view, key)
     if checksum(view[HEADER_BYTES:]) != header.stored_checksum:
@@ -189,12 +159,12 @@ def verify_stored(view: memoryview, key: ObjectKey) -> Header:
 
 
 def verify(view: memoryview, key: ObjectKey) -> Header:
-    """Check that ``view`` holds exactly the object named ``key`` with its raw bytes, every byte of it.
+    """Check every byte of an uncompressed object.
 
     Raises:
-        ObjectFormatError: as :func:`verify_stored`, and where the object is compressed.
+        ObjectFormatError: see :func:`verify_stored`; or the object is compressed.
     """
     header = verify_stored(view, key)
     if header.codec is not Codec.NONE or header.raw_checksum != header.stored_checksum:
-        raise ObjectFormatError(f"{key}: codec {header.codec}, or another raw checksum, where raw bytes are expected")
+        raise ObjectFormatError(f"{key}: codec {header.codec}, or a wrong raw checksum, in place of uncompressed bytes")
     return header

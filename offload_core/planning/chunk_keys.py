@@ -1,4 +1,4 @@
-"""The hashes of chunks, and the keys of their objects."""
+"""The hashes of chunks and the keys of their objects."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from offload_core.api.keys import ObjectKey
 
 
 def object_keys(namespace: str, pack: str, chunk_hashes: Iterable[bytes]) -> Iterator[ObjectKey]:
-    """Name many objects of one pack, at a third of what the constructor costs for each: lookups name thousands."""
+    """Yield the keys of many objects of one pack.
+
+    Lookups name thousands of objects. This takes a third of the time of the constructor of each key.
+    """
     fields = zip(repeat(namespace), repeat(pack), chunk_hashes)
     return cast("Iterator[ObjectKey]", map(tuple.__new__, repeat(ObjectKey), fields))
 
 
 class ChunkHashes(Sequence[bytes]):
-    """The hash of each chunk of one pack: a view of the engine's block hashes, which may grow meanwhile.
+    """The hash of each chunk of one pack: a lazy view of the engine's block hashes, which may grow meanwhile.
 
-    Nothing of them is touched before it is asked for. Slices go upwards.
+    Slices must have a positive step.
 
     Args:
         block_hashes: the engine's chained hashes of one sequence of tokens.
-        hash_factor: block hashes per chunk; the last one names the chunk.
+        hash_factor: block hashes per chunk. The last one is the hash of the chunk.
     """
 
     def __init__(self, block_hashes: Sequence[bytes], hash_factor: int) -> None:
@@ -46,9 +49,9 @@ class ChunkHashes(Sequence[bytes]):
 
 
 class ChunkRef(NamedTuple):
-    """One pack's chunk on every rank: an :class:`ObjectKey` before the namespaces of the ranks complete it."""
+    """One pack's chunk on all ranks. With the namespace of a rank it becomes an :class:`ObjectKey`."""
 
     pack: str
     chunk_hash: bytes
     adapter: str = ""
-    """Digest of the LoRA adapter's files, part of the namespace; empty for the model itself."""
+    """Digest of the LoRA adapter's files, which is part of the namespace; empty without an adapter."""

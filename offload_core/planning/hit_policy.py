@@ -1,4 +1,4 @@
-"""What a group must hold so that a prefix can be used without computing it: one policy per kind of attention."""
+"""The tokens that a group must hold so that a prefix can be used: one policy per kind of attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class HitPolicy:
-    """Which tokens of a prefix of ``t`` tokens a group reads when it goes on from there.
+    """The tokens of a prefix of ``t`` tokens that a group reads when the engine continues after that prefix.
 
     * ``full``: every token below ``t``.
     * ``window``: the last ``window_tokens - 1`` tokens below ``t`` (a query attends to itself and to the
@@ -17,7 +17,7 @@ class HitPolicy:
       ``attention_chunk_tokens``; none where ``t`` is a multiple of ``A``.
     * ``state``: one recurrent state, the one after exactly ``t`` tokens.
 
-    A token that a prefix does not need, no longer prefix needs.
+    If a prefix does not need a token, no longer prefix needs it.
     """
 
     kind: Literal["full", "window", "chunked", "state"]
@@ -25,7 +25,10 @@ class HitPolicy:
     attention_chunk_tokens: int = 0
 
     def first_needed_token(self, boundary_tokens: int) -> int:
-        """Return the first token position needed to go on from ``boundary_tokens``, or that boundary if none is."""
+        """Return the position of the first token that a prefix of ``boundary_tokens`` needs.
+
+        The result is ``boundary_tokens`` if the prefix needs no token.
+        """
         if self.kind == "full":
             return 0
         if self.kind == "window":
@@ -35,7 +38,7 @@ class HitPolicy:
         return max(0, boundary_tokens - 1)
 
     def needs_nothing_at_multiples_of(self, tokens: int) -> bool:
-        """Return whether no prefix whose length is a multiple of ``tokens`` needs any of the group's cache."""
+        """Return ``True`` if prefixes of every multiple of ``tokens`` need nothing of the group's cache."""
         if self.kind == "chunked":
             return tokens % self.attention_chunk_tokens == 0
         return self.kind == "window" and self.window_tokens == 1

@@ -1,4 +1,4 @@
-"""Groups of the engine, and the packs in which their blocks are stored: one object per pack and unit."""
+"""The engine's KV cache groups and their packs. Each pack stores one object per unit of tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GroupGeometry:
     Args:
         index: the group's position in the engine's list of groups.
         block_size_tokens: tokens per block.
-        policy: what a hit needs of this group.
+        policy: the tokens of this group that a hit needs.
     """
 
     index: int
@@ -23,11 +23,11 @@ class GroupGeometry:
     policy: HitPolicy
 
     def block_slice(self, reference_block_tokens: int, start: int, stop: int) -> range:
-        """Return the positions in this group's block table that reference blocks ``[start, stop)`` complete.
+        """Return the block-table positions of this group's blocks that end in reference blocks ``[start, stop)``.
 
-        Where this group's blocks are a multiple of the reference block its indices are divided by the ratio, where they
-        are a fraction of it they are multiplied. A block belongs to the slice that it ends in: so a block that is not
-        whole at ``stop`` is not claimed, and consecutive slices share out every whole block exactly once.
+        If this group's blocks are a multiple of the reference block, the indices are divided by the ratio. If they are
+        a fraction of it, the indices are multiplied. A block belongs to the slice in which it ends. A slice therefore
+        never holds a block that is incomplete at ``stop``, and consecutive slices hold every whole block exactly once.
         """
         return range(
             start * reference_block_tokens // self.block_size_tokens,
@@ -38,11 +38,11 @@ class GroupGeometry:
 def usable_reference_blocks(
     groups: Sequence[GroupGeometry], num_blocks: Sequence[int], reference_block_tokens: int
 ) -> int:
-    """Return how many leading reference blocks are whole in every group.
+    """Return the number of leading reference blocks that are whole in every group.
 
     Args:
-        groups: all groups of a request; with none there is nothing to use.
-        num_blocks: how many blocks each of ``groups`` has; a group without blocks makes the answer zero.
+        groups: all groups of a request. Without groups the result is zero.
+        num_blocks: the number of blocks of each of ``groups``. A group without blocks makes the result zero.
         reference_block_tokens: tokens per reference block.
     """
     covered = (group.block_size_tokens * blocks for group, blocks in zip(groups, num_blocks, strict=True))
@@ -51,7 +51,7 @@ def usable_reference_blocks(
 
 @dataclass(frozen=True)
 class Pack:
-    """Groups stored together: one object per unit of ``unit_tokens`` tokens."""
+    """Groups that are stored together: one object per unit of ``unit_tokens`` tokens."""
 
     name: str
     unit_tokens: int
@@ -61,22 +61,22 @@ class Pack:
     groups: tuple[GroupGeometry, ...]
 
     def units_in(self, tokens: int) -> int:
-        """Return how many leading units are whole after ``tokens`` tokens."""
+        """Return the number of leading units that are whole after ``tokens`` tokens."""
         return tokens // self.unit_tokens
 
     def tokens_in(self, units: int) -> int:
-        """Return how many tokens the first ``units`` units hold."""
+        """Return the number of tokens in the first ``units`` units."""
         return units * self.unit_tokens
 
     def hash_index(self, unit: int) -> int:
-        """Return which of the engine's block hashes names ``unit``: the one at the unit's last hash block."""
+        """Return the index of the engine's block hash that names ``unit``: that of the unit's last hash block."""
         return (unit + 1) * self.hash_factor - 1
 
     def stored_blocks(self, group: GroupGeometry) -> int:
-        """Return how many trailing blocks of ``group`` one unit's object holds.
+        """Return the number of trailing blocks of ``group`` that one unit's object holds.
 
-        A window shorter than the unit needs only the unit's tail, and the engine may have freed the rest by the time
-        the unit is complete. A recurrent group has one block per boundary.
+        Usually the object holds all blocks of the unit. A window shorter than the unit needs only the unit's tail, and
+        the engine may free the rest before the unit is complete. A recurrent group has one block per boundary.
         """
         blocks_per_unit = self.unit_tokens // group.block_size_tokens
         if self.policy.kind == "state":
@@ -86,11 +86,11 @@ class Pack:
         return blocks_per_unit
 
     def block_range(self, group: GroupGeometry, unit: int) -> range:
-        """Return the positions in ``group``'s block table that ``unit``'s object holds."""
+        """Return the positions in ``group``'s block table of the blocks in ``unit``'s object."""
         return group.block_slice(self.unit_tokens, unit, unit + 1)[-self.stored_blocks(group) :]
 
     def needed_units(self, computed_tokens: int, boundary_tokens: int) -> range:
-        """Return the units to load so that a prefix of ``computed_tokens`` becomes one of ``boundary_tokens``."""
+        """Return the units to load to extend a prefix of ``computed_tokens`` to one of ``boundary_tokens``."""
         first = max(computed_tokens, self.policy.first_needed_token(boundary_tokens))
         if first >= boundary_tokens:
             return range(0)

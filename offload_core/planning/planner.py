@@ -1,17 +1,17 @@
-"""Which tokens make an object, which objects make a hit: integer arithmetic, nothing else.
+"""The plan for one model: the tokens that make an object and the objects that make a hit. Integer arithmetic only.
 
 Words used here and everywhere in offload-core:
 
 * *group*: layers that share one block table in the engine, with one block size and one hit policy.
-* *unit*: the run of tokens whose blocks of one group go into one object: ``hybrid_chunk_size`` tokens where whole
-  blocks fill that, else one block.
-* *pack*: the groups that have the same unit and the same hit policy; they are stored as one object per unit.
-* *boundary*: a token count at which every group's units end; a loaded prefix ends at a boundary.
+* *unit*: the run of tokens whose blocks of one group go into one object. It is ``hybrid_chunk_size`` tokens if whole
+  blocks fill them, else one block.
+* *pack*: the groups that have the same unit and the same hit policy. They are stored as one object per unit.
+* *boundary*: a token count at which every group's units end. A loaded prefix ends at a boundary.
 
-The pages of a block larger than the chunk are not split on the token axis: vLLM takes external prefixes only at whole
-blocks of every group, so splitting would make more objects and not one more hit.
+The planner does not split the pages of a block larger than the chunk on the token axis. Splitting would add objects
+but no hits, because vLLM accepts external prefixes only at whole blocks of every group.
 
-Examples, one per kind of model. Each begins with its groups: index, block size, hit policy.
+There is one example per kind of model. Each begins with its groups: index, block size, hit policy.
 
 >>> def plan(*groups, hash_block_size, chunk):
 ...     geometry = [GroupGeometry(index, block, policy) for index, (block, policy) in enumerate(groups)]
@@ -21,7 +21,7 @@ Examples, one per kind of model. Each begins with its groups: index, block size,
 >>> def to_load(planner, computed_tokens, boundary_tokens):
 ...     return {pack.name: list(pack.needed_units(computed_tokens, boundary_tokens)) for pack in planner.packs}
 
-**Full attention** in one group: a prompt of 1,000 tokens stores 3 objects, and one that shares 800 of them loads 3.
+**Full attention** in one group: a prompt of 1,000 tokens stores 3 objects. A prompt that shares 800 of them loads 3.
 
 >>> full = HitPolicy("full")
 >>> planner = plan((16, full), hash_block_size=16, chunk=256)
@@ -30,8 +30,9 @@ Examples, one per kind of model. Each begins with its groups: index, block size,
 >>> to_load(planner, 0, 768)
 {'full-u256': [0, 1, 2]}
 
-**Full attention and sliding windows** (Gemma 3): of the windows only those objects are loaded that the window before
-the boundary reaches into; here 511 tokens, 257 to 767. Where the full pack ends early, a shallower boundary is found.
+**Full attention and sliding windows** (Gemma 3): a window group loads only the objects that overlap the window before
+the boundary. Here the window has 511 tokens, 257 to 767. If an object of the full pack is missing, the search finds a
+shallower boundary.
 
 >>> window = HitPolicy("window", window_tokens=512)
 >>> planner = plan((16, full), (16, window), (16, window), hash_block_size=16, chunk=256)
@@ -40,14 +41,15 @@ the boundary reaches into; here 511 tokens, 257 to 767. Where the full pack ends
 >>> planner.usable_prefix({"full-u256": [True, True, False], "window-u256-w512": [True, True, True]}, 0, 800)
 512
 
-**A sliding window only**: nothing bounds the depth from below, so a hole in the middle does not matter.
+**A sliding window only**: no group needs the first objects, so a missing one does not matter.
 
 >>> planner = plan((16, HitPolicy("window", window_tokens=256)), hash_block_size=16, chunk=256)
 >>> planner.usable_prefix({"window-u256-w256": [False, True, True, False]}, 0, 1024)
 768
 
-**Full attention and chunked local attention** (Llama 4): a boundary needs only the attention chunk that it lies in, and
-none of it where an attention chunk ends. With chunks as long as the attention chunk nothing of it is ever needed.
+**Full attention and chunked local attention** (Llama 4): a boundary needs the tokens of its own attention chunk only.
+A boundary at the end of an attention chunk needs none. If chunks are as long as the attention chunk, the local group
+never needs an object.
 
 >>> local = HitPolicy("chunked", attention_chunk_tokens=8192)
 >>> planner = plan((16, full), (16, local), hash_block_size=16, chunk=1024)
@@ -59,8 +61,8 @@ none of it where an attention chunk ends. With chunks as long as the attention c
 >>> [pack.name for pack in planner.packs], [group.index for group in planner.groups_without_objects]
 (['full-u8192'], [1])
 
-**Mixed block sizes** (DeepSeek-V4, MLA): one object holds 4, 16 and 256 blocks of three groups. The hash that names it
-is the engine's 256th, that of the last 4 of its 1,024 tokens.
+**Mixed block sizes** (DeepSeek-V4, MLA): one object holds 4, 16 and 256 blocks of three groups. Its name is the
+engine's 256th block hash, the hash of the last 4 of its 1,024 tokens.
 
 >>> planner = plan((256, full), (64, full), (4, full), hash_block_size=4, chunk=1024)
 >>> [pack] = planner.packs
@@ -69,9 +71,9 @@ is the engine's 256th, that of the last 4 of its 1,024 tokens.
 >>> planner.group_hash_factors
 {0: 256, 1: 256, 2: 256}
 
-**Full attention and recurrent layers** (mamba, GDN): vLLM gives both the same odd block size. A boundary needs one
-state, the one that the engine kept exactly there. A chunk size that blocks do not fill works, block by block, with a
-warning.
+**Full attention and recurrent layers** (mamba, GDN): vLLM gives both groups the same unusual block size. A boundary
+needs one state: the state that the engine kept exactly there. A chunk size that whole blocks do not fill still works,
+block by block, with a warning.
 
 >>> planner = plan((1056, full), (1056, HitPolicy("state")), hash_block_size=1056, chunk=None)
 >>> planner.hybrid_chunk_size, to_load(planner, 0, 4224)
@@ -99,9 +101,9 @@ __all__ = ["GroupGeometry", "HitPolicy", "HybridOffloadPlanner", "Pack", "UnitRa
 
 @dataclass(frozen=True)
 class HybridOffloadPlanner:
-    """The plan for one model: packs, boundaries, and what is storable and usable at a token count.
+    """The plan for one model: its packs, its boundaries, and the storable and the usable prefix of a token count.
 
-    Build it with :meth:`build`. Everything is derived once; each question afterwards costs O(1) per unit.
+    Build it with :meth:`build`, which derives all values once. Each later question costs O(1) per unit.
     """
 
     groups: tuple[GroupGeometry, ...]
@@ -124,19 +126,19 @@ class HybridOffloadPlanner:
         hybrid_chunk_size: int | None = None,
         scheduler_block_size: int = 1,
     ) -> HybridOffloadPlanner:
-        """Plan for ``groups``, those that take part in prefix caching (others have no vote and are not stored).
+        """Plan for ``groups``, the groups that take part in prefix caching. Other groups have no vote and no objects.
 
         Args:
             groups: at least one.
             hash_block_size: tokens per engine block hash.
             max_model_len: longest sequence in tokens.
-            hybrid_chunk_size: tokens per stored chunk; by default the smallest that fits all groups where one is
-                recurrent or has large blocks, else one near 256 tokens.
-            scheduler_block_size: the engine goes on only from multiples of this many tokens; more than ``groups`` ask
-                for where the engine has other groups too.
+            hybrid_chunk_size: tokens per stored chunk. The default is near 256 tokens. If a group is recurrent or has
+                large blocks, the default is the smallest size that fits all groups.
+            scheduler_block_size: the engine continues a prefix only at multiples of this many tokens. This can exceed
+                the needs of ``groups``, if the engine has other groups too.
 
         Raises:
-            PlanError: nothing could ever be stored or used, with the reason and a working chunk size.
+            PlanError: no object could ever be stored or used; the message has the reason and a working chunk size.
         """
         if not groups:
             raise PlanError("no KV cache group takes part in prefix caching, so there is nothing to offload")
@@ -160,9 +162,8 @@ class HybridOffloadPlanner:
         boundary = sizes.boundary_tokens(chunk)
         if boundary % scheduler_block_size:
             raise PlanError(
-                f"hybrid_chunk_size {chunk} puts boundaries {boundary} tokens apart, but the engine goes on from "
-                f"multiples of {scheduler_block_size} tokens only, because of groups that take no part in prefix "
-                "caching; "
+                f"hybrid_chunk_size {chunk} puts boundaries {boundary} tokens apart, but the engine continues only at "
+                f"multiples of {scheduler_block_size} tokens, because of groups that take no part in prefix caching; "
                 f"set hybrid_chunk_size to {math.lcm(boundary, scheduler_block_size)}"
             )
         by_pack: dict[tuple[int, HitPolicy], list[GroupGeometry]] = {}
@@ -173,18 +174,16 @@ class HybridOffloadPlanner:
             Pack(_pack_name(unit, policy), unit, policy, unit // hash_block_size, tuple(members))
             for (unit, policy), members in by_pack.items()
         )
-        warnings = (
-            () if hybrid_chunk_size is None else tuple(sizes.warnings(chunk))
-        )  # nothing does better than our choice
+        warnings = () if hybrid_chunk_size is None else tuple(sizes.warnings(chunk))  # the default has no drawbacks
         return cls(
             tuple(groups), packs, boundary, hash_block_size, chunk, max_model_len, scheduler_block_size, warnings
         )
 
     @cached_property
     def groups_without_objects(self) -> tuple[GroupGeometry, ...]:
-        """The groups of which no boundary needs anything: nothing is stored of them, and they have no vote.
+        """The groups that no boundary needs: they have no objects and no vote.
 
-        They are chunked local attention where an attention chunk ends at every boundary, and windows of one token.
+        They are windows of one token, and chunked local attention if an attention chunk ends at every boundary.
         """
         packed = {group.index for pack in self.packs for group in pack.groups}
         return tuple(group for group in self.groups if group.index not in packed)
@@ -196,18 +195,18 @@ class HybridOffloadPlanner:
 
     @cached_property
     def first_hashable_chunk_idx(self) -> int:
-        """Index of the first chunk of ``hybrid_chunk_size`` tokens at whose end every group has a whole unit."""
+        """Index of the first chunk of ``hybrid_chunk_size`` tokens that ends after a whole unit of every group."""
         return -(-max(map(self._unit_tokens, self.groups)) // self.hybrid_chunk_size) - 1
 
     def chunk_count(self, tokens: int) -> int:
-        """Return how many whole chunks ``tokens`` tokens hold, a chunk being what lies between two boundaries.
+        """Return the number of whole chunks in ``tokens`` tokens. A chunk extends from one boundary to the next.
 
-        That is ``hybrid_chunk_size`` tokens where the blocks of every group fill it.
+        It has ``hybrid_chunk_size`` tokens if whole blocks of every group fill them.
         """
         return tokens // self.boundary_tokens
 
     def covered_tokens(self, chunks: int) -> int:
-        """Return how many tokens the first ``chunks`` chunks hold; the inverse of :meth:`chunk_count`."""
+        """Return the number of tokens in the first ``chunks`` chunks; the inverse of :meth:`chunk_count`."""
         return chunks * self.boundary_tokens
 
     def storable_prefix(self, tokens: int) -> int:
@@ -215,30 +214,30 @@ class HybridOffloadPlanner:
         return tokens - tokens % self.boundary_tokens
 
     def ever_needed(self, pack: Pack, unit: int) -> bool:
-        """Return whether some boundary needs ``unit``; an object that none needs would be stored and never read."""
+        """Return ``True`` if some boundary needs ``unit``. An object that no boundary needs would never be read."""
         first_boundary = self.storable_prefix(pack.tokens_in(unit + 1) + self.boundary_tokens - 1)
         return unit in pack.needed_units(0, first_boundary)
 
     def search(self, computed_tokens: int, limit_tokens: int) -> Search:
         """Search for the deepest boundary at which every pack is satisfied (invariant I6).
 
-        A generator: it yields a tuple of :class:`UnitRange`, wants to be sent one sequence of flags for each, and
-        returns a boundary in ``(computed_tokens, limit_tokens]``, or ``computed_tokens`` when none is usable. Where no
-        boundary lies in that range it asks nothing.
+        The search is a generator. It yields a tuple of :class:`UnitRange`; send it one sequence of flags for each. It
+        returns a boundary in ``(computed_tokens, limit_tokens]``, or ``computed_tokens`` if none is usable. It asks
+        nothing if no boundary lies in that range.
 
         Args:
-            computed_tokens: prefix that the engine already holds locally.
-            limit_tokens: the deepest prefix that may be used: at most the token count minus one, because the last token
-                is always computed, and at most what the engine has hashed.
+            computed_tokens: length of the prefix that the engine already holds locally.
+            limit_tokens: length of the deepest prefix that may be used. It is at most the token count minus one,
+                because the last token is always computed. It does not exceed the tokens that the engine has hashed.
         """
         return search(self.packs, self.boundary_tokens, computed_tokens, limit_tokens)
 
     def usable_prefix(self, present: Mapping[str, Sequence[bool]], computed_tokens: int, limit_tokens: int) -> int:
-        """Return what :meth:`search` finds where it is known beforehand what is there.
+        """Return the result of :meth:`search` for objects whose presence is known beforehand.
 
         Args:
-            present: per pack name, whether each unit's object is there, starting at the unit that contains
-                ``computed_tokens``; units past the end of a sequence count as absent.
+            present: per pack name, one flag for each unit's object, from the unit that contains ``computed_tokens`` on.
+                Units past the end of a sequence count as absent.
             computed_tokens: see :meth:`search`.
             limit_tokens: see :meth:`search`.
         """
@@ -256,9 +255,9 @@ class HybridOffloadPlanner:
 
 
 def _flags(present: Mapping[str, Sequence[bool]], question: UnitRange, computed_tokens: int) -> list[bool]:
-    known = present.get(question.pack.name, ())
+    flags = present.get(question.pack.name, ())
     first = question.pack.units_in(computed_tokens)
-    return [unit - first < len(known) and known[unit - first] for unit in question.units]
+    return [unit - first < len(flags) and flags[unit - first] for unit in question.units]
 
 
 def _pack_name(unit: int, policy: HitPolicy) -> str:

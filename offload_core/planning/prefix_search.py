@@ -1,9 +1,11 @@
-"""The search for the deepest usable prefix, without any I/O: it yields what it wants to know and is sent the answers.
+"""The search for the deepest usable prefix. It does no I/O: it yields questions and is sent the answers.
 
-Packs of full attention bound the depth, so they are asked first, all of them at once, from the computed prefix upwards
-until a unit is missing. The other packs need only what lies just below a boundary, so they are asked downwards from the
-deepest candidate. In both directions the batches grow, so that a miss costs little and a long hit few round trips; no
-unit is asked for twice, and the work is linear in the units that are asked for.
+Packs of full attention limit the depth. The search therefore asks about all of them first, from the computed prefix
+upwards until a unit is missing. The other packs need only the units just below a boundary. The search asks about these
+downwards from the deepest candidate.
+
+In both directions the batches grow: a miss costs little, and a long hit takes few round trips. The search asks about no
+unit twice, and its work is linear in the number of these units.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _PRESENT = b"\1"
 
 
 class UnitRange(NamedTuple):
-    """A question: which of these units of ``pack`` are there?"""
+    """A question: which of these units of ``pack`` are present?"""
 
     pack: Pack
     units: range
@@ -32,11 +34,11 @@ Search = Generator[tuple[UnitRange, ...], Sequence[Sequence[bool]], int]
 def search(packs: Sequence[Pack], boundary_tokens: int, computed_tokens: int, limit_tokens: int) -> Search:
     """Search for the deepest boundary in ``(computed_tokens, limit_tokens]`` at which every pack is satisfied.
 
-    Yields what to ask for; wants to be sent one sequence of flags for each :class:`UnitRange`, one flag per unit, in
-    order. Returns the boundary, or ``computed_tokens`` when none is usable.
+    The generator yields questions. Send it one sequence of flags for each :class:`UnitRange`, one flag per unit, in
+    order. It returns the boundary, or ``computed_tokens`` if none is usable.
 
     Raises:
-        ValueError: the answer's shape is not the question's.
+        ValueError: an answer does not have the shape of its question.
     """
     candidate = limit_tokens - limit_tokens % boundary_tokens
     full = [pack for pack in packs if pack.policy.kind == "full"]
@@ -57,20 +59,22 @@ def search(packs: Sequence[Pack], boundary_tokens: int, computed_tokens: int, li
                 candidate = _boundary_within(pack.tokens_in(units.start + missing), candidate, boundary_tokens)
         next_unit = ends
         batch_units *= _BATCH_GROWTH
-    trailing = [
-        _Trailing(pack, boundary_tokens, computed_tokens, candidate) for pack in packs if pack.policy.kind != "full"
+    downward = [
+        _DownwardSearch(pack, boundary_tokens, computed_tokens, candidate)
+        for pack in packs
+        if pack.policy.kind != "full"
     ]
     while candidate > computed_tokens:
-        bound = min((tail.bound(candidate) for tail in trailing), default=candidate)
-        if bound < candidate:
-            candidate = _boundary_within(bound, candidate, boundary_tokens)
+        limit = min((pack_search.upper_limit(candidate) for pack_search in downward), default=candidate)
+        if limit < candidate:
+            candidate = _boundary_within(limit, candidate, boundary_tokens)
             continue
-        asking = [tail for tail in trailing if not tail.satisfied(candidate)]
+        asking = [pack_search for pack_search in downward if not pack_search.satisfied(candidate)]
         if not asking:
             return candidate
-        asked = tuple(tail.ask(candidate) for tail in asking)
-        for tail, (_, flags) in zip(asking, _answers(asked, (yield asked)), strict=True):
-            tail.learn(flags)
+        asked = tuple(pack_search.ask(candidate) for pack_search in asking)
+        for pack_search, (_, flags) in zip(asking, _answers(asked, (yield asked)), strict=True):
+            pack_search.take_answer(flags)
     return computed_tokens
 
 
@@ -79,24 +83,26 @@ def _boundary_within(tokens: int, candidate: int, boundary_tokens: int) -> int:
 
 
 def _answers(asked: Sequence[UnitRange], answers: Sequence[Sequence[bool]]) -> Iterator[tuple[UnitRange, bytes]]:
-    """Pair questions with their answers, as bytes of 0 and 1, which are searched fastest."""
+    """Pair questions with their answers, as bytes of 0 and 1, because a search in bytes is fastest."""
     if len(answers) != len(asked):
-        raise ValueError(f"asked about {len(asked)} ranges of units, but {len(answers)} answers came")
+        raise ValueError(f"{len(asked)} ranges of units were asked about, but {len(answers)} answers came")
     for question, answer in zip(asked, answers, strict=True):
         if len(answer) != len(question.units):
             raise ValueError(
-                f"pack {question.pack.name}: asked about {len(question.units)} units, but {len(answer)} flags came"
+                f"pack {question.pack.name}: {len(question.units)} units were asked about, but {len(answer)} flags came"
             )
         yield question, bytes(answer)
 
 
-class _Trailing:
-    """What is known of a pack that needs only what lies just below a boundary.
+class _DownwardSearch:
+    """The search in one pack that needs only the units just below a boundary. It goes downwards.
 
-    It counts in spans: a unit, or for a recurrent pack, of which only the units that end at a boundary matter, the
-    tokens between two boundaries. Spans from ``low`` up have been asked for, or lie above every candidate to come;
-    ``flags`` tell which of them are there, as far as that still matters. Spans from ``verified`` up to the candidate
-    are all there. Both only move down.
+    It counts in spans. A span is usually one unit. For a recurrent pack it is the distance between two boundaries,
+    because only the units that end at a boundary matter.
+
+    ``low`` is the first span that needs no question: it was asked about, or lies above all later candidates. The
+    ``flags`` begin there and tell the present spans. All spans from ``verified`` up to the candidate are present. Both
+    positions only move down.
     """
 
     def __init__(self, pack: Pack, boundary_tokens: int, computed_tokens: int, candidate: int) -> None:
@@ -107,8 +113,11 @@ class _Trailing:
         self._flags = b""
         self._batch_spans = _FIRST_BATCH_UNITS
 
-    def bound(self, candidate: int) -> int:
-        """Return ``candidate``, or the token count above which what is known to be missing leaves no candidate."""
+    def upper_limit(self, candidate: int) -> int:
+        """Return an upper limit in tokens for the next candidate, as far as the missing spans are known.
+
+        It is ``candidate`` itself if no missing span rules that out.
+        """
         end = candidate // self._span_tokens
         self._low = min(self._low, end)
         self._verified = min(self._verified, end)
@@ -120,18 +129,18 @@ class _Trailing:
             self._verified = first
             return candidate
         self._verified = self._low + missing
-        # Every candidate needs the span just below it, but for those at which an attention chunk ends.
-        bound = (self._low + self._flags.rfind(_PRESENT, 0, missing) + 1) * self._span_tokens
+        # Every candidate needs the span just below it, except for candidates at the end of an attention chunk.
+        limit = (self._low + self._flags.rfind(_PRESENT, 0, missing) + 1) * self._span_tokens
         if self._pack.policy.kind == "chunked":
-            bound = max(bound, self._pack.policy.first_needed_token(self._verified * self._span_tokens))
-        return bound
+            limit = max(limit, self._pack.policy.first_needed_token(self._verified * self._span_tokens))
+        return limit
 
     def satisfied(self, candidate: int) -> bool:
-        """Return whether all that ``candidate`` needs is known to be there."""
+        """Return ``True`` if all spans that ``candidate`` needs are known to be present."""
         return self._first_needed(candidate) >= self._verified
 
     def ask(self, candidate: int) -> UnitRange:
-        """Ask for what ``candidate`` needs and is not known, and for some spans below that."""
+        """Return a question about the unknown spans that ``candidate`` needs, and about some spans below them."""
         end = self._low
         floor = self._computed_tokens // self._span_tokens
         self._low = max(floor, min(self._first_needed(candidate), end - self._batch_spans))
@@ -139,8 +148,8 @@ class _Trailing:
         stride = self._span_tokens // self._pack.unit_tokens
         return UnitRange(self._pack, range((self._low + 1) * stride - 1, end * stride, stride))
 
-    def learn(self, flags: bytes) -> None:
-        """Take the answer to what was asked last."""
+    def take_answer(self, flags: bytes) -> None:
+        """Take the answer to the last question."""
         self._flags = flags
 
     def _first_needed(self, candidate: int) -> int:

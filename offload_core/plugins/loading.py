@@ -1,8 +1,12 @@
-"""Loads one plugin: imports its module, checks its API version and its hooks, asks for its backend types.
+"""Load one plugin: import its module, check its API version and its hooks, and ask for its backend types.
 
-Each module is registered with a pluggy manager of its own, so that an error is always one plugin's. What pluggy lets
-pass is refused here with a message: hooks that are coroutines or generators, which nobody would run; names that no hook
-has; functions named like a hook and not marked; a registration that returned nothing.
+Each module has a pluggy manager of its own, so that every error belongs to one plugin. Pluggy accepts several mistakes
+that are refused here with a message:
+
+* hooks that are coroutines or generators, which nobody would run;
+* marked functions whose name is no hook;
+* functions with the name of a hook and without the mark;
+* a registration that returns ``None``.
 """
 
 from __future__ import annotations
@@ -29,15 +33,18 @@ logger = logging.getLogger(__name__)
 
 HOOKS = tuple(name for name in vars(hookspecs.HookSpecs) if name.startswith("offload_"))
 
-FOREIGN_ERRORS = (Exception, SystemExit)
-"""What a stranger's code may raise and only its plugin shall pay for; an operator's KeyboardInterrupt goes through."""
+PLUGIN_ERRORS = (Exception, SystemExit)
+"""The errors of a plugin's code that fail only that plugin. An operator's ``KeyboardInterrupt`` passes through."""
 
 _CORE = f"offload-core {__version__}"
 
 
 @dataclass
 class Candidate:
-    """An entry point and what has become known of its plugin; ``error`` says why nothing of it is used."""
+    """An entry point, with the facts that are known about its plugin so far.
+
+    If ``error`` is set, the core uses no part of the plugin.
+    """
 
     point: EntryPoint
     api_version: int | None = None
@@ -48,7 +55,7 @@ class Candidate:
 
     @property
     def module(self) -> str:
-        """The module that the entry point names, without its extras; the whole value when it names none."""
+        """The module in the entry point's value, or the whole value if it is not the name of a module."""
         match = self.point.pattern.match(self.point.value)
         return match["module"] if match else self.point.value
 
@@ -57,7 +64,7 @@ class Candidate:
         try:
             if self.point.dist and self.point.dist.name:
                 return self.point.dist.name, self.point.dist.version
-        except Exception:  # what a half-removed distribution raises differs between versions of Python
+        except Exception:  # the error of a half-removed distribution depends on the version of Python
             logger.debug("the metadata of entry point %s cannot be read", self.point, exc_info=True)
         return "an unknown distribution", None
 
@@ -77,7 +84,7 @@ class Candidate:
         return " ".join(filter(None, (self.distribution, self.version)))
 
     def load(self) -> None:
-        """Fill in everything; an error of the plugin's ends up in ``error``."""
+        """Load the plugin and fill in all fields. An error of the plugin is kept in ``error``."""
         try:
             module = _import(self)
             self.api_version = _api_version(self, module)
@@ -88,24 +95,24 @@ class Candidate:
             if "offload_register_backends" in self.hooks:
                 self.backend_types = _registered_types(manager.hook)
             self.relay = manager.hook
-        except FOREIGN_ERRORS as error:
+        except PLUGIN_ERRORS as error:
             self.error = describe(error)
 
 
 def describe(error: BaseException) -> str:
-    """Return type and text of an error of a plugin's, on one line."""
+    """Return the type and the text of a plugin's error, on one line."""
     text = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())
 
 
 def call(hook: Callable[..., Any], **arguments: object) -> Any:
-    """Call one plugin's hook and return what it returned.
+    """Call one plugin's hook and return its result.
 
     Raises:
-        PluginError: it returned a coroutine; that its function is no ``async def`` was seen when it was loaded.
+        PluginError: the hook returned a coroutine. Loading refuses an ``async def``, but not such a result.
     """
     results = hook(**arguments)
-    result = results[0] if results else None  # pluggy leaves out None
+    result = results[0] if results else None  # pluggy omits None
     if inspect.iscoroutine(result):
         result.close()
         raise PluginError("the hook returned a coroutine, which nobody awaits; hooks are plain functions")
@@ -115,13 +122,15 @@ def call(hook: Callable[..., Any], **arguments: object) -> Any:
 def _import(candidate: Candidate) -> ModuleType:
     point = candidate.point
     if not point.pattern.match(point.value):
-        raise PluginError(f"entry point {point.value!r} is not the name of a module; write package.module")
+        raise PluginError(
+            f"entry point {point.value!r} is not the name of a module; its author must write package.module"
+        )
     try:
         module = point.load()
     except ImportError as error:
         raise PluginError(_import_problem(candidate, error)) from error
     if not isinstance(module, ModuleType):
-        raise PluginError(f"entry point {point.value!r} is {module!r}; it must name a module that holds hook functions")
+        raise PluginError(f"entry point {point.value!r} is {module!r}; it must name a module with hook functions")
     return module
 
 
@@ -130,7 +139,7 @@ def _import_problem(candidate: Candidate, error: ImportError) -> str:
     package = name.split(".")[0]
     if package == "offload_core":
         return (
-            f"{describe(error)}; {_CORE} does not have what {candidate.owner} was written for: "
+            f"{describe(error)}; {candidate.owner} was written for another version than {_CORE}: "
             f"upgrade offload-core or {candidate.distribution}"
         )
     if not isinstance(error, ModuleNotFoundError) or not package:
@@ -138,12 +147,12 @@ def _import_problem(candidate: Candidate, error: ImportError) -> str:
     if package == candidate.module.split(".")[0]:
         return f"{describe(error)}; the module belongs to {candidate.owner} itself: reinstall it"
     extras = ",".join(candidate.point.extras)
-    cure = f"'{candidate.distribution}[{extras}]'" if extras else f"{package} (or what provides that package)"
+    cure = f"'{candidate.distribution}[{extras}]'" if extras else f"{package} (or the distribution with that package)"
     return f"{describe(error)}; {candidate.owner} needs the package {package!r}, which is missing: pip install {cure}"
 
 
 def _api_version(candidate: Candidate, module: ModuleType) -> int:
-    """Return the version that ``module`` states, the first thing of it that is looked at."""
+    """Return the API version that ``module`` states. This check precedes all others."""
     stated = getattr(module, "OFFLOAD_API_VERSION", None)
     oldest, newest = hookspecs.OLDEST_API_VERSION, hookspecs.API_VERSION
     serves = f"{_CORE} serves API version" + (f" {newest}" if oldest == newest else f"s {oldest} to {newest}")
@@ -157,7 +166,7 @@ def _api_version(candidate: Candidate, module: ModuleType) -> int:
             f"OFFLOAD_API_VERSION of module {module.__name__} is {stated!r}; it must be a whole number, "
             f"such as {newest}"
         )
-    candidate.api_version = stated  # for the report, also when it is refused
+    candidate.api_version = stated  # for the report, also of a refused plugin
     if not oldest <= stated <= newest:
         behind = candidate.distribution if stated < oldest else "offload-core"
         raise PluginError(
@@ -167,19 +176,19 @@ def _api_version(candidate: Candidate, module: ModuleType) -> int:
 
 
 def _hooks(manager: pluggy.PluginManager, module: ModuleType) -> tuple[str, ...]:
-    """Return the hooks that ``module`` implements, after checking how."""
+    """Check the hooks that ``module`` implements, and return their names."""
     found: list[str] = []
     for name in dir(module):
         options = manager.parse_hookimpl_opts(module, name)
         if options is None:
             if name in HOOKS and callable(getattr(module, name)):
-                raise PluginError(f"{name} has the name of a hook and is not marked; write @hookimpl above it")
+                raise PluginError(f"{name} has the name of a hook, but no mark; write @hookimpl above it")
             continue
         function = getattr(module, name)
         hook = options["specname"] or name
         if hook not in HOOKS:
             if options["optionalhook"]:
-                continue  # of a newer core, and the plugin can do without
+                continue  # a hook of a newer core that the plugin does not need
             raise PluginError(f"there is no hook {hook}{did_you_mean(hook, HOOKS)}; the hooks are {', '.join(HOOKS)}")
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise PluginError(f"hook {hook} is an async def; hooks are plain functions")

@@ -1,4 +1,4 @@
-"""Brings events to observers without ever holding up those to whom they happen."""
+"""Delivery of events to observers, without delaying the tiers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import wait
 
 from offload_core.api.events import Event
-from offload_core.plugins.loading import FOREIGN_ERRORS, describe
+from offload_core.plugins.loading import PLUGIN_ERRORS, describe
 from offload_core.plugins.registry import Observer
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.threads import DaemonExecutor
@@ -17,58 +17,58 @@ logger = logging.getLogger(__name__)
 
 _MAX_WAITING_EVENTS = 1024
 
-# One thread for the process, started with the first event: no observer is called by two threads at once, although an
-# engine in one process opens its tiers twice.
+# One thread for the whole process, which the first event starts. An engine in one process opens its tiers twice, but no
+# observer is ever called by two threads at once.
 _thread = DaemonExecutor(1, "offload-observers")
 
 
 class EventDelivery:
-    """Tells observers what happens, in order, on a thread that is theirs.
+    """A queue that calls the observers for each event, in order, on a thread of their own.
 
     Args:
-        observers: whom to tell.
-        counters: where events that found no room are counted.
+        observers: the observers to call.
+        counters: the place to count dropped events.
     """
 
     def __init__(self, observers: Sequence[Observer], counters: Counters) -> None:
         self._observers = tuple(observers)
         self._counters = counters
-        self._room = threading.Semaphore(_MAX_WAITING_EVENTS)
-        self._told: set[Observer] = set()
+        self._free_places = threading.Semaphore(_MAX_WAITING_EVENTS)
+        self._logged_failures: set[Observer] = set()
         self._dropping = False
         self._closed = False
 
     def emit(self, event: Event) -> None:
-        """Queue an event, or drop and count it when too many wait. Never waits. Thread-safe."""
-        if self._room.acquire(blocking=False):
+        """Queue an event. If too many events wait, drop and count it. Thread-safe; never waits."""
+        if self._free_places.acquire(blocking=False):
             _thread.submit(self._deliver, event)
             return
         self._counters.add("events_dropped", event.tier)
         if not self._dropping:
             self._dropping = True
             logger.warning(
-                "observers (%s) are too slow: %d events wait and more are dropped, which events_dropped counts",
+                "observers (%s) are too slow: %d events wait, and more are dropped and counted in events_dropped",
                 ", ".join(str(observer.report) for observer in self._observers), _MAX_WAITING_EVENTS,
             )  # fmt: skip
 
     def close(self, seconds: float) -> None:
-        """Wait until what is queued has been delivered, at most ``seconds``; the rest is dropped."""
-        late = wait([_thread.submit(int)], timeout=seconds).not_done  # whatever it is, it comes after the events
+        """Wait at most ``seconds`` for the delivery of the queued events, and drop the rest."""
+        late = wait([_thread.submit(int)], timeout=seconds).not_done  # this call comes after the events
         self._closed = True
         if late:
-            logger.warning("observers were still busy after %s s; the events that wait are dropped", seconds)
+            logger.warning("observers were still busy after %s s; the waiting events are dropped", seconds)
 
     def _deliver(self, event: Event) -> None:
         try:
             for observer in () if self._closed else self._observers:
                 try:
                     observer.notify(event)
-                except FOREIGN_ERRORS as error:
-                    if observer not in self._told:
-                        self._told.add(observer)
+                except PLUGIN_ERRORS as error:
+                    if observer not in self._logged_failures:
+                        self._logged_failures.add(observer)
                         logger.error(
-                            "%s: offload_observe failed on %s: %s; it goes on being told of events, and further "
-                            "failures are not logged", observer.report, event, describe(error), exc_info=error,
+                            "%s: offload_observe failed on %s: %s; it still gets events, and its further failures are "
+                            "not logged", observer.report, event, describe(error), exc_info=error,
                         )  # fmt: skip
         finally:
-            self._room.release()
+            self._free_places.release()

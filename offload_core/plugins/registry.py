@@ -1,9 +1,11 @@
-"""Finds plugins, keeps a report of each, and gives the core what those that work provide.
+"""The installed plugins: the search for them, a report of each, and the hooks of the working ones.
 
-Plugins are modules named by entry points of the group ``offload_core``. Each is loaded on its own
-(:mod:`offload_core.plugins.loading`): one that fails never stops the others, nothing of it is used, and its error is
-kept until a configuration needs that plugin. What two of them claim (the name of an entry point, a module, a backend
-type) is given to neither. The order of plugins is that of their entry-point names.
+A plugin is a module that an entry point of the group ``offload_core`` names. Each plugin is loaded on its own
+(:mod:`offload_core.plugins.loading`). A plugin that fails never stops the others. The core uses no part of it, and
+keeps its error until a configuration needs that plugin.
+
+If two plugins claim one entry-point name, module or backend type, both are refused. Plugins are ordered by entry-point
+name.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from offload_core.api.backend import Backend, BackendType
 from offload_core.api.errors import PluginError, did_you_mean
 from offload_core.api.events import Event
 from offload_core.api.hooks import TierInfo
-from offload_core.plugins.loading import FOREIGN_ERRORS, Candidate, call, describe
+from offload_core.plugins.loading import PLUGIN_ERRORS, Candidate, call, describe
 
 ENTRY_POINT_GROUP = "offload_core"
 
@@ -31,17 +33,17 @@ _INSTALL = f"install the package that provides it (entry point group {ENTRY_POIN
 
 @dataclass(frozen=True)
 class PluginReport:
-    """What became of one entry point.
+    """The report of one entry point.
 
     Args:
-        name: of the entry point.
+        name: name of the entry point.
         distribution: name of the distribution that declares it.
         version: the distribution's version.
         module: the entry point's value.
-        api_version: what the module states as ``OFFLOAD_API_VERSION``, when loading came as far as that.
-        hooks: names of the hooks it implements, when loading came as far as that.
-        backend_types: what users can write for ``type``.
-        error: why nothing of the plugin is used, on one line; ``None`` when it works.
+        api_version: the module's ``OFFLOAD_API_VERSION``, or ``None`` if loading failed earlier.
+        hooks: names of the module's hooks; empty if loading failed earlier.
+        backend_types: names of the backend types that users can write for ``type``.
+        error: the reason of a failure, on one line. The core uses no part of such a plugin. ``None`` if it works.
     """
 
     name: str
@@ -58,7 +60,7 @@ class PluginReport:
 
 
 class LoadedPlugin(NamedTuple):
-    """A plugin that works, and its hooks."""
+    """A working plugin and its hooks."""
 
     report: PluginReport
     relay: pluggy.HookRelay
@@ -69,16 +71,16 @@ class Observer(NamedTuple):
 
     report: PluginReport
     notify: Callable[[Event], object]
-    """May raise anything and take any time."""
+    """The hook itself. It may raise any error and take any time."""
 
 
 class PluginRegistry:
-    """What all plugins provide together, and the report of each.
+    """The backend types and hooks of all plugins, and the report of each plugin.
 
     Args:
-        types: backend types, no two of one name.
-        reports: every entry point that was found.
-        plugins: those whose hooks are to be called, in that order.
+        types: backend types, each with a name of its own.
+        reports: one report per entry point.
+        plugins: the working plugins, in the order of the calls of their hooks.
     """
 
     def __init__(
@@ -95,44 +97,44 @@ class PluginRegistry:
         """Return the backend type ``name``.
 
         Raises:
-            PluginError: no plugin provides it, with what is there and which plugins failed and why.
+            PluginError: no plugin provides it. The message lists the available types and the failed plugins.
         """
         found = self.backend_types.get(name)
         if found is None:
-            known = ", ".join(sorted(self.backend_types)) or "none"
+            available = ", ".join(sorted(self.backend_types)) or "none"
             failed = [f"\n      - {report}: {report.error}" for report in self.reports if report.error]
             raise PluginError(
                 f"no plugin provides the backend type {name!r}{did_you_mean(name, self.backend_types)}; "
-                f"known types: {known}; {_INSTALL}"
+                f"known types: {available}; {_INSTALL}"
                 + ("".join(["\n    plugins that failed and might provide it:", *failed]) if failed else "")
             )
         return found
 
     def require(self, name: str) -> None:
-        """Return when the plugin ``name`` works.
+        """Check that the plugin ``name`` works.
 
         Raises:
-            PluginError: it is not installed, or failed and why.
+            PluginError: it is not installed, or it failed; the message has the reason.
         """
-        known = {report.name: report for report in self.reports}
-        if name not in known:
-            names = ", ".join(sorted(known)) or "none"
+        installed = {report.name: report for report in self.reports}
+        if name not in installed:
+            names = ", ".join(sorted(installed)) or "none"
             raise PluginError(
-                f"there is no plugin {name!r}{did_you_mean(name, known)}; known plugins: {names}; {_INSTALL}"
+                f"there is no plugin {name!r}{did_you_mean(name, installed)}; known plugins: {names}; {_INSTALL}"
             )
-        if known[name].error:
-            raise PluginError(f"{known[name]} failed: {known[name].error}")
+        if installed[name].error:
+            raise PluginError(f"{installed[name]} failed: {installed[name].error}")
 
     def wrap(self, backend: Backend[Any], tier: TierInfo) -> Backend[Any]:
-        """Offer ``backend`` to every plugin in turn; each gets what the one before it returned.
+        """Offer ``backend`` to every plugin in turn. Each plugin gets the backend that the previous one returned.
 
         Raises:
-            PluginError: a plugin's hook raised or returned something else than a backend or ``None``.
+            PluginError: a plugin's hook raised, or returned neither a backend nor ``None``.
         """
-        for report, relay in self._having("offload_wrap_backend"):
+        for report, relay in self._with_hook("offload_wrap_backend"):
             try:
                 wrapped = call(relay.offload_wrap_backend, backend=backend, tier=tier)
-            except FOREIGN_ERRORS as error:
+            except PLUGIN_ERRORS as error:
                 raise PluginError(f"{report} failed to wrap tier {tier.name!r}: {describe(error)}") from error
             if wrapped is not None and not isinstance(wrapped, Backend):
                 raise PluginError(
@@ -144,13 +146,13 @@ class PluginRegistry:
 
     @property
     def observers(self) -> tuple[Observer, ...]:
-        """The plugins that want to hear of events."""
+        """The plugins with the hook ``offload_observe``."""
         return tuple(
             Observer(report, partial(_notify, relay.offload_observe))
-            for report, relay in self._having("offload_observe")
+            for report, relay in self._with_hook("offload_observe")
         )
 
-    def _having(self, hook: str) -> list[LoadedPlugin]:
+    def _with_hook(self, hook: str) -> list[LoadedPlugin]:
         return [plugin for plugin in self._plugins if hook in plugin.report.hooks]
 
 
@@ -159,11 +161,11 @@ def _notify(hook: Callable[..., object], event: Event) -> None:
 
 
 def load_plugins(points: Iterable[EntryPoint] | None = None) -> PluginRegistry:
-    """Load all plugins, by default those of the installed distributions."""
+    """Load all plugins. By default these are the plugins of the installed distributions."""
     found = sorted(entry_points(group=ENTRY_POINT_GROUP) if points is None else points, key=lambda point: point.name)
-    candidates = _without_copies(Candidate(point) for point in found)
+    candidates = _without_duplicates(Candidate(point) for point in found)
     _refuse_shared(candidates, "the entry point name {!r} is used", lambda one: [one.point.name])
-    # Loaded under two names, one module would wrap each backend twice.
+    # A module with two names would wrap each backend twice.
     _refuse_shared(candidates, "the module {!r} is named as a plugin", lambda one: [one.module])
     for candidate in candidates:
         if candidate.error is None:
@@ -193,8 +195,8 @@ def load_plugins(points: Iterable[EntryPoint] | None = None) -> PluginRegistry:
     return PluginRegistry(types, reports, plugins)
 
 
-def _without_copies(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Leave out what one distribution that lies in two places of the search path says a second time."""
+def _without_duplicates(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Drop the repeated entry points of a distribution that is in two places of the search path."""
     unique: dict[tuple[str, ...], Candidate] = {}
     for candidate in candidates:
         distribution = re.sub(r"[-_.]+", "-", candidate.distribution).lower()
@@ -202,19 +204,19 @@ def _without_copies(candidates: Iterable[Candidate]) -> list[Candidate]:
     return list(unique.values())
 
 
-def _refuse_shared(candidates: Sequence[Candidate], claim: str, names: Callable[[Candidate], Iterable[str]]) -> None:
-    """Refuse all candidates that claim one name."""
-    claims: dict[str, list[Candidate]] = defaultdict(list)
+def _refuse_shared(candidates: Sequence[Candidate], sharing: str, names: Callable[[Candidate], Iterable[str]]) -> None:
+    """Refuse all candidates that share a name with another one."""
+    owners_of: dict[str, list[Candidate]] = defaultdict(list)
     for candidate in candidates:
         for name in names(candidate):
-            claims[name].append(candidate)
-    for name, claimants in claims.items():
-        if len(claimants) > 1:
-            owners = sorted({claimant.owner for claimant in claimants})
+            owners_of[name].append(candidate)
+    for name, sharers in owners_of.items():
+        if len(sharers) > 1:
+            owners = sorted({sharer.owner for sharer in sharers})
             problem = (
-                f"{claim.format(name)} by {' and '.join(owners)}; uninstall one of them"
+                f"{sharing.format(name)} by {' and '.join(owners)}; uninstall one of them"
                 if len(owners) > 1
-                else f"{claim.format(name)} more than once by {owners[0]}; its author must choose one"
+                else f"{sharing.format(name)} more than once by {owners[0]}; its author must choose one"
             )
-            for claimant in claimants:
-                claimant.error = claimant.error or problem
+            for sharer in sharers:
+                sharer.error = sharer.error or problem

@@ -1,4 +1,4 @@
-"""The event loop that all I/O of a process shares, on a daemon thread."""
+"""The event loop for all I/O of a process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class IoLoop:
-    """The process's event loop, on a daemon thread, shared by both halves of the connector."""
+    """The process's event loop on a daemon thread. Both halves of the connector share it."""
 
     _shared: IoLoop | None = None
     _users = 0
@@ -28,7 +28,7 @@ class IoLoop:
 
     @classmethod
     def acquire(cls) -> IoLoop:
-        """Return the process's loop, starting it for the first user. Pair with :meth:`release`."""
+        """Return the process's loop, and start it for the first user. Call :meth:`release` once for each call."""
         with cls._class_lock:
             if cls._shared is None:
                 cls._shared = cls()
@@ -36,7 +36,7 @@ class IoLoop:
             return cls._shared
 
     def release(self) -> None:
-        """Drop one use; the last one stops the loop. Tasks still running on it never run again."""
+        """Give up one use of the loop. The last release stops the loop; unfinished tasks on it never run again."""
         cls = type(self)
         with cls._class_lock:
             cls._users -= 1
@@ -47,21 +47,27 @@ class IoLoop:
         self._thread.join(timeout=1.0)
         if not self._thread.is_alive() and not asyncio.all_tasks(self.loop):
             self.loop.close()
-        # Otherwise a task still waits for a hung thread: the loop stays as it is and goes with the process.
+        # Otherwise a task still waits for a hung thread: the loop stays open until the process ends.
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start ``coroutine`` on the loop from any thread."""
+        """Start ``coroutine`` on the loop. May be called on any thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
 
 def log_unexpected(future: Future[Any]) -> None:
-    """Log an error that nobody awaits: it is a defect of the core, since tiers turn errors into outcomes."""
+    """Log the error of a future that nobody awaits. It is a defect of the core: tiers turn errors into outcomes."""
     if not future.cancelled() and (error := future.exception()) is not None:
-        logger.error("a coroutine on the I/O loop ended in an unexpected error", exc_info=error)
+        logger.error(
+            "a coroutine on the I/O loop ended in an unexpected error; this is a defect, please report it",
+            exc_info=error,
+        )
 
 
 async def run_all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all at once and to their ends; only then the first unexpected error is raised. Cancelled, it cancels them."""
+    """Run all coroutines at the same time and wait for all of them; then raise the first error, if there is one.
+
+    A cancellation of this call cancels the coroutines.
+    """
     for error in await asyncio.gather(*coroutines, return_exceptions=True):
         if error is not None:
             raise error

@@ -1,4 +1,4 @@
-"""Counters and gauges that both halves keep and the engine's metrics show."""
+"""The counters and gauges of both halves, which the engine's metrics show."""
 
 from __future__ import annotations
 
@@ -8,72 +8,78 @@ from collections import Counter
 COUNTERS = {
     "lookup_hits": "objects that a lookup found",
     "lookup_misses": "objects that a lookup did not find",
-    "lookup_failures": "lookups that ended in an error, shed or timed out; they count as misses",
-    "lookup_timeouts": "calls of a lookup that were not answered at its deadline",
+    "lookup_failures": "lookups that failed, timed out or were refused under load; they count as misses",
+    "lookup_timeouts": "calls of lookups that missed their deadline",
     "load_hits": "objects loaded and verified",
     "load_missing": "objects that a lookup found and the load did not",
-    "load_corrupt": "objects whose checksum, key or size was wrong; they are deleted",
+    "load_corrupt": "objects with a wrong checksum, key or size; they are deleted",
     "load_failures": "objects whose load ended in an error",
-    "load_timeouts": "loads that were not finished at their deadline",
-    "load_late": "objects that arrived after nobody wanted them any more; they are dropped",
-    "load_partial": "loads that were not done and of which the engine used what had come, up to the first gap",
-    "jobs": "loads of a request, and batches to store on one tier, that were begun",
-    "jobs_done": "jobs that were done in full",
-    "jobs_failed": "jobs of which something was not moved",
-    "jobs_timed_out": "jobs that were not done at their deadline",
-    "jobs_cancelled": "jobs that nobody wanted any more",
-    "jobs_retired": "jobs that have ended and hold no memory",
-    "load_bytes": "bytes loaded and verified, as the medium has them",
-    "load_raw_bytes": "bytes loaded and verified by tiers with compression, after decompressing",
+    "load_timeouts": "loads that missed their deadline",
+    "load_late": "objects that arrived after their load was given up; they are dropped",
+    "load_partial": "incomplete loads of which the engine used the objects up to the first gap",
+    "jobs": "jobs begun: a load of one request, or a batch of stores on one tier",
+    "jobs_done": "jobs that moved all their objects",
+    "jobs_failed": "jobs that did not move all their objects",
+    "jobs_timed_out": "jobs that missed their deadline",
+    "jobs_cancelled": "jobs that were cancelled, because their request had ended",
+    "jobs_retired": "jobs that have ended and released their memory",
+    "load_bytes": "bytes loaded and verified, as stored on the medium",
+    "load_raw_bytes": "bytes loaded and verified by tiers with compression, after decompression",
     "stores": "objects stored",
-    "store_already_present": "objects that were there already",
-    "store_rejected": "objects that a backend had no room for",
+    "store_already_present": "objects that were already present",
+    "store_rejected": "objects for which a backend had no capacity",
     "store_failures": "objects whose store ended in an error",
-    "store_dropped": "objects not stored: staging memory, or the tier's share of it, was full, or the tier not used",
-    "store_timeouts": "objects that were not stored at their deadline",
-    "store_late": "objects of these that were stored after all",
-    "store_declined": "objects not stored because the tier's write policy left them out",
-    "store_bytes": "bytes stored, as the medium has them",
-    "store_raw_bytes": "bytes stored by tiers with compression, before compressing",
-    "store_uncompressed": "objects stored as they are by tiers with compression, since it does not pay for them",
-    "promotions": "objects kept that were loaded from another tier",
-    "promotions_dropped": "objects loaded from another tier and not kept, for the same reasons as store_dropped",
+    "store_dropped": "objects not stored, because the tier's staging memory was full or the tier was out of use",
+    "store_timeouts": "stores of objects that missed their deadline",
+    "store_late": "objects that were stored after their deadline",
+    "store_declined": "objects not stored, because the tier's write policy excludes them",
+    "store_bytes": "bytes stored, as written to the medium",
+    "store_raw_bytes": "bytes stored by tiers with compression, before compression",
+    "store_uncompressed": "objects stored uncompressed by tiers with compression, because compression saves too little",
+    "promotions": "objects loaded from another tier and stored on this one",
+    "promotions_dropped": "objects loaded from another tier and not stored, for the reasons of store_dropped",
     "delete_failures": "damaged objects that could not be deleted",
-    "breaker_opened": "how often a tier that kept failing was given a pause in which nothing is asked of it",
-    "breaker_refused": "lookups, loads and stores refused at once because the tier had such a pause",
-    "events_dropped": "events that observers were too slow for",
-    "recomputed_requests": "requests whose load failed and that the engine recomputed",
+    "breaker_opened": "pauses of a tier that kept failing; during a pause it gets no calls",
+    "breaker_refused": "lookups, loads and stores refused at once during such a pause",
+    "events_dropped": "events dropped, because observers were too slow",
+    "recomputed_requests": "requests that the engine recomputed after a failed load",
 }
 """Every counter's name and meaning."""
 
 GAUGES = {
-    "breaker_open": "ranks and schedulers in which the tier is not used, or only on trial, because it kept failing",
-    "draining_leases": "staging leases of loads and stores that are over for the engine and not for the backend",
-    "stuck_threads": "threads of the tier that are in one call for longer than any of its deadlines",
+    "breaker_open": "ranks and schedulers that do not use the tier, or use it on trial only, because it kept failing",
+    "draining_leases": "staging leases of calls that have ended for the engine but not yet for the backend",
+    "stuck_threads": "threads of the tier that have been in one call for longer than all of its deadlines",
 }
-"""Every gauge's name and meaning. They are counted up and down, and the sum is what holds."""
+"""Every gauge's name and meaning. A gauge is counted up and down; its value is the sum of all changes."""
 
 
 class Counters:
-    """Thread-safe counts by ``(counter, tier)``; ``take`` hands over what came since the last call."""
+    """Thread-safe counts by ``(counter, tier)``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def add(self, name: str, tier: str, amount: int = 1) -> None:
-        """Count ``amount`` more of ``name``, a key of :data:`COUNTERS`, or of :data:`GAUGES`, for ``tier``.
+        """Add ``amount`` to the counter or gauge ``name`` of ``tier``.
 
-        Only gauges go down.
+        Args:
+            name: a key of :data:`COUNTERS` or :data:`GAUGES`.
+            tier: the tier's name.
+            amount: negative for gauges only.
+
+        Raises:
+            KeyError: there is no counter or gauge ``name``.
         """
         if name not in COUNTERS and name not in GAUGES:
-            raise KeyError(f"unknown counter {name!r}; known: {', '.join((*COUNTERS, *GAUGES))}")
+            raise KeyError(f"there is no counter {name!r}; the counters are {', '.join((*COUNTERS, *GAUGES))}")
         if amount:
             with self._lock:
                 self._counts[name, tier] += amount
 
     def take(self) -> dict[tuple[str, str], int]:
-        """Return the counts since the last call and start again from zero; for a gauge that is its change."""
+        """Return the counts since the last call, and start again from zero. The count of a gauge is its change."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return {key: count for key, count in counts.items() if count}

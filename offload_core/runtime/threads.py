@@ -1,7 +1,7 @@
-"""Threads: one event loop per process for all I/O, and daemon threads for blocking calls.
+"""Daemon threads for blocking calls, with replacements for threads that are stuck.
 
-Everything here is a daemon thread. A thread that hangs in a system call on a dead mount cannot be stopped, and the
-interpreter would wait for it at exit if it came from ``concurrent.futures.ThreadPoolExecutor``.
+A thread that hangs in a system call on a dead mount cannot be stopped. The interpreter waits at exit for the threads of
+``concurrent.futures.ThreadPoolExecutor``, but not for daemon threads.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Worker:
-    """One thread. ``call_began`` is ``None`` while it is idle."""
+    """The state of one thread. ``call_began`` is ``None`` while the thread is idle."""
 
     call_began: float | None = None
     stuck: bool = False
 
 
 class DaemonExecutor(Executor):
-    """Runs calls on at most ``max_threads`` daemon threads, started as needed.
+    """An executor with at most ``max_threads`` daemon threads, which it starts as needed.
 
-    A thread that is in one call for longer than ``stuck_after_seconds`` is *stuck*: it may never come back. It is not
-    one of the ``max_threads``, so another takes its place, up to twice as many threads in all. One that comes back
-    while there are enough others ends.
+    A thread that is in one call for longer than ``stuck_after_seconds`` is *stuck*: it may never return. A stuck thread
+    does not count towards ``max_threads``, so another thread replaces it. There are at most twice ``max_threads``
+    threads in all. A thread that returns while there are enough others ends.
 
     Args:
-        stuck_after_seconds: by default never.
-        on_stuck: told, on any thread, by how much the number of stuck threads has changed: 1 or -1.
+        max_threads: number of threads that are not stuck.
+        name: first part of the threads' names.
+        stuck_after_seconds: by default, no thread is ever stuck.
+        on_stuck: called on any thread with the change of the number of stuck threads: 1 or -1.
     """
 
     def __init__(
@@ -64,12 +66,12 @@ class DaemonExecutor(Executor):
 
     @property
     def stuck(self) -> int:
-        """How many threads were stuck when that was last looked at."""
+        """Number of threads that were stuck at the last check."""
         return self._stuck
 
     @property
     def busy(self) -> bool:
-        """Whether calls run or wait."""
+        """``True`` while calls run or wait."""
         return self._unfinished > 0
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -90,14 +92,14 @@ class DaemonExecutor(Executor):
 
         with self._lock:
             if self._closed:
-                raise RuntimeError(f"the threads of {self._name!r} are shut down")
+                raise RuntimeError(f"the threads of {self._name!r} are shut down and take no more calls")
             self._calls.put(call)
             self._unfinished += 1
             self._start_threads()
         return future
 
     def replace_stuck(self) -> None:
-        """Look for threads that are stuck, and start others for calls that wait. To be called now and then."""
+        """Find threads that are stuck, and start others for the waiting calls. Call this periodically."""
         with self._lock:
             limit = time.monotonic() - self._stuck_after_seconds
             for worker in self._workers:
@@ -109,7 +111,7 @@ class DaemonExecutor(Executor):
                 self._start_threads()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads after the calls that are queued. Never waits, whatever ``wait`` says: a call may hang."""
+        """End the threads after the queued calls. ``wait`` has no effect: this never waits, because a call may hang."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -145,11 +147,12 @@ class DaemonExecutor(Executor):
                         return
 
 
-class ThreadWatch:
-    """Looks after an executor's stuck threads while it is busy, by a timer on the running loop.
+class StuckThreadTimer:
+    """A timer on the running loop that replaces an executor's stuck threads while the executor is busy.
 
     Args:
-        seconds: from one look to the next.
+        executor: the executor to check.
+        seconds: interval between two checks.
     """
 
     def __init__(self, executor: DaemonExecutor, seconds: float) -> None:
@@ -158,19 +161,19 @@ class ThreadWatch:
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
-    def wake(self) -> None:
-        """To be called on the loop when a call begins."""
+    def start(self) -> None:
+        """Start the timer. Call this on the loop when a call begins."""
         if self._timer is None and not self._closed:
-            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._look)
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._check)
 
     def close(self) -> None:
-        """Look no more. On the loop."""
+        """Stop the timer. Call this on the loop."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         self._executor.replace_stuck()
         if self._executor.busy:
-            self.wake()
+            self.start()

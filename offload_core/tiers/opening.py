@@ -9,7 +9,7 @@ from concurrent.futures import Future, wait
 
 from offload_core.api.errors import ConfigError, PluginError
 from offload_core.config.model import OffloadConfig
-from offload_core.plugins.loading import FOREIGN_ERRORS
+from offload_core.plugins.loading import PLUGIN_ERRORS
 from offload_core.plugins.observers import EventDelivery
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
@@ -41,7 +41,7 @@ def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters, *, only_sh
     for tier_config in config.tiers:
         try:
             tier = Tier(tier_config, config.settings.limits, counters, config.plugins, delivery)
-        except FOREIGN_ERRORS as error:  # a plugin may raise anything; the other tiers' problems are reported too
+        except PLUGIN_ERRORS as error:  # a plugin may raise anything; the other tiers' problems are reported too
             problems.append(_open_problem(tier_config.common.name, error))
             continue
         tiers.append(tier)

@@ -17,7 +17,7 @@ from offload_core.config.model import TierConfig
 from offload_core.plugins.observers import EventDelivery
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import DaemonExecutor, ThreadWatch
+from offload_core.runtime.threads import DaemonExecutor, StuckThreadTimer
 from offload_core.tiers.accounting import TierAccounting
 from offload_core.tiers.call_slots import CallSlots
 from offload_core.tiers.changes import TierChange, TierChanges
@@ -80,7 +80,7 @@ class Tier:
         self._executor = DaemonExecutor(
             config.common.io_threads, f"offload-{self.name}", stuck_after, self._accounting.stuck_threads_changed
         )
-        self._thread_watch = ThreadWatch(self._executor, stuck_after / 2)
+        self._stuck_thread_timer = StuckThreadTimer(self._executor, stuck_after / 2)
         backend = config.backend_type.backend(config.options, BackendContext(self.name, self._executor))
         info = TierInfo(self.name, config.backend_type.name, self.load_weight)
         self._backend = backend if plugins is None else plugins.wrap(backend, info)
@@ -117,7 +117,7 @@ class Tier:
                 "backends",
             )
         self._prober.attach()
-        self._thread_watch.wake()
+        self._stuck_thread_timer.start()
         started = time.monotonic()
         self._opening = True
         try:
@@ -140,7 +140,7 @@ class Tier:
         If ``open`` is still running, this returns at once, and the backend is closed after ``open``.
         """
         self._prober.close()
-        self._thread_watch.close()
+        self._stuck_thread_timer.close()
         if self._opening:
             self._close_after_opening = True
             return
@@ -261,12 +261,12 @@ class Tier:
             self.health.ended(call)
 
     async def _probe(self, keys: Sequence[ObjectKey]) -> None:
-        self._thread_watch.wake()
+        self._stuck_thread_timer.start()
         await self._objects.contains(keys)
 
     def _begin(self, operation: events.Operation) -> Call | None:
         self._prober.attach()
-        self._thread_watch.wake()
+        self._stuck_thread_timer.start()
         return self.health.begin(operation)
 
     def _lookup_timed_out(self, call: Call, keys: Sequence[ObjectKey]) -> None:

@@ -1,4 +1,4 @@
-"""``offload-core bench``: how fast is each tier, through the calls that the engine makes?"""
+"""``offload-core bench``: the speed of each tier, measured through the calls that the engine makes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from offload_core.cli.application import app
 from offload_core.cli.arguments import AsJson, ConfigFile, TierNames, size
 from offload_core.cli.output import human_bytes, human_milliseconds, note, print_json, print_table
 from offload_core.cli.parallel import in_parallel
-from offload_core.cli.probes import probe_key, removed_on_failure, sealed
+from offload_core.cli.probes import deleted_on_failure, probe_key, sealed
 from offload_core.cli.session import EXIT_USAGE, TierReport, finish, open_session
-from offload_core.cli.watched_tier import OperationError, WatchedTier
+from offload_core.cli.tier_client import OperationError, TierClient
 from offload_core.objects import format as object_format
 
 _LOOKUP_KEYS = 64
 _DELETE_KEYS = 256
 _SLACK_BYTES = 64 * 1024
-"""Objects are cut from one random block this much longer than they are, each at an offset of its own."""
+"""Extra length of the random block from which all objects are cut, each at its own offset."""
 _PERCENTILES = (50, 90, 99)
 
 
 @dataclass
 class _Measured:
-    """One operation."""
+    """The measurements of one operation."""
 
     seconds: float = 0.0
     nbytes: int = 0
@@ -61,9 +61,11 @@ class _Benched:
 
     @property
     def hint(self) -> str:
-        """Why objects may be missing, for the end of an error."""
+        """A possible reason for missing objects, to append to an error."""
         return (
-            f"; the tier evicted {self.evicted} objects to make room: use fewer or smaller ones" if self.evicted else ""
+            f"; the tier evicted {self.evicted} objects to free capacity: use fewer or smaller ones"
+            if self.evicted
+            else ""
         )
 
 
@@ -72,38 +74,42 @@ def bench(
     config: ConfigFile,
     tier: TierNames = None,
     object_size: Annotated[
-        int, typer.Option(metavar="SIZE", parser=size, help="bytes of each object's payload", show_default="2MiB")
+        int, typer.Option(metavar="SIZE", parser=size, help="size of each object's payload", show_default="2MiB")
     ] = 2 * 1024 * 1024,
-    objects: Annotated[int, typer.Option(min=1, help="how many objects to store and load")] = 64,
+    objects: Annotated[int, typer.Option(min=1, help="number of objects to store and load")] = 64,
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help="calls at the same time; by default the tier's io_threads")
+        int | None, typer.Option(min=1, help="number of calls at the same time; by default the tier's io_threads")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure storing, looking up and loading on every tier, one tier after the other: throughput and latencies.
+    """Measure throughput and latencies of stores, lookups and loads on every tier, one tier after the other.
 
-    One call moves one object; one lookup asks for up to 64 keys. The objects hold random bytes (random bf16 numbers
-    where the tier compresses, which is measured too; bytes are counted before it), stand under a fingerprint of zeros,
-    which no engine has, and are deleted afterwards, also on an error or Ctrl-C. What was just stored may be loaded from
-    the operating system's cache: store more than the memory holds to measure the medium itself. A tier with a limit on
-    its bytes may evict other objects to make room. At most `staging_bytes` of memory are used.
+    One call moves one object, and one lookup asks for up to 64 keys. The objects hold random bytes. On a tier with
+    compression they hold random bf16 numbers; compression is part of the time, and bytes are counted before it.
 
-    Exits with 1 when a tier failed or returned wrong bytes, with 2 when the calls do not fit in `staging_bytes`.
+    All objects have a fingerprint of zeros, which no engine has. The command deletes them at the end, also after an
+    error or Ctrl-C. A tier with a capacity may evict other objects to store them. The command uses at most
+    `staging_bytes` of memory.
+
+    The operating system may load recent objects from its cache. To measure the medium itself, store more bytes than the
+    memory holds.
+
+    Exits with 1 if a tier failed or returned wrong bytes, and with 2 if the calls do not fit into `staging_bytes`.
 
     Example: `offload-core bench offload.yaml --object-size 2MiB --objects 256 --concurrency 8`
     """
     with open_session(config, tier, as_json=as_json) as session:
 
-        def calls(watched: WatchedTier) -> int:
-            return min(concurrency or watched.io_threads, objects)
+        def calls(client: TierClient) -> int:
+            return min(concurrency or client.io_threads, objects)
 
-        async def work(watched: WatchedTier, result: _Benched) -> None:
-            result.concurrency = calls(watched)
+        async def work(client: TierClient, result: _Benched) -> None:
+            result.concurrency = calls(client)
             sizes = f"{objects} objects of {human_bytes(object_size)}"
-            note(f"tier {watched.name!r}: {sizes}, {result.concurrency} at a time")
+            note(f"tier {client.name!r}: {sizes}, {result.concurrency} at a time")
             keys = [probe_key("bench") for _ in range(objects)]
-            async with removed_on_failure(watched, keys, session.cleanup_seconds):
-                await _measure(watched, result, keys, object_size)
+            async with deleted_on_failure(client, keys, session.cleanup_seconds):
+                await _measure(client, result, keys, object_size)
 
         most = max(min(concurrency or configured.common.io_threads, objects) for configured in session.configs)
         twice = any(configured.common.compression != "none" for configured in session.configs)
@@ -115,7 +121,7 @@ def bench(
                 "lower --concurrency or --object-size"
             )
             raise typer.Exit(EXIT_USAGE)
-        reports = session.each(work, _Benched, one_by_one=True)
+        reports = session.run_on_each_tier(work, _Benched, one_by_one=True)
     if as_json:
         print_json({"object_bytes": object_format.object_bytes(object_size), "tiers": list(map(_document, reports))})
     else:
@@ -124,16 +130,16 @@ def bench(
     finish(reports)
 
 
-async def _measure(tier: WatchedTier, result: _Benched, keys: Sequence[ObjectKey], payload_bytes: int) -> None:
+async def _measure(tier: TierClient, result: _Benched, keys: Sequence[ObjectKey], payload_bytes: int) -> None:
     random = np.random.default_rng()
     block = memoryview(random.bytes(payload_bytes + _SLACK_BYTES))
-    if tier.tier.compresses:  # noise would be stored as it is: numbers as bf16 instead, as a KV cache has them
+    if tier.tier.compresses:  # noise does not compress; bf16 numbers do, as in a KV cache
         values = random.standard_normal(len(block) // 2 + 1, dtype=np.float32)
         block = memoryview((values.view(np.uint32) >> 16).astype("<u2").tobytes())
     numbers = {key: index for index, key in enumerate(keys)}
 
     def made(key: ObjectKey) -> memoryview:
-        # A step of whole numbers and no whole blocks, so that no two objects have a block of the file system in common.
+        # The step is even, for whole bf16 numbers. It is no multiple of a block, so no two objects share a block.
         start = numbers[key] * 4098 % _SLACK_BYTES
         return sealed(key, block[start : start + payload_bytes])
 
@@ -145,7 +151,7 @@ async def _measure(tier: WatchedTier, result: _Benched, keys: Sequence[ObjectKey
         measured.nbytes += len(view)
         result.evicted += stored.evicted
         if stored.outcomes != [StoreOutcome.STORED]:
-            raise OperationError(f"store: {stored.outcomes[0].value}; is there room for {len(keys)} objects?")
+            raise OperationError(f"store: {stored.outcomes[0].value}; is there capacity for {len(keys)} objects?")
 
     async def lookup(start_key: ObjectKey, measured: _Measured) -> None:
         first = numbers[start_key]
@@ -155,7 +161,7 @@ async def _measure(tier: WatchedTier, result: _Benched, keys: Sequence[ObjectKey
         measured.latencies_seconds.append(time.perf_counter() - start)
         if not all(found):
             raise OperationError(
-                f"lookup: {found.count(False)} of {len(found)} objects that were stored are not there{result.hint}"
+                f"lookup: {found.count(False)} of {len(found)} objects that were stored are missing{result.hint}"
             )
 
     async def load(key: ObjectKey, measured: _Measured) -> None:
@@ -169,7 +175,7 @@ async def _measure(tier: WatchedTier, result: _Benched, keys: Sequence[ObjectKey
         try:
             await asyncio.to_thread(object_format.verify, view, key)
         except ObjectFormatError as error:
-            raise OperationError(f"load: wrong bytes came back: {error}") from error
+            raise OperationError(f"load: the tier returned wrong bytes: {error}") from error
 
     for name, operation in (("store", store), ("lookup", lookup), ("load", load)):
         await _timed(operation, keys, result.operations.setdefault(name, _Measured()), result.concurrency)

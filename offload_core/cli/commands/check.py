@@ -1,4 +1,4 @@
-"""``offload-core check``: does every tier of a configuration work?"""
+"""``offload-core check``: a test of every tier of a configuration."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from offload_core.api.errors import ObjectFormatError
 from offload_core.cli.application import app
 from offload_core.cli.arguments import AsJson, ConfigFile, TierNames
 from offload_core.cli.output import human_milliseconds, print_json, print_table
-from offload_core.cli.probes import probe_key, removed_on_failure, sealed
+from offload_core.cli.probes import deleted_on_failure, probe_key, sealed
 from offload_core.cli.session import TierReport, finish, open_session
-from offload_core.cli.watched_tier import OperationError, WatchedTier
+from offload_core.cli.tier_client import OperationError, TierClient
 from offload_core.objects import format as object_format
 
 _PAYLOAD_BYTES = 64 * 1024
@@ -36,19 +36,19 @@ class _Checked:
 
 @app.command()
 def check(config: ConfigFile, tier: TierNames = None, as_json: AsJson = False) -> None:
-    """Try every tier: open it, write a probe, read it back, verify it and delete it; show how long each step took.
+    """Test every tier: open it, write a probe, read it back, verify it and delete it. Show the time of each step.
 
-    The probe is an object of 68 KiB with a random name, under a fingerprint of zeros, which no engine has; it is
-    deleted whatever happens. A tier with a limit on its bytes may evict an older object to make room for it. Each step
-    has the deadline that the configuration gives it (stores and deletions have that of loads).
+    The probe is an object of 68 KiB with a random name and a fingerprint of zeros, which no engine has. The command
+    always deletes it. A tier with a capacity may evict an older object to store it. Each step has its configured
+    deadline; stores and deletions have the deadline of loads.
 
-    Exits with 1 when a tier failed, with 2 when the configuration is wrong, after printing all its problems.
+    Exits with 1 if a tier failed. Exits with 2 if the configuration is wrong, after printing all its problems.
 
     Example: `offload-core check offload.yaml`
     """
     with open_session(config, tier, as_json=as_json) as session:
-        reports = session.each(
-            lambda watched, result: _probe(watched, result, session.cleanup_seconds), new_result=_Checked
+        reports = session.run_on_each_tier(
+            lambda client, result: _probe(client, result, session.cleanup_seconds), new_result=_Checked
         )
     if as_json:
         print_json({"tiers": [_document(report) for report in reports]})
@@ -58,16 +58,16 @@ def check(config: ConfigFile, tier: TierNames = None, as_json: AsJson = False) -
     finish(reports)
 
 
-async def _probe(tier: WatchedTier, result: _Checked, cleanup_seconds: float) -> None:
+async def _probe(tier: TierClient, result: _Checked, cleanup_seconds: float) -> None:
     key = probe_key("check")
     written = sealed(key, os.urandom(_PAYLOAD_BYTES))
     read = memoryview(bytearray(len(written)))
-    async with removed_on_failure(tier, [key], cleanup_seconds):
+    async with deleted_on_failure(tier, [key], cleanup_seconds):
         with result.step("store"):
             stored = await tier.store([key], [written])
             result.evicted = stored.evicted
             if stored.outcomes != [StoreOutcome.STORED]:
-                raise OperationError(f"store: {stored.outcomes[0].value}; is there room for {len(written)} bytes?")
+                raise OperationError(f"store: {stored.outcomes[0].value}; is there capacity for {len(written)} bytes?")
         with result.step("load"):
             (outcome,) = await tier.load([key], [read])
             if outcome is not LoadOutcome.HIT:
@@ -75,7 +75,7 @@ async def _probe(tier: WatchedTier, result: _Checked, cleanup_seconds: float) ->
             try:
                 object_format.verify(read, key)
             except ObjectFormatError as error:
-                raise OperationError(f"load: other bytes came back: {error}") from error
+                raise OperationError(f"load: the tier returned wrong bytes: {error}") from error
         with result.step("delete"):
             await tier.delete([key])
         if await tier.contains([key]) != [False]:

@@ -1,4 +1,4 @@
-"""``offload-core ls``: which objects are there?"""
+"""``offload-core ls``: a list of the objects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload_core.cli.application import app
 from offload_core.cli.arguments import AsJson, ConfigFile, TierNames, fingerprint_prefix
 from offload_core.cli.output import human_age, human_bytes, note, print_json, print_table
 from offload_core.cli.session import finish, open_session
-from offload_core.cli.watched_tier import WatchedTier
+from offload_core.cli.tier_client import TierClient
 
 
 @app.command()
@@ -28,19 +28,19 @@ def ls(
         ),
     ] = None,
     pack: Annotated[str | None, typer.Option(help="only objects of this pack")] = None,
-    limit: Annotated[int, typer.Option(min=0, help="stop after so many objects per tier; 0 lists all of them")] = 1000,
+    limit: Annotated[int, typer.Option(min=0, help="number of objects per tier to list; 0 lists all of them")] = 1000,
     as_json: AsJson = False,
 ) -> None:
-    """List objects: tier, fingerprint of the engine that wrote it, pack, chunk hash, size and age.
+    """List objects: tier, fingerprint of the writing engine, pack, chunk hash, size and age.
 
-    The order is the backend's own. Tables shorten fingerprints and hashes to 16 digits; `--json` shows all of them.
-    Exits with 1 when a tier failed, and when no tier can list its objects.
+    The backend decides the order. Tables shorten fingerprints and hashes to 16 digits; `--json` shows all of them.
+    Exits with 1 if a tier failed, or if no tier can list its objects.
 
     Example: `offload-core ls offload.yaml --pack full-u256 --limit 20`
     """
     with open_session(config, tier, as_json=as_json) as session:
         work = partial(_list, namespace=namespace or "", pack=pack, limit=limit)
-        reports = session.each(work, list[StoredObject], lists=True)
+        reports = session.run_on_each_tier(work, list[StoredObject], lists=True)
     cut = [bool(limit) and len(report.result) > limit for report in reports]
     for report in reports:
         del report.result[limit or len(report.result) :]
@@ -54,12 +54,12 @@ def ls(
         print_table(["tier", "fingerprint", "pack", "hash", "size|", "age|"], rows)
     for report, more in zip(reports, cut, strict=True):
         if more:
-            note(f"tier {report.tier!r}: there are more than these {limit} objects; --limit 0 lists all")
+            note(f"tier {report.tier!r}: there are more than {limit} objects; --limit 0 lists all of them")
     finish(reports)
 
 
-async def _list(tier: WatchedTier, result: list[StoredObject], *, namespace: str, pack: str | None, limit: int) -> None:
-    """Collect what matches, and one object more than ``limit`` when there are more."""
+async def _list(tier: TierClient, result: list[StoredObject], *, namespace: str, pack: str | None, limit: int) -> None:
+    """Collect the matching objects, up to one more than ``limit``."""
     async with aclosing(tier.objects()) as batches:
         async for batch in batches:
             for stored in batch:

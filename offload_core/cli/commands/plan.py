@@ -1,4 +1,4 @@
-"""``offload-core plan``: how a model's KV cache would be stored, without the model and without an engine."""
+"""``offload-core plan``: the stored form of a model's KV cache, without the model and without an engine."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def plan(
         Path,
         typer.Argument(
             metavar="GEOMETRY",
-            help="The model's KV cache groups, as a YAML, TOML or JSON file. An engine writes one for its model where "
-            "its configuration has the key geometry_file; examples/geometries has some to start from.",
+            help="The model's KV cache groups, as a YAML, TOML or JSON file. An engine writes this file for its model "
+            "if its configuration has the key geometry_file. The folder examples/geometries has examples.",
         ),
     ],
     config: Annotated[
@@ -50,15 +50,18 @@ def plan(
     ] = None,
     chunk_size: Annotated[
         list[int] | None,
-        typer.Option(metavar="TOKENS", help="Plan with this hybrid_chunk_size instead; give several to compare them."),
+        typer.Option(
+            metavar="TOKENS",
+            help="Plan with this hybrid_chunk_size instead. Repeat the option to compare several sizes.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how a model's KV cache is stored: the objects that its groups make, and what they cost.
+    """Show the stored form of a model's KV cache: the objects of its groups, their number and their sizes.
 
-    What the engine would refuse at its start is refused in the same words, with exit code 1.
+    The command refuses a plan that the engine would refuse at its start, in the same words, with exit code 1.
 
-    Several chunk sizes are compared; the exit code is 1 where all of them are refused. It is 2 where a file is wrong.
+    With several chunk sizes, the exit code is 1 if all of them are refused. It is 2 if a file is wrong.
 
     Example: `offload-core plan examples/geometries/gemma-3-4b.yaml`
 

@@ -1,4 +1,4 @@
-"""``offload-core plugins``: what is installed, and what failed."""
+"""``offload-core plugins``: the installed plugins and their failures."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from offload_core.plugins.registry import PluginReport, load_plugins
 @app.command()
 def plugins(
     as_json: AsJson = False,
-    strict: Annotated[bool, typer.Option("--strict", help="exit with code 1 when a plugin failed")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="exit with code 1 if a plugin failed")] = False,
 ) -> None:
-    """List the installed plugins: who provides which backend types, and what failed and why.
+    """List the installed plugins: their distributions, their backend types, and the reasons of failures.
 
-    A plugin that failed never stops the others, so the exit code is 0 unless `--strict` asks for more.
+    A plugin that failed never stops the others. The exit code is therefore 0, unless you give `--strict`.
 
     Example: `offload-core plugins --strict`
     """
@@ -33,7 +33,7 @@ def plugins(
         columns = ["plugin", "distribution", "version", "API", "backend types", "hooks", "error"]
         print_table(columns, ([_cell(value) for key, value in p.items() if key != "module"] for p in found))
     if failed:
-        note(f"{len(failed)} of {len(found)} plugins failed; a configuration that needs one of them will not start")
+        note(f"{len(failed)} of {len(found)} plugins failed; an engine that needs one of them does not start")
     if failed and strict:
         raise typer.Exit(EXIT_TROUBLE)
 

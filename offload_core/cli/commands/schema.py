@@ -1,4 +1,4 @@
-"""``offload-core schema``: the configuration file for editors and other tools."""
+"""``offload-core schema``: the JSON schema of the configuration file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from offload_core.plugins.registry import load_plugins
 
 @app.command()
 def schema() -> None:
-    """Print the JSON schema of the configuration file, the options of every installed backend included.
+    """Print the JSON schema of the configuration file, with the options of every installed backend.
 
-    Editors check and complete a configuration with it.
+    An editor can check and complete a configuration with it.
 
     Example: `offload-core schema > offload.schema.json`
     """

@@ -1,4 +1,4 @@
-"""``offload-core stats``: how much is there, and whose?"""
+"""``offload-core stats``: the number and size of the objects by fingerprint and pack."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from offload_core.cli.application import app
 from offload_core.cli.arguments import AsJson, ConfigFile, TierNames
 from offload_core.cli.output import human_age, human_bytes, print_json, print_table
 from offload_core.cli.session import TierReport, finish, open_session
-from offload_core.cli.watched_tier import WatchedTier
+from offload_core.cli.tier_client import TierClient
 
 
 @dataclass
 class _Sum:
-    """Objects of one kind."""
+    """The totals of the objects of one fingerprint and pack."""
 
     objects: int = 0
     nbytes: int = 0
@@ -49,15 +49,17 @@ _Kinds = dict[tuple[str, str], _Sum]
 
 @app.command()
 def stats(config: ConfigFile, tier: TierNames = None, as_json: AsJson = False) -> None:
-    """Count objects and bytes per tier, fingerprint and pack, with the oldest and the newest of each.
+    """Count objects and bytes per tier, fingerprint and pack, with the age of the oldest and the newest object.
 
-    A fingerprint stands for one rank of one engine configuration: what an engine that is gone has left behind is
-    found here, and removed with prune. Exits with 1 when a tier failed, and when no tier can list its objects.
+    A fingerprint belongs to one rank of one engine configuration. Find the objects of retired engines here, and delete
+    them with prune.
+
+    Exits with 1 if a tier failed, or if no tier can list its objects.
 
     Example: `offload-core stats offload.yaml`
     """
     with open_session(config, tier, as_json=as_json) as session:
-        reports = session.each(_count, dict[tuple[str, str], _Sum], lists=True)
+        reports = session.run_on_each_tier(_count, dict[tuple[str, str], _Sum], lists=True)
     now = time.time()
     if as_json:
         every = _total(kind for report in reports for kind in report.result.values())
@@ -73,7 +75,7 @@ def stats(config: ConfigFile, tier: TierNames = None, as_json: AsJson = False) -
     finish(reports)
 
 
-async def _count(tier: WatchedTier, result: _Kinds) -> None:
+async def _count(tier: TierClient, result: _Kinds) -> None:
     async for batch in tier.objects():
         for stored in batch:
             _add(result, stored)

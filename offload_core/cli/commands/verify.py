@@ -1,4 +1,4 @@
-"""``offload-core verify``: is every byte of every object what was written?"""
+"""``offload-core verify``: a check of every byte of every object."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offload_core.cli.arguments import AsJson, ConfigFile, TierNames
 from offload_core.cli.output import human_bytes, note, print_json, print_table, progress
 from offload_core.cli.parallel import ByteBudget, in_parallel
 from offload_core.cli.session import TierReport, finish, open_session
-from offload_core.cli.watched_tier import OperationError, WatchedTier
+from offload_core.cli.tier_client import OperationError, TierClient
 from offload_core.objects import compression as compressed_object
 
 _BATCH_BYTES = 8 * 1024 * 1024
@@ -30,7 +30,7 @@ class _Bad(NamedTuple):
     nbytes: int
     reason: str
     damaged: bool
-    """Its bytes are wrong; otherwise they could not be read, and may be right."""
+    """``True`` if its bytes are wrong; ``False`` if they could not be read and may be right."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Verified:
     objects: int = 0
     nbytes: int = 0
     vanished: int = 0
-    """Listed, and gone before they were read: evicted, or deleted by somebody else."""
+    """Objects that were evicted or deleted after the listing and before the load."""
     deleted: int = 0
     bad: list[_Bad] = field(default_factory=list)
 
@@ -51,23 +51,24 @@ def verify(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bar")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Load every object, check its size, name and checksums, decompress it, and print those that are damaged.
+    """Load every object, check its size, name and checksums, decompress it, and print the damaged objects.
 
-    Engines do the same with every object they load, so damage never reaches a model; this finds it earlier, and shows
-    what a disk is worth. At most `staging_bytes` of memory are used. Objects that vanish meanwhile are no error.
+    Engines check every object that they load too, so damage never reaches a model. This command finds damage earlier.
+    It uses at most `staging_bytes` of memory. An object that vanishes meanwhile is no error.
 
-    Objects that cannot be read, or that are larger than `staging_bytes`, are printed too, but never deleted. Exits with
-    1 when there are any of these or damaged ones (deleted or not), when a tier failed, and when no tier can list.
+    The command also prints unreadable objects, and objects larger than `staging_bytes`. It never deletes these.
+
+    Exits with 1 if any object was printed (deleted or not), if a tier failed, or if no tier can list its objects.
 
     Example: `offload-core verify offload.yaml --tier nvme --delete`
     """
     with open_session(config, tier, as_json=as_json) as session, progress(quiet=quiet) as bar:
         budget = ByteBudget(session.settings.staging_bytes)
 
-        async def work(watched: WatchedTier, result: _Verified) -> None:
-            await _Verification(watched, result, budget, session.settings.staging_bytes, delete, bar).run()
+        async def work(client: TierClient, result: _Verified) -> None:
+            await _Verification(client, result, budget, session.settings.staging_bytes, delete, bar).run()
 
-        reports = session.each(work, _Verified, lists=True)
+        reports = session.run_on_each_tier(work, _Verified, lists=True)
     if as_json:
         print_json({"tiers": [_document(report) for report in reports]})
     else:
@@ -83,10 +84,10 @@ def verify(
 
 
 class _Verification:
-    """All objects of one tier."""
+    """The verification of all objects of one tier."""
 
     def __init__(
-        self, tier: WatchedTier, result: _Verified, budget: ByteBudget, limit_bytes: int, delete: bool, bar: Progress
+        self, tier: TierClient, result: _Verified, budget: ByteBudget, limit_bytes: int, delete: bool, bar: Progress
     ) -> None:
         self._tier = tier
         self._result = result
@@ -97,7 +98,7 @@ class _Verification:
         self._line = bar.add_task(tier.name, total=None)
 
     async def run(self) -> None:
-        """Verify, io_threads batches at a time."""
+        """Verify ``io_threads`` batches at a time."""
         if not self._bar.disable:
             total = 0
             async for listed in self._tier.objects():
@@ -106,7 +107,7 @@ class _Verification:
         await in_parallel(self._batches(), self._verify, self._tier.io_threads)
 
     async def _batches(self) -> AsyncIterator[list[StoredObject]]:
-        """Cut the listing into batches of a bounded size."""
+        """Divide the listing into batches of a limited size."""
         most_bytes = min(_BATCH_BYTES, self._limit_bytes)
         batch: list[StoredObject] = []
         nbytes = 0
@@ -125,7 +126,7 @@ class _Verification:
             yield batch
 
     async def _verify(self, batch: Sequence[StoredObject]) -> None:
-        async with self._budget.hold(sum(stored.nbytes for stored in batch)):
+        async with self._budget.reserve(sum(stored.nbytes for stored in batch)):
             found = await self._load(batch)
         damaged = [stored.key for stored, bad in zip(batch, found, strict=True) if bad]
         if damaged and self._delete:
@@ -134,7 +135,10 @@ class _Verification:
         self._bar.advance(self._line, len(batch))
 
     async def _load(self, batch: Sequence[StoredObject]) -> list[bool]:
-        """Load and check a batch; returns, per object, whether it is damaged. An error is traced to its objects."""
+        """Load and check a batch. Return one flag per object: ``True`` if it is damaged.
+
+        After an error, each object is loaded on its own, to find the one that fails.
+        """
         keys = [stored.key for stored in batch]
         buffers = [memoryview(bytearray(stored.nbytes)) for stored in batch]
         try:
@@ -163,12 +167,12 @@ class _Verification:
 def _reasons(
     keys: Sequence[ObjectKey], buffers: Sequence[memoryview], outcomes: Sequence[LoadOutcome]
 ) -> list[str | None]:
-    """Return, per object, what is damaged about it, or ``None``."""
+    """Return one entry per object: a description of the damage, or ``None``."""
     reasons: list[str | None] = []
     for key, buffer, outcome in zip(keys, buffers, outcomes, strict=True):
         reason = None
         if outcome is LoadOutcome.CORRUPT:
-            reason = f"the backend calls it corrupt, or it is not {len(buffer)} bytes long any more"
+            reason = f"the backend reports damage, or the object no longer has {len(buffer)} bytes"
         elif outcome is LoadOutcome.HIT:
             try:
                 compressed_object.verify_any(buffer, key)

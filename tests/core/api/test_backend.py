@@ -1,4 +1,4 @@
-"""What every backend inherits: cancellation held back until a thread has ended, and the preparation steps (C7)."""
+"""The inherited part of every backend: cancellation that waits for the end of a thread, and the preparation (C7)."""
 
 from __future__ import annotations
 

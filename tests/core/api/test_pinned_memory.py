@@ -1,4 +1,4 @@
-"""Pinning by CUDA, on a torch that only pretends: what is called, for which GPU. It was not run on a GPU."""
+"""Pinning by CUDA, on a torch that only pretends: the calls, and the GPU that they are for. It was not run on a GPU."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_memory_is_pinned_for_the_gpu_of_the_thread_that_asked_whichever_thread_
 def test_what_cuda_refuses_is_an_error_with_its_number_and_the_cure(cuda: FakeCuda) -> None:
     pinning = demand_pinning()
     cuda.error = 2
-    with pytest.raises(OSError, match=r"could not pin 8192 bytes.*error 2; ask for less, or raise the limit"):
+    with pytest.raises(OSError, match=r"could not pin 8192 bytes.*error 2; configure a smaller size, or raise"):
         pinning.register(4096, 8192)
     with pytest.raises(OSError, match=r"could not unpin the host memory at 0x1000: .* returned 2"):
         pinning.unregister(4096)

@@ -34,7 +34,7 @@ FIRST, SECOND = "ab" * 32, "cd" * 32
 
 @dataclass
 class Ended:
-    """How a command ended."""
+    """The end of a command."""
 
     code: int
     out: str
@@ -139,7 +139,7 @@ def words(value: object) -> str:
 
 @pytest.fixture(autouse=True, scope="session")
 def _interrupts_arrive() -> None:
-    """What a shell starts in the background ignores interrupts, and so would all that it starts."""
+    """A background process of a shell ignores interrupts, and so would all its children."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,4 +1,4 @@
-"""A plugin for the tests: what it wraps keeps its objects masked, for readers that have the plugin."""
+"""A plugin for the tests: a wrapped backend keeps its objects masked, for readers that have the plugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every command."""
+"""The rules that hold for every command."""
 
 from __future__ import annotations
 

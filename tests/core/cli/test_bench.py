@@ -1,4 +1,4 @@
-"""``offload-core bench``: what it measures, and that nothing stays."""
+"""``offload-core bench``: its measurements, and no objects that stay."""
 
 from __future__ import annotations
 

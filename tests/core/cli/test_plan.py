@@ -41,7 +41,7 @@ def plans(*words: object) -> list[dict[str, Any]]:
 
 
 def refused(*words: object) -> str:
-    """What a command says that is refused: nothing but one line or list on stderr."""
+    """The output of a refused command: nothing but one line or list on stderr."""
     done = plan(*words)
     assert (done.returncode, done.stdout) == (1 if "refused: " in done.stderr else 2, "")
     assert "Traceback" not in done.stderr

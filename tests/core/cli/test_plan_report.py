@@ -1,4 +1,4 @@
-"""The numbers of a plan against a walk over tokens that knows only what a hit is."""
+"""The numbers of a plan against a walk over tokens that knows only the definition of a hit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``offload-core prune``: what goes, what stays, and who is asked."""
+"""``offload-core prune``: the deleted objects, the objects that stay, and the question."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ def test_every_kind_of_damage_is_found_and_deleted_only_when_asked(site: Site) -
     assert reasons == {
         1: "the payload's checksum does not match its 500 bytes",
         2: "the header's checksum does not match its bytes",
-        3: "payload of 499 bytes, header says 500 stored and 500 raw",
-        4: "0 bytes is shorter than the 4096-byte header",
+        3: "payload of 499 bytes, but the header says 500 stored and 500 raw",
+        4: "0 bytes are fewer than the 4096 of the header",
         5: f"the header names another object, {key(77)}",
     }
     assert all(bad["damaged"] and bad["fingerprint"] == FIRST for bad in done.json["tiers"][0]["bad"])
@@ -133,7 +133,7 @@ def test_a_progress_bar_is_shown_on_a_terminal_only_and_not_when_quiet(site: Sit
 
 
 def _on_a_terminal(site: Site, *arguments: str) -> str:
-    """Return what the command writes to a stderr that is a terminal."""
+    """Return the output of the command on a stderr that is a terminal."""
     ours, theirs = pty.openpty()
     environment = {**site.environment, "TERM": "xterm"}
     done = subprocess.run([COMMAND, *arguments], stderr=theirs, stdout=subprocess.PIPE, env=environment, check=False)

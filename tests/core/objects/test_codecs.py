@@ -18,7 +18,7 @@ BLOCK = codecs.BLOCK_BYTES
 
 
 def bf16_normal(nbytes: int, seed: int = 1) -> bytes:
-    """Return what bf16 numbers of a normal distribution look like."""
+    """Return the bytes of bf16 numbers of a normal distribution."""
     numbers = np.random.default_rng(seed).standard_normal(-(-nbytes // 2)).astype(np.float32)
     return (numbers.view(np.uint32) >> 16).astype("<u2").tobytes()[:nbytes]
 

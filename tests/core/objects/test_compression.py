@@ -1,4 +1,4 @@
-"""A compressed object: what was sealed comes back, and every change of a byte is found, whatever the codec."""
+"""A compressed object: the sealed object comes back, and every change of a byte is found, with every codec."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_defect_behind_right_checksums_is_found_by_decoding(
 def test_a_raw_length_beyond_the_packs_is_refused_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = relabelled(stored(Codec.ZSTD), 176, (1 << 40).to_bytes(8, "little"))
     monkeypatch.setattr(codecs, "decode", lambda *_: pytest.fail("decoded"))
-    with pytest.raises(ObjectFormatError, match="a compressed object of 3001 is expected"):
+    with pytest.raises(ObjectFormatError, match="a compressed object of 3001 raw bytes is expected"):
         restore(memoryview(whole), memoryview(bytearray(HEADER_BYTES + 3001)), KEY)
 
 

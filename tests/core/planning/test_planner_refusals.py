@@ -1,4 +1,4 @@
-"""What the planner refuses or warns about, and whether the cure that it names is one."""
+"""The planner's refusals and warnings, and a proof of the cures that they name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hit policies against vLLM's own managers: what they free, and how many blocks their hits need."""
+"""The hit policies against vLLM's own managers: the blocks that they free, and the blocks that their hits need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search for the deepest usable prefix: what it finds, against an oracle that walks tokens, and what it asks."""
+"""The search for the deepest usable prefix: its result, against an oracle that walks tokens, and its questions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def deepest_usable(geometry: Geometry, present: Present, computed: int, limit: i
 
 @st.composite
 def presences(draw: st.DrawFn, planner: HybridOffloadPlanner, limit: int) -> Present:
-    """Draw what is stored of each pack: all but some holes, an early end, only a few, every other one, nothing."""
+    """Draw the stored units of each pack: all but some holes, an early end, only a few, every other one, none."""
     present: Present = {}
     for pack in planner.packs:
         units = limit // pack.unit_tokens + 1
@@ -173,7 +173,7 @@ def test_a_hit_asks_other_packs_once_for_what_it_needs_and_some_units_below() ->
 
 
 def test_units_below_a_missing_one_that_no_candidate_needs_any_more_are_not_asked_for() -> None:
-    """The candidate that another pack leaves lies far below: what is in between is skipped."""
+    """The candidate that another pack leaves lies far below: the units in between are skipped."""
     groups = [GroupGeometry(0, 64, STATE), GroupGeometry(1, 16, window(40))]
     planner = HybridOffloadPlanner.build(groups, hash_block_size=16, max_model_len=4096, hybrid_chunk_size=16)
     found, questions = drive(planner, lambda pack, unit: pack.policy.kind == "window" or unit == 5, 0, 1024)

@@ -131,12 +131,12 @@ def rig(io: IoLoop, counters: Counters) -> Iterator[Rig]:
 
 
 def of_plugin(module: str, name: str) -> Any:
-    """Return what the plugin's module holds under a name."""
+    """Return the value of a name in the plugin's module."""
     return getattr(importlib.import_module(module), name)
 
 
 def taken(module: str) -> list[Event]:
-    """Return what an OBSERVER has been told, with all durations set to zero."""
+    """Return the events that an OBSERVER has received, with all durations set to zero."""
     found: queue.SimpleQueue[tuple[Event, threading.Thread]] = of_plugin(module, "EVENTS")
     told = [found.get()[0] for _ in range(found.qsize())]
     return [_without_duration(event) for event in told]
@@ -328,7 +328,7 @@ def test_a_blocked_observer_blocks_neither_engine_nor_storage_and_what_it_misses
         (warning,) = [message for message in caplog.messages if "too slow" in message]
         assert warning.startswith("observers (plugin 'blocked' of blocked 1.0) are too slow: 1024 events wait")
         rig.close(seconds=0.05)
-        assert "observers were still busy after 0.05 s; the events that wait are dropped" in caplog.messages
+        assert "observers were still busy after 0.05 s; the waiting events are dropped" in caplog.messages
     finally:
         of_plugin("blocked", "GO_ON").set()
     site.install("watcher", OBSERVER)
@@ -375,7 +375,7 @@ def test_an_observer_that_raises_is_logged_once_and_goes_on_receiving(
     assert len(taken("a_raising")) == len(taken("z_watcher")) == 3
     (message,) = [message for message in caplog.messages if "offload_observe failed" in message]
     assert message.startswith("plugin 'a-raising' of a-raising 1.0: offload_observe failed on TierOpened(tier='memory'")
-    assert f"{problem.split('(')[0]}: mine; it goes on being told" in message
+    assert f"{problem.split('(')[0]}: mine; it still gets events" in message
 
 
 def test_an_async_observer_behind_a_plain_function_is_logged(

@@ -51,11 +51,13 @@ BROKEN = {
     ),
     "missing module of the core": (
         "import offload_core.of_the_future",
-        f"offload-core {__version__} does not have what m-broken 1.0 was written for: upgrade offload-core or m-broken",
+        f"m-broken 1.0 was written for another version than offload-core {__version__}: upgrade offload-core or "
+        "m-broken",
     ),
     "missing name of the core": (
         "from offload_core.api.backend import OfTheFuture",
-        f"offload-core {__version__} does not have what m-broken 1.0 was written for: upgrade offload-core or m-broken",
+        f"m-broken 1.0 was written for another version than offload-core {__version__}: upgrade offload-core or "
+        "m-broken",
     ),
     "import error": ("raise ImportError('libfabric.so: no such file')", "ImportError: libfabric.so: no such file"),
     "error at import": ("raise RuntimeError('no device')", "RuntimeError: no device"),
@@ -87,7 +89,7 @@ BROKEN = {
     "no hook": ("", "module m_broken has no hook; write @hookimpl above its hook functions"),
     "unmarked hook": (
         f"{_hook(REGISTER)}\n{_hook(WRAP, 'backend, tier', marker='')}",
-        "offload_wrap_backend has the name of a hook and is not marked; write @hookimpl above it",
+        "offload_wrap_backend has the name of a hook, but no mark; write @hookimpl above it",
     ),
     "misspelt hook": (
         _hook("offload_wrap_backends", "backend, tier"),
@@ -230,13 +232,13 @@ def test_the_core_serves_a_range_of_api_versions(site: Site, monkeypatch: pytest
 def test_an_entry_point_that_names_an_object_is_an_error(site: Site) -> None:
     site.install("object", WORKS.format(name="t"), value="object:Medium")
     (report,) = site.load().reports
-    assert "it must name a module that holds hook functions" in str(report.error)
+    assert "it must name a module with hook functions" in str(report.error)
 
 
 def test_an_entry_point_that_names_nothing_is_an_error(site: Site) -> None:
     site.install("words", WORKS.format(name="t"), value="two words")
     (report,) = site.load().reports
-    assert report.error == "entry point 'two words' is not the name of a module; write package.module"
+    assert report.error == "entry point 'two words' is not the name of a module; its author must write package.module"
 
 
 def test_an_entry_point_may_have_extras(site: Site) -> None:

@@ -31,7 +31,7 @@ def test_a_gauge_goes_up_and_down_and_hands_over_its_change() -> None:
 
 
 def test_an_unknown_counter_is_a_defect() -> None:
-    with pytest.raises(KeyError, match="unknown counter 'storse'; known: lookup_hits, "):
+    with pytest.raises(KeyError, match="there is no counter 'storse'; the counters are lookup_hits, "):
         Counters().add("storse", "disk")
 
 

@@ -181,7 +181,7 @@ def test_the_loop_is_shared_until_its_last_user_releases_it() -> None:
         return threading.current_thread()
 
     class Alone(IoLoop):
-        """The loop of this test only, whatever else runs in the process."""
+        """The loop of this test only, apart from all others in the process."""
 
         _shared = None
         _users = 0

@@ -1,4 +1,4 @@
-"""A tier as the commands use it: opened through the engine's door, every call with a deadline and a named error."""
+"""A tier as the commands use it: opened as in the engine, with a deadline and a clear error for every call."""
 
 from __future__ import annotations
 
@@ -20,27 +20,31 @@ T = TypeVar("T")
 
 
 class OperationError(BackendError):
-    """A call of a backend failed or was late. The message names the operation and the cause."""
+    """A call of a backend failed or was late. The message names the operation and the cause.
+
+    Args:
+        message: the operation, the cause and, where there is one, the cure.
+        late: the call missed its deadline, and may still be running.
+    """
 
     def __init__(self, message: str, *, late: bool = False) -> None:
         super().__init__(message)
         self.late = late
-        """The call may still be running."""
 
 
 class Stored(NamedTuple):
-    """What became of a batch that was to be stored."""
+    """The result of a store of a batch."""
 
     outcomes: list[StoreOutcome]
     evicted: int
-    """Objects that the backend removed to make room."""
+    """Number of objects that the backend evicted to free capacity."""
 
 
-class WatchedTier:
+class TierClient:
     """One entry of ``backends``. All coroutines run on the I/O loop and raise only :class:`OperationError`.
 
-    A call that is late or cancelled is given up at once, and goes on by itself until :meth:`settle` finds it ended: the
-    buffers it was given must not be used again.
+    A late or cancelled call returns at once, but its backend's call continues. Its buffers must not be used again.
+    :meth:`wait_for_late_calls` waits for the end of such calls.
     """
 
     def __init__(self, config: TierConfig, whole: OffloadConfig) -> None:
@@ -55,39 +59,40 @@ class WatchedTier:
 
     @property
     def running(self) -> list[str]:
-        """The operations that have not ended yet, late ones included."""
+        """The names of the operations that have not ended yet, including late ones."""
         return list(self._running.values())
 
     async def open(self) -> None:
-        """Open the backend, within ``open_timeout_seconds``."""
+        """Open the backend within ``open_timeout_seconds``."""
         seconds = self.tier.limits.open_timeout_seconds
         await self._call("open", self.tier.open(), seconds, "open_timeout_seconds")
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Return, per key, whether it is there, within ``lookup_timeout_seconds``."""
+        """Return one flag per key for its presence, within ``lookup_timeout_seconds``."""
         seconds = self.tier.limits.lookup_timeout_seconds
         return await self._call("lookup", self._contains(keys), seconds, "lookup_timeout_seconds")
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Stored:
-        """Store sealed objects, compressed as the tier is configured, within its deadline for loading as many bytes."""
+        """Store sealed objects, compressed as configured, within the tier's deadline for a load of this size."""
         return await self._transfer("store", self._store(keys, buffers), sum(map(len, buffers)))
 
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
-        """Load objects into ``buffers``, unverified, within the tier's deadline for loading them.
+        """Load objects into ``buffers``, unverified, within the tier's deadline for loads.
 
-        A buffer is as large as the object on the medium, and gets that, or as the sealed object, and gets that.
+        A buffer with the size of the object on the medium gets the bytes on the medium. A buffer with the size of the
+        sealed object gets the sealed object.
         """
         return await self._transfer("load", self._load(keys, buffers), sum(map(len, buffers)))
 
     async def delete(self, keys: Sequence[ObjectKey], seconds: float | None = None) -> None:
-        """Remove objects, within ``seconds`` or the tier's ``load_timeout_seconds``."""
+        """Remove objects within ``seconds``, or by default within the tier's ``load_timeout_seconds``."""
         own, setting = self.tier.limits.load_timeout_seconds, "load_timeout_seconds"
         limit = (own, setting) if seconds is None else (seconds, "clean-up")
         await self._call("delete", self._delete(keys), *limit)
 
     async def delete_on_new_threads(self, keys: Sequence[ObjectKey], seconds: float) -> None:
-        """Remove objects through another instance of the backend, for when all threads of this one hang."""
-        other = WatchedTier(self._config, self._whole)
+        """Remove objects through another instance of the backend. Use it when all threads of this one hang."""
+        other = TierClient(self._config, self._whole)
         try:
             await other._call("open", other.tier.open(), seconds, "clean-up")
             await other.delete(keys, seconds)
@@ -96,13 +101,13 @@ class WatchedTier:
                 await other._call("close", other.tier.close(), seconds, "clean-up")
 
     async def objects(self) -> AsyncGenerator[Sequence[StoredObject], None]:
-        """Yield what the backend lists, each batch within the tier's ``load_timeout_seconds``."""
+        """Yield the backend's listing, each batch within the tier's ``load_timeout_seconds``."""
         batches = _batches(self.tier.backend)
         while (batch := await self._transfer("list", _next(batches), 0)) is not None:
             yield batch
 
-    async def settle(self, operation: str, seconds: float) -> bool:
-        """Wait until the calls of ``operation`` that were given up have ended; returns whether all have."""
+    async def wait_for_late_calls(self, operation: str, seconds: float) -> bool:
+        """Wait for late calls of ``operation``; return ``True`` if all of them have ended within ``seconds``."""
         calls = [task for task, running in self._running.items() if running == operation]
         return not calls or not (await asyncio.wait(calls, timeout=seconds))[1]
 
@@ -118,14 +123,14 @@ class WatchedTier:
         if not done:
             raise OperationError(
                 f"{operation}: no answer within {round(seconds, 2):g} s ({setting}); "
-                "check that the medium answers, or raise the limit if it is merely slow",
+                "check that the medium responds, or raise the limit if the medium is slow",
                 late=True,
             )
         if task.cancelled():
             raise OperationError(f"{operation}: the backend cancelled its own call")
         try:
             return task.result()
-        except Exception as error:  # a plugin may raise anything
+        except Exception as error:  # a plugin may raise any error
             reason = str(error) if isinstance(error, OSError) and str(error) else f"{type(error).__name__}: {error}"
             raise OperationError(f"{operation}: {reason}") from error
 
@@ -160,7 +165,9 @@ class WatchedTier:
             wanted = [index for index, there in enumerate(present) if there]
             wanted_keys = [keys[index] for index in wanted]
             sizes = _one_per_key(keys, reservation.nbytes, "prepare_load (nbytes)")
-            views = [_place(buffers[index], sizes[index] if self.capabilities.sizes else None) for index in wanted]
+            views = [
+                _load_buffer(buffers[index], sizes[index] if self.capabilities.sizes else None) for index in wanted
+            ]
             loaded: Sequence[LoadOutcome] = []
             if wanted:
                 loaded = await self.tier.backend.load_into(wanted_keys, views)
@@ -178,7 +185,7 @@ class WatchedTier:
 
 
 async def _batches(backend: Backend[Any]) -> AsyncIterator[Sequence[StoredObject]]:
-    async for batch in backend.list_objects():  # called here, so that what it raises is an error of the first batch
+    async for batch in backend.list_objects():  # called here, so that its errors belong to the first batch
         yield batch
 
 
@@ -186,8 +193,8 @@ async def _next(batches: AsyncIterator[T]) -> T | None:
     return await anext(batches, None)
 
 
-def _place(buffer: memoryview, nbytes: int | None) -> memoryview:
-    """Return where an object of ``nbytes`` on the medium is to be loaded: ``buffer``, or new memory beside it."""
+def _load_buffer(buffer: memoryview, nbytes: int | None) -> memoryview:
+    """Return the buffer for an object of ``nbytes`` on the medium: ``buffer``, or new memory if its size differs."""
     if nbytes is None or not HEADER_BYTES < nbytes < len(buffer):
         return buffer
     return memoryview(bytearray(nbytes))
@@ -199,7 +206,7 @@ def _restore_all(
     buffers: Sequence[memoryview],
     outcomes: Sequence[LoadOutcome],
 ) -> list[LoadOutcome]:
-    """Decompress what was loaded beside its buffer."""
+    """Decompress the objects that were loaded into other memory than their buffer."""
     restored: list[LoadOutcome] = []
     for key, view, buffer, outcome in zip(keys, views, buffers, outcomes, strict=True):
         if outcome is LoadOutcome.HIT and view is not buffer:
@@ -214,6 +221,6 @@ def _restore_all(
 def _one_per_key(keys: Sequence[ObjectKey], results: Sequence[T], call: str) -> list[T]:
     if len(results) != len(keys):
         raise BackendError(
-            f"{call} returned {len(results)} results for {len(keys)} keys; clause C2 asks for one per key"
+            f"{call} returned {len(results)} results for {len(keys)} keys; clause C2 requires one per key"
         )
     return list(results)
