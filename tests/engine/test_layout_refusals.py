@@ -46,7 +46,7 @@ def test_whisper_cross_attention_is_refused_with_its_kind() -> None:
         specs[f"model.decoder.layers.{index}.self_attn.attn"] = FullAttentionSpec(**ATTENTION)
         specs[f"model.decoder.layers.{index}.encoder_attn.attn"] = cross
     caches = allocate(specs, KVCacheLayout.LBHNC)
-    with pytest.raises(PlanError, match=r"group 1 holds the keys of an encoder \(CrossAttentionSpec\)"):
+    with pytest.raises(PlanError, match=r"group 1 holds an encoder's keys and values \(CrossAttentionSpec\)"):
         build_planner(vllm_config(), caches.config, None)
 
 
