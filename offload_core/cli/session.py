@@ -136,7 +136,7 @@ class Session:
                     self._io.loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
                     self._wait_for(future)
                 except KeyboardInterrupt:
-                    note("interrupted again: objects that this command has written may remain")
+                    note("interrupted again: objects that this command has written may be left behind")
                 raise typer.Exit(EXIT_INTERRUPTED) from None
 
     def _wait_for(self, future: Future[None]) -> None:

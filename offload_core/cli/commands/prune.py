@@ -119,10 +119,10 @@ def prune(
     - `offload-core prune offload.yaml --max-bytes 100GiB --keep-fingerprint 3fa9 --yes`
     """
     if older_than is None and max_bytes is None and not fingerprint and not keep_fingerprint:
-        note("no criterion is given; give --older-than, --max-bytes, --fingerprint or --keep-fingerprint")
+        note("no criterion; give at least one of --older-than, --max-bytes, --fingerprint and --keep-fingerprint")
         raise typer.Exit(EXIT_USAGE)
     if not (dry_run or yes or sys.stdin.isatty()):
-        note("stdin is no terminal, so nobody can confirm; give --yes to delete, or --dry-run to see the objects")
+        note("stdin is no terminal, so nobody can confirm; give --yes to delete, or --dry-run to preview")
         raise typer.Exit(EXIT_USAGE)
     before = None if older_than is None else time.time() - older_than
     criteria = Criteria(before, max_bytes, fingerprint or "", tuple(keep_fingerprint or ()))

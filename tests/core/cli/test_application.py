@@ -9,7 +9,7 @@ import pytest
 import typer.main
 
 from offload_core.cli import app
-from tests.core.cli.conftest import Site
+from tests.core.cli.conftest import Site, ended
 
 COMMANDS = sorted(typer.main.get_group(app).commands)
 WITH_CONFIG = ["bench", "check", "ls", "prune", "stats", "verify"]
@@ -30,8 +30,14 @@ def test_help_teaches_with_an_example(command: str, site: Site) -> None:
 def test_help_of_the_whole_says_what_exit_codes_mean(site: Site) -> None:
     done = site.run("--help")
     assert (done.code, done.err) == (0, "")
-    for line in ("0: everything is fine", "1: a tier", "2: the command line or the configuration", "130: interrupted"):
+    for line in ("0: success", "1: a tier", "2: the command line or the configuration", "130: interrupted"):
         assert line in done.out
+
+
+def test_the_module_runs_like_the_console_script(site: Site) -> None:
+    for arguments in (["--help"], ["plugins", "--json"], ["check", "nowhere.yaml"], ["unknown"]):
+        by_module = ended(site.start_process(sys.executable, "-m", "offload_core.cli", *arguments))
+        assert by_module == site.run(*arguments)
 
 
 @pytest.mark.parametrize("command", WITH_CONFIG)

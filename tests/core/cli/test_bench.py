@@ -49,8 +49,8 @@ def test_the_table_shows_rates_in_readable_units(site: Site) -> None:
         ({"fails": "store"}, "store: [Errno 5] the store failed"),
         ({"fails": "load"}, "load: [Errno 5] the load failed"),
         ({"fails": "contains"}, "lookup: [Errno 5] the contains failed"),
-        ({"lies": "room"}, "store: rejected; is there room for 20 objects?"),
-        ({"lies": "load"}, "load: wrong bytes came back: 000000000000…/bench/"),
+        ({"lies": "room"}, "store: rejected; is there capacity for 20 objects?"),
+        ({"lies": "load"}, "load: the tier returned wrong bytes: 000000000000…/bench/"),
         ({"lies": "vanish"}, "load: miss for an object that was stored"),
     ],
     ids=words,
@@ -69,7 +69,7 @@ def test_a_broken_tier_is_named_and_left_clean_and_the_others_are_measured(
 def test_on_a_full_disk_everything_is_removed_again(site: Site, small_disk: Path) -> None:
     done = site.run("bench", site.configure({"name": "full", "path": str(small_disk)}), *SMALL)
     assert done.code == 1
-    assert "tier 'full': store: rejected; is there room for 20 objects?" in done.err
+    assert "tier 'full': store: rejected; is there capacity for 20 objects?" in done.err
     assert files_under(small_disk) == []
 
 
@@ -104,8 +104,8 @@ def test_a_tier_without_room_for_all_objects_is_told_from_one_that_loses_them(si
     (small,) = done.json["tiers"]
     assert (done.code, small["evicted_objects"]) == (1, 19)
     assert small["error"] == (
-        "lookup: 19 of 20 objects that were stored are not there; "
-        "the tier evicted 19 objects to make room: use fewer or smaller ones"
+        "lookup: 19 of 20 objects that were stored are missing; "
+        "the tier evicted 19 objects to free capacity: use fewer or smaller ones"
     )
     assert site.files("small") == []
     assert site.invoke("bench", config, "--objects", "1").code == 0

@@ -48,8 +48,8 @@ def test_json_holds_latencies_in_seconds(site: Site) -> None:
     [
         ({"fails": "store"}, "store: [Errno 5] the store failed", 1),
         ({"fails": "load"}, "load: [Errno 5] the load failed", 2),
-        ({"lies": "room"}, "store: rejected; is there room for 69632 bytes?", 1),
-        ({"lies": "load"}, "load: other bytes came back: 000000000000…/check/", 2),
+        ({"lies": "room"}, "store: rejected; is there capacity for 69632 bytes?", 1),
+        ({"lies": "load"}, "load: the tier returned wrong bytes: 000000000000…/check/", 2),
         ({"lies": "load count"}, "load: load_into returned 0 results for 1 keys; clause C2", 2),
         ({"lies": "corrupt"}, "load: corrupt right after the probe was stored", 2),
         ({"lies": "contains"}, "delete: the probe is still there afterwards", 4),
@@ -77,7 +77,7 @@ def test_a_full_disk_is_shown_and_nothing_is_left_on_it(site: Site, small_disk: 
     done = site.run("check", site.configure({"name": "full", "path": str(small_disk)}, {"name": "good"}))
     assert done.code == 1
     assert "[Errno 28] No space left on device: stores are rejected until there is room" in done.err
-    assert "tier 'full': store: rejected; is there room for" in done.err
+    assert "tier 'full': store: rejected; is there capacity for" in done.err
     assert [line.split()[2] for line in done.out.splitlines()[2:]] == ["failed", "ok"]
     assert [path.name for path in files_under(small_disk)] == ["filler"]
 
@@ -155,7 +155,7 @@ def test_a_second_interrupt_leaves_at_once(site: Site) -> None:
     done = ended(process)
     os.close(held)
     assert done.code == 130
-    assert "interrupted again: what this command has written may be left behind" in done.err
+    assert "interrupted again: objects that this command has written may be left behind" in done.err
 
 
 def test_a_backend_that_blocks_the_event_loop_is_named(site: Site) -> None:

@@ -71,7 +71,7 @@ def test_ls_says_when_there_is_more_than_its_limit(site: Site, config: str) -> N
     assert done.code == 0
     assert len(done.json["objects"]) == 2
     assert [tier["truncated"] for tier in done.json["tiers"]] == [True, False]
-    assert done.err == "tier 'nvme': there are more than these 2 objects; --limit 0 lists all\n"
+    assert done.err == "tier 'nvme': there are more than 2 objects; --limit 0 lists all of them\n"
 
 
 def test_ls_refuses_what_is_no_fingerprint(site: Site, config: str) -> None:

@@ -86,7 +86,7 @@ def test_a_dry_run_shows_what_would_go_and_deletes_nothing(site: Site, config: s
 def test_without_a_terminal_yes_is_needed(site: Site, config: str) -> None:
     done = site.run("prune", config, "--older-than", "1h")
     assert (done.code, done.out) == (2, "")
-    assert "give --yes to delete, or --dry-run to look" in done.err
+    assert "give --yes to delete, or --dry-run to preview" in done.err
     assert left(site) == {1, 2, 3, 4, 5}
     assert site.run("prune", config, "--older-than", "90m", "--yes").code == 0
     assert left(site) == {1}
@@ -122,7 +122,7 @@ def test_nobody_is_asked_when_nothing_would_go(site: Site, config: str) -> None:
 def test_a_limit_that_the_other_criteria_leave_unmet_is_an_error(site: Site, config: str) -> None:
     done = site.invoke("prune", config, "--yes", "--fingerprint", "cd", "--max-bytes", "1KiB")
     assert done.code == 1
-    assert "tier 'nvme': the objects that the criteria spare have 14.9 KiB, more than --max-bytes" in done.err
+    assert "tier 'nvme': the remaining objects have 14.9 KiB, more than --max-bytes" in done.err
     assert left(site) == {1, 2, 3}
 
 

@@ -73,7 +73,7 @@ def test_what_the_backend_calls_corrupt_is_damaged(site: Site) -> None:
     site.put("bad", key(1), b"x")
     done = site.invoke("verify", site.configure({"name": "bad", "type": "odd", "lies": "corrupt"}), "--delete")
     assert done.code == 1
-    assert "the backend calls it corrupt, or it is not 4097 bytes long any more" in done.out
+    assert "the backend reports damage, or the object no longer has 4097 bytes" in done.out
     assert site.files("bad") == []
 
 
