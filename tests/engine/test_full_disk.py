@@ -62,5 +62,5 @@ def test_full_file_system_that_grows_again(lab: Lab, capacity: str | None) -> No
 
 def _expected(line: str) -> bool:
     """A full file system is told of once, by whichever part meets it first, and so is its end."""
-    full = ("stores are rejected until there is room", "No space left on device", "database or disk is full")
+    full = ("stores are rejected until the disk has free space", "No space left on device", "database or disk is full")
     return any(words in line for words in full) or line.endswith("works again")

@@ -76,7 +76,7 @@ def test_a_full_disk_is_shown_and_nothing_is_left_on_it(site: Site, small_disk: 
     (small_disk / "filler").write_bytes(bytes(240 * 1024))
     done = site.run("check", site.configure({"name": "full", "path": str(small_disk)}, {"name": "good"}))
     assert done.code == 1
-    assert "[Errno 28] No space left on device: stores are rejected until there is room" in done.err
+    assert "[Errno 28] No space left on device: stores are rejected until the disk has free space" in done.err
     assert "tier 'full': store: rejected; is there capacity for" in done.err
     assert [line.split()[2] for line in done.out.splitlines()[2:]] == ["failed", "ok"]
     assert [path.name for path in files_under(small_disk)] == ["filler"]
