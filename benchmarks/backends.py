@@ -240,7 +240,9 @@ def working_folder(parent: Path | None) -> Iterator[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few bytes, rounds and objects, to see whether everything runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="few bytes, rounds and objects, to see whether everything runs"
+    )
     parser.add_argument("--many", action="store_true", help="grow to a million objects")
     parser.add_argument("--gib", type=float, default=0.25, help="GiB that each contender stores and loads in a round")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds")

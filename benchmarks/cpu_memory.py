@@ -193,7 +193,9 @@ async def measure(capacity_bytes: int, rounds: int, fragmented: bool) -> list[Co
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--capacity-mib", type=int, default=1024, help="MiB of the tier and of the region for plain copies")
+    parser.add_argument(
+        "--capacity-mib", type=int, default=1024, help="MiB of the tier and of the region for plain copies"
+    )
     parser.add_argument("--rounds", type=int, default=30, help="measured rounds")
     add_json_option(parser)
     arguments = parser.parse_args()

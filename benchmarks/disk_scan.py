@@ -2,9 +2,9 @@
 
 python -m benchmarks.disk_scan FOLDER [--objects 1000000] [--json FILE]
 
-The benchmark makes empty objects below FOLDER; each needs an inode and no room. It opens a tier with a capacity on them,
-as the first engine does, and calls the tier until the scan has ended. Then it deletes the objects. The memory is that of
-this process, which runs the tier.
+The benchmark makes empty objects below FOLDER; each needs an inode and no room. It opens a tier with a capacity on
+them, as the first engine does, and calls the tier until the scan has ended. Then it deletes the objects. The memory is
+that of this process, which runs the tier.
 """
 
 from __future__ import annotations
