@@ -1,15 +1,17 @@
-"""How fast our backends store and load, beside vLLM's own file helpers and the limits of the machine, in one run.
+"""Speed of our backends, beside vLLM's own file helpers and the limits of the machine, in one run.
 
-"ours" goes through a tier as the engine does, in the engine's batches: every object gets a header and a checksum before
-it is stored, and both are checked when it is loaded. vLLM's helpers (``vllm.fs_io_C``) check nothing; they get plain
-threads, as many as our tier has, and 16 MiB per call. The limit is one large file, or a copy of memory, on as many
-threads; it checks nothing either. All contenders take turns within a round, on the same memory and the same disk.
+- "ours" uses a tier as the engine does, in the engine's batches. A store adds a header and a checksum to every object,
+  and a load checks both.
+- vLLM's helpers (``vllm.fs_io_C``) check nothing. They get as many plain threads as our tier has, and 16 MiB per call.
+- The limit is one large file, or a copy of memory, on the same number of threads. It checks nothing either.
 
-256 KiB per group page is where packs count: eight pages of 256 KiB are one object of 2 MiB for us ("ours, pack of 8")
-and eight files for vLLM. "ours, single" stores each of them as an object of its own.
+All contenders take turns within a round, on the same memory and the same disk.
 
-"page cache" is read and written through it, without a final sync: a store is a copy to memory, and a load finds the
-pages that were just stored. Ratios are of medians over rounds: above 1 we are faster.
+Packs matter at 256 KiB per group page. Eight such pages are one object of 2 MiB for us ("ours, pack of 8") and eight
+files for vLLM. "ours, single" stores each page as an object of its own.
+
+"page cache" means reads and writes through the page cache, without a final sync. So a store is a copy to memory, and a
+load finds the pages that were just stored. A ratio compares medians over rounds; above 1, ours is faster.
 
     python -m benchmarks.backends [--quick] [--many] [--gib 0.25] [--rounds 7] [--only speed]
         [--backend disk] [--folder FOLDER] [--json FILE]
@@ -54,7 +56,7 @@ AIM_OF_MEMCPY = 0.8
 
 @dataclass(frozen=True)
 class Cell:
-    """One set of contenders that are compared with each other. The names of ours begin with "ours"."""
+    """One set of contenders to compare with each other. The names of our contenders begin with "ours"."""
 
     backend: str
     medium: Medium
@@ -85,7 +87,7 @@ def cells_of(backend: str) -> list[Cell]:
 
 
 def options_of(backend: str, folder: Path, medium: Medium, nbytes: int) -> dict[str, Any]:
-    """Return the keys of a tier of ours, but for its threads."""
+    """Return the configuration keys of one of our tiers, except its number of threads."""
     if backend == "cpu":
         return {"type": "cpu", "capacity": 2 * nbytes}
     if backend == "nfs":
@@ -95,7 +97,7 @@ def options_of(backend: str, folder: Path, medium: Medium, nbytes: int) -> dict[
 
 
 def contenders_of(cell: Cell, folder: Path, memory: Memory, chunks: int) -> Iterator[Callable[[], Contender]]:
-    """Yield what makes each contender of a cell."""
+    """Yield a factory for each contender of a cell."""
     options = options_of(cell.backend, folder, cell.medium, chunks * CHUNK_BYTES) | {"io_threads": cell.threads}
     packed = "ours" if cell.page_bytes == CHUNK_BYTES else "ours, pack of 8"
     yield lambda: OurTier(packed, memory, chunks, CHUNK_BYTES, options)
@@ -113,7 +115,7 @@ def contenders_of(cell: Cell, folder: Path, memory: Memory, chunks: int) -> Iter
 
 
 def measure(cells: list[Cell], folder: Path, chunks: int, rounds: int, console: Console) -> list[Measured]:
-    """Let the contenders of each cell take turns; the first round, which warms everything up, is dropped."""
+    """Let the contenders of each cell take turns; the first round warms everything up and does not count."""
     rows: list[Measured] = []
     memory = Memory(chunks)
     for cell in cells:
@@ -136,7 +138,7 @@ def measure(cells: list[Cell], folder: Path, chunks: int, rounds: int, console: 
 
 
 def touch_page_cache(folder: Path, nbytes: int) -> None:
-    """Fill and drop page cache: memory that a virtual machine has never used is slow, and would hit who comes first."""
+    """Fill and drop the page cache: memory that a virtual machine uses first is slow, at the first contender's cost."""
     path = folder / "touched"
     block = bytes(CHUNK_BYTES)
     with path.open("wb") as file:
@@ -157,7 +159,7 @@ def verdict(ratio: float, aim: float | None) -> str:
 
 
 def speeds_of(cell: Cell, rows: list[Measured]) -> Iterator[Speed]:
-    """Yield the figures of one cell; the ratios are those of the row to vLLM's helpers and to the limit."""
+    """Yield the figures of one cell; the ratios compare a row with vLLM's helpers and with the limit."""
     operations: tuple[Operation, ...] = ("store", "load")
     for operation in operations:
         speeds = {row.name: [sample.gb_per_second for sample in getattr(row, operation)] for row in rows}
@@ -186,7 +188,7 @@ def speeds_of(cell: Cell, rows: list[Measured]) -> Iterator[Speed]:
 
 
 def speed_table(cell: Cell, rows: list[Speed]) -> Table:
-    """Show one cell."""
+    """Return the table of one cell."""
     table = made_table(
         f"{cell.backend}, {cell.medium}, pages of {cell.page_bytes // 1024} KiB, {cell.threads} thread(s)",
         "", "GB/s p50", "p10", "p90", "CPU s/GiB", "/ vLLM", "/ limit",
@@ -228,7 +230,7 @@ def growth_table(growths: list[Calls]) -> Table:
 
 @contextmanager
 def working_folder(parent: Path | None) -> Iterator[Path]:
-    """A folder that is swept in the end, whatever was measured."""
+    """Make a temporary folder and remove it at the end, also after a failure."""
     folder = Path(tempfile.mkdtemp(prefix="offload-core-bench-", dir=parent))
     try:
         yield folder
@@ -238,13 +240,15 @@ def working_folder(parent: Path | None) -> Iterator[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few bytes, few rounds, few objects: does it run?")
+    parser.add_argument(
+        "--quick", action="store_true", help="few bytes, rounds and objects, to see whether everything runs"
+    )
     parser.add_argument("--many", action="store_true", help="grow to a million objects")
-    parser.add_argument("--gib", type=float, default=0.25, help="GiB that each contender moves in a round")
+    parser.add_argument("--gib", type=float, default=0.25, help="GiB that each contender stores and loads in a round")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds")
-    parser.add_argument("--folder", type=Path, help="where to write: a folder on the disk to be measured")
-    parser.add_argument("--backend", action="append", help="only this backend; may be repeated")
-    parser.add_argument("--only", choices=("speed", "growth"), help="only this part")
+    parser.add_argument("--folder", type=Path, help="folder to write to, on the disk to measure")
+    parser.add_argument("--backend", action="append", help="measure only this backend; give it again for more")
+    parser.add_argument("--only", choices=("speed", "growth"), help="measure only this part")
     add_json_option(parser)
     arguments = parser.parse_args()
     run = Run(arguments)
@@ -256,10 +260,10 @@ def main() -> None:
     known = set(load_plugins().backend_types)
     backends = [name for name in arguments.backend or ("disk", "cpu", "nfs") if name in known]
     for name in {*(arguments.backend or ("nfs",))} - known:
-        console.print(f"note: no backend {name!r} is installed; its rows are left out")
+        console.print(f"note: no backend {name!r} is installed, so the tables have no rows for it")
     with working_folder(arguments.folder) as folder:
         touch_page_cache(folder, 3 * chunks * CHUNK_BYTES)
-        # First, while this process has no threads yet and can be forked.
+        # Measure the peaks first: this process can be forked only while it has no threads.
         tiers = {
             f"{name}, {medium}": options_of(name, folder, medium, chunks * CHUNK_BYTES)
             for name in backends

@@ -1,4 +1,4 @@
-"""What a backend costs as its objects grow in number, and how much memory it takes at its peak."""
+"""Costs of a backend's calls as its objects grow in number, and its peak memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LOOKUP_AT_ONCE = 64
 
 
 class VllmFolder(Backend[BackendOptions]):
-    """vLLM's helpers with the calls of a backend, one hop to a thread for each, as vLLM makes them."""
+    """vLLM's helpers with the calls of a backend; each call is one hop to a thread, as in vLLM."""
 
     def __init__(self, folder: Path, context: BackendContext) -> None:
         super().__init__(BackendOptions(), context)
@@ -83,7 +83,7 @@ class VllmFolder(Backend[BackendOptions]):
 
 @dataclass
 class Growth:
-    """What calls took, in seconds, on a backend with ``objects`` objects."""
+    """Durations of calls, in seconds, on a backend with ``objects`` objects."""
 
     name: str
     objects: int
@@ -94,7 +94,7 @@ class Growth:
     load: list[float] = field(default_factory=list)
 
     def calls(self) -> Calls:
-        """Return the figures."""
+        """Return the percentiles of the calls' durations."""
         contains, prepare_store, store, load = (
             [percentile(seconds, percent) * 1e6 for percent in (50, 90)]
             for seconds in (self.contains, self.prepare_store, self.store, self.load)
@@ -116,7 +116,7 @@ class Growth:
 
 
 def peaks_of(tiers: Mapping[str, dict[str, Any]], folder: Path, chunks: int) -> list[Peak]:
-    """Store and load everything once per tier, and by vLLM's helpers, each in a process of its own."""
+    """Store and load everything once for each tier and with vLLM's helpers, each in a process of its own."""
     peaks: list[Peak] = []
     for name, keys in tiers.items():
 
@@ -151,7 +151,7 @@ def _peak(name: str, chunks: int, make: Callable[[Memory], Contender]) -> Peak:
     try:
         return Peak(name=name, stored_mib=chunks * CHUNK_BYTES / MIB, peak_mib=receiver.recv() / MIB)
     except EOFError:
-        raise SystemExit(f"{name}: the process that measures its memory has ended without a result") from None
+        raise SystemExit(f"{name}: the process that measures the memory ended without a result") from None
     finally:
         process.join()
 
@@ -219,11 +219,11 @@ async def _grow(
 
 
 async def _sample(backend: Backend[Any], growth: Growth, count: int, sample: int, data: memoryview) -> None:
-    step = 7919 * (sample + 1)  # a prime, so that calls go all over the objects
+    step = 7919 * (sample + 1)  # a prime, so that the calls spread over all objects
     asked = [_key((step + 31 * index) % count) for index in range(LOOKUP_AT_ONCE)]
     start = time.perf_counter()
     if not all(await backend.contains(asked)):
-        raise SystemExit(f"{growth.name}: an object that was stored is not there")
+        raise SystemExit(f"{growth.name}: contains does not find an object that was stored")
     growth.contains.append(time.perf_counter() - start)
     buffers = [memoryview(bytearray(OBJECT_BYTES)) for _ in range(AT_ONCE)]
     start = time.perf_counter()
@@ -239,12 +239,12 @@ async def _sample(backend: Backend[Any], growth: Growth, count: int, sample: int
 
 
 async def _store(backend: Backend[Any], keys: list[ObjectKey], data: memoryview) -> tuple[float, float]:
-    """Store objects; returns the seconds of the reservation, and of the rest."""
+    """Store objects and return the seconds of the reservation and those of the rest."""
     start = time.perf_counter()
     reservation = await backend.prepare_store(keys, [len(data)] * len(keys))
     prepared = time.perf_counter()
     if any(outcome is not None for outcome in reservation.outcomes):
-        raise SystemExit(f"{type(backend).__name__}: an object was not taken: {reservation.outcomes}")
+        raise SystemExit(f"{type(backend).__name__}: prepare_store did not accept an object: {reservation.outcomes}")
     await backend.store(keys, [data] * len(keys))
     await reservation.release()
     return prepared - start, time.perf_counter() - prepared

@@ -1,6 +1,6 @@
-"""What takes part in ``benchmarks/backends.py``: our tiers, vLLM's file helpers and the limits of the machine.
+"""Contenders of ``benchmarks/backends.py``: our tiers, vLLM's file helpers and the limits of the machine.
 
-All of them move the same bytes between the same memory, which is touched beforehand, and the same folder.
+All of them move the same bytes between the same memory and the same folder. The memory is touched beforehand.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from offload_core.tiers.tier import Tier
 
 MIB = 1024 * 1024
 CHUNK_BYTES = 2 * MIB
-"""What a pack holds of one chunk: one page of 2 MiB, or eight of 256 KiB."""
+"""Bytes of one chunk in a pack: one page of 2 MiB, or eight of 256 KiB."""
 PEER_CALL_BYTES = 16 * MIB
-"""What one call of vLLM's helpers is given; more at once spares them hops."""
+"""Bytes in one call of vLLM's helpers; large calls need fewer hops to threads."""
 NAMESPACE = "0" * 64
 MARK_BYTES = 16
 Medium = Literal["page cache", "O_DIRECT", "memory"]
@@ -47,7 +47,7 @@ Medium = Literal["page cache", "O_DIRECT", "memory"]
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured pass over all bytes."""
+    """Durations of one pass over all bytes."""
 
     seconds: float
     cpu_seconds: float
@@ -63,7 +63,7 @@ class Sample:
 
 
 def timed(work: Callable[[], None], nbytes: int) -> Sample:
-    """Run ``work`` and return what it took, the processor time of all threads included."""
+    """Run ``work`` and return its duration and the processor time of all threads."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     start = time.perf_counter()
     work()
@@ -73,7 +73,7 @@ def timed(work: Callable[[], None], nbytes: int) -> Sample:
 
 
 class Memory:
-    """Touched staging memory for ``chunks`` chunks, and marks by which a load is seen to have happened."""
+    """Touched staging memory for ``chunks`` chunks."""
 
     def __init__(self, chunks: int) -> None:
         pages = CHUNK_BYTES // (256 * 1024)
@@ -84,12 +84,12 @@ class Memory:
 
     def leases(self, payload_bytes: int, count: int) -> list[Lease]:
         leases = [self.pool.try_acquire(HEADER_BYTES + payload_bytes, for_store=False) for _ in range(count)]
-        assert None not in leases, "the pool was made for all of them"
+        assert None not in leases, "the pool has room for all of them"
         return [lease for lease in leases if lease is not None]
 
 
 class Contender(Protocol):
-    """One way to store and load all bytes. ``clean`` makes room for the next round; ``close`` is the end."""
+    """One way to store and load all bytes; ``clean`` deletes a round's bytes, and ``close`` ends the contender."""
 
     name: str
     nbytes: int
@@ -114,9 +114,9 @@ def unmark(payloads: Sequence[memoryview]) -> None:
 
 
 def check(name: str, payloads: Sequence[memoryview], number: int) -> None:
-    """Stop when bytes have not come back: a fast wrong answer is no result."""
+    """Stop the benchmark if a load returned other bytes: a fast wrong answer is no result."""
     if any(payload[:MARK_BYTES] != _mark(number, index) for index, payload in enumerate(payloads)):
-        raise SystemExit(f"{name}: other bytes came back than were stored")
+        raise SystemExit(f"{name}: a load returned other bytes than were stored")
 
 
 def _mark(number: int, index: int) -> bytes:
@@ -124,10 +124,12 @@ def _mark(number: int, index: int) -> bytes:
 
 
 class OurTier:
-    """One of our backends, as the engine uses it: objects sealed and checked, in batches, as many at once as it does.
+    """One of our backends, used as the engine uses it: sealed and checked objects, in the engine's batches.
+
+    As many batches run at once as in the engine.
 
     Args:
-        checked: with headers and checksums; without, the backend alone is called.
+        checked: write and check headers and checksums; if false, call the backend alone.
     """
 
     def __init__(
@@ -208,7 +210,7 @@ class OurTier:
                 await reservation.release()
             stored = set(outcomes) == {StoreOutcome.STORED}
         if not stored:
-            raise SystemExit(f"{self.name}: objects were not stored")
+            raise SystemExit(f"{self.name}: the tier did not store some objects")
 
     async def _load_batch(self, batch: list[StagedObject]) -> None:
         if self._checked:
@@ -221,7 +223,7 @@ class OurTier:
                 outcomes = set(await self._tier.backend.load_into(keys, views))
                 await reservation.release()
         if outcomes != {LoadOutcome.HIT}:
-            raise SystemExit(f"{self.name}: objects were not loaded: {outcomes}")
+            raise SystemExit(f"{self.name}: the tier did not load some objects: {outcomes}")
 
     def clean(self, number: int) -> None:
         objects = self._take(number)
@@ -240,7 +242,7 @@ def _seal_all(batch: list[StagedObject]) -> None:
 
 
 class _Threads:
-    """Contenders that call functions on plain threads."""
+    """Contender that calls functions on plain threads."""
 
     def __init__(self, name: str, memory: Memory, chunks: int, threads: int) -> None:
         self.name = name
@@ -273,7 +275,7 @@ class _Threads:
         raise NotImplementedError
 
     def clean(self, number: int) -> None:
-        """Nothing is left by default."""
+        """Do nothing by default: the round left nothing to delete."""
 
     def close(self) -> None:
         self._executor.shutdown()
@@ -295,7 +297,7 @@ class VllmHelpers(_Threads):
 
     def _calls(self, number: int) -> list[tuple[list[str], list[memoryview]]]:
         names = [hashlib.sha256(b"%d/%d" % (number, index)).hexdigest() for index in range(len(self._blocks))]
-        paths = [f"{self._folder}/{name[:2]}/{name}.bin" for name in names]  # sub-folders, as its file mapper makes
+        paths = [f"{self._folder}/{name[:2]}/{name}.bin" for name in names]  # sub-folders as in vLLM's file mapper
         return [
             (paths[start : start + self._at_once], self._blocks[start : start + self._at_once])
             for start in range(0, len(paths), self._at_once)
@@ -317,7 +319,7 @@ class VllmHelpers(_Threads):
 
 
 class OneLargeFile(_Threads):
-    """The limit of the disk: plain ``pwrite`` and ``pread`` of one large file, 2 MiB at a time."""
+    """Limit of the disk: plain ``pwrite`` and ``pread`` of one large file, 2 MiB at a time."""
 
     def __init__(self, name: str, memory: Memory, chunks: int, threads: int, folder: Path, direct: bool) -> None:
         super().__init__(name, memory, chunks, threads)
@@ -340,7 +342,7 @@ class OneLargeFile(_Threads):
 
 
 class CopyOfMemory(_Threads):
-    """The limit of host memory: copies to and from other memory, 2 MiB at a time."""
+    """Limit of host memory: copies to and from other memory, 2 MiB at a time."""
 
     def __init__(self, name: str, memory: Memory, chunks: int, threads: int) -> None:
         super().__init__(name, memory, chunks, threads)

@@ -1,12 +1,13 @@
-"""How small the codecs make a KV cache, and how fast.
+"""Compression ratios and speeds of the codecs on the bytes of a KV cache.
 
     python -m benchmarks.codecs [--payload-mib 2] [--levels 1,3,9] [--seconds 0.5] [--json FILE] [FILE_OR_FOLDER …]
 
 Each row compresses and restores one whole object, header and checksums included, on one thread. The data are synthetic:
-numbers of a normal distribution, one scale per channel, as bf16, fp16 and fp32 values. Raw bytes of a real cache are
-measured beside them where files with them are named: objects of a disk tier (``*.kv``, without compression) are taken
-without their headers, other files as they are. ``split, both`` is what ``zstd-planes`` does not do: both planes
-compressed, one after the other.
+numbers of a normal distribution, one scale per channel, as bf16, fp16 and fp32 values.
+
+Name files with bytes of a real cache to measure these too. Objects of a disk tier (``*.kv``, without compression) are
+read without their headers, other files whole. ``split, both`` compresses both planes, one after the other;
+``zstd-planes`` compresses only one.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _CHANNELS = 128
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--payload-mib", type=float, default=2, help="bytes of an object's payload")
-    parser.add_argument("--levels", default="1,3,9", help="levels of zstd")
+    parser.add_argument("--payload-mib", type=float, default=2, help="MiB of an object's payload")
+    parser.add_argument("--levels", default="1,3,9", help="levels of zstd, with commas between them")
     parser.add_argument(
-        "--seconds", type=float, default=0.5, help="how long each operation is repeated; the best counts"
+        "--seconds", type=float, default=0.5, help="repeat each operation for this time; the fastest run counts"
     )
     parser.add_argument("files", nargs="*", type=Path, help="files with bytes of a real KV cache, or folders of *.kv")
     add_json_option(parser)
@@ -89,7 +90,7 @@ def synthetic(nbytes: int) -> dict[str, bytes]:
 
 
 def real(paths: Iterable[Path], nbytes: int) -> list[tuple[str, bytes]]:
-    """Return bytes of the files that are named, up to ``nbytes`` of each folder or file."""
+    """Return up to ``nbytes`` bytes of each file or folder."""
     found: list[tuple[str, bytes]] = []
     for path in paths:
         payload = b""
@@ -102,7 +103,7 @@ def real(paths: Iterable[Path], nbytes: int) -> list[tuple[str, bytes]]:
 
 
 def measure(name: str, payload: bytes, codec: Codec, level: int, seconds: float) -> Compression:
-    """Compress and restore one object, again and again."""
+    """Compress and restore one object repeatedly."""
     source = memoryview(bytearray(HEADER_BYTES + len(payload)))
     source[HEADER_BYTES:] = payload
     object_format.seal(source, _KEY)
@@ -157,7 +158,7 @@ def best(operation: Callable[[], object], seconds: float) -> float:
 
 
 def label(codec: Codec) -> str:
-    """Return the codec's name as configurations have it."""
+    """Return the codec's name as in a configuration."""
     return codec.name.lower().replace("_", "-")
 
 

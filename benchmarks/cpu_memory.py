@@ -1,14 +1,14 @@
-"""How fast the cpu tier's memory is, beside plain copies of the same sizes in memory as large, in interleaved rounds.
+"""Speed of the cpu tier's memory, beside plain copies of the same sizes in a region as large, in interleaved rounds.
 
-Each round copies the same number of bytes by every way, one after the other, so that what else the
-machine does hits all of them. Copies go between random places of the tier and random places of a touched buffer.
+Each round copies the same number of bytes in every way, one way after the other. So other work on the machine slows all
+ways alike. Copies go between random places of the tier and random places of a touched buffer.
 
-* memcpy: ``numpy.copyto`` between two touched regions, on one or four threads; the limit;
-* store, load: the backend's reservation, data step and release, from one or four callers at once on its event loop, in
-  calls of so many objects as the transfer engine batches (2 MiB or 8 objects);
-* fragmented: the same after the tier was filled with objects of mixed sizes that random ones of all sizes replaced.
+* memcpy: ``numpy.copyto`` between two touched regions, on one or four threads. This is the limit.
+* store, load: the backend's reservation, data step and release. One or four callers call at once on the event loop.
+  A call has as many objects as a batch of the transfer engine (2 MiB or 8 objects).
+* fragmented: the same after objects of mixed sizes have filled the tier and replaced random ones of all sizes.
 
-The ratio is memcpy's time over ours in the same round: 1 is memcpy's speed. CPU seconds are of all threads.
+The ratio is memcpy's time divided by ours in the same round: 1 means memcpy's speed. CPU seconds cover all threads.
 
     python -m benchmarks.cpu_memory [--capacity-mib 1024] [--rounds 30] [--json FILE]
 """
@@ -45,24 +45,24 @@ GIB = 1024 * MIB
 
 
 class Seconds(NamedTuple):
-    """How long something took, and the processor time of all threads, which a busy machine changes less."""
+    """Elapsed time and the processor time of all threads; a busy machine changes the processor time less."""
 
     elapsed: float
     processor: float
 
 
 def now() -> Seconds:
-    """Return both clocks."""
+    """Return the present values of both clocks."""
     return Seconds(time.perf_counter(), time.process_time())
 
 
 def since(started: Seconds) -> Seconds:
-    """Return what has gone by."""
+    """Return the time that has passed since ``started``, on both clocks."""
     return Seconds(*(end - start for end, start in zip(now(), started, strict=True)))
 
 
 class Tier:
-    """A cpu backend with a staging buffer; its objects are numbered."""
+    """A cpu backend with a staging buffer and numbered objects."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.backend = CpuBackend(
@@ -74,7 +74,7 @@ class Tier:
         self._next = 0
 
     def names(self, count: int) -> list[ObjectKey]:
-        """Return names that were not there yet."""
+        """Return keys of new objects."""
         self._next += count
         return [ObjectKey("0" * 64, "bench", n.to_bytes(32, "big")) for n in range(self._next - count, self._next)]
 
@@ -84,19 +84,19 @@ class Tier:
         return [memoryview(self.staging)[place * size : (place + 1) * size] for place in places]  # type: ignore[arg-type]
 
     async def store(self, keys: Sequence[ObjectKey], views: Sequence[memoryview]) -> None:
-        """Store as a tier does."""
+        """Store with the calls of a tier."""
         reservation = await self.backend.prepare_store(keys, [len(view) for view in views])
         assert set(await self.backend.store(keys, views)) == {StoreOutcome.STORED}
         await reservation.release()
 
     async def load(self, keys: Sequence[ObjectKey], views: Sequence[memoryview]) -> None:
-        """Load as a tier does."""
+        """Load with the calls of a tier."""
         reservation = await self.backend.prepare_load(keys)
         assert set(await self.backend.load_into(keys, views)) == {LoadOutcome.HIT}
         await reservation.release()
 
     async def fill(self, sizes_bytes: Sequence[int], total_bytes: int) -> None:
-        """Store ``total_bytes`` in objects of random sizes, and forget some at random so that holes are everywhere."""
+        """Store ``total_bytes`` in objects of random sizes, and delete some at random so that holes are everywhere."""
         known: list[ObjectKey] = []
         while total_bytes > 0:
             size = self.chooser.choice(sizes_bytes)
@@ -108,7 +108,7 @@ class Tier:
 
 
 async def at_once(callers: int, call: Callable[[int], Awaitable[None]], calls: int) -> Seconds:
-    """Make calls number 0 to ``calls`` - 1, ``callers`` at once; return what they took."""
+    """Make calls number 0 to ``calls`` - 1, ``callers`` at once, and return their time."""
     numbers = iter(range(calls))
 
     async def caller() -> None:
@@ -123,7 +123,7 @@ async def at_once(callers: int, call: Callable[[int], Awaitable[None]], calls: i
 def plain_copies(
     pool: ThreadPoolExecutor, threads: int, region: np.ndarray[Any, Any], tier: Tier, size: int, count: int
 ) -> Seconds:
-    """Copy by numpy between random places; return what it took."""
+    """Copy by numpy between random places and return the time."""
     places = [tier.chooser.randrange(len(region) // size) * size for _ in range(count)]
     targets = [np.frombuffer(view, dtype=np.uint8) for view in tier.views(size, count)]
 
@@ -140,7 +140,7 @@ def plain_copies(
 
 
 async def measure(capacity_bytes: int, rounds: int, fragmented: bool) -> list[Copies]:
-    """Return a row per size, number of threads and direction."""
+    """Return a row for each size, number of threads and direction."""
     tier = Tier(capacity_bytes)
     await tier.backend.open()
     await tier.fill(MIXED_BYTES if fragmented else [2 * MIB], (3 if fragmented else 1) * capacity_bytes)
@@ -191,10 +191,12 @@ async def measure(capacity_bytes: int, rounds: int, fragmented: bool) -> list[Co
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--capacity-mib", type=int, default=1024, help="of the tier")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument(
+        "--capacity-mib", type=int, default=1024, help="MiB of the tier and of the region for plain copies"
+    )
+    parser.add_argument("--rounds", type=int, default=30, help="measured rounds")
     add_json_option(parser)
     arguments = parser.parse_args()
     run = Run(arguments)

@@ -1,10 +1,11 @@
-"""What a capacity costs the disk backend, and what forcing objects to the disk costs.
+"""Costs of a capacity and of ``fsync`` for the disk backend.
 
 python -m benchmarks.disk_capacity FOLDER [--mib 512] [--rounds 3] [--json FILE]
 
-Four processes store at full speed into one folder, without a limit and with one that a quarter of the bytes exceeds, so
-that three quarters are evicted; then one process with each fsync policy. Rounds alternate, for disks are not the same
-from minute to minute; the medians and their ratio are printed. Works below FOLDER and leaves nothing there.
+Four processes store at full speed into one folder, without a capacity and with one that holds a quarter of the bytes.
+With it, three quarters of the objects are evicted. Then one process stores with each fsync policy. Rounds alternate,
+because the speed of a disk changes from minute to minute. The output shows the medians and their ratio. All work
+happens below FOLDER, and no object is left there.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from offload_core.runtime.threads import DaemonExecutor
 PROCESSES = 4
 THREADS = 4
 SIZES = (2 * 2**20, 256 * 2**10)
-"""Bytes of an object; batches are of eight."""
+"""Bytes of an object."""
 BATCH = 8
 FSYNCS = ("none", "data", "data and folder")
 
 
 async def store(options: DiskOptions, seed: int, count: int, nbytes: int, barrier: Barrier) -> tuple[float, int]:
-    """Store ``count`` objects; returns when it began, and how many were taken."""
+    """Store ``count`` objects and return the seconds and the number of stored objects."""
     backend = DiskBackend(options, BackendContext("disk", DaemonExecutor(THREADS, "disk")))
     await backend.open()
     buffer = memoryview(os.urandom(nbytes))
@@ -68,7 +69,7 @@ def process(options: dict[str, Any], seed: int, count: int, nbytes: int, barrier
 
 
 def run(folder: Path, processes: int, count: int, nbytes: int, **options: object) -> tuple[float, float]:
-    """Return MiB per second of all processes together, and the part of the objects that was taken."""
+    """Return the MiB per second of all processes together, and the stored part of the objects."""
     root = Path(tempfile.mkdtemp(prefix="disk-capacity-", dir=folder))
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(processes), context.Queue()
@@ -92,10 +93,10 @@ def run(folder: Path, processes: int, count: int, nbytes: int, **options: object
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "folder", type=Path, help="where to work, on the disk to be measured; made if missing, no object is left there"
+        "folder", type=Path, help="folder to work in, on the disk to measure; made if missing, no object is left there"
     )
-    parser.add_argument("--mib", type=int, default=512, help="what each process stores in a round")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--mib", type=int, default=512, help="MiB that each process stores in a round")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds")
     add_json_option(parser)
     arguments = parser.parse_args()
     written = Run(arguments)
@@ -122,9 +123,9 @@ def main() -> None:
         )
         capacities.append(row)
         print(
-            f"{row.processes} processes, objects of {row.object_kib} KiB: without a limit "
+            f"{row.processes} processes, objects of {row.object_kib} KiB: without a capacity "
             f"{row.without_mib_per_second:.0f} MiB/s, with one {row.with_mib_per_second:.0f} MiB/s "
-            f"({row.taken_ratio:.0%} taken), ratio {row.ratio:.2f}",
+            f"({row.taken_ratio:.0%} stored), ratio {row.ratio:.2f}",
             flush=True,
         )
     count = arguments.mib * 2**20 // SIZES[0] // 2

@@ -1,9 +1,10 @@
-"""How long the disk backend takes to go through a folder that it does not know, and what a first request notices.
+"""Duration of the disk backend's scan of an unregistered folder, and of the calls during the scan.
 
 python -m benchmarks.disk_scan FOLDER [--objects 1000000] [--json FILE]
 
-Makes that many empty objects below FOLDER, which need an inode each and no room, opens a tier with a capacity on them
-as the first engine does, and asks it the whole time; then deletes them. Sizes are of this process, whose tier it is.
+The benchmark makes empty objects below FOLDER; each needs an inode and no room. It opens a tier with a capacity on
+them, as the first engine does, and calls the tier until the scan has ended. Then it deletes the objects. The memory is
+that of this process, which runs the tier.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PAUSE_SECONDS = 0.02
 
 
 def make_objects(root: Path, count: int) -> None:
-    """Make empty objects, at the places where their keys belong."""
+    """Make empty objects at the paths of their keys."""
     folders = [root / NAMESPACE / PACK / f"{prefix:02x}" for prefix in range(256)]
     for folder in folders:
         disk_files.make_private_folder(folder)
@@ -48,7 +49,7 @@ def resident_bytes() -> int:
 
 
 async def measure(root: Path) -> tuple[float, float, list[float], list[float], int]:
-    """Return seconds of open, of the scan, of each contains and prepare_store meanwhile, and bytes of memory."""
+    """Return the seconds of open, of the scan and of each contains and prepare_store meanwhile, and bytes of memory."""
     executor = DaemonExecutor(4, "disk")
     options = DiskOptions.model_validate({"path": root, "capacity": "1TiB"})
     backend = DiskBackend(options, BackendContext("disk", executor))
@@ -93,21 +94,21 @@ def calls_of(operation: str, seconds: list[float]) -> CallsDuringScan:
 
 
 def show(scan: Scan, calls: list[CallsDuringScan]) -> None:
-    print(f"open: {scan.open_ms:.1f} ms; everything is registered after {scan.scan_seconds:.1f} s")
+    print(f"open: {scan.open_ms:.1f} ms; the scan ended after {scan.scan_seconds:.1f} s")
     for row in calls:
         print(
-            f"{row.operation} of {row.keys} keys meanwhile, {row.samples} times: first {row.first_ms:.1f}, "
+            f"{row.operation} of {row.keys} keys during the scan, {row.samples} calls: first {row.first_ms:.1f}, "
             f"p50 {row.p50_ms:.1f}, p90 {row.p90_ms:.1f}, p99 {row.p99_ms:.1f}, max {row.max_ms:.1f} ms"
         )
-    print(f"memory: {scan.memory_mib:.1f} MiB more; the account: {scan.account_mib:.1f} MiB on disk")
+    print(f"memory: {scan.memory_mib:.1f} MiB more than before; account on disk: {scan.account_mib:.1f} MiB")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "folder", type=Path, help="where to work, on the disk to be measured; made if missing, no object is left there"
+        "folder", type=Path, help="folder to work in, on the disk to measure; made if missing, no object is left there"
     )
-    parser.add_argument("--objects", type=int, default=1_000_000)
+    parser.add_argument("--objects", type=int, default=1_000_000, help="number of objects to make")
     add_json_option(parser)
     arguments = parser.parse_args()
     run = Run(arguments)

@@ -1,16 +1,24 @@
-"""What a tier that goes wrong costs: time to first token, and what a healthy tier beside it still serves.
+"""Costs of a faulty tier: time to first token, and the throughput of a healthy tier beside it.
 
     python -m benchmarks.faults [--only first-tokens] [--samples 120] [--batches 60] [--json FILE]
 
-A tiny Gemma 3 in float32 on one thread; all engines live at once and take turns request by request, so that drift of
-the machine cancels. Every engine has host memory as its first tier. Below it lies a folder whose medium is healthy,
-slow (every call starts 50 ms late) or hung (no call comes back, and none can be cancelled); "without it" that tier is
-not configured. Three kinds of requests: new ones, which no tier has; those that host memory has; and those that only
-that tier has. "hung" is what the first requests see, until the circuit breaker opens: there it never does. Ratios are
-to "without it" on the same prompts; the second engine without it shows what a ratio means here, and "slices" are the
-lowest and the highest ratio of medians over quarters of the run.
+The engines run a tiny Gemma 3 in float32 on one thread. They live at once and take turns request by request, so drift
+of the machine cancels. Every engine has host memory as its first tier. The second tier is a folder whose medium is in
+one of these states:
 
-Two tiers: a folder that serves whole batches of prompts, alone and below a tier that is hung.
+- healthy;
+- slow: every call starts 50 ms late;
+- hung: no call returns, and none can be cancelled. The circuit breaker never opens, so all requests wait as the first
+  ones after a failure do;
+- breaker open: the medium is hung, and the circuit breaker has opened.
+
+"without it" has no second tier. There are three kinds of requests: new ones, which no tier holds; those that host
+memory holds; and those that only the second tier holds.
+
+Ratios compare with "without it" on the same prompts. A second engine without the tier shows the noise of a ratio.
+"slices" are the lowest and the highest ratio of medians over quarters of the run.
+
+The part with two tiers has no host memory. A folder serves whole batches of prompts, alone and below a hung tier.
 """
 
 from __future__ import annotations
@@ -58,13 +66,13 @@ RESAMPLINGS = 1000
 
 @dataclass(frozen=True)
 class State:
-    """One way that the tier can be.
+    """A state of the second tier.
 
     Args:
-        tier: it is configured at all.
+        tier: whether the tier is configured at all.
         fault: see :class:`Order`.
         breaker_failures: the tier's key, or ``None`` for the default.
-        until_answered: what hangs is let go when the request has its answer, so that the next one meets it again.
+        until_answered: release the hung calls after each request's answer, so that the next request hangs again.
     """
 
     name: str
@@ -76,7 +84,7 @@ class State:
 
 @dataclass
 class Samples:
-    """What was measured of one state and one kind of request, or one state of two tiers."""
+    """Samples of one state and one kind of request, or of one state of two tiers."""
 
     state: str
     kind: str
@@ -98,8 +106,8 @@ def states(slow_seconds: float) -> list[State]:
 def measure_first_tokens(
     model: Path, folder: Path, everything: Sequence[State], samples: int, deadline_seconds: float, console: Console
 ) -> list[Samples]:
-    """Ask all engines the same, in a new random order each time, and return what it took, per kind and state."""
-    console.print("storing what only that tier has …")
+    """Send the same requests to all engines, in a new random order each time, and return samples by kind and state."""
+    console.print("storing the objects that only the second tier holds …")
     only_there = [prompt(f"there {number}", PROMPT_TOKENS, 1_000_000 + number) for number in range(samples)]
     fill(model, folder / "objects", only_there)
     in_memory = [prompt(f"memory {number}", PROMPT_TOKENS, 2_000_000 + number) for number in range(8)]
@@ -137,15 +145,15 @@ def measure_first_tokens(
                 for name, answer in answers.items():
                     check_same(f"{name}, {kind}", answer, answers[WITHOUT])
         if not breaker_is_open(engines["breaker open"]):
-            raise SystemExit("the breaker did not stay open to the end")
+            raise SystemExit("the circuit breaker did not stay open to the end of the run")
     return list(table.values())
 
 
 def measure_two_tiers(
     model: Path, folder: Path, batches: int, deadline_seconds: float, console: Console
 ) -> list[tuple[Samples, list[LoadBatch]]]:
-    """Let engines serve the same batches, in a new random order each time; seconds are those of whole batches."""
-    console.print("two tiers: storing what is to be served …")
+    """Let engines serve the same batches, in a new random order each time; a sample is a whole batch."""
+    console.print("two tiers: storing the objects of all batches …")
     sets = [
         [prompt(f"{part}.{one}", BATCH_PROMPT_TOKENS, 4_000_000 + BATCH * part + one) for one in range(BATCH)]
         for part in range(BATCHES_OF_PROMPTS)
@@ -194,7 +202,7 @@ def slice_ratios(one: Sequence[float], base: Sequence[float]) -> tuple[float, fl
 
 
 def first_token_rows(measured: Sequence[Samples]) -> Iterator[FaultyFirstToken]:
-    """Yield the figures of every kind and state."""
+    """Yield a row for every kind and state."""
     bases = {row.kind: row.seconds for row in measured if row.state == WITHOUT}
     for row in measured:
         base = bases[row.kind]
@@ -235,7 +243,7 @@ def first_token_table(rows: Sequence[FaultyFirstToken], kind: str) -> Table:
 
 
 def two_tiers_rows(measured: Sequence[tuple[Samples, list[LoadBatch]]]) -> Iterator[TwoTiers]:
-    """Yield the figures of every state; the first two are the healthy tier alone."""
+    """Yield a row for every state; in the first two the healthy tier is alone."""
     base = _speeds(measured[0][0])
     for index, (samples, loads) in enumerate(measured):
         speeds = _speeds(samples)
@@ -292,7 +300,7 @@ def _span(row: FaultyFirstToken | TwoTiers) -> str:
 
 
 def breaker_rows(measured: Sequence[Samples]) -> Iterator[BreakerRatio]:
-    """Yield the ratios of the open breaker; the two engines without the tier are taken together."""
+    """Yield the ratios of the open breaker to both engines without the tier together."""
     for kind in dict.fromkeys(row.kind for row in measured):
         seconds = {row.state: row.seconds for row in measured if row.kind == kind}
         base = seconds[WITHOUT] + seconds[AGAIN]
@@ -302,7 +310,7 @@ def breaker_rows(measured: Sequence[Samples]) -> Iterator[BreakerRatio]:
 
 
 def verdicts(breaker: Sequence[BreakerRatio], two: Sequence[TwoTiers]) -> Iterator[str]:
-    """Say for every aim whether it was reached."""
+    """Yield a sentence for every aim: reached or not."""
     for row in breaker:
         reached = "reached" if row.ratio <= row.aim else "not reached"
         said = f"{reached}, within the noise" if row.low <= row.aim <= row.high else reached
@@ -317,7 +325,7 @@ def verdicts(breaker: Sequence[BreakerRatio], two: Sequence[TwoTiers]) -> Iterat
 
 
 def _ratio(one: Sequence[float], base: Sequence[float], percent: int) -> tuple[float, float, float]:
-    """Return a ratio of percentiles and between what it lies for 95 % of samples drawn again from the samples."""
+    """Return a ratio of percentiles, and the bounds of 95 % of such ratios when the samples are drawn again."""
     again = random.Random(7)
     drawn = sorted(
         percentile(again.choices(one, k=len(one)), percent) / percentile(again.choices(base, k=len(base)), percent)
@@ -333,10 +341,12 @@ def main() -> None:
     parser.add_argument(
         "--only",
         choices=["first-tokens", "breaker", "two-tiers"],
-        help="one part; of the first tokens, breaker leaves out all but the open one and none",
+        help="run only this part; breaker measures first tokens with an open breaker and without the tier",
     )
-    parser.add_argument("--slow-seconds", type=float, default=0.05, help="how late the slow tier starts every call")
-    parser.add_argument("--deadline-seconds", type=float, default=0.25, help="of the tier's lookups and loads")
+    parser.add_argument("--slow-seconds", type=float, default=0.05, help="delay of every call of the slow tier")
+    parser.add_argument(
+        "--deadline-seconds", type=float, default=0.25, help="deadline of the tier's lookups, loads and stores"
+    )
     add_json_option(parser)
     arguments = parser.parse_args()
     run = Run(arguments)

@@ -1,6 +1,6 @@
-"""The plugin of the engines in ``benchmarks.faults``: one tier's medium goes wrong on command.
+"""Plugin of the engines in ``benchmarks.faults``: it injects faults into one tier's medium on command.
 
-It lies in the engine's process, where :mod:`benchmarks.faults_rig` turns the fault on and off.
+The plugin lies in the engine's process, where :mod:`benchmarks.faults_rig` turns the fault on and off.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from offload_core.testing.faults.plan import ANSWERS, Fault, FaultPlan, Inject
 
 OFFLOAD_API_VERSION = 1
 VICTIM = "victim"
-"""The name of the tier that goes wrong."""
+"""Name of the tier that gets the faults."""
 
 _backends: list[FaultyBackend] = []
 _loads: deque[LoadsEnded] = deque()
 
 
 def slow(seconds: float) -> list[Inject]:
-    """Every call starts so much later; a batch that is prepared and then moved pays once."""
+    """Return faults that delay the start of every call; a batch with a reservation pays once."""
     return _everywhere(Slow(seconds), ("contains", "load_into", "store", "delete"))
 
 
 def hung() -> list[Inject]:
-    """No call comes back, and none can be cancelled, as in a dead mount."""
+    """Return faults that let no call return or be cancelled, as in a dead mount."""
     return _everywhere(Hang(deaf=True), (*ANSWERS, "delete"))
 
 
 def inject(faults: Sequence[Inject]) -> None:
-    """From now on new calls have these faults; what hangs is let go."""
+    """Give new calls these faults from now on, and release the hung calls."""
     for backend in _backends:
         before, backend.plan = backend.plan, FaultPlan(faults)
         before.release()
 
 
 def take_loads() -> list[LoadsEnded]:
-    """Return what was told of since the last call: batches of loads of all tiers, in order."""
+    """Return the events since the last call: batches of loads of all tiers, in order."""
     return [_loads.popleft() for _ in range(len(_loads))]
 
 

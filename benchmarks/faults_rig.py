@@ -1,6 +1,6 @@
 """Engines for ``benchmarks.faults``: several live at once, each in a process of its own, and one works at a time.
 
-So every way to be compared sees the same machine within a fraction of a second, and drift cancels.
+So all engines see the same machine within a fraction of a second, and drift cancels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DISTRIBUTION = "benchmark-faults"
 
 @dataclass(frozen=True)
 class LoadBatch:
-    """A batch of objects that a tier has loaded and checked."""
+    """Batch of objects that a tier has loaded and checked."""
 
     tier: str
     loaded: int
@@ -37,12 +37,12 @@ class LoadBatch:
 
 @dataclass(frozen=True)
 class Order:
-    """What an engine's process is told; it does all that is set, in this order.
+    """Order to an engine's process, which executes all parts that are set, in this order.
 
     Args:
-        fault: what the victim's medium does from now on: ``none``, ``hung``, or ``slow`` with a number of seconds.
-        prompts: requests that are submitted together, after the engine's own prefix cache is emptied.
-        metrics: say the present value of every metric.
+        fault: the fault of the victim's medium from now on: ``none``, ``hung``, or ``slow`` with a number of seconds.
+        prompts: requests to submit together, after emptying the engine's own prefix cache.
+        metrics: whether the answer holds the present value of every metric.
     """
 
     fault: tuple[str, float] | None = None
@@ -52,7 +52,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine's process replies to an order."""
+    """Reply of an engine's process to an order."""
 
     prompts: Sequence[PromptResult] = ()
     loads: Sequence[LoadBatch] = ()
@@ -60,7 +60,7 @@ class Answer:
 
 
 class LiveEngine:
-    """An engine in a process of its own, which does what it is told until it is stopped.
+    """An engine in a process of its own, which executes orders until it is stopped.
 
     Args:
         site: the folder of :func:`write_distribution`.
@@ -80,7 +80,7 @@ class LiveEngine:
         """Wait for the engine.
 
         Raises:
-            RuntimeError: it did not start; the message ends with what it printed last.
+            RuntimeError: the engine did not start; the message ends with the last lines of its output.
         """
         self._receive(START_SECONDS)
 
@@ -88,13 +88,13 @@ class LiveEngine:
         """Send an order and wait for the answer.
 
         Raises:
-            RuntimeError: the process has ended, or does not answer.
+            RuntimeError: the process has ended or does not answer.
         """
         self._connection.send(order)
         return self._receive(ANSWER_SECONDS)
 
     def stop(self) -> None:
-        """End the engine, by force when it does not end by itself."""
+        """Stop the engine, and kill it if it does not end in time."""
         with suppress(OSError):
             self._connection.send(None)
         self._process.join(STOP_SECONDS)
@@ -107,15 +107,15 @@ class LiveEngine:
                 answer = self._connection.recv()
                 assert isinstance(answer, Answer)
                 return answer
-            problem = f"does not answer for {seconds:g} s"
+            problem = f"has not answered for {seconds:g} s"
         except (EOFError, OSError):
             problem = "has ended"
         tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
-        raise RuntimeError(f"the engine {self.name!r} {problem}; it printed last:\n{tail}")
+        raise RuntimeError(f"the engine {self.name!r} {problem}; the last lines of its output:\n{tail}")
 
 
 def write_distribution(site: Path) -> None:
-    """Install the plugin in the folder ``site``, for processes that have it on their search path."""
+    """Install the plugin in the folder ``site``, for processes with this folder on their search path."""
     info = site / f"{DISTRIBUTION.replace('-', '_')}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 1.0\n")
@@ -123,12 +123,12 @@ def write_distribution(site: Path) -> None:
 
 
 def prepare_environment(spec: RunSpec) -> None:
-    """Set the variables that the engines' processes must have from their first import on."""
+    """Set the environment variables that the engines' processes need from their first import on."""
     os.environ.update({**run_environment(spec), **os.environ})
 
 
 def _serve(connection: Connection, spec: RunSpec, site: str, log: str) -> None:
-    with open(log, "wb", buffering=0) as file:  # noqa: PTH123 - a descriptor for all that the process prints
+    with open(log, "wb", buffering=0) as file:  # noqa: PTH123 - a descriptor for all output of the process
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     sys.path.insert(0, site)
@@ -150,7 +150,7 @@ def _serve(connection: Connection, spec: RunSpec, site: str, log: str) -> None:
 
 
 def _next_order(connection: Connection) -> Order | None:
-    """Return the next order, or ``None`` when the engine is to end."""
+    """Return the next order, or ``None`` if the engine must end."""
     try:
         order = connection.recv()
     except EOFError:

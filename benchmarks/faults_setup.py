@@ -1,4 +1,4 @@
-"""What the engines of ``benchmarks.faults`` are made of: a tiny model, tiers, folders that are filled beforehand."""
+"""Setup of the engines of ``benchmarks.faults``: a tiny model, tiers, folders that are filled beforehand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNK_TOKENS = 256
 VOCABULARY = 1024
 MAX_LOGPROB_GAP = 1e-4
 NEVER_OPENS = 1_000_000
-"""Failures in a row after which the breaker of an engine opens that is to be measured without one."""
+"""Value of ``breaker_failures`` that no run reaches, for an engine to measure without a breaker."""
 TRIP_REQUESTS = 30
 
 
@@ -42,14 +42,14 @@ def run_spec(model: Path, tiers: Sequence[dict[str, Any]], max_num_seqs: int = 1
 
 
 def victim(path: Path, deadline_seconds: float, breaker_failures: int | None = None) -> dict[str, Any]:
-    """Return the keys of the tier that goes wrong."""
+    """Return the configuration keys of the tier that gets the faults."""
     deadlines = {f"{name}_timeout_seconds": deadline_seconds for name in ("lookup", "load", "store")}
     breaker = {} if breaker_failures is None else {"breaker_failures": breaker_failures}
     return {"name": VICTIM, "type": "disk", "path": str(path), **deadlines, **breaker}
 
 
 def fill(model: Path, folder: Path, prompts: Sequence[PromptSpec]) -> None:
-    """Store what the engine computes for ``prompts`` in a folder that later engines are given copies of."""
+    """Store the objects of ``prompts`` in a folder that later engines get copies of."""
     tiers = [{"name": "filled", "type": "disk", "path": str(folder)}]
     spec = run_spec(model, tiers)
     assert spec.kv_transfer_config is not None
@@ -59,14 +59,14 @@ def fill(model: Path, folder: Path, prompts: Sequence[PromptSpec]) -> None:
 
 
 def folder_with(objects: Path, place: Path) -> Path:
-    """Return a folder that has the objects of another one. An object's file is never written to again."""
+    """Return a folder with links to the objects of another one, since no object's file is ever written again."""
     shutil.copytree(objects, place, copy_function=os.link)
     return place
 
 
 @contextmanager
 def running(specs: Mapping[str, RunSpec], folder: Path) -> Iterator[dict[str, LiveEngine]]:
-    """Start an engine per spec, all at once, and end them afterwards."""
+    """Start an engine for each spec, all at once, and stop them afterwards."""
     site = folder / "site"
     write_distribution(site)
     prepare_environment(next(iter(specs.values())))
@@ -80,22 +80,22 @@ def running(specs: Mapping[str, RunSpec], folder: Path) -> Iterator[dict[str, Li
 
 
 def breaker_is_open(engine: LiveEngine) -> bool:
-    """Return whether the circuit breaker of the scheduler half or of the worker half is open: neither uses the tier."""
+    """Return whether the circuit breaker of either half is open; then neither half uses the tier."""
     metrics = engine.tell(Order(metrics=True)).metrics or {}
     return metrics.get(f'vllm:hybrid_offload_breaker_open{{tier="{VICTIM}"}}', 0.0) > 0
 
 
 def trip(engine: LiveEngine) -> None:
-    """Send requests until a circuit breaker is open."""
+    """Send requests until a circuit breaker opens."""
     for number in range(TRIP_REQUESTS):
         engine.tell(Order(prompts=[prompt(f"trip {number}", PROMPT_TOKENS, 10_000_000 + number)]))
         if breaker_is_open(engine):
             return
-    raise SystemExit(f"no breaker of {engine.name!r} is open after {TRIP_REQUESTS} requests to a hung tier")
+    raise SystemExit(f"no circuit breaker of {engine.name!r} is open after {TRIP_REQUESTS} requests to a hung tier")
 
 
 def check_same(what: str, got: Sequence[PromptResult], wanted: Sequence[PromptResult]) -> None:
-    """Stop when a first token differs from that of the engine without the tier: a fast wrong answer is no result."""
+    """Stop if a first token differs from that of the engine without the tier: a fast wrong answer is no result."""
     for one, other in zip(got, wanted, strict=True):
         if one.token_ids[0] != other.token_ids[0] or abs(one.logprobs[0] - other.logprobs[0]) > MAX_LOGPROB_GAP:
             raise SystemExit(

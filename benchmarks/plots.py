@@ -2,8 +2,8 @@
 
     python -m benchmarks.plots [NAME …]
 
-The same results give the same files, byte for byte, with the same version of matplotlib. With names, only these plots
-are drawn; the tables of the document are always those of all results.
+The same results give the same files, byte for byte, with the same version of matplotlib. If you give names, the script
+draws only these plots. It always writes the tables of all results.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from benchmarks.reporting.markers import with_blocks
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="only these plots")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="draw only these plots")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - {entry.name for entry in CATALOGUE}:
-        parser.error(f"no such results: {', '.join(sorted(unknown))}")
+        parser.error(
+            f"no such results: {', '.join(sorted(unknown))}; choose from {', '.join(entry.name for entry in CATALOGUE)}"
+        )
     PLOTS_FOLDER.mkdir(exist_ok=True)
     try:
         blocks = {entry.name: entry.block() for entry in CATALOGUE}

@@ -2,8 +2,9 @@
 
     python -m benchmarks.renew [NAME …]
 
-Each result is a file of ``benchmarks/results``; without names, all are renewed, which takes about half an hour on two
-cores. The machine should do nothing else meanwhile. ``make plots`` then redraws the plots and the tables.
+Each result is a file in ``benchmarks/results``. Without names, the command renews all of them, which takes about half
+an hour on two cores. The machine should do nothing else meanwhile. Run ``make plots`` afterwards to redraw the plots
+and rewrite the tables.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one or more of: {', '.join(COMMANDS)}")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(COMMANDS):
-        parser.error(f"no such result: {', '.join(sorted(unknown))}")
+        parser.error(f"no such results: {', '.join(sorted(unknown))}; choose from {', '.join(COMMANDS)}")
     failed: list[str] = []
     for name in arguments.names or COMMANDS:
         command = arguments_of(name)
@@ -51,7 +52,7 @@ def main() -> int:
         if subprocess.call([sys.executable, "-m", *command], cwd=ROOT):
             failed.append(name)
     if failed:
-        print(f"failed, their results are as before: {', '.join(failed)}", file=sys.stderr)
+        print(f"failed: {', '.join(failed)}; their results are not renewed", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -1,16 +1,20 @@
-"""What the scheduler half costs the engine: lookups and steps, beside vLLM's own ``OffloadingConnector``, in one run.
+"""Costs of the scheduler half for the engine: lookups and steps, beside vLLM's own ``OffloadingConnector``, in one run.
 
-Both halves get the same requests, interleaved; both have everything present in RAM but for "absent". The questions:
+Both halves get the same requests in turns. Every object is present in RAM, except for "absent". The questions:
 
 * cold: the first question for a prompt, by a new request;
-* again: the same request asks once more, as a request that waits for room does;
+* again: the same request asks once more, as a request does that waits for room;
 * warm: a new request with the same prompt;
-* absent: a new request with a prompt of which nothing is there.
+* absent: a new request with a prompt that has no objects.
 
-"ours" is the time until the answer, with the way to the I/O thread and back; "engine" is the part of it in which the
-engine's thread does not wait idly, and so could not do other work; "cpu" is the processor time of all threads, the only
-figure that holds on a machine busy with other things. Stock answers on the engine's thread.
-A step is the metadata of one decoding step and the report that its stores have ended.
+The times of an answer:
+
+* ours: until the answer, with the way to the I/O thread and back;
+* engine: the part of it in which the engine's thread works and cannot do other work;
+* cpu: the processor time of all threads, the only figure that holds on a busy machine.
+
+Stock answers on the engine's thread. A step is the metadata of one decoding step and the report that its stores have
+ended.
 
     python -m benchmarks.scheduler [--medium shared|own] [--repeats 40] [--steps 256] [--json FILE]
 """
@@ -58,7 +62,7 @@ DEEPSEEK_V4 = Geometry(
     1 / 50,
 )
 PROMPT_TOKENS = (4096, 32768, 131072)
-PAST_BOUNDARY_TOKENS = 3  # so that the last token, which is always computed, costs no chunk
+PAST_BOUNDARY_TOKENS = 3  # the engine always computes the last token; past a boundary this costs no chunk
 QUESTIONS = ("cold", "again", "warm", "absent")
 RUNNING = 64
 
@@ -80,7 +84,7 @@ def no_collection() -> Iterator[None]:
 def measure_lookups(
     requests: Requests, stock: StockHalf, ours: OurHalf, geometry: Geometry, repeats: int
 ) -> tuple[list[rows.Lookup], rows.Growth]:
-    """Ask both halves everything about prompts of every length."""
+    """Ask both halves every question about prompts of every length."""
     lookups: list[rows.Lookup] = []
     hashes = chunks = asked = asked_twice = 0
     for tokens in PROMPT_TOKENS:
@@ -100,7 +104,7 @@ def measure_lookups(
                     got = {peer: peer.ask(request, new=question != "again") for peer in order}
                 if got[stock].tokens != got[ours].tokens:
                     raise SystemExit(
-                        f"{geometry.name}: {question}: stock found {got[stock].tokens} tokens, ours "
+                        f"{geometry.name}: {question}: stock found {got[stock].tokens} tokens, but ours found "
                         f"{got[ours].tokens}; a fast wrong answer is no result"
                     )
                 if repeat:  # the first round warms up
@@ -131,7 +135,7 @@ def measure_lookups(
 
 
 def lookup_row(geometry: Geometry, tokens: int, question: str, pairs: Sequence[tuple[Answer, Answer]]) -> rows.Lookup:
-    """Return the figures of all answers to one question, each stock's and ours."""
+    """Return the row of one question from pairs of stock's answer and ours."""
     stock = [theirs.wall_seconds for theirs, _ in pairs]
     ours = [mine.wall_seconds for _, mine in pairs]
     engine = microseconds([mine.engine_seconds for _, mine in pairs])
@@ -194,7 +198,7 @@ def measure_steps(requests: Requests, stock: StockHalf, ours: OurHalf, geometry:
 
 
 def verdict(ratio: float, aim: float) -> str:
-    """Return a ratio as a fraction, green where it is within the aim."""
+    """Return a ratio as a fraction, green if it is within the aim, else red."""
     return f"[{'green' if ratio <= aim else 'red'}]1/{1 / ratio:.1f}[/]"
 
 
@@ -238,7 +242,7 @@ def step_table(steps: list[rows.Steps]) -> Table:
 
 
 def growth_table(growth: list[rows.Growth]) -> Table:
-    """Show whether the time grows with the chunks, and whether anything is hashed or asked twice."""
+    """Return the table of the time's growth with the chunks, and of the counts of hashes and objects."""
     made = table(
         f"Ours, cold: {PROMPT_TOKENS[-1] // 1024}k beside {PROMPT_TOKENS[-2] // 1024}k tokens; counts of all lookups",
         "", "chunks", "cpu", "hashes computed", "chunks covered", "objects asked", "asked twice",
@@ -273,7 +277,7 @@ def main() -> None:
         "--medium",
         choices=("shared", "own"),
         default="shared",
-        help="a medium that is asked, on the I/O thread, or one that only a worker sees, of which an index is kept",
+        help="shared: the I/O thread asks the medium; own: only a worker sees the medium, and the half keeps an index",
     )
     parser.add_argument("--repeats", type=int, default=40, help="different prompts of each length")
     parser.add_argument("--steps", type=int, default=256, help="decoding steps")

@@ -1,4 +1,4 @@
-"""The two scheduler halves that ``benchmarks/scheduler.py`` compares, and what drives them: vLLM's own classes."""
+"""The two scheduler halves that ``benchmarks/scheduler.py`` compares, driven by vLLM's own classes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Geometry:
     specs: tuple[KVCacheSpec, ...]
     hybrid_chunk_size: int
     aim: float
-    """At most this part of stock's time."""
+    """Highest part of stock's time that ours may take."""
 
     def kv_cache_config(self) -> KVCacheConfig:
         groups = [KVCacheGroupSpec([f"layer{index}"], spec) for index, spec in enumerate(self.specs)]
@@ -78,7 +78,7 @@ class Geometry:
 
 
 def engine_config(folder: Path) -> VllmConfig:
-    """Return a real engine's configuration, with stock's connector that stores generated tokens too, as ours does."""
+    """Return a real engine's configuration; stock's connector stores generated tokens too, as ours does."""
     transfer = stock_transfer_config()
     transfer["kv_connector_extra_config"]["offload_prompt_only"] = False
     return EngineArgs(
@@ -91,7 +91,7 @@ def engine_config(folder: Path) -> VllmConfig:
 
 
 class Requests:
-    """Makes requests with the engine's block hashes, and counts how many hashes were computed."""
+    """Factory of requests with the engine's block hashes; it counts the computed hashes."""
 
     def __init__(self, vllm_config: VllmConfig, geometry: Geometry) -> None:
         hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
@@ -128,20 +128,20 @@ class Peer(Protocol):
     """A scheduler half under test."""
 
     def keep(self, request: Request) -> None:
-        """Make everything of the request's prompt present."""
+        """Make all objects of the request's prompt present."""
 
     def ask(self, request: Request, *, new: bool) -> Answer:
-        """Ask for the prefix; a new request is announced first, in the measured time."""
+        """Ask for the prefix; the measured time includes the announcement of a new request."""
 
     def step(self, output: SchedulerOutput) -> float:
-        """Build a step's metadata and take the report that its stores have ended; returns the seconds of both."""
+        """Build a step's metadata, take the report that its stores have ended, and return the seconds of both."""
 
     def finish(self, request: Request) -> None:
-        """Let go of a request."""
+        """Tell the half that a request has finished."""
 
 
 class StockHalf:
-    """vLLM's ``OffloadingConnector`` in the scheduler's role, with a manager that keeps all in RAM."""
+    """vLLM's ``OffloadingConnector`` in the scheduler's role, with a manager that keeps all objects in RAM."""
 
     def __init__(self, vllm_config: VllmConfig, geometry: Geometry) -> None:
         self._connector = OffloadingConnector(vllm_config, KVConnectorRole.SCHEDULER, geometry.kv_cache_config())
@@ -187,11 +187,11 @@ class StockHalf:
 
 
 class SetOptions(BackendOptions):
-    """No options."""
+    """Options of :class:`SetBackend`: none."""
 
 
 class SetBackend(Backend[SetOptions]):
-    """Knows which objects are there, in a set, as an in-RAM manager does; holds no bytes."""
+    """Backend that keeps the keys of its objects in a set, as an in-RAM manager does, but no bytes."""
 
     capabilities = Capabilities(medium="host", persistent=False, shared=True)
 
@@ -219,7 +219,7 @@ class OurHalf:
     """Our scheduler half with one tier in RAM.
 
     Args:
-        shared: a medium that is asked, on the I/O thread; else one that only a worker sees, of which an index is kept.
+        shared: whether the I/O thread asks the medium; if not, only a worker sees it, and the half keeps an index.
     """
 
     def __init__(self, vllm_config: VllmConfig, geometry: Geometry, *, shared: bool) -> None:
@@ -240,7 +240,7 @@ class OurHalf:
         self._half.set_layouts({0: {}})
         self.backend = made[0]
         self._shared = shared
-        self._namespace = fingerprint({"reset": "", "rank": 0, "layout": {}})  # as the half names its only rank
+        self._namespace = fingerprint({"reset": "", "rank": 0, "layout": {}})  # the half's name for its only rank
         self._idle = SchedulerOutput.make_empty()
 
     @property
@@ -258,7 +258,7 @@ class OurHalf:
                 self._half.take_output(set(), set(), StepReport(changes=changes))
 
     def ask(self, request: Request, *, new: bool) -> Answer:
-        """Between questions comes what an idle engine does: an empty step, in which the half waits for the answer."""
+        """Ask as an idle engine does: with an empty step between questions, in which the half waits for the answer."""
         waited = 0.0
         cpu_started, started = time.process_time(), time.perf_counter()
         if new:
@@ -288,7 +288,7 @@ class OurHalf:
 
 
 class Decoding:
-    """Requests that decode one token per step, and the steps' ``SchedulerOutput`` as vLLM's scheduler makes it."""
+    """Requests that decode one token per step, and each step's ``SchedulerOutput`` as from vLLM's scheduler."""
 
     def __init__(self, geometry: Geometry, requests: Sequence[Request]) -> None:
         self._specs = geometry.specs
@@ -322,7 +322,7 @@ class Decoding:
         return self._output(dict.fromkeys(self._requests, 1), [], cached)
 
     def computed(self, output: SchedulerOutput) -> None:
-        """Take the step's tokens as computed and sample one more of each request; its hashes are made here."""
+        """Count the step's tokens as computed, and append a sampled token to each request, which makes the hashes."""
         for name, tokens in output.num_scheduled_tokens.items():
             request = self._requests[name]
             request.status = RequestStatus.RUNNING
@@ -330,7 +330,7 @@ class Decoding:
             request.append_output_token_ids(request.num_computed_tokens % VOCABULARY)
 
     def _grow(self, request: Request, tokens: int) -> tuple[list[int], ...] | None:
-        """Allocate blocks for ``tokens`` more tokens; returns the new ones per group, ``None`` when there are none."""
+        """Allocate blocks for ``tokens`` more tokens and return the new ones by group; ``None`` means no new block."""
         end = request.num_computed_tokens + tokens
         tables = self._tables[request.request_id]
         new = tuple(
@@ -361,7 +361,7 @@ class Decoding:
         )
 
     def _states(self, scheduled: dict[str, int]) -> dict[str, list[tuple[int, int, int]]]:
-        """Return the recurrent states that the step leaves at a block's end: (group, block id, boundary)."""
+        """Return the recurrent states that the step leaves at the end of blocks: (group, block id, boundary)."""
         states: dict[str, list[tuple[int, int, int]]] = {}
         for name, tokens in scheduled.items():
             end = self._requests[name].num_computed_tokens + tokens

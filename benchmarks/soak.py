@@ -1,10 +1,13 @@
-"""Half an hour of random work on the real engine over a disk that is sick in every way, by scripts of faults.
+"""Half an hour of random work on the real engine, over a disk with every fault, by scripts of faults.
 
-Prints memory and what was served over time. Fails (exit status 1) when, after the warm-up (the first 30 %), the line
-through the samples of resident memory, mapped files left out, grows by more than 8 MiB and 0.1 MiB per minute; when
-after a round, its faults over, anything is left of threads, tasks, file descriptors or staging leases; when a request
-waits longer for storage than its deadlines and a step; when the counters of jobs do not add up; and when an output
-differs from that without offloading, by more than rounding explains where the model runs in bfloat16.
+Prints the memory and the served tokens over time. Fails (exit status 1) in these cases:
+
+- Resident memory, without mapped files, grows after the warm-up (the first 30 %). The limit for the line through the
+  samples is 8 MiB and 0.1 MiB per minute.
+- Threads, tasks, file descriptors or staging leases are left after a round and the end of its faults.
+- A request waits longer for storage than its deadlines and a step.
+- The counters of jobs do not add up.
+- An output differs from that without offloading. If the model runs in bfloat16, the output may differ by rounding.
 
     python -m benchmarks.soak [--seconds 1800] [--model gemma3 | qwen3_next] [--capacity 48MiB]
 """
@@ -31,14 +34,16 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """The tiny models, and caches for them that a few requests fill."""
 
-
 STEADY = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "VLLM_LOGGING_LEVEL": "WARNING"}
-"""Variables of the run. Without offloading too, oneDNN caches kernels by the shapes that they have seen, which are ever
-new here: some 20 MiB per round. And vLLM is not to tell of its progress."""
+"""Environment variables of the run.
+
+oneDNN caches kernels by shape, and the shapes are ever new here: some 20 MiB per round, without offloading too. vLLM
+logs no progress.
+"""
 
 
 def spec(name: str, folder: Path, capacity: str) -> RunSpec:
-    """Return a run of a tiny model whose only tier is a disk of a capacity that makes it evict."""
+    """Return a run of a tiny model whose only tier is a disk, with a capacity so small that it evicts."""
     model = MODELS[name]
     tier = {
         "name": "disk",
@@ -68,9 +73,9 @@ def spec(name: str, folder: Path, capacity: str) -> RunSpec:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=1800.0)
-    parser.add_argument("--model", choices=list(MODELS), default="gemma3")
-    parser.add_argument("--capacity", default="48MiB")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="duration of the run")
+    parser.add_argument("--model", choices=list(MODELS), default="gemma3", help="the tiny model")
+    parser.add_argument("--capacity", default="48MiB", help="capacity of the disk tier")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)

@@ -1,8 +1,9 @@
 """Time to first token of long prompts: recompute, local prefix cache, our disk tier, the stock connector from RAM.
 
-A Gemma 3 of some 76 million parameters with seeded random weights, prompts of 3,900 tokens, one at a time, all rows in
-one run on the same machine. "page cache" reads objects that the operating system still holds; "cold" has asked it to
-drop them first. Ratios are of medians, to the local prefix cache.
+The model is a Gemma 3 of some 76 million parameters with seeded random weights. The prompts have 3,900 tokens and run
+one at a time. All rows come from one run on the same machine. "page cache" reads objects that the operating system
+still holds in memory. "cold" asks the operating system to drop them first. A ratio compares the median with that of the
+local prefix cache.
 
     python -m benchmarks.ttft [--prompts 8] [--repeats 3] [--json FILE]
 """
@@ -38,7 +39,7 @@ MAX_LOGPROB_GAP = 0.1
 
 
 def drop_from_page_cache(folder: Path) -> None:
-    """Ask the operating system to forget the objects' pages; what is dirty is written first."""
+    """Write the objects' dirty pages, then ask the operating system to drop all pages of objects."""
     for path in folder.rglob("*.kv"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -46,7 +47,7 @@ def drop_from_page_cache(folder: Path) -> None:
 
 
 def row_of(name: str, result: RunResult, rounds: slice, base_ms: float | None = None) -> FirstToken:
-    """Return the figures of some rounds; ``base_ms`` is the median that the ratio is to, by default the row's own."""
+    """Return the row of some rounds; its ratio is to the median ``base_ms``, by default to its own median."""
     prompts = [prompt for item in result.rounds[rounds] for prompt in item.prompts]
     p50, p90, p99 = (percentile([1e3 * prompt.ttft_seconds for prompt in prompts], at) for at in (50, 90, 99))
     return FirstToken(
@@ -61,10 +62,10 @@ def row_of(name: str, result: RunResult, rounds: slice, base_ms: float | None = 
 
 
 def check_outputs(what: str, result: RunResult, reference: RunResult) -> None:
-    """Stop when a first token differs from the recomputed one: a fast wrong answer is no result.
+    """Stop if a first token differs from the recomputed one: a fast wrong answer is no result.
 
-    The model runs in bfloat16, where a prefill from a prefix rounds differently from a whole one, with and without
-    offloading; the log probabilities get the room for that.
+    The model runs in bfloat16. There a prefill from a prefix rounds differently from a whole one, with and without
+    offloading. So the log probabilities may differ by up to :data:`MAX_LOGPROB_GAP`.
     """
     for item in result.rounds:
         for got, wanted in zip(item.prompts, reference.rounds[0].prompts, strict=True):
@@ -73,7 +74,7 @@ def check_outputs(what: str, result: RunResult, reference: RunResult) -> None:
 
 
 def measure(folder: Path, prompts: list[PromptSpec], repeats: int, console: Console) -> list[FirstToken]:
-    """Run every variant and return its row."""
+    """Run every variant and return a row for each."""
     model = tiny_models.write_gemma3_75m(folder / "model")
     once = [Round(name="once", prompts=prompts)]
     again = [Round(name=f"again {index}", prompts=prompts) for index in range(repeats)]
@@ -85,7 +86,7 @@ def measure(folder: Path, prompts: list[PromptSpec], repeats: int, console: Cons
             model=str(model), dtype="bfloat16", max_model_len=4096, max_num_batched_tokens=4096,
             kv_cache_memory_bytes=1 << 30, kv_transfer_config=transfer, rounds=rounds,
         )  # fmt: skip
-        env = {  # as it is served
+        env = {  # the threads and compilation of a server
             "OMP_NUM_THREADS": str(os.cpu_count()), "TORCHDYNAMO_DISABLE": "0", "VLLM_CPU_OMP_THREADS_BIND": "auto",
         }  # fmt: skip
         return run_in_process(spec, timeout_seconds=RUN_TIMEOUT_SECONDS, env=env, fresh_interpreter=True)
@@ -122,8 +123,8 @@ def table_of(rows: list[FirstToken]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=8, help="different prompts")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of each prompt where it is served")
+    parser.add_argument("--prompts", type=int, default=8, help="number of different prompts")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of each prompt that a cache serves")
     add_json_option(parser)
     arguments = parser.parse_args()
     run = Run(arguments)

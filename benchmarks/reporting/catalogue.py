@@ -23,8 +23,12 @@ class Entry:
     """A committed result.
 
     Args:
-        name: of its file, its plot and its place in the document.
-        height: of the plot, in inches.
+        name: the name of the result's file, its plot and its block in the document.
+        results: the class of the results.
+        table: makes the tables from the results.
+        finding: makes the plot's title from the results.
+        draw: draws the results.
+        height: the height of the plot, in inches.
     """
 
     name: str
@@ -36,24 +40,24 @@ class Entry:
 
     @property
     def path(self) -> Path:
-        """The results."""
+        """File of the results."""
         return RESULTS_FOLDER / f"{self.name}.json"
 
     @property
     def plot_path(self) -> Path:
-        """The plot."""
+        """File of the plot."""
         return PLOTS_FOLDER / f"{self.name}.svg"
 
     @property
     def source(self) -> str:
-        """The results' name and digest, by which a plot says which results it shows."""
+        """Name and digest of the results; a plot names its results by them."""
         return f"{self.path.relative_to(ROOT).as_posix()} sha256:{hashlib.sha256(self.path.read_bytes()).hexdigest()}"
 
     def read(self) -> Document[Any]:
         """Read the results.
 
         Raises:
-            UnreadableResultsError: this version cannot.
+            UnreadableResultsError: this version of the benchmarks cannot read the file.
         """
         return read(self.path, self.results)
 
@@ -65,7 +69,7 @@ class Entry:
         return drawn(lambda figure: self.draw(figure, document.results), title, caption, self.height, self.source)
 
     def block(self) -> str:
-        """Return the text of the document about the results: command, machine, table and plot."""
+        """Return the document's text about the results: command, machine, table and plot."""
         document = self.read()
         return "\n\n".join(
             (

@@ -1,4 +1,4 @@
-"""Documents that hold the results of one run, and the option ``--json`` that writes them."""
+"""Documents with the results of one run, and the option ``--json`` that writes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS_FOLDER = ROOT / "benchmarks" / "results"
 """The committed results."""
 SCHEMA_VERSION = 1
-"""Raise it with every change of a row, and renew the committed results."""
+"""Version of the rows. Raise it with every change of a row, and renew the committed results."""
 
 R = TypeVar("R", bound=Results)
 
@@ -30,7 +30,7 @@ class UnreadableResultsError(Exception):
 
 
 class Document(BaseModel, Generic[R]):
-    """Results with all that a reader needs to judge and to repeat them."""
+    """Results with all facts that a reader needs to judge and to repeat them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,7 +39,7 @@ class Document(BaseModel, Generic[R]):
     command: str
     date: datetime
     load_average_before: float
-    """Processes that wanted to run in the minute before the start; a quiet machine has almost none."""
+    """Processes that were ready to run in the minute before the start; a quiet machine has almost none."""
     machine: Machine
     parameters: dict[str, Any]
     results: R
@@ -49,7 +49,7 @@ class Run:
     """A run of a benchmark that has just begun.
 
     Args:
-        arguments: the parsed arguments of the command line, with a ``json`` among them.
+        arguments: the parsed arguments of the command line, with ``json`` among them.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -57,13 +57,13 @@ class Run:
         self._parameters = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in vars(arguments).items()
-            if name not in ("json", "files", "folder")  # places on this machine say nothing elsewhere
+            if name not in ("json", "files", "folder")  # paths of this machine mean nothing elsewhere
         }
         self._date = datetime.now(UTC).replace(microsecond=0)
         self._load = os.getloadavg()[0]
 
     def write(self, results: Results) -> None:
-        """Write the document where the command line wants one."""
+        """Write the document if the command line names a file for it."""
         if self._path is None:
             return
         document = Document(

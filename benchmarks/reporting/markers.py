@@ -1,4 +1,4 @@
-"""Text between markers in a Markdown document, which a script writes and nobody edits."""
+"""Blocks between markers in a Markdown document; a script writes them, and nobody edits them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def with_blocks(text: str, blocks: Mapping[str, str]) -> str:
     """Return the text with every block replaced.
 
     Raises:
-        KeyError: the text has a block that is not given.
+        KeyError: ``blocks`` lacks a block of the text.
     """
     return _BLOCK.sub(lambda found: f"{found['begin']}\n{blocks[found['name']]}\n\n{found['end']}", text)

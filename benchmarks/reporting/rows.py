@@ -1,6 +1,6 @@
-"""Rows of figures, a class for each table that a benchmark prints, and the results that hold them.
+"""Rows of figures, a class for each table of a benchmark, and the results that hold the rows.
 
-A benchmark prints its tables from these rows and writes the same rows, so that both always agree.
+A benchmark prints its tables from these rows and writes the same rows, so both always agree.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Row(BaseModel):
 
 
 class Results(BaseModel):
-    """All rows of one run of a benchmark; parts that were not run are empty."""
+    """All rows of one run of a benchmark; a part that did not run is empty."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     benchmark: ClassVar[str]
@@ -36,7 +36,7 @@ class Results(BaseModel):
 
 
 class FirstToken(Row):
-    """Time to first token on one way; the ratio is of medians, to the local prefix cache."""
+    """Time to first token in one way; the ratio compares the median with that of the local prefix cache."""
 
     name: str
     served_tokens: int
@@ -56,7 +56,7 @@ class Ttft(Results):
 
 
 class Lookup(Row):
-    """Answers to one question in one geometry; ratios are ours to stock's, of medians."""
+    """Answers to one question in one geometry; ratios compare our medians with stock's."""
 
     geometry: str
     tokens: int
@@ -84,7 +84,7 @@ class Growth(Row):
     hashes: int
     """Block hashes computed."""
     chunks: int
-    """Chunks that the answers cover, over all packs."""
+    """Chunks that the answers cover, summed over all packs."""
     asked: int
     """Objects asked for."""
     asked_twice: int
@@ -121,7 +121,7 @@ class Scheduler(Results):
 
     benchmark = "scheduler"
     medium: Literal["shared", "own"]
-    """A medium that is asked, or one whose index the half keeps."""
+    """``shared``: the half asks the medium; ``own``: the half keeps an index of the medium."""
     lookups: list[Lookup]
     growth: list[Growth]
     steps: list[Steps]
@@ -129,7 +129,7 @@ class Scheduler(Results):
 
 
 class Speed(Row):
-    """Speed of one contender; above 1, a ratio of medians says that the contender is faster."""
+    """Speed of one contender; ratios compare medians, and above 1 the contender is faster."""
 
     backend: str
     medium: str
@@ -149,7 +149,7 @@ class Speed(Row):
 
 
 class Peak(Row):
-    """Most memory that a process took beyond its memory at the start; staging belongs to that."""
+    """Peak memory of a process beyond its memory at the start, which includes staging."""
 
     name: str
     stored_mib: Figure
@@ -157,7 +157,7 @@ class Peak(Row):
 
 
 class Calls(Row):
-    """Duration of small calls on a backend that holds so many objects."""
+    """Durations of small calls on a backend with this number of objects."""
 
     name: str
     objects: int
@@ -183,7 +183,7 @@ class Backends(Results):
 
 
 class Copies(Row):
-    """Speed of the cpu tier beside plain copies; above 1, a ratio says that the tier is faster."""
+    """Speed of the cpu tier beside plain copies; if a ratio is above 1, the tier is faster."""
 
     fragmented: bool
     object_kib: int
@@ -207,7 +207,7 @@ class CpuMemory(Results):
 
 
 class Capacity(Row):
-    """Stores of several processes into one folder; the ratio is of medians."""
+    """Stores of several processes into one folder; the ratio compares medians."""
 
     processes: int
     object_kib: int
@@ -215,7 +215,7 @@ class Capacity(Row):
     without_mib_per_second: Figure
     with_mib_per_second: Figure
     taken_ratio: Figure
-    """Part of the objects that the folder with a capacity took in the last round."""
+    """Part of the objects that were stored in the folder with a capacity, in the last round."""
     ratio: Figure
 
 
@@ -269,7 +269,7 @@ class DiskScan(Results):
 
 
 class FaultyFirstToken(Row):
-    """Time to first token in one state of a tier; ratios are to the engine without that tier."""
+    """Time to first token in one state of a tier; ratios compare with the engine without that tier."""
 
     state: str
     kind: str
@@ -286,7 +286,7 @@ class FaultyFirstToken(Row):
 
 
 class BreakerRatio(Row):
-    """First tokens with an open breaker beside both engines without the tier, and a 95 % interval."""
+    """Ratio of first tokens with an open breaker to both engines without the tier, and its 95 % interval."""
 
     kind: str
     percent: int
@@ -297,7 +297,7 @@ class BreakerRatio(Row):
 
 
 class TwoTiers(Row):
-    """Batches of prompts that a healthy tier serves below another one; ratios are to the healthy tier alone."""
+    """Batches of prompts that a healthy tier serves below another tier; ratios compare with the healthy tier alone."""
 
     state: str
     batches: int
@@ -325,7 +325,7 @@ class Faults(Results):
 
 
 class Compression(Row):
-    """One codec on one kind of data; no speeds where the data does not get smaller."""
+    """One codec on one kind of data; without speeds if the data does not get smaller."""
 
     data: str
     codec: str

@@ -1,4 +1,4 @@
-"""Style of the plots, and a file that is the same whenever the same results are drawn."""
+"""Style of the plots; the same results always give the same file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#999999"
-"""Colours that remain different for readers who see few colours."""
+"""Colours that colour-blind readers can tell apart."""
 WIDTH_INCHES = 8.0
 TITLE_CHARACTERS, CAPTION_CHARACTERS = 88, 135
 STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "offload-core",  # identifiers would be random otherwise
-    "svg.fonttype": "none",  # text, which is small, can be searched, and shows in a diff
+    "svg.hashsalt": "offload-core",  # else identifiers are random
+    "svg.fonttype": "none",  # text is small, can be searched and shows in a diff
     "figure.facecolor": "white",
     "font.size": 9,
     "axes.titlesize": 9,
@@ -32,10 +32,10 @@ def drawn(draw: Callable[[Figure], None], title: str, caption: str, height: floa
     """Return a plot as SVG.
 
     Args:
-        draw: fills the figure.
+        draw: draws into the figure.
         title: the finding.
-        caption: the machine and the date.
-        height: of the figure, in inches.
+        caption: the command, the date and the machine.
+        height: the height of the figure, in inches.
         source: the description of the results, for the file's metadata.
     """
     with mpl.rc_context(STYLE):
@@ -50,10 +50,10 @@ def drawn(draw: Callable[[Figure], None], title: str, caption: str, height: floa
 
 
 def x_grid(axes: Axes) -> None:
-    """Show lines to read horizontal bars by."""
+    """Draw vertical grid lines for horizontal bars."""
     axes.grid(visible=True, axis="x", color="#dddddd", linewidth=0.6)
 
 
 def y_grid(axes: Axes) -> None:
-    """Show lines to read vertical bars by."""
+    """Draw horizontal grid lines for vertical bars."""
     axes.grid(visible=True, axis="y", color="#dddddd", linewidth=0.6)

@@ -26,7 +26,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def fraction(ratio: float) -> str:
-    """Return a ratio below 1 as 1/n, others as they are."""
+    """Return a ratio below 1 as 1/n, and others as numbers."""
     return f"1/{1 / ratio:.1f}" if ratio < 1 else f"{ratio:.1f}"
 
 
@@ -113,13 +113,13 @@ def size(kib: int) -> str:
 
 
 BACKEND_COLUMNS: tuple[tuple[Operation, int], ...] = (("store", 1), ("load", 1), ("store", 4), ("load", 4))
-"""Operations and threads, in the order in which they are shown."""
+"""Operations and threads, in the order of the columns."""
 OURS = ("ours", "ours, pack of 8")
-"""Names of our contenders as an engine would use them."""
+"""Names of our contenders in the configuration of an engine."""
 
 
 def is_ours(row: Speed) -> bool:
-    """Tell whether a row is ours as an engine would use it."""
+    """Return whether a row is one of ours in the configuration of an engine."""
     return row.name in OURS
 
 
@@ -234,7 +234,7 @@ def disk_scan(results: DiskScan) -> str:
 
 
 def faults(results: Faults) -> str:
-    """Return first tokens, a column for each kind of request."""
+    """Return first tokens, with a column for each kind of request."""
     kinds = list(dict.fromkeys(row.kind for row in results.first_tokens))
     states = dict.fromkeys(row.state for row in results.first_tokens)
     cells = {(row.state, row.kind): row for row in results.first_tokens}

@@ -1,4 +1,4 @@
-"""The processor that tests run on: what a model's numbers come out as depends on it."""
+"""Description of the processor that tests run on, since a model's numbers depend on it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ FEATURES = (
     ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16"),
     ("asimd", "asimdhp", "bf16", "i8mm", "sve", "sve2", "svebf16", "sme"),
 )
-"""Features that kernels are chosen by, as Linux names them, of x86 and of Arm."""
+"""Features that decide the choice of kernels, for x86 and for Arm, by Linux's names."""
 
 CPUINFO = Path("/proc/cpuinfo")
 
 
 def processor_line(cpuinfo: Path = CPUINFO, machine: str = platform.machine()) -> str:
-    """Name the processor, its features that kernels are chosen by, and those of its kind that it lacks.
+    """Name the processor, its features that decide the choice of kernels, and the features that it lacks.
 
     Args:
-        cpuinfo: Linux's description of the processors; only the first one is read.
+        cpuinfo: Linux's description of the processors; only the first processor counts.
         machine: the architecture's name.
     """
     try:

@@ -1,6 +1,6 @@
 """Random workloads: requests that share prefixes, arrive at random, are aborted and compete for a small cache.
 
-:func:`random_workload` is pure; :mod:`tests.support.engine.workload_run` drives a real engine with what it makes.
+:func:`random_workload` is pure; :mod:`tests.support.engine.workload_run` drives a real engine with its workloads.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class _Model(BaseModel):
 
 
 class WorkloadRequest(_Model):
-    """One request; ``samples`` above one are drawn with a seed, a single one is greedy.
+    """One request. A single sample is greedy; more samples are drawn with a seed.
 
     Args:
-        arrival_step: added before the engine step of this number.
-        abort_after_steps: aborted that many steps later, if it still runs.
-        score_tokens: how many tokens at the prompt's end to report the log probabilities of.
+        arrival_step: the number of the engine step before which the request is added.
+        abort_after_steps: the number of steps from the arrival to an abort of the request, if it still runs then.
+        score_tokens: the number of tokens at the prompt's end whose log probabilities are reported.
     """
 
     name: str
@@ -38,10 +38,10 @@ class WorkloadRequest(_Model):
 
 
 class WorkloadAction(_Model):
-    """Something done to the engine before a step.
+    """Action on the engine before a step.
 
-    ``preempt`` sends all running requests back to the queue and empties the local prefix cache, at the first step from
-    then on in which no request waits for a load.
+    ``preempt`` sends all running requests back to the queue and empties the local prefix cache. If a request waits for
+    a load at that step, the action happens at the first step without one.
     """
 
     step: int
@@ -49,11 +49,10 @@ class WorkloadAction(_Model):
 
 
 class Workload(_Model):
-    """Requests and actions on one engine; the local prefix cache is emptied before.
+    """Requests and actions on one engine, which starts with an empty local prefix cache.
 
     Args:
-        fault_seed: for what is done around workloads (see ``RunSpec.around_workloads``): which faults happen in this
-            one; ``None`` for none.
+        fault_seed: the seed of this workload's faults, for ``RunSpec.around_workloads``; ``None`` for no faults.
     """
 
     name: str
@@ -70,7 +69,7 @@ class Sample(_Model):
 
 
 class RequestResult(_Model):
-    """One request as it ended; cached tokens are those of its first scheduling, of all its samples together."""
+    """Result of one request; cached tokens are those of its first scheduling, of all its samples together."""
 
     name: str
     samples: list[Sample]
@@ -84,18 +83,18 @@ class RequestResult(_Model):
 
 
 class WorkloadResult(_Model):
-    """The requests of one workload in its order."""
+    """Results of the requests of one workload, in the workload's order."""
 
     name: str
     requests: list[RequestResult]
     steps: int
     seconds: float
     notes: dict[str, Any] = Field(default_factory=dict)
-    """What was written down around the workload, see ``RunSpec.around_workloads``."""
+    """Notes of the context manager around the workload, see ``RunSpec.around_workloads``."""
 
     @property
     def preemptions(self) -> int:
-        """How often requests were preempted."""
+        """Number of preemptions of all requests."""
         return sum(request.preemptions for request in self.requests)
 
     @property
@@ -116,8 +115,8 @@ def random_workload(
 ) -> Workload:
     """Return the workload of ``seed``.
 
-    Prompts are paths in a random tree of token segments of up to twice ``segment_tokens``, each with a tail of its own
-    or none; some arrive together, others up to 10 steps apart.
+    Prompts are paths in a random tree of token segments. A segment has up to twice ``segment_tokens`` tokens. A prompt
+    may end with a tail of its own. Some requests arrive together, others up to 10 steps apart.
     """
     draw = random.Random(f"workload:{seed}")
     nodes: list[list[int]] = [[]]
@@ -146,9 +145,9 @@ def random_workload(
 
 
 def compare_workloads(a: WorkloadResult, b: WorkloadResult, *, max_logprob_gap: float = 1e-4) -> list[str]:
-    """Describe every difference in outputs, one line per sample; empty when they agree.
+    """Describe every difference in outputs, one line for each sample; the list is empty if the outputs agree.
 
-    Of a request that was aborted in either run, what both have produced is compared.
+    If a request was aborted in either run, only the tokens that both runs have produced are compared.
     """
     lines: list[str] = []
     for one, two in zip(a.requests, b.requests, strict=True):
@@ -168,6 +167,6 @@ def compare_workloads(a: WorkloadResult, b: WorkloadResult, *, max_logprob_gap: 
 
 
 def logprob_gap(x: float, y: float) -> float:
-    """Return how far two log probabilities differ: infinitely where one is not a number."""
+    """Return the difference of two log probabilities, or infinity if one is not a number."""
     gap = abs(x - y)
     return gap if gap == gap else float("inf")

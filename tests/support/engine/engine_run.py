@@ -2,10 +2,10 @@
 
     python -m tests.support.engine.engine_run SPEC.json RESULT.json
 
-``SPEC.json`` holds a :class:`RunSpec`, ``RESULT.json`` receives a :class:`RunResult`.  Decoding is greedy.
-One JSON line per finished prompt goes to stderr.  The environment variables that vLLM needs on a CPU are the caller's
-business (:func:`tests.support.engine.spec.run_environment`); ``VLLM_ENABLE_V1_MULTIPROCESSING=1`` moves the engine
-core to a process of its own.
+``SPEC.json`` holds a :class:`RunSpec`, and ``RESULT.json`` receives a :class:`RunResult`. Decoding is greedy. One JSON
+line for each finished prompt goes to stderr. The caller sets the environment variables that vLLM needs on a CPU
+(:func:`tests.support.engine.spec.run_environment`). ``VLLM_ENABLE_V1_MULTIPROCESSING=1`` moves the engine core to a
+process of its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SHUTDOWN_SECONDS = 30.0
 
 
 def run(spec: RunSpec) -> RunResult:
-    """Run ``spec`` in this process; at most one call per process, since vLLM keeps global state."""
+    """Run ``spec`` in this process; call this at most once in a process, since vLLM keeps global state."""
     started = time.perf_counter()
     engine = start_engine(spec)
     start_seconds = time.perf_counter() - started
@@ -69,7 +69,7 @@ def run(spec: RunSpec) -> RunResult:
 
 
 def start_engine(spec: RunSpec) -> Any:
-    """Start vLLM's engine for ``spec``; :func:`stop_engine` ends it. At most one per process."""
+    """Start vLLM's engine for ``spec``, at most one in a process; :func:`stop_engine` ends it."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -89,7 +89,7 @@ def start_engine(spec: RunSpec) -> Any:
         "enable_prefix_caching": spec.enable_prefix_caching,
         "tensor_parallel_size": spec.tensor_parallel_size,
         "enforce_eager": True,
-        # vLLM chooses this by the processor (float32 with AVX-512 BF16), and with it the size of all blocks.
+        # By default vLLM chooses this by the processor (float32 with AVX-512 BF16). It decides the size of all blocks.
         "mamba_ssm_cache_dtype": "float32",
         "disable_hybrid_kv_cache_manager": False,
         "disable_log_stats": False,
@@ -100,7 +100,7 @@ def start_engine(spec: RunSpec) -> Any:
 
 
 def stop_engine(engine: Any) -> None:
-    """Shut an engine down and wait for its end."""
+    """Shut an engine down and wait until it has ended."""
     engine.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
     engine.renderer.shutdown()
 
@@ -112,7 +112,7 @@ def _transfer_config(settings: dict[str, Any] | None) -> Any:
 
 
 class Session:
-    """Feeds rounds to an engine and gathers what comes back."""
+    """Sends rounds and workloads to an engine and gathers the results."""
 
     def __init__(self, engine: Any, logprobs: int, around_workloads: str | None = None) -> None:
         self._engine = engine
@@ -124,7 +124,7 @@ class Session:
         engine.engine_core.get_output = self._tapped_output
 
     def _tapped_output(self) -> Any:
-        """The engine core's outputs, after noting each request's prefill statistics."""
+        """Return the engine core's outputs after keeping each request's prefill statistics."""
         outputs = self._get_output()
         for output in outputs.outputs:
             if output.prefill_stats is not None:
@@ -139,7 +139,8 @@ class Session:
     def run_round(self, index: int, item: Round) -> RoundResult:
         """Run one round.
 
-        RuntimeError if it does not begin, or if a requested reset of the prefix cache is refused, for too long.
+        Raises:
+            RuntimeError: the round does not begin in time, or vLLM refuses a requested reset of the prefix cache.
         """
         if item.begin_file is not None:
             _wait_for(Path(item.begin_file))
@@ -195,27 +196,29 @@ class Session:
         )
 
     def _lora(self, folder: str) -> Any:
-        """Every folder is an adapter of its own number, in the order in which they come up."""
+        """Return the adapter of a folder; folders are numbered in the order of their first use."""
         from vllm.lora.request import LoRARequest
 
         number = self._adapters.setdefault(folder, len(self._adapters) + 1)
         return LoRARequest(Path(folder).name, number, folder)
 
     def _drain(self) -> float:
-        """Step the idle in-process engine while it or its connector has work; returns the seconds spent.
+        """Step the idle in-process engine while it or its connector has work, and return the seconds spent.
 
-        An engine core in its own process steps by itself, so there is nothing to do here for it.
+        If the engine core has its own process, it steps by itself, and this does nothing.
         """
         core = getattr(self._engine.engine_core, "engine_core", None)
         started = time.perf_counter()
         while core is not None and (core.scheduler.has_requests() or core.batch_queue):
             self._engine.step()
             if time.perf_counter() - started > _DRAIN_SECONDS:
-                raise RuntimeError("the KV connector still had work after a long drain")
+                raise RuntimeError(
+                    f"the KV connector still has work after {_DRAIN_SECONDS:g} s of steps of the idle engine"
+                )
         return time.perf_counter() - started
 
     def _reset_prefix_cache(self, reset_connector: bool) -> None:
-        """Empty the engine's own prefix cache, and the connector's on demand, waiting for blocks still in use."""
+        """Empty the engine's own prefix cache, and the connector's on demand; wait while blocks are in use."""
         pause, deadline = threading.Event(), time.perf_counter() + _DRAIN_SECONDS
         while not self._engine.reset_prefix_cache(reset_connector=reset_connector):
             self._drain()
@@ -232,7 +235,7 @@ def _wait_for(file: Path) -> None:
     pause, deadline = threading.Event(), time.perf_counter() + _BEGIN_SECONDS
     while not file.exists():
         if time.perf_counter() > deadline:
-            raise RuntimeError(f"nobody has made {file}, with which a round begins")
+            raise RuntimeError(f"the round cannot begin: nothing made {file} within {_BEGIN_SECONDS:g} s")
         pause.wait(0.005)
 
 
@@ -258,7 +261,7 @@ def _report_progress(round_name: str, result: PromptResult) -> None:
 
 
 def engine_metrics() -> dict[str, float]:
-    """Return the process's metrics as ``RunResult.metrics`` has them."""
+    """Return the process's metrics in the form of ``RunResult.metrics``."""
     from prometheus_client import REGISTRY
 
     values: dict[str, float] = {}
@@ -304,7 +307,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 2:
         print("usage: engine_run SPEC.json RESULT.json", file=sys.stderr)
         return 2
-    # vLLM prints its own records; everyone else's are shown with their logger, so that callers can tell whose they are.
+    # vLLM prints its own records. All other records name their logger, so that callers know the source.
     logging.basicConfig(format=RECORD_FORMAT, level=logging.WARNING)
     spec = RunSpec.model_validate_json(Path(arguments[0]).read_text())
     Path(arguments[1]).write_text(run(spec).model_dump_json(indent=1) + "\n")

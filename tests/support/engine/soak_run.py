@@ -1,12 +1,15 @@
-"""The fault workload on one engine for as long as one likes, and whether anything grows, leaks or does not add up.
+"""Long run of the fault workload on one engine, with checks of memory, leaks, waits, counters and outputs.
 
     python -m tests.support.engine.soak_run SPEC.json SECONDS
 
-``SPEC.json`` holds a :class:`~tests.support.engine.spec.RunSpec` without rounds and workloads, which names what
-:mod:`.fault_run` asks for. Round after round a new random workload runs under a new script of faults; now and then one
-runs once more without offloading and without a prefix in the cache, to compare the outputs. Where the model rounds,
-some outputs of both runs are scored without offloading instead, one request at a time, and judged at the end, see
-:mod:`tests.support.scores`. Prints what it sees, and returns 1 when a check fails. See ``benchmarks/soak.py``.
+``SPEC.json`` holds a :class:`~tests.support.engine.spec.RunSpec` without rounds and workloads, with the fields that
+:mod:`.fault_run` asks for. In each round a new random workload runs under a new script of faults. Now and then a
+workload runs once more without offloading and without a prefix in the cache, to compare the outputs.
+
+If the model rounds, an engine without offloading scores some outputs of both runs instead, one request at a time. The
+scores are judged at the end, see :mod:`tests.support.scores`.
+
+Prints its measurements and the failed checks, and returns 1 if a check has failed. See ``benchmarks/soak.py``.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ _PRINT_SECONDS = 10.0
 _WARM_UP_SHARE = 0.3
 _PROBLEMS_SHOWN = 20
 
-# What the fitted line may grow from the end of the warm-up to the end: noise of the allocators, and next to nothing
-# per minute. A leak of one object's bytes per round would be some 3 MiB per minute.
+# Limits for the growth of the fitted line from the end of the warm-up to the end: the noise of the allocators, and
+# nearly nothing per minute. A leak of one object's bytes per round would be some 3 MiB per minute.
 GROWTH_LIMIT_BYTES = 8 * _MIB
 GROWTH_LIMIT_BYTES_PER_MINUTE = 0.1 * _MIB
 
@@ -45,7 +48,7 @@ class Soak:
     """One soak on one engine.
 
     Args:
-        exact: whether outputs are compared exactly; else some are scored.
+        exact: compare outputs token by token; if false, score some of them.
     """
 
     def __init__(self, session: Session, *, exact: bool) -> None:
@@ -60,14 +63,14 @@ class Soak:
         self._started = time.monotonic()
 
     def run(self, seconds: float) -> None:
-        """Run rounds until ``seconds`` are over, and one without faults at the end, which takes in the last news."""
+        """Run rounds until ``seconds`` are over, then one without faults, which takes in the last reports."""
         self._round(_well(0))
         self._started = time.monotonic()
         printed = 0.0
         while (elapsed := time.monotonic() - self._started) < seconds:
             self.rounds += 1
-            # Each twice, the second time over a tier that has it; and all of them again and again, so that the engine's
-            # bounded memory of chunks is full before the warm-up is over, and growth is a leak.
+            # Each workload runs twice in a row, the second time over a tier that holds its objects. All workloads
+            # repeat, so that the engine's bounded memory of chunks fills during the warm-up. Later growth is a leak.
             seed = (self.rounds + 1) // 2 % _WORKLOADS
             workload = random_workload(seed).model_copy(update={"fault_seed": self.rounds})
             result = self._round(workload)
@@ -85,7 +88,7 @@ class Soak:
             self.failed(score_problems(self._gaps, self._gaps_alone))
 
     def failed(self, problems: Sequence[str]) -> None:
-        """Count what went wrong and print it, one line each, as long as there are not too many lines."""
+        """Count the problems and print the first ones, one line each."""
         for problem in problems[: max(0, _PROBLEMS_SHOWN - self.problems)]:
             print(f"FAILED: round {self.rounds}: {problem}", flush=True)
         self.problems += len(problems)
@@ -102,7 +105,7 @@ class Soak:
         return result
 
     def _compare(self, workload: Workload, result: WorkloadResult) -> None:
-        """Compare the outputs with those of a run that opts out of offloading."""
+        """Compare the outputs with those of a run without offloading."""
         alone = self._round(_opted_out(workload))
         if self._exact:
             self.failed(compare_workloads(result, alone))
@@ -122,7 +125,7 @@ class Soak:
         return {f"round {self.rounds}: {name}": values for name, values in gaps.items()}
 
     def _sample(self) -> None:
-        """Measure what is really in use: garbage is collected, and the allocator gives back what it keeps for later."""
+        """Measure the memory in use, after collecting garbage and trimming the allocator's free memory."""
         gc.collect()
         _LIBC.malloc_trim(0)
         now = time.monotonic() - self._started
@@ -146,14 +149,14 @@ def _resident_bytes(kind: str) -> int:
 
 
 def _opted_out(workload: Workload) -> Workload:
-    """The workload without offloading and without faults."""
+    """Return the workload without offloading and without faults."""
     params = {"kv_transfer_params": {"hybrid_offload": {"load": False, "store": False}}}
     requests = [request.model_copy(update=params) for request in workload.requests]
     return workload.model_copy(update={"requests": requests, "fault_seed": None})
 
 
 def _most_offloaded(result: WorkloadResult) -> set[str]:
-    """Name the requests to score: those with the most tokens from the tiers and, of equals, the most preemptions."""
+    """Name the requests to score: those with the most tokens from the tiers; among equals, the most preemptions."""
     by_use = sorted(result.requests, key=lambda item: (item.external_cached_tokens, item.preemptions), reverse=True)
     return {request.name for request in by_use[:_SCORED_REQUESTS]}
 
@@ -172,7 +175,7 @@ def _memory_problem(trend: MemoryTrend) -> str | None:
 
 
 def soak(spec: RunSpec, seconds: float) -> int:
-    """Soak an engine and return how many things went wrong; prints them. At most one call per process."""
+    """Soak an engine, print the problems and return their number; call this at most once in a process."""
     engine = start_engine(spec)
     try:
         session = Session(engine, spec.logprobs, spec.around_workloads)

@@ -17,9 +17,9 @@ class WorkloadDriver:
 
     Args:
         engine: vLLM's engine, its core in this process.
-        prefill: first prefill statistics by internal request id, filled as outputs come.
-        logprobs: how many log probabilities to ask for.
-        drain: steps the idle engine until its connector has nothing left to do.
+        prefill: the first prefill statistics by internal request id, filled as outputs arrive.
+        logprobs: the number of log probabilities to ask for.
+        drain: steps the idle engine until its connector has no work.
     """
 
     def __init__(self, engine: Any, prefill: dict[str, Any], logprobs: int, drain: Callable[[], float]) -> None:
@@ -33,7 +33,11 @@ class WorkloadDriver:
         self._scores: dict[str, list[float]] = {}
 
     def run(self, workload: Workload) -> WorkloadResult:
-        """Run it to its end; RuntimeError when that takes too many steps."""
+        """Run a workload to its end.
+
+        Raises:
+            RuntimeError: the workload takes too many steps.
+        """
         started = time.perf_counter()
         waiting = sorted(workload.requests, key=lambda request: request.arrival_step)
         actions = sorted(workload.actions, key=lambda action: action.step)
@@ -88,7 +92,7 @@ class WorkloadDriver:
         self._followed[request.name] = [(key, self._core.scheduler.requests[key]) for key in sorted(added)]
 
     def _is_loading(self) -> bool:
-        """Whether a request that does not run holds blocks for a load: vLLM refuses to preempt everything then."""
+        """Return whether a request that does not run holds blocks for a load; then vLLM refuses to preempt all."""
         scheduler = self._core.scheduler
         waiting = scheduler.requests.keys() - {request.request_id for request in scheduler.running}
         return any(any(scheduler.kv_cache_manager.get_block_ids(request_id)) for request_id in waiting)
@@ -98,7 +102,7 @@ class WorkloadDriver:
         return output is not None and output.finished
 
     def _take(self, output: Any) -> None:
-        """Keep the newest output; those that come without some of the samples keep what these had."""
+        """Keep the newest output; samples that it lacks keep their last state."""
         known = self._outputs.get(output.request_id)
         if known is not None:
             present = {completion.index for completion in output.outputs}
