@@ -133,7 +133,7 @@ def test_attention_chunks_that_units_do_not_divide_are_refused_with_the_numbers(
         plan(GroupGeometry(0, 16, FULL), GroupGeometry(1, 16, chunked(8192)), chunk=768, max_model_len=32768)
     assert str(refused.value).startswith(
         "group 1 has chunked local attention of 8192 tokens and, with block size 16 and hybrid_chunk_size 768, units "
-        "of 768 tokens; neither divides the other"
+        "of 768 tokens; neither is a multiple of the other"
     )
     assert str(refused.value).endswith("; set hybrid_chunk_size to 512")
 
@@ -175,7 +175,7 @@ def test_one_attention_chunk_may_make_another_too_small_to_be_divided() -> None:
 
 def test_boundaries_at_which_the_engine_cannot_go_on_are_refused_with_a_chunk_size_that_works() -> None:
     geometry = [GroupGeometry(0, 16, FULL)]
-    with pytest.raises(PlanError, match=r"256 tokens apart, .* multiples of 1056 tokens only") as refused:
+    with pytest.raises(PlanError, match=r"256 tokens apart, .* only at multiples of 1056 tokens") as refused:
         HybridOffloadPlanner.build(geometry, hash_block_size=16, max_model_len=1 << 17, scheduler_block_size=1056)
     chunk = re.search(r"set hybrid_chunk_size to (\d+)$", str(refused.value))
     assert chunk is not None
