@@ -40,7 +40,7 @@ def _run(lab: Lab, folder: Path, workloads: list[Workload]) -> RunResult:
         lab,
         [random_workload(-1, requests=6), *workloads, random_workload(-2, requests=6)],
         transfer,
-        env=installed(folder, "fault_plugin", "offload_core.testing"),
+        env=installed(folder, "plugin", "offload_core.testing.faults"),
         around_workloads="tests.support.engine.fault_run:under_faults",
     )
     return result.model_copy(update={"workloads": result.workloads[1:-1]})

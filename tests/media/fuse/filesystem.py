@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import fuse
+
 from tests.media.fuse.rules import Rule, RulesFile
 
 fuse.fuse_python_api = (0, 2)

@@ -17,7 +17,7 @@ EXIT_SECONDS = 10.0
 _SCRIPT = """
 import json, sys, time
 from offload_core.config.loading import load_config
-from offload_core.runtime.threads import IoLoop
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.tiers.opening import close_tiers
 from tests.support.transfer_rig import Rig, item
 
