@@ -68,7 +68,7 @@ def test_chunk_that_is_not_loaded_is_seen(lab: Lab, workloads: list[Workload], t
     assert output_problems(lab, workloads, result) != []
 
 
-@pytest.mark.parametrize("fault", [None, "ForgetsLastChunk", "ForgetsOneByte"])
+@pytest.mark.parametrize("fault", [None, pytest.param("ForgetsLastChunk", marks=pytest.mark.long), "ForgetsOneByte"])
 def test_one_request_at_a_time_is_computed_alike(lab: Lab, tmp_path: Path, fault: str | None) -> None:
     workload = one_at_a_time(1)
     loaded = ours(tmp_path / "kv", hybrid_chunk_size=lab.block_size)
