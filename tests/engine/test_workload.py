@@ -75,7 +75,8 @@ def test_one_request_at_a_time_is_computed_alike(lab: Lab, tmp_path: Path, fault
     if fault is not None:
         loaded = _forgetting(fault, tmp_path / "kv", hybrid_chunk_size=lab.block_size)
     first, again = run_workloads(lab, [workload, workload], loaded, small=False).workloads
-    assert again.cached_tokens > first.cached_tokens
+    assert first.cached_tokens == 0
+    assert sum(request.external_cached_tokens > 0 for request in again.requests) >= 5
     differences = differences_one_at_a_time(lab, workload, again)
     assert (differences == []) == (fault is None)
 
@@ -229,5 +230,6 @@ def test_one_request_at_a_time_is_computed_alike_where_rounding_depends_on_the_b
     transfer = ours(tmp_path / "kv", hybrid_chunk_size=qwen3_next.block_size)
     many = [workload, workload]
     first, again = run_workloads(qwen3_next, many, transfer, small=False, **ROUNDING_BY_BATCH).workloads
-    assert again.cached_tokens > first.cached_tokens
+    assert first.cached_tokens == 0
+    assert sum(request.external_cached_tokens > 0 for request in again.requests) >= 5
     assert differences_one_at_a_time(qwen3_next, workload, again, **ROUNDING_BY_BATCH) == []

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from tests.support.workload import Workload
 
-_PARTS = 8
+_PARTS = 13  # a prime: batches of one block of tokens and of several blocks are parted at different columns
 
 
 @contextlib.contextmanager
