@@ -50,7 +50,7 @@ class Limits(BaseModel):
     ] = 0.05
     store_timeout_seconds: Annotated[
         Seconds,
-        Field(gt=0, description="Deadline of a store, its time in the queue included. Objects that miss it are lost."),
+        Field(gt=0, description="Deadline of a store, queue included. Objects that miss it count as not stored."),
         PerTier("10s"),
     ] = 30.0
     lookup_timeout_seconds: Annotated[

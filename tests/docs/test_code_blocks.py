@@ -10,6 +10,7 @@ import pytest
 from tests.docs.test_plain_english import DOCUMENTS
 from tests.support.documents import blocks
 from tests.support.paths import ROOT
+from tests.support.source_files import relative
 
 RUN_BY = {
     "README.md": {
@@ -48,10 +49,6 @@ RUN_BY = {
     },
 }
 """The beginning of each code block, and the test that runs it."""
-
-
-def relative(path: Path) -> str:
-    return str(path.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if "examples" not in path.parts], ids=relative)

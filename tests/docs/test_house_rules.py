@@ -6,31 +6,17 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from offload_core.api.hooks import HookSpecs
 from tests.support.paths import ROOT, TEMPLATE
+from tests.support.source_files import imported, relative
 
 CORE = sorted((ROOT / "offload_core").rglob("*.py"))
 BACKENDS = sorted([*(ROOT / "backends").rglob("*.py"), *(TEMPLATE / "offload_backend_sqlite").rglob("*.py")])
 ADAPTER = ROOT / "offload_core" / "vllm"
-
-
-def imports(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each imported module with the names taken from it, wherever in the file the import stands."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, ()) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative imports hide what is imported"
-            yield node.module or "", tuple(alias.name for alias in node.names)
-
-
-def relative(path: Path) -> str:
-    return str(path.relative_to(ROOT))
 
 
 def test_the_rules_are_checked_on_the_real_files() -> None:
@@ -42,7 +28,7 @@ def test_the_rules_are_checked_on_the_real_files() -> None:
 
 @pytest.mark.parametrize("path", [p for p in CORE + BACKENDS if ADAPTER not in p.parents], ids=relative)
 def test_nothing_outside_the_adapter_imports_vllm(path: Path) -> None:
-    for module, names in imports(path):
+    for module, names in imported(path):
         assert module.split(".")[0] != "vllm"
         assert not module.startswith("offload_core.vllm")
         assert not (module == "offload_core" and "vllm" in names)
@@ -51,7 +37,7 @@ def test_nothing_outside_the_adapter_imports_vllm(path: Path) -> None:
 @pytest.mark.parametrize("path", CORE + BACKENDS, ids=relative)
 def test_nothing_stored_can_run_code(path: Path) -> None:
     loaders = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
-    assert not loaders & {module.split(".")[0] for module, _ in imports(path)}
+    assert not loaders & {module.split(".")[0] for module, _ in imported(path)}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "load":
             assert ast.unparse(node.func.value) != "torch", "torch.load unpickles"

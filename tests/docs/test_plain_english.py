@@ -15,6 +15,7 @@ from tests.support.plain_english import (
     sentences,
     words,
 )
+from tests.support.source_files import relative
 
 DOCUMENTS = sorted(
     [
@@ -25,10 +26,6 @@ DOCUMENTS = sorted(
 )
 FOLDERS = ("offload_core", "backends", "examples", "benchmarks", "tests/support")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-
-
-def relative(path: Path) -> str:
-    return str(path.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=relative)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 import offload_core.api
 import offload_core.testing
 from tests.support.paths import ROOT, TEMPLATE
+from tests.support.source_files import imported, relative
 
 FLOORS = (
     ("api", "runtime"),
@@ -40,20 +41,6 @@ STRANGERS = sorted([*(ROOT / "backends").rglob("*.py"), *(ROOT / "examples").rgl
 """Code that may use the public door only."""
 
 
-def relative(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-def imported(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each imported module with the names taken from it, wherever in the file the import stands."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, ()) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{relative(path)}: write the whole name of the module, not a relative import"
-            yield node.module or "", tuple(alias.name for alias in node.names)
-
-
 def floor(room: str) -> int:
     (number,) = (number for number, rooms in enumerate(FLOORS) if room in rooms)
     return number
@@ -65,18 +52,34 @@ def test_the_rooms_are_the_folders_and_the_top_has_entrances_only() -> None:
     assert {path.name for path in CORE.glob("*.py")} == ENTRANCES
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in MODULES if path.parent != CORE and CORE in path.parents], ids=relative
-)
+@pytest.mark.parametrize("path", ROOMED, ids=relative)
 def test_imports_point_down(path: Path) -> None:
     own = path.relative_to(CORE).parts[0]
     for module, names in imported(path):
         whole = [f"{module}.{name}" for name in names] if module == "offload_core" else [module]
         for parts in (name.split(".") for name in whole if name.startswith("offload_core.")):
             room = parts[1]
-            if room in own or room == "__version__":
+            if room in (own, "__version__"):
                 continue
             assert floor(room) < floor(own), f"{relative(path)} imports {'.'.join(parts)}, which is not below {own}"
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, CORE / "vllm", CORE / "testing"], ids=relative)
+def test_the_folders_of_a_package_form_no_circle(package: Path) -> None:
+    name = ".".join(package.parts[package.parts.index(CORE.name) :]) if package.is_relative_to(CORE) else package.name
+    folders = {path.parent.name for path in package.glob("*/__init__.py")}
+    arrows = {folder: _folders_imported(package / folder, name) & folders - {folder} for folder in folders}
+    tuple(graphlib.TopologicalSorter(arrows).static_order())  # CycleError names the circle
+
+
+def _folders_imported(folder: Path, package: str) -> set[str]:
+    """Return the first name below ``package`` of everything that the modules of a folder import."""
+    found: set[str] = set()
+    for path in folder.rglob("*.py"):
+        for module, names in imported(path):
+            whole = [module, *(f"{module}.{name}" for name in names)]
+            found |= {one.removeprefix(f"{package}.").split(".")[0] for one in whole if one.startswith(f"{package}.")}
+    return found
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=relative)

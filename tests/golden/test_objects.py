@@ -17,7 +17,6 @@ from tests.golden.objects import KEY, PAYLOAD, golden_object
 from tests.golden.subject import ObjectFormatError, ObjectKey
 
 CODECS = {"none": 0, "zstd": 1, "zstd-planes": 2}
-SIZES_OF_RAW = range(176, 184)
 STORED_FIELDS = range(184, 208)
 """Length and checksum of the stored payload, which differ from one version of zstd to another."""
 HEADER_CHECKSUM = range(4080, 4096)
