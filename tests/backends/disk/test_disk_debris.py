@@ -285,13 +285,21 @@ def test_a_backend_whose_folder_is_gone_can_be_closed(disk: Disk, tmp_path: Path
         await backend.open()
         await store(backend, 0)
         held = await backend.prepare_load([key(0)])
-        assert held.present == (True,), "so that a use waits for the flush"
+        assert held.present == (True,)
         (tmp_path / "objects").rename(tmp_path / "away")
         await held.release()
         await backend.close()
 
     asyncio.run(main())
-    assert not (tmp_path / "objects").exists(), "close() creates nothing"
+
+
+def test_the_close_of_an_account_whose_folder_is_gone_creates_nothing(tmp_path: Path) -> None:
+    account = open_account(tmp_path / "objects", 100 * KIB)
+    account.record_use([key(0)])
+    assert account.needs_flush
+    (tmp_path / "objects").rename(tmp_path / "away")
+    account.close()
+    assert not (tmp_path / "objects").exists()
 
 
 @pytest.mark.parametrize("options", [{}, {"capacity": 100 * KIB}], ids=["without a limit", "with a limit"])
