@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.engine.spec import PRELOAD_MODULE, RunSpec, logged_problems, run_environment
+from tests.support.engine.spec import RunSpec, fork_server, logged_problems, run_environment
 from tests.support.processes import Program, run_program
 
 _MODULE = """
@@ -51,7 +53,7 @@ def module_folder(tmp_path: Path) -> Path:
 def _program(folder: Path, behaviour: str, *, forked: bool = True, **variables: str) -> Program:
     search_path = os.pathsep.join([str(folder), *(entry for entry in sys.path if entry)])
     environment = {**run_environment(RunSpec(model="", rounds=[])), **os.environ, "PYTHONPATH": search_path}
-    return Program("run_of_a_test", (behaviour,), environment | variables, PRELOAD_MODULE if forked else None)
+    return Program("run_of_a_test", (behaviour,), environment | variables, fork_server() if forked else None)
 
 
 def _run(program: Program, timeout_seconds: float = 60.0) -> tuple[str | None, list[str]]:
@@ -64,6 +66,14 @@ def _run(program: Program, timeout_seconds: float = 60.0) -> tuple[str | None, l
     return run_program(program, timeout_seconds, keep), lines
 
 
+def describe(folder: Path, *, forked: bool = True, **variables: str) -> dict[str, Any]:
+    """Return the facts that a run sees of its process."""
+    problem, lines = _run(_program(folder, "describe", forked=forked, **variables))
+    assert problem is None, problem
+    facts: dict[str, Any] = json.loads(lines[-1])
+    return facts
+
+
 @pytest.mark.parametrize(
     ("forked", "variables", "preloaded"),
     [(True, {}, True), (False, {}, False), (True, {"RUN_VARIABLE": "1"}, False)],
@@ -72,9 +82,7 @@ def _run(program: Program, timeout_seconds: float = 60.0) -> tuple[str | None, l
 def test_run_sees_its_environment(
     module_folder: Path, forked: bool, variables: dict[str, str], preloaded: bool
 ) -> None:
-    problem, lines = _run(_program(module_folder, "describe", forked=forked, **variables))
-    assert problem is None
-    facts = json.loads(lines[-1])
+    facts = describe(module_folder, forked=forked, **variables)
     assert facts["preloaded"] == preloaded
     assert facts["own_session"]
     assert facts["variable"] == variables.get("RUN_VARIABLE")
@@ -82,6 +90,28 @@ def test_run_sees_its_environment(
     assert str(module_folder) in facts["search_path"]
     if preloaded:
         assert facts["parent_threads"] == 1, "a process must not be forked from one with threads"
+
+
+_FIRST_RUN_WITH_ITS_OWN_VARIABLE = """
+import json, sys
+from pathlib import Path
+from tests.engine.test_run_process import describe
+
+if __name__ == "__main__":
+    first = describe(Path(sys.argv[1]), RUN_VARIABLE="1")
+    print(json.dumps([first, describe(Path(sys.argv[1]))]))
+"""
+
+
+def test_a_first_run_with_its_own_variables_leaves_the_server_to_the_others(module_folder: Path) -> None:
+    script = module_folder / "first_run.py"
+    script.write_text(_FIRST_RUN_WITH_ITS_OWN_VARIABLE)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    command = [sys.executable, str(script), str(module_folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    first, second = json.loads(done.stdout.splitlines()[-1])
+    assert (first["preloaded"], first["variable"]) == (False, "1")
+    assert (second["preloaded"], second["variable"]) == (True, None)
 
 
 @pytest.mark.parametrize("forked", [True, False], ids=["forked", "fresh"])
@@ -117,6 +147,7 @@ def test_what_vllm_says_by_itself_is_no_problem_of_a_run() -> None:
         "WARNING offload_core.tiers.tier: tier 'disk': damaged object, deleting it",
         "ERROR asyncio: Task exception was never retrieved",
         "(EngineCore pid=7) Traceback (most recent call last):",
+        "WARNING vllm.triton_utils.importing: Triton is installed, but doesn't include CPU backend",
         "{'WARNING': 'in a text'}",
     ]
     assert logged_problems(lines) == lines[2:5]

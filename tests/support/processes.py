@@ -31,6 +31,19 @@ _VARIABLES_FREE_TO_DIFFER = {"PYTHONPATH", "PYTEST_CURRENT_TEST"}
 
 
 @dataclass(frozen=True)
+class Preload:
+    """The imports of the fork server, once for all runs, and its environment.
+
+    Args:
+        module: the module that it imports.
+        environment: its environment variables, whatever the first run's are. Runs with others are not forked.
+    """
+
+    module: str
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Program:
     """A module with a ``main(arguments) -> exit code``, its arguments and its environment.
 
@@ -38,13 +51,13 @@ class Program:
         module: the module's name; ``python -m`` can run it too.
         arguments: the arguments of its ``main``.
         environment: all environment variables of the run.
-        preload: a module that the fork server imports once for all runs; ``None`` for a fresh interpreter.
+        preload: the fork server; ``None`` for a fresh interpreter.
     """
 
     module: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
-    preload: str | None
+    preload: Preload | None
 
 
 def run_program(program: Program, timeout_seconds: float, on_line: Callable[[str], bool]) -> str | None:
@@ -155,18 +168,19 @@ def _can_fork(program: Program) -> bool:
         return False
     with _server_lock:
         if _server_environment is None:
-            _start_server(program.preload, program.environment)
-            _server_environment = dict(program.environment)
+            _start_server(program.preload)
+            _server_environment = dict(program.preload.environment)
         both = _server_environment.keys() | program.environment.keys()
         different = {name for name in both if _server_environment.get(name) != program.environment.get(name)}
     return different <= _VARIABLES_FREE_TO_DIFFER
 
 
-def _start_server(preload: str, environment: Mapping[str, str]) -> None:
+def _start_server(preload: Preload) -> None:
     before = dict(os.environ)
-    multiprocessing.forkserver.set_forkserver_preload([preload])
+    multiprocessing.forkserver.set_forkserver_preload([preload.module])
     try:
-        os.environ.update({**_SERVER_VARIABLES, **environment})
+        os.environ.clear()
+        os.environ.update({**_SERVER_VARIABLES, **preload.environment})
         multiprocessing.forkserver.ensure_running()
     finally:
         os.environ.clear()

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.support.processes import Program, run_program
+from tests.support.processes import Preload, Program, run_program
 from tests.support.workload import Workload, WorkloadResult
 
 PROGRESS_KEY = "prompt_finished"
@@ -27,7 +27,8 @@ RUN_MODULE = "tests.support.engine.engine_run"
 PRELOAD_MODULE = "tests.support.engine.preload"
 
 
-_PROBLEM = re.compile(r"(WARNING|ERROR|CRITICAL) [\w.]+: |.*Traceback \(most recent call last\)")
+# vLLM's own lines have a time in place of the logger's name, but for those at its import.
+_PROBLEM = re.compile(r"(WARNING|ERROR|CRITICAL) (?!vllm\.)[\w.]+: |.*Traceback \(most recent call last\)")
 
 
 class RunFailedError(RuntimeError):
@@ -221,6 +222,17 @@ def run_environment(spec: RunSpec) -> dict[str, str]:
     return variables
 
 
+def fork_server() -> Preload:
+    """Return the server from which usual runs are forked: of one rank, with this process's variables.
+
+    The first run may have more ranks or variables of its own. If it started the server with these, all other runs would
+    need a fresh interpreter.
+    """
+    search_path = os.pathsep.join(entry for entry in sys.path if entry)
+    usual = {**run_environment(RunSpec(model="", rounds=[])), **os.environ, "PYTHONPATH": search_path}
+    return Preload(PRELOAD_MODULE, usual)
+
+
 def run_in_process(
     spec: RunSpec,
     *,
@@ -235,7 +247,7 @@ def run_in_process(
     The child's environment is :func:`run_environment`, overridden by this process's environment and then by ``env``.
     The child has this process's module search path. It is usually forked from a server that has vLLM imported, which
     saves seconds. It starts from a fresh interpreter with ``fresh_interpreter``, or if a variable other than the search
-    path differs from the first run's. A calling script needs an ``if __name__ == "__main__"`` guard.
+    path differs from :func:`fork_server`'s. A calling script needs an ``if __name__ == "__main__"`` guard.
 
     Args:
         spec: the engine and its rounds.
@@ -263,7 +275,7 @@ def run_in_process(
     with tempfile.TemporaryDirectory(prefix="engine-run-") as folder:
         spec_file, result_file = Path(folder, "spec.json"), Path(folder, "result.json")
         spec_file.write_text(spec.model_dump_json())
-        preload = None if fresh_interpreter else PRELOAD_MODULE
+        preload = None if fresh_interpreter else fork_server()
         program = Program(RUN_MODULE, (str(spec_file), str(result_file)), environment, preload)
         failure = run_program(program, timeout_seconds, is_progress)
         if failure is not None:
