@@ -39,6 +39,11 @@ class Capabilities:
         bounded: the backend limits its bytes. ``prepare_load`` pins and ``prepare_store`` reserves (C9 to C11).
         lists: :meth:`Backend.list_objects` works (C18).
         sizes: ``prepare_load`` returns the size of each object in bytes (C19). Compressed objects need it.
+        evicts: the medium evicts objects by itself, at any time. Presence is then a hint, a size may be ``None``, and
+            a store may be ``REJECTED`` after ``prepare_store`` has granted it. It excludes ``bounded``.
+
+    Raises:
+        ValueError: both ``bounded`` and ``evicts`` are declared.
     """
 
     medium: Literal["host", "disk", "remote"]
@@ -47,6 +52,14 @@ class Capabilities:
     bounded: bool = False
     lists: bool = False
     sizes: bool = False
+    evicts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bounded and self.evicts:
+            raise ValueError(
+                "Capabilities(bounded=True, evicts=True): a medium that evicts by itself can neither pin nor reserve; "
+                "declare bounded if the backend chooses the objects to evict, else evicts"
+            )
 
 
 @dataclass(frozen=True)
@@ -342,6 +355,18 @@ async def to_the_end(awaitable: Awaitable[T]) -> T:
     return future.result()
 
 
+class Requirement(NamedTuple):
+    """A Python module that a backend type needs and that its distribution does not always install.
+
+    Args:
+        module: name of a top-level module, such as ``boto3``. The core only looks for it and does not import it.
+        install: the command that installs it, for messages.
+    """
+
+    module: str
+    install: str
+
+
 @dataclass(frozen=True)
 class BackendType:
     """A type of backend that a plugin registers: its name, its class and its options.
@@ -350,8 +375,11 @@ class BackendType:
         name: the ``type`` that users write, ``[a-z][a-z0-9_-]*``.
         backend: a subclass of :class:`Backend`, which the core constructs as ``backend(options, context)``.
         options: a subclass of :class:`BackendOptions` that checks the tier's own keys.
+        requires: modules that the backend imports when it is constructed or opened. A configuration that names the type
+            is refused while one is missing.
     """
 
     name: str
     backend: type[Backend[Any]]
     options: type[BackendOptions]
+    requires: tuple[Requirement, ...] = ()

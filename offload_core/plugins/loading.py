@@ -25,7 +25,7 @@ import pluggy
 
 from offload_core import __version__
 from offload_core.api import hooks as hookspecs
-from offload_core.api.backend import Backend, BackendType
+from offload_core.api.backend import Backend, BackendType, Requirement
 from offload_core.api.errors import PluginError, did_you_mean
 from offload_core.api.options import BackendOptions
 
@@ -225,3 +225,9 @@ def _check_type(registered: object) -> None:
         raise PluginError(
             f"backend type {registered.name!r}: {registered.options!r} is not a subclass of BackendOptions"
         )
+    for required in registered.requires:
+        if not (isinstance(required, Requirement) and required.module.isidentifier() and required.install.strip()):
+            raise PluginError(
+                f"backend type {registered.name!r} requires {required!r}; it must be a Requirement with the name of a "
+                "top-level module and the command that installs it"
+            )

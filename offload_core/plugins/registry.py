@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import pluggy
@@ -43,6 +44,7 @@ class PluginReport:
         api_version: the module's ``OFFLOAD_API_VERSION``, or ``None`` if loading failed earlier.
         hooks: names of the module's hooks; empty if loading failed earlier.
         backend_types: names of the backend types that users can write for ``type``.
+        missing: the missing requirements of these types, each with the command that installs it.
         error: the reason of a failure, on one line. The core uses no part of such a plugin. ``None`` if it works.
     """
 
@@ -54,6 +56,7 @@ class PluginReport:
     hooks: tuple[str, ...] = ()
     backend_types: tuple[str, ...] = ()
     error: str | None = None
+    missing: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"plugin {self.name!r} of {' '.join(filter(None, (self.distribution, self.version)))}"
@@ -97,7 +100,8 @@ class PluginRegistry:
         """Return the backend type ``name``.
 
         Raises:
-            PluginError: no plugin provides it. The message lists the available types and the failed plugins.
+            PluginError: no plugin provides it, or a module that it requires is missing. The message lists the available
+                types and the failed plugins, or the command that installs the module.
         """
         found = self.backend_types.get(name)
         if found is None:
@@ -108,6 +112,8 @@ class PluginRegistry:
                 f"known types: {available}; {_INSTALL}"
                 + ("".join(["\n    plugins that failed and might provide it:", *failed]) if failed else "")
             )
+        if missing := missing_requirements(found):
+            raise PluginError(f"backend type {name!r} cannot be used: {'; '.join(missing)}")
         return found
 
     def require(self, name: str) -> None:
@@ -160,6 +166,15 @@ def _notify(hook: Callable[..., object], event: Event) -> None:
     call(hook, event=event)
 
 
+def missing_requirements(backend_type: BackendType) -> list[str]:
+    """Return a sentence per module that the backend type requires and that is not installed."""
+    return [
+        f"the Python module {required.module!r} is not installed; run: {required.install}"
+        for required in backend_type.requires
+        if find_spec(required.module) is None
+    ]
+
+
 def load_plugins(points: Iterable[EntryPoint] | None = None) -> PluginRegistry:
     """Load all plugins. By default these are the plugins of the installed distributions."""
     found = sorted(entry_points(group=ENTRY_POINT_GROUP) if points is None else points, key=lambda point: point.name)
@@ -187,6 +202,7 @@ def load_plugins(points: Iterable[EntryPoint] | None = None) -> PluginRegistry:
             hooks=candidate.hooks,
             backend_types=tuple(registered.name for registered in provided),
             error=candidate.error,
+            missing=tuple(text for registered in provided for text in missing_requirements(registered)),
         )
         types += provided
         reports.append(report)

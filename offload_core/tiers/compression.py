@@ -127,6 +127,8 @@ class TierCodec:
         Returns:
             The form to fill, or the outcome of an object that cannot be loaded.
         """
+        if nbytes is None and self.compresses:
+            return LoadOutcome.MISS  # most objects of the tier are shorter than the buffer
         if nbytes is None or nbytes == staged.lease.nbytes:
             return StoredForm(staged, staged.lease.view)
         if not HEADER_BYTES < nbytes < staged.lease.nbytes:

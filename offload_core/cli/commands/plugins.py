@@ -21,6 +21,8 @@ def plugins(
 ) -> None:
     """List the installed plugins: their distributions, their backend types, and the reasons of failures.
 
+    The column "missing" names the modules that a backend type still needs, with the commands that install them.
+
     A plugin that failed never stops the others. The exit code is therefore 0, unless you give `--strict`.
 
     Example: `offload-core plugins --strict`
@@ -31,7 +33,12 @@ def plugins(
         print_json({"plugins": found})
     else:
         columns = ["plugin", "distribution", "version", "API", "backend types", "hooks", "error"]
-        print_table(columns, ([_cell(value) for key, value in p.items() if key != "module"] for p in found))
+        left_out = {"module"}
+        if any(plugin["missing"] for plugin in found):
+            columns.append("missing")
+        else:
+            left_out.add("missing")
+        print_table(columns, ([_cell(value) for key, value in p.items() if key not in left_out] for p in found))
     if failed:
         note(f"{len(failed)} of {len(found)} plugins failed; an engine that needs one of them does not start")
     if failed and strict:
@@ -50,6 +57,7 @@ def _document(report: PluginReport) -> dict[str, Any]:
         "backend_types": list(fields["backend_types"]),
         "hooks": list(fields.get("hooks", ())),
         "error": fields["error"],
+        "missing": list(fields["missing"]),
     }
 
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,10 +19,10 @@ from offload_backend_nfs import NfsBackend, NfsOptions
 from offload_core.api.backend import BackendContext
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
+from tests.support.server_process import ServerProcess, accepts, free_port
 
 Nfs = Callable[..., NfsBackend]
 
-START_LIMIT_SECONDS = 60
 S3_CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "testing",
     "AWS_SECRET_ACCESS_KEY": "testing",
@@ -40,7 +36,7 @@ def key(number: int, pack: str = "full-u256") -> ObjectKey:
     return ObjectKey("ab" * 32, pack, bytes([number % 256, number // 256]) * 16)
 
 
-class S3Server:
+class S3Server(ServerProcess):
     """A moto server in its own process. It can be killed and started again.
 
     Args:
@@ -48,37 +44,11 @@ class S3Server:
     """
 
     def __init__(self, log: Path | None = None) -> None:
-        self._log = log
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.start()
-
-    def start(self) -> None:
         command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(self.port)]
-        with Path(os.devnull if self._log is None else self._log).open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
-        deadline = time.monotonic() + START_LIMIT_SECONDS
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-            except OSError:
-                assert self._process.poll() is None, "the server ended at once"
-                assert time.monotonic() < deadline, "the server does not answer"
-                time.sleep(0.05)
-            else:
-                return
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def pause(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
+        super().__init__(command, lambda: accepts(self.port), log)
+        self.start()
 
     def client(self) -> Any:
         return boto3.client("s3", endpoint_url=self.url, config=Config(retries={"total_max_attempts": 3}))
