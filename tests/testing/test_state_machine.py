@@ -271,3 +271,72 @@ def test_the_machine_finds_a_broken_backend(backend: type[ShelfBackend], clauses
     assert re.match(rf"({clauses}): ", message), message
     assert "\nsteps:\n  1. open client 0" in message
     assert "\nkeys:\n  k0 = " in message
+
+
+EVICTS = Capabilities(medium="remote", persistent=True, shared=True, lists=True, evicts=True)
+
+
+class EvictsByItself(Unbounded):
+    """Loses an object now and then, and rejects some of the stores that it has granted."""
+
+    capabilities = EVICTS
+    calls = itertools.count()
+
+    async def pause(self) -> None:
+        await super().pause()
+        objects = self.shelf.objects
+        if objects and next(self.calls) % 9 == 0:
+            del objects[next(iter(objects))]
+
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+        outcomes = await super().store(keys[1:], buffers[1:])
+        if not keys:
+            return outcomes
+        if next(self.calls) % 5 == 0:
+            return [StoreOutcome.REJECTED, *outcomes]
+        return [*await super().store(keys[:1], buffers[:1]), *outcomes]
+
+
+class EvictsEverything(EvictsByItself):
+    async def pause(self) -> None:
+        await super().pause()
+        self.shelf.objects.clear()
+
+
+def test_the_machine_passes_a_medium_that_evicts_by_itself() -> None:
+    check(EvictsByItself, SOME)
+
+
+def test_a_medium_that_evicts_by_itself_must_keep_some_objects() -> None:
+    with pytest.raises(AssertionError, match=r"^C5: of \d+ lookups and loads of stored objects, \d+ found"):
+        check(EvictsEverything, SOME)
+
+
+def test_a_medium_may_evict_by_itself_only_if_it_says_so() -> None:
+    class Silent(EvictsByItself):
+        capabilities = Unbounded.capabilities
+
+    with pytest.raises(AssertionError, match=r"^(C5|C11|C18): "):
+        check(Silent)
+
+
+@pytest.mark.parametrize(
+    ("backend", "clauses"),
+    [
+        (IgnoresThePack, "C1|C2|C6|C12|C16|C18"),
+        (FindsWhatWasDeleted, "C1|C12|C16|C18"),
+        (Tears, "C1|C6"),
+        (AnswersOncePerKey, "C2"),
+        (KeepsTheBuffer, "C1|C6"),
+        (WritesAfterCancellation, "C7"),
+        (ClearsTheBufferOfAMiss, "C3"),
+        (HitsWithAPrefix, "C1|C6"),
+        (ListsTwice, "C18"),
+        (FailsToDeleteTheAbsent, "C12"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_the_machine_finds_a_broken_backend_whose_medium_evicts(backend: type[ShelfBackend], clauses: str) -> None:
+    broken = type(backend.__name__, (backend,), {"capabilities": EVICTS})
+    with pytest.raises(AssertionError, match=rf"^({clauses}): "):
+        check(broken)

@@ -47,7 +47,7 @@ class Example:
 
     def __init__(self, medium: Medium) -> None:
         self.medium = medium
-        self.oracle = Oracle(medium.capacity_bytes)
+        self.oracle = Oracle(medium.capacity_bytes, medium.reads)
         self.clients: list[Backend[Any]] = []
         self.reservations: list[HeldReservation] = []
         self.keys: list[ObjectKey] = []

@@ -74,6 +74,8 @@ def check_with_state_machine(
             super().__init__(medium)
 
     run_state_machine_as_test(Machine, settings=settings)
+    if medium.reads is not None:
+        medium.reads.check()
 
 
 _KEY = strategies.keys(packs=strategies.PACKS[:2], chunk_hashes=strategies.near_hashes())
@@ -251,7 +253,7 @@ class BackendMachine(RuleBasedStateMachine):
             self.list_objects(0)
         for held in list(example.reservations):
             example.release(held)
-        if self._medium.evicts:
+        if self._medium.evicts_for_stores:
             self._check_free_capacity("with nothing pinned or reserved any more")
         example.run_operations([Operation("delete", everything)])
         for number in range(len(example.clients)):

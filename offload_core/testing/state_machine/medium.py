@@ -10,7 +10,7 @@ from typing import Any
 from offload_core.api.backend import Backend, BackendContext, BackendType, Capabilities, StoreReservation
 from offload_core.api.keys import ObjectKey
 from offload_core.testing.rig.turn_threads import TurnThreads
-from offload_core.testing.state_machine.oracle import ContractError
+from offload_core.testing.state_machine.oracle import ContractError, Reads
 
 _PROBES = 8
 
@@ -35,7 +35,9 @@ class Medium:
         self._options = backend_type.options.model_validate(dict(options))
         self._failed_examples = 0
         self.capacity_bytes = capacity_bytes
-        self.capabilities, self.fitting_probes, self.evicts = asyncio.run(self._measure())
+        self.capabilities, self.fitting_probes, self.evicts_for_stores = asyncio.run(self._measure())
+        self.reads = Reads() if self.capabilities.evicts else None
+        """The reads of all examples, if the medium evicts by itself."""
 
     def construct(self, seed: int = 0) -> Backend[Any]:
         """Construct a client, on the running event loop."""

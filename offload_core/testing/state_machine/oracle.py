@@ -4,7 +4,8 @@ Most keys allow exactly one content, or exactly "absent". A key allows several w
 
 - two different contents were stored under one key; either may stay (C4);
 - an operation was cancelled;
-- a bounded medium may have evicted the object.
+- a bounded medium may have evicted the object;
+- the medium evicts by itself, so that every object may be absent at any time.
 
 A later read narrows them down again.
 """
@@ -18,6 +19,12 @@ from dataclasses import dataclass
 from offload_core.api.backend import LoadOutcome, StoredObject, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.testing.strategies import Content
+
+LOST_PART = 0.5
+"""A medium that evicts by itself may lose this part of the objects that the machine looks for."""
+
+_FEWEST_READS = 20
+"""Fewest reads of stored objects from which :class:`Reads` judges."""
 
 OVERHEAD_BYTES = 4096
 """Most bytes that a bounded medium may charge per object beyond the object's own bytes, by this oracle."""
@@ -67,15 +74,38 @@ class DeleteEvent:
 Event = StoreEvent | LoadEvent | LookupEvent | DeleteEvent
 
 
+@dataclass
+class Reads:
+    """The reads of objects that were stored and not deleted, in all examples, on a medium that evicts by itself."""
+
+    stored: int = 0
+    found: int = 0
+
+    def check(self) -> None:
+        """Check that the medium keeps objects at all (C5).
+
+        Raises:
+            ContractError: most objects were absent.
+        """
+        _demand(
+            self.stored < _FEWEST_READS or self.found >= (1 - LOST_PART) * self.stored,
+            "C5",
+            f"of {self.stored} lookups and loads of stored objects, {self.found} found the object; the medium evicts by "
+            "itself, but a few small objects must fit",
+        )
+
+
 class Oracle:
     """The contents that each key may have.
 
     Args:
         capacity_bytes: the limit of a bounded medium, else ``None``.
+        reads: counts the reads of stored objects on a medium that evicts by itself, else ``None``.
     """
 
-    def __init__(self, capacity_bytes: int | None) -> None:
+    def __init__(self, capacity_bytes: int | None, reads: Reads | None = None) -> None:
         self._capacity_bytes = capacity_bytes
+        self._reads = reads
         self._requested_bytes = 0
         self._contents: dict[ObjectKey, frozenset[Content | None]] = {}
         self.pins: Counter[ObjectKey] = Counter()
@@ -94,7 +124,8 @@ class Oracle:
 
     def allowed(self, key: ObjectKey) -> frozenset[Content | None]:
         """Return the contents that ``key`` may have now; ``None`` stands for absent."""
-        return self._contents.get(key, frozenset([None]))
+        expected = self._expected(key)
+        return expected if self._reads is None else expected | {None}
 
     def likely_size(self, key: ObjectKey) -> int:
         """Return a size that the stored object may have; 17 bytes if no object can be there."""
@@ -159,9 +190,10 @@ class Oracle:
             elif isinstance(event, LookupEvent):
                 _check_lookup(event, during, loss)
         for key in before:
-            self._contents[key] = self._after(key, before[key], stores[key], deletes[key])
+            self._contents[key] = self._after(key, self._expected(key), stores[key], deletes[key])
         if not any(isinstance(event, StoreEvent | DeleteEvent) for event in events):  # nothing changed meanwhile
             for event in events:
+                self._count_read(event)
                 self._narrow(event)
 
     def check_listing(self, listed: Sequence[StoredObject], keys: Collection[ObjectKey]) -> None:
@@ -207,6 +239,10 @@ class Oracle:
             f"objects and reservations come to {used} bytes; the limit is {self._capacity_bytes} bytes",
         )
 
+    def _expected(self, key: ObjectKey) -> frozenset[Content | None]:
+        """Return the contents that ``key`` may have if the medium has not evicted it by itself."""
+        return self._contents.get(key, frozenset([None]))
+
     def _check_store(self, event: StoreEvent, before: frozenset[Content | None], stores: list[StoreEvent]) -> None:
         others = len(stores) > 1 or any(event.key in reserved for reserved in self.reserved)
         if event.outcome is StoreOutcome.ALREADY_PRESENT:
@@ -215,12 +251,12 @@ class Oracle:
             )
         if event.outcome is StoreOutcome.REJECTED:
             _demand(
-                not event.reserved,
+                not event.reserved or self._reads is not None,
                 "C11",
                 f"storing {event.key}: REJECTED after prepare_store has reserved capacity for it",
             )
             _demand(
-                self.may_evict or others,
+                self.may_evict or others or self._reads is not None,
                 "C5",
                 f"storing {event.key}, {event.content.size_bytes} bytes: REJECTED, though "
                 + ("the medium has no limit" if self._capacity_bytes is None else "it is less than half full"),
@@ -239,6 +275,18 @@ class Oracle:
             # A batch that evicts may evict one of its own objects for another one.
             return after if evictable else after - {None}
         return after
+
+    def _count_read(self, event: Event) -> None:
+        if self._reads is None or None in self._expected(event.key):
+            return
+        if isinstance(event, LookupEvent):
+            found = event.present
+        elif isinstance(event, LoadEvent) and event.outcome is not None:
+            found = event.outcome is not LoadOutcome.MISS
+        else:
+            return
+        self._reads.stored += 1
+        self._reads.found += found
 
     def _narrow(self, event: Event) -> None:
         allowed = self.allowed(event.key)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offload_core.api.backend import Backend, BackendContext, StoreOutcome, to_the_end
+from offload_core.api.backend import Backend, BackendContext, Capabilities, StoreOutcome, to_the_end
 from offload_core.api.wrapper import BackendWrapper
 from offload_core.runtime.threads import DaemonExecutor
 from tests.support.memory_backend import MemoryBackend, MemoryOptions, key
@@ -174,3 +174,8 @@ def test_c13_the_inherited_close_waits_for_what_run_blocking_runs(backend: Memor
         await outermost.close()
 
     asyncio.run(main())
+
+
+def test_a_medium_cannot_both_evict_by_itself_and_keep_a_limit_of_the_backend() -> None:
+    with pytest.raises(ValueError, match="declare bounded if the backend chooses the objects to evict, else evicts"):
+        Capabilities(medium="remote", persistent=True, shared=True, bounded=True, evicts=True)

@@ -43,3 +43,25 @@ def test_schema_knows_the_keys_of_the_plugins(site: Site) -> None:
     assert (done.code, done.err) == (0, "")
     assert "staging_bytes" in done.json["properties"]
     assert "an I/O error" in json.dumps(done.json)
+
+
+NEEDY = """
+from offload_core.api import BackendType, Requirement, hookimpl
+from tests.core.cli.odd_backend import OddBackend, OddOptions
+
+OFFLOAD_API_VERSION = 1
+
+@hookimpl
+def offload_register_backends():
+    return [BackendType("needy", OddBackend, OddOptions, requires=(Requirement("no_such_module", "pip install it"),))]
+"""
+
+
+def test_the_command_that_installs_a_missing_module_is_printed(site: Site) -> None:
+    assert "missing" not in site.run("plugins").out.splitlines()[0]
+    site.install("needy", "needy_plugin")
+    (site.plugins / "needy_plugin.py").write_text(NEEDY)
+    done = site.run("plugins")
+    assert done.code == 0
+    (line,) = [line for line in done.out.splitlines() if line.startswith("needy")]
+    assert "the Python module 'no_such_module' is not installed; run: pip install it" in line

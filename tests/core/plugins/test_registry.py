@@ -367,3 +367,39 @@ def test_required_plugins_must_be_there_and_work(site: Site) -> None:
         "required_plugins.2: there is no plugin 'cypher' (did you mean 'cipher'?); known plugins: box, cipher; "
         "install the package that provides it (entry point group 'offload_core')"
     )
+
+
+REQUIRES = """
+from offload_core.api import Requirement
+
+@hookimpl
+def offload_register_backends():
+    return [BackendType("needy", Medium, Options, requires=(Requirement({module!r}, "pip install 'needy[all]'"),))]
+"""
+
+
+def test_a_missing_module_is_named_with_its_cure_when_a_configuration_needs_the_type(site: Site) -> None:
+    site.install("needy", REQUIRES.format(module="no_such_module"))
+    registry = site.load()
+    missing = "the Python module 'no_such_module' is not installed; run: pip install 'needy[all]'"
+    assert [(report.missing, report.error) for report in registry.reports] == [((missing,), None)]
+    with pytest.raises(ConfigError) as caught:
+        load_config({"backends": [{"name": "far", "type": "needy"}]}, registry)
+    assert f"backends.0.type: backend type 'needy' cannot be used: {missing}" in str(caught.value)
+
+
+def test_a_required_module_that_is_there_is_not_imported(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    (site.folders[0] / "required_but_broken.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(site.folders[0]))
+    site.install("needy", REQUIRES.format(module="required_but_broken"))
+    registry = site.load()
+    assert registry.backend_type("needy").name == "needy"
+    assert [report.missing for report in registry.reports] == [()]
+
+
+@pytest.mark.parametrize("module", ["", "a.b", "a b"])
+def test_a_requirement_that_names_no_top_level_module_is_refused(site: Site, module: str) -> None:
+    site.install("needy", REQUIRES.format(module=module))
+    (report,) = site.load().reports
+    assert report.error is not None
+    assert "it must be a Requirement with the name of a top-level module" in report.error
