@@ -46,7 +46,7 @@ class PhasedRun:
     phases: Sequence[Phase]
     lines: list[str] = field(default_factory=list)
 
-    def run(self, transfer: dict[str, Any], **engine: Any) -> RunResult:
+    def run(self, transfer: dict[str, Any], env: dict[str, str] | None = None, **engine: Any) -> RunResult:
         """Run the phases on a new engine; fail where an action did, an output is wrong or service is not as told."""
         later = {before.name: phase for before, phase in itertools.pairwise(self.phases)}
         errors: list[BaseException] = []
@@ -66,7 +66,7 @@ class PhasedRun:
             self.phases[0].action()
             begins[self.phases[0].name].touch()
             rounds = [self._round(name, begin_file=str(file)) for name, file in begins.items()]
-            result = self.lab.run(rounds, transfer, on_progress=progress, on_line=self.lines.append, **engine)
+            result = self.lab.run(rounds, transfer, env, on_progress=progress, on_line=self.lines.append, **engine)
         assert errors == []
         assert compare(self._alone(**engine), result) == []
         for index, phase in enumerate(self.phases):

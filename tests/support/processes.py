@@ -27,7 +27,7 @@ _OUTPUT_SECONDS = 5.0
 _SERVER_VARIABLES = {"OPENBLAS_NUM_THREADS": "1"}
 
 # The server's imports have read every other variable already, and a fork cannot undo that.
-_VARIABLES_FREE_TO_DIFFER = {"PYTHONPATH", "PYTEST_CURRENT_TEST"}
+_VARIABLES_FREE_TO_DIFFER = {"PYTHONPATH", "PYTEST_CURRENT_TEST", "OFFLOAD_TEST_ORDER"}
 
 
 @dataclass(frozen=True)
