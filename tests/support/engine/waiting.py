@@ -163,6 +163,7 @@ class WaitingConnector(PoisoningConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         """End the wait of a finished request."""
         self.waits.end(request.request_id)
+        self.waits.run(request.request_id)
         return super().request_finished_all_groups(request, block_ids)
 
 
