@@ -5,7 +5,7 @@ Prints the memory and the served tokens over time. Fails (exit status 1) in thes
 - Resident memory, without mapped files, grows after the warm-up (the first 30 %). The limit for the line through the
   samples is 8 MiB and 0.1 MiB per minute.
 - Threads, tasks, file descriptors or staging leases are left after a round and the end of its faults.
-- A request waits longer for storage than its deadlines and a step.
+- A request waits longer for storage than its deadlines and a step after each wait.
 - The counters of jobs do not add up.
 - An output differs from that without offloading. If the model runs in bfloat16, the output may differ by rounding.
 

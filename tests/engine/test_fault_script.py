@@ -1,6 +1,6 @@
 """Random workloads under pressure on a tier that is sick in every way, by a seeded script of faults.
 
-Whatever storage does, the outputs are those without offloading, no request waits longer than its deadlines and a step,
+Whatever storage does, the outputs are those without offloading, no request waits longer than its deadlines allow,
 and once the faults are over nothing is left of them.
 """
 

@@ -54,6 +54,23 @@ def test_steps_in_which_the_engine_does_not_ask_are_not_waited_for_storage(waits
     assert waits.take()["a"].lookups == 1
 
 
+def test_lookups_before_an_answer_that_the_engine_had_no_blocks_for_do_not_count(
+    waits: StorageWaits, clock: Clock
+) -> None:
+    waits.begin("a", "lookups")
+    _step(waits, clock, 5)
+    waits.answer("a")
+    _step(waits, clock)  # no blocks
+    waits.begin("a", "lookups")
+    _step(waits, clock, 2)
+    waits.answer("a")
+    waits.run("a")
+    waits.begin("a", "lookups")  # preempted since then
+    _step(waits, clock)
+    waits.answer("a")
+    assert waits.take()["a"].lookups == 2 + 1
+
+
 def test_a_load_is_waited_for_whatever_the_engine_asks(waits: StorageWaits, clock: Clock) -> None:
     waits.begin("a", "loads")
     _step(waits, clock)

@@ -6,7 +6,8 @@ Two kinds of wait are counted:
 - A load has started; the wait ends when the engine learns its outcome.
 
 The engine may not ask at all, because it has no free blocks or no turn for the request. Storage is not to blame then,
-and no time is counted.
+and no time is counted. The engine may also get an answer, have no free blocks to run the request, and ask again later.
+The waits for lookups before that answer did not delay the request, so they do not count either.
 """
 
 from __future__ import annotations
@@ -64,12 +65,16 @@ class StorageWaits:
         self._waits: dict[str, StorageWait] = {}
         self._since: dict[str, tuple[str, float]] = {}  # per waiting request: the kind of wait and its begin
         self._asked: set[str] = set()  # requests for which the engine must ask again, of this step
+        self._answered: set[str] = set()  # requests whose answer the engine has not used
         self._last_step = clock()
 
     def begin(self, request_id: str, kind: str) -> None:
         """Begin a wait of a request, unless it waits already; ``kind`` is a field of :class:`StorageWait`."""
         wait = self._waits.setdefault(request_id, StorageWait())
         if kind == "lookups":
+            if request_id in self._answered:
+                self._answered.discard(request_id)
+                wait.lookups = 0.0
             wait.asked += 1
             self._asked.add(request_id)
         elif kind == "loads":
@@ -84,6 +89,15 @@ class StorageWaits:
             wait, now = self._waits[request_id], self._clock()
             setattr(wait, kind, getattr(wait, kind) + now - since)
             wait.longest_step = max(wait.longest_step, now - self._last_step)
+
+    def answer(self, request_id: str) -> None:
+        """End the wait for lookups: the engine knows what it can load, and runs the request if it has blocks."""
+        self.end(request_id)
+        self._answered.add(request_id)
+
+    def run(self, request_id: str) -> None:
+        """Note that the engine has blocks for the request."""
+        self._answered.discard(request_id)
 
     def step(self) -> None:
         """End a step, after the engine's last question in it."""
@@ -119,11 +133,12 @@ class WaitingConnector(PoisoningConnector):
         if matched is None:
             self.waits.begin(request.request_id, "lookups")
         else:
-            self.waits.end(request.request_id)
+            self.waits.answer(request.request_id)
         return matched, asynchronous
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Begin the wait for a load."""
+        """Begin the wait for a load, if there is one."""
+        self.waits.run(request.request_id)
         if num_external_tokens:
             self.waits.begin(request.request_id, "loads")
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -148,6 +163,7 @@ class WaitingConnector(PoisoningConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         """End the wait of a finished request."""
         self.waits.end(request.request_id)
+        self.waits.run(request.request_id)
         return super().request_finished_all_groups(request, block_ids)
 
 
