@@ -10,7 +10,6 @@ from offload_backend_nixl.frame import OVERHEAD_BYTES
 from offload_backend_nixl.naming import key_of, name_of
 from offload_backend_nixl.options import NixlOptions
 from offload_backend_nixl.parent import transfers
-from offload_backend_nixl.parent.connection import failure_of
 from offload_backend_nixl.parent.supervisor import Supervisor
 from offload_backend_nixl.protocol import Answer, Operation, Outcome
 from offload_core.api import (
@@ -113,8 +112,6 @@ class NixlBackend(Backend[NixlOptions]):
     def _sizes(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         """Return the size of each object, ``None`` for an absent one and for one that is too large to be loaded."""
         stored = [size for answer in self._ask(Operation.SIZES, Outcome.SIZES, keys) for size in answer.sizes]
-        if len(stored) != len(keys):
-            raise OSError(f"the NIXL process of tier {self.context.name!r} told {len(stored)} of {len(keys)} sizes")
         sizes = [None if size == protocol.ABSENT else max(size - OVERHEAD_BYTES, 0) for size in stored]
         return [None if size is not None and self._is_too_large(size) else size for size in sizes]
 
@@ -128,16 +125,16 @@ class NixlBackend(Backend[NixlOptions]):
         batches = protocol.batches([name_of(key) for key in keys])
         tickets = [child.send(operation, names=names) for names in batches]
         answers = [child.wait(ticket) for ticket in tickets]
-        for answer in answers:
-            if answer.outcome is not wanted:
-                raise failure_of(answer)
+        for names, answer in zip(batches, answers, strict=True):
+            if answer.outcome is not wanted or (wanted is Outcome.SIZES and len(answer.sizes) != len(names)):
+                raise child.failure(answer)
         return answers
 
     def _list(self, after: tuple[str, ...]) -> Answer:
         child = self._supervisor.child()
         answer = child.wait(child.send(Operation.LIST, names=after))
         if answer.outcome is not Outcome.ENTRIES:
-            raise failure_of(answer)
+            raise child.failure(answer)
         return answer
 
     def _is_too_large(self, nbytes: int) -> bool:

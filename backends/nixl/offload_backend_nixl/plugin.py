@@ -8,7 +8,7 @@ from offload_core.api import BackendType, Requirement, hookimpl
 
 OFFLOAD_API_VERSION = 1
 
-NIXL = BackendType("nixl", NixlBackend, NixlOptions, (Requirement("nixl", "pip install 'offload-core[nixl]'"),))
+NIXL = BackendType("nixl", NixlBackend, NixlOptions, (Requirement("nixl_cu12", "pip install 'offload-core[nixl]'"),))
 
 
 @hookimpl

@@ -50,6 +50,7 @@ class TestFolderByUring(TestFolder):
 class TestBucket(BackendContract):
     backend_type = NIXL
     machine_examples = 30  # seconds each
+    largest_object_bytes = 8 * 1024**2  # the server takes seconds for larger ones
 
     @pytest.fixture
     def options(self, bucket_options: dict[str, Any]) -> dict[str, Any]:

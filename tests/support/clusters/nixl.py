@@ -23,8 +23,8 @@ S3_CREDENTIALS = {
 
 def why_not() -> str | None:
     """Return the reason that NIXL cannot be used here, or ``None``."""
-    if importlib.util.find_spec("nixl") is None:
-        return "no NIXL here: pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
+    if importlib.util.find_spec("nixl_cu12") is None:
+        return "NIXL is not installed: pip install 'offload-core[nixl]'"
     if not hasattr(os, "memfd_create"):
         return "NIXL's child process needs Linux"
     return None

@@ -1,7 +1,7 @@
 """Objects in a bucket of an S3-compatible store. NIXL moves the bytes.
 
 NIXL's plugin can neither delete nor list, tells no sizes, and does not tell an absent object from a failure. These
-questions go to the same store through botocore. Each has a time limit and one try.
+questions go to the same store through botocore. Each has a time limit and two tries.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from offload_backend_nixl.child.engine import Target
@@ -18,6 +19,8 @@ from offload_backend_nixl.child.storage import Pending, Storage
 from offload_backend_nixl.protocol import ABSENT, Entry, Outcome
 
 _BUCKET_CHECK_SECONDS = 1.0
+_CLOCK_SECONDS = 2.0
+"""The resolution of the store's times, and some more."""
 _LOOKUP_THREADS = 8
 _MAX_CONNECT_SECONDS = 3.0
 _MAX_READ_SECONDS = 10.0
@@ -88,17 +91,22 @@ class BucketStorage(Storage):
         """Return the key of an object in the bucket."""
         return self._prefix + name
 
-    def reason_of_failed_load(self, name: str, nbytes: int) -> Outcome:
-        """Return whether an object that NIXL could not read is absent or has another size.
+    def reason_of_failed_load(self, name: str, nbytes: int, began_seconds: float) -> Outcome:
+        """Return whether an object that NIXL could not read is absent, is new, or has another size.
+
+        NIXL reports all failures alike. An object that was stored after the load had begun may have been absent then.
 
         Raises:
-            OSError: neither; the store failed.
+            OSError: none of these; the store failed.
         """
-        (size,) = self.sizes([name])
-        if size == ABSENT:
+        head = self._head(name)
+        if head is None:
+            self._check_bucket()
             return Outcome.MISS
-        if size != nbytes:
+        if head["ContentLength"] != nbytes:
             return Outcome.CORRUPT
+        if _age_seconds(head) <= time.monotonic() - began_seconds + _CLOCK_SECONDS:
+            return Outcome.MISS
         raise OSError(errno.EIO, f"NIXL could not read an object of {self._place}, which is there")
 
     def reason_of_failed_store(self) -> OSError:
@@ -110,8 +118,11 @@ class BucketStorage(Storage):
         return OSError(errno.EIO, f"NIXL could not write to {self._place}, which answers; may the credentials write?")
 
     def _size(self, name: str) -> int:
-        answer = self._ask("head_object", absent=("404", "NoSuchKey", "NotFound"), Key=self.key_of(name))
-        return ABSENT if answer is None else int(answer["ContentLength"])
+        head = self._head(name)
+        return ABSENT if head is None else int(head["ContentLength"])
+
+    def _head(self, name: str) -> Any:
+        return self._ask("head_object", absent=("404", "NoSuchKey", "NotFound"), Key=self.key_of(name))
 
     def _check_bucket(self, at_once: bool = False) -> None:
         """Raise if the bucket is gone: the answer to the question for an object does not tell."""
@@ -153,10 +164,13 @@ class _ObjectLoad(Pending):
         self._storage = storage
         self._name = name
         self._nbytes = nbytes
+        self._began_seconds = time.monotonic()
 
     def finish(self, succeeded: bool) -> Outcome:
         """See :meth:`Pending.finish`. A shorter or longer object is a success here, and found by its head or tail."""
-        return Outcome.DONE if succeeded else self._storage.reason_of_failed_load(self._name, self._nbytes)
+        if succeeded:
+            return Outcome.DONE
+        return self._storage.reason_of_failed_load(self._name, self._nbytes, self._began_seconds)
 
 
 class _ObjectStore(Pending):
@@ -173,6 +187,16 @@ class _ObjectStore(Pending):
         return Outcome.DONE
 
 
+def _age_seconds(head: Mapping[str, Any]) -> float:
+    """Return the age of an object by the clock of the store."""
+    headers = head.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    try:
+        now = parsedate_to_datetime(headers["date"])
+        return float((now - head["LastModified"]).total_seconds())
+    except (KeyError, TypeError, ValueError):
+        return 0.0  # the store tells no time
+
+
 def nixl_params(params: Mapping[str, str], credentials: Mapping[str, str]) -> dict[str, str]:
     """Return the parameters for NIXL, completed so that both clients use the same store, region and credentials."""
     given = {"num_threads": "8", **params, **credentials, "region": _region(params)}
@@ -187,12 +211,12 @@ def _make_client(params: Mapping[str, str], credentials: Mapping[str, str], dead
     import botocore.session
     from botocore.config import Config
 
-    limit = deadline_seconds / 4  # a question may follow a transfer, and its answer a check of the bucket
+    limit = deadline_seconds / 10  # a transfer, a question and a check of the bucket may follow each other
     virtual = params.get("use_virtual_addressing", "false") == "true"
     config = Config(
         connect_timeout=min(limit, _MAX_CONNECT_SECONDS),
         read_timeout=min(limit, _MAX_READ_SECONDS),
-        retries={"total_max_attempts": 1, "mode": "standard"},
+        retries={"total_max_attempts": 2, "mode": "standard"},
         max_pool_connections=_LOOKUP_THREADS + 2,
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",

@@ -7,6 +7,8 @@ server polls it, and the parent kills the process if it takes too long.
 from __future__ import annotations
 
 import ctypes
+import importlib
+import importlib.util
 import itertools
 import mmap
 from collections.abc import Mapping
@@ -15,6 +17,8 @@ from typing import Any, Literal, NamedTuple
 Direction = Literal["READ", "WRITE"]
 
 _AGENT = "offload-core"
+_BUILDS = ("nixl_cu12", "nixl_cu13")
+"""Distributions of NIXL. Files and S3 need no CUDA, and only the first loads its plugin for S3 without it."""
 
 
 class EngineError(OSError):
@@ -126,12 +130,9 @@ class NixlEngine:
 
 
 def _make_agent(plugin: str, params: Mapping[str, str]) -> Any:
+    api = _import_api()
     try:
-        import nixl
-    except ImportError as error:
-        raise EngineError(f"NIXL does not load ({error}); pip install 'offload-core[nixl]'") from error
-    try:
-        agent = nixl.nixl_agent(_AGENT, nixl.nixl_agent_config(backends=[]))
+        agent = api.nixl_agent(_AGENT, api.nixl_agent_config(backends=[]))
     except Exception as error:
         raise EngineError(f"NIXL does not start: {error}") from error
     try:
@@ -142,3 +143,14 @@ def _make_agent(plugin: str, params: Mapping[str, str]) -> Any:
             f"NIXL has the plugins {', '.join(sorted(agent.get_plugin_list()))} here, and each needs its libraries"
         ) from error
     return agent
+
+
+def _import_api() -> Any:
+    """Import a build of NIXL. Its module ``nixl`` would choose one too, but imports torch for that, in seconds."""
+    for build in _BUILDS:
+        if importlib.util.find_spec(build) is not None:
+            try:
+                return importlib.import_module(f"{build}._api")
+            except ImportError as error:
+                raise EngineError(f"{build} does not load ({error}); pip install 'offload-core[nixl]'") from error
+    raise EngineError(f"none of {', '.join(_BUILDS)} is installed; pip install 'offload-core[nixl]'")

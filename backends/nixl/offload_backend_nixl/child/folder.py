@@ -141,10 +141,15 @@ class FolderStorage(Storage):
         return entries
 
     def _open(self, create: bool) -> bool:
-        """Make the folder and its marker if they are missing; return whether there is a marker."""
+        """Make the folder and its marker if they are missing; return whether there is a marker.
+
+        A later child makes neither: a folder without a marker is then an empty mount point, or it is read-only.
+        """
         marker = self._path(MARKER)
-        if not create or os.path.exists(marker):
-            return os.path.exists(marker)
+        if os.path.exists(marker):
+            return True
+        if not create:
+            return os.access(self._root, os.W_OK)
         with suppress(FileExistsError):
             os.mkdir(self._root, FOLDER_MODE)
         try:

@@ -31,6 +31,7 @@ from offload_backend_nixl.protocol import (
     encode_request,
 )
 
+CHILD_MODULE = "offload_backend_nixl.child"
 _END_SECONDS = 2.0
 """Time for the child to end after its socket is closed, before it is killed."""
 _SEND_SECONDS = 5
@@ -104,8 +105,9 @@ class Child:
         ticket = self.send(Operation.CONFIGURE, text=json.dumps(self._settings))
         answer = self.wait(ticket)
         if answer.outcome is not Outcome.DONE:
+            error = self.failure(answer)
             self.end("it refused its configuration")
-            raise failure_of(answer)
+            raise error
 
     def send(self, operation: Operation, **fields: Any) -> Ticket:
         """Send a request.
@@ -121,6 +123,10 @@ class Child:
             self._tickets[ticket.number] = ticket
         try:
             self._socket.send(encode_request(Request(operation, ticket.number, **fields)))
+        except ConnectionError as error:
+            self._owner.join(2 * _END_SECONDS)  # finds the reason
+            self.end("it closed its connection")
+            raise self._error() from error
         except OSError as error:
             self.end(f"it took no request ({error.strerror})")
             raise self._error() from error
@@ -138,6 +144,13 @@ class Child:
         if ticket.answer is None:
             raise self._error()
         return ticket.answer
+
+    def failure(self, answer: Answer) -> OSError:
+        """Return the error in an answer. A child that answers another question is killed."""
+        if answer.outcome is Outcome.FAILED:
+            return OSError(answer.code, f"tier {self._name!r}: {answer.text}")
+        self.end(f"it answered {answer.outcome.name} to another question")
+        return self._error()
 
     def end(self, reason: str) -> None:
         """Kill the process at once. Its requests fail. Harmless when repeated."""
@@ -195,6 +208,8 @@ class Child:
         self._started.set()
         try:
             self._take_answers()
+        except ConnectionError:
+            pass  # it died with requests unread
         except ProtocolError as error:
             self.end(f"it answered nonsense ({error})")
         except OSError as error:
@@ -212,7 +227,7 @@ class Child:
         arguments = [*map(str, descriptors), str(os.getpid())]
         path = os.pathsep.join(part for part in sys.path if part)
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "offload_backend_nixl.child", *arguments],
+            [sys.executable, "-P", "-m", CHILD_MODULE, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=descriptors,
@@ -232,10 +247,3 @@ class Child:
             self.has_answered = self.has_answered or ticket.number > 0
             ticket.answer = answer
             ticket.answered.set()
-
-
-def failure_of(answer: Answer) -> OSError:
-    """Return the error in an answer."""
-    if answer.outcome is not Outcome.FAILED:
-        return OSError(errno.EPROTO, f"the NIXL process answered {answer.outcome.name}")
-    return OSError(answer.code, answer.text)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from offload_backend_nixl.frame import HEAD_BYTES, OVERHEAD_BYTES, clear_frame, is_whole, write_frame
 from offload_backend_nixl.naming import name_of
-from offload_backend_nixl.parent.connection import Child, ChildError, Ticket, failure_of
+from offload_backend_nixl.parent.connection import Child, ChildError, Ticket
 from offload_backend_nixl.parent.ring import Slot
 from offload_backend_nixl.protocol import Answer, Operation, Outcome
 from offload_core.api import LoadOutcome, ObjectKey, StoreOutcome
@@ -55,7 +55,7 @@ def load_batch(
         elif answer.outcome is Outcome.DONE:
             outcomes[loaded.index] = _copy_out(child, loaded)
         elif answer.outcome is not Outcome.MISS:
-            raise failure_of(answer)
+            raise child.failure(answer)
 
     _run(child, Operation.LOAD, keys, buffers, finish, deadline_seconds)
     return outcomes
@@ -73,7 +73,7 @@ def store_batch(
 
     def finish(stored: _Object, answer: Answer) -> None:
         if answer.outcome is not Outcome.DONE:
-            raise failure_of(answer)
+            raise child.failure(answer)
         outcomes[stored.index] = StoreOutcome.STORED
 
     _run(child, Operation.STORE, keys, buffers, finish, deadline_seconds)
