@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Sequence
+from typing import Literal
 
 from offload_backend_nixl import protocol
 from offload_backend_nixl.frame import OVERHEAD_BYTES
@@ -32,15 +33,13 @@ class NixlBackend(Backend[NixlOptions]):
 
     def __init__(self, options: NixlOptions, context: BackendContext) -> None:
         super().__init__(options, context)
-        self._supervisor = Supervisor(
-            context.name, options.ring, options.child_settings(), options.deadline_seconds
-        )
+        self._supervisor = Supervisor(context.name, options.ring, options.child_settings(), options.deadline_seconds)
         self._has_warned_of_size = False
 
     @property
     def capabilities(self) -> Capabilities:
         """Files may lie on a disk; a bucket is remote. Other processes may use both."""
-        medium = "disk" if self.options.keeps_files else "remote"
+        medium: Literal["disk", "remote"] = "disk" if self.options.keeps_files else "remote"
         return Capabilities(medium=medium, persistent=True, shared=True, lists=True, sizes=True)
 
     @property

@@ -73,5 +73,3 @@ def bucket_options(bucket_lab: BucketLab) -> dict[str, Any]:
     tier.pop("type")
     tier["params"] = {**tier["params"], "bucket": bucket_lab.make_bucket()}
     return tier
-
-

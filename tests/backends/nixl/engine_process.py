@@ -13,7 +13,7 @@ from offload_core.runtime.threads import DaemonExecutor
 
 
 async def main() -> None:
-    options = NixlOptions(plugin="POSIX", path=sys.argv[1], ring="1MiB")
+    options = NixlOptions.model_validate({"plugin": "POSIX", "path": sys.argv[1], "ring": "1MiB"})
     backend = NixlBackend(options, BackendContext("fabric", DaemonExecutor(1, "nixl")))
     await backend.open()
     print(backend.child_pid, flush=True)

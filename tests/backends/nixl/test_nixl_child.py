@@ -23,6 +23,14 @@ from tests.backends.nixl.conftest import Nixl, key
 from tests.support.paths import ROOT
 
 SIZE = 200_000
+LIST_DESCRIPTORS = """
+import os
+for descriptor in os.listdir("/proc/self/fd"):
+    try:
+        print(os.readlink(f"/proc/self/fd/{descriptor}"))
+    except OSError:
+        pass
+"""
 
 
 def content(number: int) -> bytes:
@@ -38,7 +46,7 @@ async def store(backend: NixlBackend, *numbers: int) -> None:
 async def load(backend: NixlBackend, *numbers: int) -> list[LoadOutcome]:
     """Load objects, and check every byte of a hit."""
     buffers = [bytearray(b"\xa5" * SIZE) for _ in numbers]
-    outcomes = await backend.load_into([key(number) for number in numbers], list(map(memoryview, buffers)))
+    outcomes = await backend.load_into([key(number) for number in numbers], [memoryview(buffer) for buffer in buffers])
     for number, outcome, buffer in zip(numbers, outcomes, buffers, strict=True):
         wanted = content(number) if outcome is LoadOutcome.HIT else b"\xa5" * SIZE
         assert buffer == wanted, f"{outcome.name} of object {number} left other bytes in its buffer"
@@ -57,6 +65,25 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def maps_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+def names_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def unmount(folder: Path) -> None:
+    """Put an empty folder in its place, as an unmounted file system leaves it."""
+    folder.rename(folder.with_name("away"))
+    folder.mkdir()
+
+
+def mount_again(folder: Path) -> None:
+    folder.rmdir()
+    folder.with_name("away").rename(folder)
 
 
 def pid_of(backend: NixlBackend) -> int:
@@ -148,7 +175,7 @@ def test_loads_and_stores_under_repeated_kills_are_right_or_fail(nixl: Nixl, fol
         users = [asyncio.ensure_future(use(first)) for first in range(3)]
         for _ in range(rounds):
             seen = hits
-            while hits <= seen + 10 and not any(user.done() for user in users):
+            while hits <= seen + 10 and not any(user.done() for user in users):  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.001)
             pid = backend.child_pid
             if pid is not None:
@@ -165,7 +192,7 @@ def test_replaced_children_leave_nothing_in_the_parent(nixl: Nixl, folder_option
     def held() -> tuple[int, int]:
         gc.collect()
         maps = Path("/proc/self/maps").read_text().count("offload-nixl")
-        return len(os.listdir("/proc/self/fd")), maps
+        return len(list(Path("/proc/self/fd").iterdir())), maps
 
     async def run() -> None:
         backend = nixl(**folder_options)
@@ -199,9 +226,8 @@ def test_processes_of_the_engine_inherit_nothing(nixl: Nixl, folder_options: dic
     async def run() -> str:
         backend = nixl(**folder_options)
         await backend.open()
-        script = "import os\nfor n in os.listdir('/proc/self/fd'):\n try: print(os.readlink('/proc/self/fd/'+n))\n except OSError: pass"
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, close_fds=False
+            sys.executable, "-c", LIST_DESCRIPTORS, stdout=asyncio.subprocess.PIPE, close_fds=False
         )
         output, _ = await process.communicate()
         await backend.close()
@@ -217,7 +243,7 @@ def test_the_child_imports_neither_torch_nor_pydantic(nixl: Nixl, folder_options
     async def run() -> str:
         backend = nixl(**folder_options)
         await backend.open()
-        maps = Path(f"/proc/{pid_of(backend)}/maps").read_text()
+        maps = maps_of(pid_of(backend))
         await backend.close()
         return maps
 
@@ -241,7 +267,7 @@ def test_files_of_a_killed_child_are_removed_by_the_next(nixl: Nixl, folder_opti
         os.kill(pid_of(backend), signal.SIGKILL)
         wait_until(lambda: backend.child_pid is None, "the end of the child is noticed")
         assert await load(backend, 1) == [LoadOutcome.HIT]
-        assert [path.name for path in folder.iterdir()] == ["another-1-1"], "only files of the dead are removed"
+        assert names_in(folder) == ["another-1-1"], "only files of the dead are removed"
         await backend.close()
 
     asyncio.run(run())
@@ -253,18 +279,16 @@ def test_a_folder_that_is_gone_is_an_error_and_no_miss(nixl: Nixl, folder_option
         backend = nixl(**folder_options)
         await backend.open()
         await store(backend, 1)
-        path.rename(path.with_name("away"))
-        path.mkdir()  # an empty mount point
+        unmount(path)
         for call in (backend.contains([key(1)]), load(backend, 1), store(backend, 2), backend.delete([key(1)])):
             with pytest.raises(OSError, match="the medium is gone"):
                 await call
-        assert list(path.iterdir()) == [], "nothing was written to the empty mount point"
+        assert names_in(path) == [], "nothing was written to the empty mount point"
         os.kill(pid_of(backend), signal.SIGKILL)
         wait_until(lambda: backend.child_pid is None, "the end of the child is noticed")
         with pytest.raises(OSError, match="the medium is gone"):
             await backend.contains([key(1)])  # the next child does not create a marker
-        path.rmdir()
-        path.with_name("away").rename(path)
+        mount_again(path)
         deadline = time.monotonic() + 20
         while True:
             try:

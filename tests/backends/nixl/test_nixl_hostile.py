@@ -74,9 +74,13 @@ def test_endless_answers_are_read_once(hostile: Any) -> None:
         backend = hostile("endless")
         await backend.open()
         assert await backend.load_into([key(1)], [memoryview(bytearray(100))]) == [LoadOutcome.MISS]
-        with pytest.raises(OSError, match="ended"):  # the second answer was to no request
+
+        async def load_often() -> None:
             for number in range(1000):
                 await backend.load_into([key(number)], [memoryview(bytearray(100))])
+
+        with pytest.raises(OSError, match="ended"):  # the second answer was to no request
+            await load_often()
         await backend.close()
 
     asyncio.run(run())

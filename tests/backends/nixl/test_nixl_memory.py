@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -32,8 +31,8 @@ def make_ring() -> Ring:
 
 
 @pytest.fixture
-def ring() -> Iterator[Ring]:
-    yield make_ring()
+def ring() -> Ring:
+    return make_ring()
 
 
 @hypothesis.given(st.lists(st.integers(0, 6 * PAGE_BYTES), max_size=40), st.randoms(use_true_random=False))

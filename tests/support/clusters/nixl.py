@@ -7,7 +7,9 @@ import os
 import sys
 import tempfile
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.support.server_process import ServerProcess, accepts, free_port
@@ -37,7 +39,7 @@ class BucketLab:
         log: file that gets a line for each answered request.
     """
 
-    environment = S3_CREDENTIALS
+    environment: Mapping[str, str] = S3_CREDENTIALS
     """Environment variables that the engine needs."""
 
     def __init__(self, log: Path | None = None) -> None:
@@ -85,7 +87,7 @@ class BucketLab:
 class FolderLab:
     """A folder. It has no servers: the engine's own child process does everything."""
 
-    environment: dict[str, str] = {}
+    environment: Mapping[str, str] = MappingProxyType({})
     """Environment variables that the engine needs."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from offload_backend_nixl.child.bucket import BucketStorage, nixl_params
-from offload_backend_nixl.child.engine import NixlEngine, Transfer
+from offload_backend_nixl.child.engine import Direction, NixlEngine, Transfer
 from offload_backend_nixl.child.folder import FolderStorage
 from offload_backend_nixl.child.storage import Pending, Storage
 from offload_backend_nixl.protocol import (
@@ -108,7 +108,7 @@ class Server:
             self._answer(Answer(pending, request.number))
             return
         try:
-            direction = "READ" if is_load else "WRITE"
+            direction: Direction = "READ" if is_load else "WRITE"
             transfer = self._engine.start(direction, request.offset, request.nbytes, pending.target)
         except OSError:
             self._failures += 1

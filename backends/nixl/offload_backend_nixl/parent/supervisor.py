@@ -37,7 +37,7 @@ class Supervisor:
         self._child: Child | None = None
         self._failures = 0
         self._next_start_seconds = float("-inf")
-        self._closed = False
+        self._closed = threading.Event()
 
     @property
     def pid(self) -> int | None:
@@ -74,7 +74,7 @@ class Supervisor:
 
     def close(self) -> None:
         """End the child. Harmless when repeated, and before :meth:`open`."""
-        self._closed = True
+        self._closed.set()
         child = self._child
         if child is not None:
             child.close()
@@ -100,10 +100,10 @@ class Supervisor:
         self._next_start_seconds = time.monotonic() + pause
 
     def _start(self, create: bool) -> None:
-        if self._closed:
+        if self._closed.is_set():
             raise OSError(errno.EBADF, f"tier {self._name!r} is closed")
         child = Child(self._name, self._ring_bytes, {**self._settings, "create": create}, self._deadline_seconds)
         child.start()
         self._child = child
-        if self._closed:  # closed meanwhile
+        if self._closed.is_set():  # closed meanwhile
             child.close()

@@ -131,9 +131,7 @@ def _reserve(child: Child, nbytes: int, at_once: bool, deadline_seconds: float) 
     return slot
 
 
-def _begin(
-    child: Child, operation: Operation, index: int, key: ObjectKey, buffer: memoryview, slot: Slot
-) -> _Object:
+def _begin(child: Child, operation: Operation, index: int, key: ObjectKey, buffer: memoryview, slot: Slot) -> _Object:
     try:
         with child.ring.view(slot) as memory:
             if operation is Operation.STORE:
