@@ -19,7 +19,7 @@ from offload_backend_nixl.parent.ring import Slot
 from offload_backend_nixl.protocol import Answer, Operation, Outcome
 from offload_core.api import LoadOutcome, ObjectKey, StoreOutcome
 
-MAX_IN_PROGRESS = 16
+MAX_IN_PROGRESS = 8
 """The most objects of one batch that the child transfers at the same time."""
 
 
