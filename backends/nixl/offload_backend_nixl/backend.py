@@ -33,7 +33,9 @@ class NixlBackend(Backend[NixlOptions]):
 
     def __init__(self, options: NixlOptions, context: BackendContext) -> None:
         super().__init__(options, context)
-        self._supervisor = Supervisor(context.name, options.ring, options.child_settings(), options.deadline_seconds)
+        self._supervisor = Supervisor(
+            context.name, options.ring, options.child_settings(), options.transfer_timeout_seconds
+        )
         self._has_warned_of_size = False
 
     @property
@@ -103,10 +105,10 @@ class NixlBackend(Backend[NixlOptions]):
     # The methods below run on the tier's threads.
 
     def _load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
-        return transfers.load_batch(self._supervisor.child(), keys, buffers, self.options.deadline_seconds)
+        return transfers.load_batch(self._supervisor.child(), keys, buffers, self.options.transfer_timeout_seconds)
 
     def _store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
-        return transfers.store_batch(self._supervisor.child(), keys, buffers, self.options.deadline_seconds)
+        return transfers.store_batch(self._supervisor.child(), keys, buffers, self.options.transfer_timeout_seconds)
 
     def _sizes(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         """Return the size of each object, ``None`` for an absent one and for one that is too large to be loaded."""

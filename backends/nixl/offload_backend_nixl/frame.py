@@ -1,7 +1,7 @@
 """A stored object: a head before its bytes and a tail after them, both with a digest of its key.
 
-A medium may answer a read with an object of another size, of another key, or with only a part of it, and call that a
-success. The head and the tail of the shared memory are therefore cleared before a load and compared after it.
+A medium may report success for an object of another size or key, or for a part of an object. The head and the tail of
+the shared memory are therefore cleared before a load and compared after it.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class NixlOptions(BackendOptions):
             "the transfers at the same time; the system gives pages when they are first used",
         ),
     ] = 256 * 1024**2
-    deadline_seconds: Seconds = Field(
+    transfer_timeout_seconds: Seconds = Field(
         30.0,
         ge=1,
         le=3600,
@@ -120,7 +120,7 @@ class NixlOptions(BackendOptions):
 
     @property
     def keeps_files(self) -> bool:
-        """Whether the objects are files in a folder."""
+        """``True`` if the objects are files in a folder."""
         return self.plugin != "OBJ"
 
     @property
@@ -140,7 +140,7 @@ class NixlOptions(BackendOptions):
             "params": self.params,
             "prefix": self.prefix,
             "credentials": {name: secret.get_secret_value() for name, secret in secrets.items() if secret is not None},
-            "deadline_seconds": self.deadline_seconds,
+            "deadline_seconds": self.transfer_timeout_seconds,
         }
 
 

@@ -60,7 +60,7 @@ def test_a_store_that_goes_and_returns(nixl: Nixl, own_lab: BucketLab, how: str)
     server = own_lab.parts["server"]
 
     async def run() -> None:
-        backend = nixl(**tier(own_lab, deadline_seconds=10))
+        backend = nixl(**tier(own_lab, transfer_timeout_seconds=10))
         await backend.open()
         assert await backend.store([key(1)], [source(1)]) == [StoreOutcome.STORED]
         server.kill() if how == "killed" else server.pause()
@@ -88,6 +88,7 @@ def test_a_store_that_goes_and_returns(nixl: Nixl, own_lab: BucketLab, how: str)
     asyncio.run(run())
 
 
+@pytest.mark.long
 def test_a_bucket_that_is_gone_is_an_error_and_no_miss(nixl: Nixl, bucket_lab: BucketLab) -> None:
     async def run() -> None:
         bucket = bucket_lab.make_bucket()
@@ -148,6 +149,7 @@ def test_damaged_objects_are_corrupt(nixl: Nixl, bucket_lab: BucketLab, bucket_o
     asyncio.run(run())
 
 
+@pytest.mark.long
 def test_many_objects_are_listed_in_parts(nixl: Nixl, bucket_options: dict[str, Any]) -> None:
     async def run() -> None:
         backend = nixl(**bucket_options)

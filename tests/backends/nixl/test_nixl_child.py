@@ -112,7 +112,10 @@ def test_a_child_that_was_killed_is_replaced(
     assert messages == ["tier 'fabric': the NIXL process ended: it was killed by signal 9; another is started"]
 
 
-@pytest.mark.parametrize("operation", ["load", "store", "contains", "delete", "list"])
+@pytest.mark.parametrize(
+    "operation",
+    ["load", "store", *(pytest.param(name, marks=pytest.mark.long) for name in ("contains", "delete", "list"))],
+)
 @pytest.mark.parametrize("end", ["killed", "stopped for ever"])
 def test_operations_of_a_stopped_child_fail_in_time(
     nixl: Nixl, folder_options: dict[str, Any], operation: str, end: str
@@ -121,7 +124,7 @@ def test_operations_of_a_stopped_child_fail_in_time(
         return [found.key async for batch in backend.list_objects() for found in batch]
 
     async def run() -> None:
-        backend = nixl(**folder_options, deadline_seconds=1)
+        backend = nixl(**folder_options, transfer_timeout_seconds=1)
         await backend.open()
         await store(backend, 1)
         pid = pid_of(backend)

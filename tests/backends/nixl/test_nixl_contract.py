@@ -18,7 +18,7 @@ from tests.support.clusters.nixl import BucketLab
 
 class TestFolder(BackendContract):
     backend_type = NIXL
-    machine_examples = 6  # each opens several children; the long tests run them all
+    machine_examples = 2  # each opens several children; the long tests run them all
 
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def hostile(nixl: Nixl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(behaviour: str) -> NixlBackend:
         monkeypatch.setattr(connection, "CHILD_MODULE", "tests.backends.nixl.hostile_child")
         monkeypatch.setenv("BEHAVIOUR", behaviour)
-        return nixl(plugin="POSIX", path=tmp_path, ring="1MiB", deadline_seconds=2)
+        return nixl(plugin="POSIX", path=tmp_path, ring="1MiB", transfer_timeout_seconds=2)
 
     return make
 

@@ -35,7 +35,7 @@ OBJ = {"plugin": "OBJ", "params": {"bucket": "kv"}}
         ({**OBJ, "prefix": "a//b"}, "is no prefix of object names"),
         ({**OBJ, "prefix": "../b" * 60}, "is no prefix of object names"),
         ({**OBJ, "ring": "1KiB"}, "greater than or equal to 1048576"),
-        ({**OBJ, "deadline_seconds": 0}, "greater than or equal to 1"),
+        ({**OBJ, "transfer_timeout_seconds": 0}, "greater than or equal to 1"),
         ({**OBJ, "bucket": "kv"}, "Extra inputs are not permitted"),
         ({**OBJ, "params": {"bucket": ["kv"]}}, "string"),
     ],

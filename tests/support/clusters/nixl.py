@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 import tempfile
 import uuid
@@ -102,6 +103,12 @@ class FolderLab:
         """Remove the folder."""
         if self._folder is not None:
             self._folder.cleanup()
+
+    def clear(self) -> None:
+        """Remove all objects. The folder keeps its marker, so the tier goes on."""
+        for path in Path(self.tier()["path"]).iterdir():
+            if not path.name.startswith("."):
+                shutil.rmtree(path)
 
     def tier(self, **keys: Any) -> dict[str, Any]:
         """Return the keys of a tier in the folder."""

@@ -30,7 +30,7 @@ class Storage(ABC):
     """
 
     finishes_slowly: bool
-    """Whether ``finish`` waits for the medium, so that it needs a thread of its own."""
+    """``True`` if ``finish`` waits for the medium after a failure, so that it needs a thread of its own."""
 
     @abstractmethod
     def begin_load(self, name: str, nbytes: int) -> Pending | Outcome:

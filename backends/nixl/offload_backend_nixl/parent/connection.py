@@ -74,7 +74,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._started = threading.Event()
         self.has_answered = False
-        """Whether it has answered a request after its configuration."""
+        """``True`` once it has answered a request after its configuration."""
         self._memory_descriptor = os.memfd_create(f"offload-nixl-{name}", os.MFD_CLOEXEC)
         nbytes = -(-ring_bytes // PAGE_BYTES) * PAGE_BYTES
         os.ftruncate(self._memory_descriptor, nbytes)
@@ -90,7 +90,7 @@ class Child:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the child takes no more requests."""
+        """``True`` if the child takes no more requests."""
         return self._reason is not None
 
     def start(self) -> None:

@@ -88,7 +88,7 @@ def _run(
     finish: Callable[[_Object, Answer], None],
     deadline_seconds: float,
 ) -> None:
-    """Transfer a batch. After an error nothing more begins, and what is in progress is awaited.
+    """Transfer a batch. After an error nothing more begins, and the transfers in progress are awaited.
 
     Slots of a child that has ended are not given back: their memory goes with the child.
     """
