@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -74,6 +73,14 @@ class NixlOptions(BackendOptions):
             raise ValueError("params.endpoint_override holds credentials; remove them from the address")
         return {name: _text(value) for name, value in params.items()}
 
+    @field_validator("path")
+    @classmethod
+    def _is_absolute(cls, path: Path | None) -> Path | None:
+        try:
+            return None if path is None else path.expanduser().absolute()
+        except (OSError, RuntimeError) as error:  # RuntimeError: ~user names no user of this machine
+            raise ValueError(f"{error}; name a folder that this process may use") from error
+
     @field_validator("prefix")
     @classmethod
     def _is_a_prefix(cls, prefix: str) -> str:
@@ -114,8 +121,6 @@ class NixlOptions(BackendOptions):
             raise ValueError(f"{', '.join(given)}: only the plugin OBJ has it; remove it, or use plugin: OBJ")
         if self.path is None:
             raise ValueError(f"plugin {self.plugin} needs a folder; add path: /mnt/kv, for example")
-        if not self.path.is_absolute():
-            raise ValueError(f"path: {self.path} is not absolute; write {Path(os.path.abspath(self.path))}")  # noqa: PTH100
         check_folder(self.path, "create it, or mount the file system that should be there")
 
     @property

@@ -144,7 +144,7 @@ def test_operations_of_a_stopped_child_fail_in_time(
         reason = "killed by signal 9" if end == "killed" else "did not answer for 1 s"
         with pytest.raises(OSError, match=reason):
             await call
-        assert time.monotonic() - began < 10, "the call passed its deadline by far"
+        assert time.monotonic() - began < 6, "the call passed its deadline by far"
         wait_until(lambda: not is_alive(pid), "the child is dead")
         assert await load(backend, 1) == [LoadOutcome.HIT], "the next child serves again"
         assert await listed(backend) == [key(1)], "no half object was left"

@@ -24,7 +24,7 @@ OBJ = {"plugin": "OBJ", "params": {"bucket": "kv"}}
         ({"plugin": "UCX"}, "'POSIX', 'GDS', 'GDS_MT' or 'OBJ'"),
         ({"plugin": "POSIX"}, "plugin POSIX needs a folder; add path"),
         ({"plugin": "GDS"}, "plugin GDS needs a folder; add path"),
-        ({"plugin": "POSIX", "path": "kv"}, "kv is not absolute; write /"),
+        ({"plugin": "POSIX", "path": "~nobody-here/kv"}, "name a folder that this process may use"),
         ({"plugin": "POSIX", "path": "/no/such/kv"}, "the parent folder /no/such does not exist"),
         ({"plugin": "POSIX", "path": "/tmp/kv", "prefix": "a"}, "prefix: only the plugin OBJ has it"),
         ({"plugin": "POSIX", "path": "/tmp/kv", "secret_key": "a"}, "secret_key: only the plugin OBJ has it"),
