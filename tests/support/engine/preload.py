@@ -28,6 +28,7 @@ MODULES = (
     "offload_backend_cpu.plugin",
     "offload_backend_disk.plugin",
     "offload_backend_nfs.plugin",
+    "offload_backend_nixl.plugin",
 )
 
 for _name in MODULES:

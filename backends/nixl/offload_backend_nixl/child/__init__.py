@@ -1,0 +1,1 @@
+"""The child process: it alone uses NIXL, and it can be killed at any time."""

@@ -1,0 +1,156 @@
+"""The calls of NIXL, all of them: the only module that depends on its version (tried with 1.5.1).
+
+NIXL has no deadlines, and a transfer in progress cannot be given up safely. Nothing here waits for a transfer: the
+server polls it, and the parent kills the process if it takes too long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import itertools
+import mmap
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+Direction = Literal["READ", "WRITE"]
+
+_AGENT = "offload-core"
+_BUILDS = ("nixl_cu12", "nixl_cu13")
+"""Distributions of NIXL. Files and S3 need no CUDA, and only the first loads its plugin for S3 without it."""
+
+
+class EngineError(OSError):
+    """NIXL cannot be used at all."""
+
+
+class Target(NamedTuple):
+    """The other end of a transfer: an open file, or the name of an object."""
+
+    descriptor: int | None = None
+    object_name: str = ""
+
+
+class Transfer:
+    """A transfer in progress.
+
+    Args:
+        engine: its owner.
+        handle: NIXL's handle.
+        registration: NIXL's registration of the target.
+        status: the status at the start.
+    """
+
+    def __init__(self, engine: NixlEngine, handle: Any, registration: Any, status: str) -> None:
+        self._engine = engine
+        self._handle = handle
+        self._registration = registration
+        self._status = status
+
+    def poll(self) -> bool | None:
+        """Return ``True`` after a success, ``False`` after a failure, ``None`` while it is in progress."""
+        if self._status == "PROC":
+            self._status = self._engine.status_of(self._handle)
+        if self._status == "PROC":
+            return None
+        self._engine.release(self._handle, self._registration)
+        return self._status == "DONE"
+
+
+class NixlEngine:
+    """One NIXL agent with one storage plugin. The shared memory is registered once.
+
+    Args:
+        plugin: name of the plugin.
+        params: its parameters.
+        memory: the shared memory.
+
+    Raises:
+        EngineError: NIXL or the plugin does not load, or refuses its parameters.
+    """
+
+    def __init__(self, plugin: str, params: Mapping[str, str], memory: mmap.mmap) -> None:
+        self._plugin = plugin
+        self._segment = "OBJ" if plugin == "OBJ" else "FILE"
+        self._object_numbers = itertools.count(1)
+        self._pinned = ctypes.c_char.from_buffer(memory)
+        self._address = ctypes.addressof(self._pinned)
+        self._agent = _make_agent(plugin, params)
+        try:
+            self._agent.register_memory([(self._address, len(memory), 0, "")], "DRAM", backends=[plugin])
+        except Exception as error:
+            raise EngineError(f"NIXL's plugin {plugin} cannot register memory: {error}") from error
+
+    def start(self, direction: Direction, offset: int, nbytes: int, target: Target) -> Transfer:
+        """Begin a transfer between the shared memory and the beginning of the target.
+
+        Raises:
+            OSError: NIXL refused it. Then nothing touches the memory.
+        """
+        agent, plugin = self._agent, self._plugin
+        device = next(self._object_numbers) if target.descriptor is None else target.descriptor
+        try:
+            registration = agent.register_memory(
+                [(0, nbytes, device, target.object_name)], self._segment, backends=[plugin]
+            )
+        except Exception as error:
+            raise OSError(f"NIXL's plugin {plugin} refused an object: {error}") from error
+        try:
+            handle = agent.initialize_xfer(
+                direction,
+                agent.get_xfer_descs([(self._address + offset, nbytes, 0)], "DRAM"),
+                agent.get_xfer_descs([(0, nbytes, device)], self._segment),
+                _AGENT,
+                b"",
+                [plugin],
+            )
+        except Exception as error:
+            agent.deregister_memory(registration, backends=[plugin])
+            raise OSError(f"NIXL's plugin {plugin} refused a transfer: {error}") from error
+        return Transfer(self, handle, registration, self._post(handle))
+
+    def status_of(self, handle: Any) -> str:
+        """Return ``DONE``, ``PROC`` or ``ERR``."""
+        try:
+            return str(self._agent.check_xfer_state(handle))
+        except Exception:  # NIXL's own errors, which have no common base
+            return "ERR"
+
+    def release(self, handle: Any, registration: Any) -> None:
+        """Free the handle and the registration of a transfer that has ended."""
+        self._agent.release_xfer_handle(handle)
+        self._agent.deregister_memory(registration, backends=[self._plugin])
+
+    def _post(self, handle: Any) -> str:
+        try:
+            return str(self._agent.transfer(handle))
+        except Exception:
+            return "ERR"
+
+
+def _make_agent(plugin: str, params: Mapping[str, str]) -> Any:
+    api = _import_api()
+    try:
+        agent = api.nixl_agent(_AGENT, api.nixl_agent_config(backends=[]))
+    except Exception as error:
+        raise EngineError(f"NIXL does not start: {error}") from error
+    try:
+        agent.create_backend(plugin, dict(params))
+    except Exception as error:
+        raise EngineError(
+            f"NIXL's plugin {plugin} does not start ({error}); check params ({', '.join(sorted(params)) or 'none'}). "
+            f"NIXL has the plugins {', '.join(sorted(agent.get_plugin_list()))} here, and each needs its libraries"
+        ) from error
+    return agent
+
+
+def _import_api() -> Any:
+    """Import a build of NIXL. Its module ``nixl`` would choose one too, but imports torch for that, in seconds."""
+    for build in _BUILDS:
+        if importlib.util.find_spec(build) is not None:
+            try:
+                return importlib.import_module(f"{build}._api")
+            except ImportError as error:
+                raise EngineError(f"{build} does not load ({error}); pip install 'offload-core[nixl]'") from error
+    raise EngineError(f"none of {', '.join(_BUILDS)} is installed; pip install 'offload-core[nixl]'")

@@ -1,0 +1,249 @@
+"""One child process: its start, its requests and answers, and its end.
+
+One thread owns the process. It starts it, takes its answers and reaps it. The system kills the child when that thread
+ends, so it must live as long as the child.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from offload_backend_nixl.parent.ring import PAGE_BYTES, Ring
+from offload_backend_nixl.protocol import (
+    MAX_PACKET_BYTES,
+    Answer,
+    Operation,
+    Outcome,
+    ProtocolError,
+    Request,
+    decode_answer,
+    encode_request,
+)
+
+CHILD_MODULE = "offload_backend_nixl.child"
+_END_SECONDS = 2.0
+"""Time for the child to end after its socket is closed, before it is killed."""
+_SEND_SECONDS = 5
+_ENVIRONMENT = {"AWS_RETRY_MODE": "standard", "AWS_MAX_ATTEMPTS": "2", "NIXL_LOG_LEVEL": "FATAL"}
+"""Defaults for the child: AWS's client retries for 25 s otherwise, and NIXL logs each absent object."""
+
+
+class ChildError(OSError):
+    """The child process has ended, was killed, or could not be started."""
+
+
+class Ticket:
+    """A request whose answer is awaited."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.sent_seconds = time.monotonic()
+        self.answered = threading.Event()
+        self.answer: Answer | None = None
+
+
+class Child:
+    """A child process and the memory shared with it. Both are used once: a new child gets new memory.
+
+    Args:
+        name: the tier's name, for messages.
+        ring_bytes: size of the shared memory.
+        settings: the configuration of the child.
+        deadline_seconds: limit on an answer.
+    """
+
+    def __init__(self, name: str, ring_bytes: int, settings: Mapping[str, Any], deadline_seconds: float) -> None:
+        self._name = name
+        self._settings = settings
+        self._deadline_seconds = deadline_seconds
+        self._lock = threading.Lock()
+        self._tickets: dict[int, Ticket] = {}
+        self._next_number = 0
+        self._reason: str | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = threading.Event()
+        self.has_answered = False
+        """``True`` once it has answered a request after its configuration."""
+        self._memory_descriptor = os.memfd_create(f"offload-nixl-{name}", os.MFD_CLOEXEC)
+        nbytes = -(-ring_bytes // PAGE_BYTES) * PAGE_BYTES
+        os.ftruncate(self._memory_descriptor, nbytes)
+        self.ring = Ring(self._memory_descriptor, nbytes)
+        self._socket, self._child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
+        self._owner = threading.Thread(target=self._own, name=f"nixl-child-{name}", daemon=True)
+
+    @property
+    def pid(self) -> int | None:
+        """The process, while it lives."""
+        return None if self._process is None or self.has_ended else self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """``True`` if the child takes no more requests."""
+        return self._reason is not None
+
+    def start(self) -> None:
+        """Start the process and wait until it is ready.
+
+        Raises:
+            ChildError: it did not become ready in time.
+            OSError: it refused its configuration.
+        """
+        self._owner.start()
+        self._started.wait()
+        ticket = self.send(Operation.CONFIGURE, text=json.dumps(self._settings))
+        answer = self.wait(ticket)
+        if answer.outcome is not Outcome.DONE:
+            error = self.failure(answer)
+            self.end("it refused its configuration")
+            raise error
+
+    def send(self, operation: Operation, **fields: Any) -> Ticket:
+        """Send a request.
+
+        Raises:
+            ChildError: the child has ended, or takes no requests.
+        """
+        with self._lock:
+            if self._reason is not None:
+                raise self._error()
+            ticket = Ticket(self._next_number)
+            self._next_number += 1
+            self._tickets[ticket.number] = ticket
+        try:
+            self._socket.send(encode_request(Request(operation, ticket.number, **fields)))
+        except ConnectionError as error:
+            self._owner.join(2 * _END_SECONDS)  # finds the reason
+            self.end("it closed its connection")
+            raise self._error() from error
+        except OSError as error:
+            self.end(f"it took no request ({error.strerror})")
+            raise self._error() from error
+        return ticket
+
+    def wait(self, ticket: Ticket) -> Answer:
+        """Wait for an answer. If there is none until the deadline, the child is killed.
+
+        Raises:
+            ChildError: the child has ended without this answer.
+        """
+        remaining = ticket.sent_seconds + self._deadline_seconds - time.monotonic()
+        if not ticket.answered.wait(max(remaining, 0)):
+            self.end(f"it did not answer for {self._deadline_seconds:g} s")
+        if ticket.answer is None:
+            raise self._error()
+        return ticket.answer
+
+    def failure(self, answer: Answer) -> OSError:
+        """Return the error in an answer. A child that answers another question is killed."""
+        if answer.outcome is Outcome.FAILED:
+            return OSError(answer.code, f"tier {self._name!r}: {answer.text}")
+        self.end(f"it answered {answer.outcome.name} to another question")
+        return self._error()
+
+    def end(self, reason: str) -> None:
+        """Kill the process at once. Its requests fail. Harmless when repeated."""
+        with self._lock:
+            if self._reason is None:
+                self._reason = reason
+            process = self._process
+        if process is not None:
+            process.kill()  # does nothing if the process has been reaped
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._fail_all()
+
+    def close(self) -> None:
+        """Let the process end in an orderly way, or kill it after two seconds."""
+        with self._lock:
+            if self._reason is None:
+                self._reason = "the tier is closed"
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+        if self._owner.ident is not None:
+            self._owner.join(_END_SECONDS)
+        self.end("the tier is closed")
+
+    @property
+    def reason(self) -> str:
+        """The reason of the end, for messages."""
+        return self._reason or "it lives"
+
+    def _error(self) -> ChildError:
+        return ChildError(
+            errno.EHOSTDOWN,
+            f"the NIXL process of tier {self._name!r} ended: {self._reason}; the next request starts another",
+        )
+
+    def _fail_all(self) -> None:
+        with self._lock:
+            tickets, self._tickets = list(self._tickets.values()), {}
+        for ticket in tickets:
+            ticket.answered.set()
+
+    # The methods below run on the thread that owns the process.
+
+    def _own(self) -> None:
+        try:
+            process = self._start_process()
+        except OSError as error:
+            self._reason = f"it could not be started ({error})"
+            self._started.set()
+            return
+        finally:
+            self._child_socket.close()
+            os.close(self._memory_descriptor)
+        self._process = process
+        self._started.set()
+        try:
+            self._take_answers()
+        except ConnectionError:
+            pass  # it died with requests unread
+        except ProtocolError as error:
+            self.end(f"it answered nonsense ({error})")
+        except OSError as error:
+            self.end(f"its connection failed ({error.strerror})")
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        code = process.wait()
+        self.end(f"it exited with code {code}" if code >= 0 else f"it was killed by signal {-code}")
+        self._socket.close()
+
+    def _start_process(self) -> subprocess.Popen[bytes]:
+        descriptors = (self._child_socket.fileno(), self._memory_descriptor)
+        arguments = [*map(str, descriptors), str(os.getpid())]
+        path = os.pathsep.join(part for part in sys.path if part)
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", CHILD_MODULE, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": path},
+        )
+
+    def _take_answers(self) -> None:
+        """Hand answers to their tickets until the child closes its end."""
+        while packet := self._socket.recv(MAX_PACKET_BYTES + 1):
+            answer = decode_answer(packet)
+            with self._lock:
+                ticket = self._tickets.pop(answer.number, None)
+            if ticket is None:
+                if self.has_ended:
+                    continue
+                raise ProtocolError(f"an answer to the request {answer.number}, which nobody sent")
+            self.has_answered = self.has_answered or ticket.number > 0
+            ticket.answer = answer
+            ticket.answered.set()

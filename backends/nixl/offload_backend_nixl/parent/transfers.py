@@ -1,0 +1,158 @@
+"""The loads and stores of a batch, through slots of the shared memory.
+
+Several objects are in progress at the same time: while the child reads or writes some, this thread copies another.
+Only this thread touches the caller's buffers, so they are the caller's again when a function returns or raises.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from offload_backend_nixl.frame import HEAD_BYTES, OVERHEAD_BYTES, clear_frame, is_whole, write_frame
+from offload_backend_nixl.naming import name_of
+from offload_backend_nixl.parent.connection import Child, ChildError, Ticket
+from offload_backend_nixl.parent.ring import Slot
+from offload_backend_nixl.protocol import Answer, Operation, Outcome
+from offload_core.api import LoadOutcome, ObjectKey, StoreOutcome
+
+MAX_IN_PROGRESS = 8
+"""The most objects of one batch that the child transfers at the same time."""
+
+
+@dataclass(frozen=True)
+class _Object:
+    """One object of a batch."""
+
+    index: int
+    key: ObjectKey
+    buffer: memoryview
+    slot: Slot
+    ticket: Ticket
+
+
+def fits(child: Child, nbytes: int) -> bool:
+    """Return whether an object can be transferred at all."""
+    return nbytes + OVERHEAD_BYTES <= child.ring.nbytes
+
+
+def load_batch(
+    child: Child, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], deadline_seconds: float
+) -> list[LoadOutcome]:
+    """Load objects. An object that is larger than the shared memory is a miss.
+
+    Raises:
+        OSError: the medium or the child failed.
+    """
+    outcomes = [LoadOutcome.MISS] * len(keys)
+
+    def finish(loaded: _Object, answer: Answer) -> None:
+        if answer.outcome is Outcome.CORRUPT:
+            outcomes[loaded.index] = LoadOutcome.CORRUPT
+        elif answer.outcome is Outcome.DONE:
+            outcomes[loaded.index] = _copy_out(child, loaded)
+        elif answer.outcome is not Outcome.MISS:
+            raise child.failure(answer)
+
+    _run(child, Operation.LOAD, keys, buffers, finish, deadline_seconds)
+    return outcomes
+
+
+def store_batch(
+    child: Child, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], deadline_seconds: float
+) -> list[StoreOutcome]:
+    """Store objects. An object that is larger than the shared memory is rejected.
+
+    Raises:
+        OSError: the medium or the child failed.
+    """
+    outcomes = [StoreOutcome.REJECTED] * len(keys)
+
+    def finish(stored: _Object, answer: Answer) -> None:
+        if answer.outcome is not Outcome.DONE:
+            raise child.failure(answer)
+        outcomes[stored.index] = StoreOutcome.STORED
+
+    _run(child, Operation.STORE, keys, buffers, finish, deadline_seconds)
+    return outcomes
+
+
+def _run(
+    child: Child,
+    operation: Operation,
+    keys: Sequence[ObjectKey],
+    buffers: Sequence[memoryview],
+    finish: Callable[[_Object, Answer], None],
+    deadline_seconds: float,
+) -> None:
+    """Transfer a batch. After an error nothing more begins, and the transfers in progress are awaited.
+
+    Slots of a child that has ended are not given back: their memory goes with the child.
+    """
+    in_progress: deque[_Object] = deque()
+
+    def finish_first() -> None:
+        first = in_progress.popleft()
+        answer = child.wait(first.ticket)
+        try:
+            finish(first, answer)
+        finally:
+            child.ring.release(first.slot)
+
+    try:
+        for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
+            if not fits(child, len(buffer)):
+                continue
+            while (slot := _reserve(child, len(buffer), bool(in_progress), deadline_seconds)) is None:
+                finish_first()
+            in_progress.append(_begin(child, operation, index, key, buffer, slot))
+            if len(in_progress) == MAX_IN_PROGRESS:
+                finish_first()
+        while in_progress:
+            finish_first()
+    except ChildError:
+        raise
+    except BaseException:
+        for left in in_progress:
+            child.wait(left.ticket)
+            child.ring.release(left.slot)
+        raise
+
+
+def _reserve(child: Child, nbytes: int, at_once: bool, deadline_seconds: float) -> Slot | None:
+    """Return a slot. A caller with objects in progress does not wait: it must end those first."""
+    now = time.monotonic()
+    slot = child.ring.reserve(nbytes + OVERHEAD_BYTES, now if at_once else now + deadline_seconds)
+    if slot is None and not at_once:
+        raise OSError(errno.ETIMEDOUT, f"no room for {nbytes} bytes for {deadline_seconds:g} s; raise the option ring")
+    return slot
+
+
+def _begin(child: Child, operation: Operation, index: int, key: ObjectKey, buffer: memoryview, slot: Slot) -> _Object:
+    try:
+        with child.ring.view(slot) as memory:
+            if operation is Operation.STORE:
+                write_frame(memory, key)
+            else:
+                clear_frame(memory)
+        if operation is Operation.STORE and len(buffer):
+            child.ring.write(slot, HEAD_BYTES, buffer)
+        ticket = child.send(operation, offset=slot.offset, nbytes=slot.nbytes, names=(name_of(key),))
+    except ChildError:
+        raise
+    except BaseException:
+        child.ring.release(slot)  # the child never heard of it
+        raise
+    return _Object(index, key, buffer, slot, ticket)
+
+
+def _copy_out(child: Child, loaded: _Object) -> LoadOutcome:
+    with child.ring.view(loaded.slot) as memory:
+        if not is_whole(memory, loaded.key):
+            return LoadOutcome.CORRUPT
+    if len(loaded.buffer):
+        child.ring.read(loaded.slot, HEAD_BYTES, loaded.buffer)
+    return LoadOutcome.HIT

@@ -1,0 +1,260 @@
+"""The messages between the engine's process and the child, as packets of a socket pair.
+
+Each message is one packet: a kind, the number of its request, and fields. Integers are little-endian. Every length is
+checked before it is used, and a packet with anything missing or left over is refused.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+KindT = TypeVar("KindT", bound=enum.IntEnum)
+
+MAX_PACKET_BYTES = 96 * 1024
+MAX_NAMES = 128
+MAX_NAME_BYTES = 600
+MAX_TEXT_BYTES = 2000
+MAX_ENTRIES = 128
+ABSENT = -1
+"""The size of an object that does not exist."""
+
+_HEAD = struct.Struct("<BQ")
+_RANGE = struct.Struct("<QQ")
+_COUNT = struct.Struct("<H")
+_SIZE = struct.Struct("<q")
+_ENTRY = struct.Struct("<Qd")
+_FAILURE = struct.Struct("<I")
+_FLAG = struct.Struct("<B")
+
+
+class ProtocolError(ValueError):
+    """A packet that breaks the protocol."""
+
+
+class Operation(enum.IntEnum):
+    """The kind of a request."""
+
+    CONFIGURE = 1
+    LOAD = 2
+    STORE = 3
+    SIZES = 4
+    DELETE = 5
+    LIST = 6
+
+
+class Outcome(enum.IntEnum):
+    """The kind of an answer."""
+
+    DONE = 64
+    MISS = 65
+    CORRUPT = 66
+    FAILED = 67
+    SIZES = 68
+    ENTRIES = 69
+
+
+class Entry(NamedTuple):
+    """One object of a listing."""
+
+    name: str
+    nbytes: int
+    stored_at_seconds: float
+
+
+class Request(NamedTuple):
+    """A request to the child. The fields that its operation does not need keep their defaults."""
+
+    operation: Operation
+    number: int
+    offset: int = 0
+    """First byte of the object in the shared memory, of a load or a store."""
+    nbytes: int = 0
+    names: tuple[str, ...] = ()
+    """The objects. For a listing, the name after which it goes on; none for the beginning."""
+    text: str = ""
+    """The configuration, as JSON."""
+
+
+class Answer(NamedTuple):
+    """An answer of the child. The fields that its outcome does not need keep their defaults."""
+
+    outcome: Outcome
+    number: int
+    sizes: tuple[int, ...] = ()
+    """The bytes of each object that was asked for, or :data:`ABSENT`."""
+    entries: tuple[Entry, ...] = ()
+    more: bool = False
+    """``True`` if the listing goes on after the last entry."""
+    code: int = 0
+    """The ``errno`` of a failure."""
+    text: str = ""
+    """The reason of a failure."""
+
+
+def encode_request(request: Request) -> bytes:
+    """Return the packet of a request.
+
+    Raises:
+        ProtocolError: a field is too long.
+    """
+    head = _HEAD.pack(request.operation, request.number)
+    if request.operation is Operation.CONFIGURE:
+        return _checked(head + request.text.encode())
+    names = b"".join(map(_pack_name, request.names))
+    body = _COUNT.pack(len(request.names)) + names
+    if request.operation in (Operation.LOAD, Operation.STORE):
+        body = _RANGE.pack(request.offset, request.nbytes) + body
+    return _checked(head + body)
+
+
+def decode_request(packet: bytes) -> Request:
+    """Return the request in a packet.
+
+    Raises:
+        ProtocolError: the packet breaks the protocol.
+    """
+    reader = _Reader(packet)
+    kind, number = reader.unpack(_HEAD)
+    operation = _member(Operation, kind)
+    if operation is Operation.CONFIGURE:
+        return Request(operation, number, text=reader.rest())
+    offset = nbytes = 0
+    if operation in (Operation.LOAD, Operation.STORE):
+        offset, nbytes = reader.unpack(_RANGE)
+    (count,) = reader.unpack(_COUNT)
+    names = tuple(reader.text(MAX_NAME_BYTES) for _ in range(_at_most(count, MAX_NAMES)))
+    reader.end()
+    is_transfer = operation in (Operation.LOAD, Operation.STORE)
+    if (is_transfer and count != 1) or (operation is Operation.LIST and count > 1):
+        raise ProtocolError(f"{operation.name} with {count} names")
+    return Request(operation, number, offset, nbytes, names)
+
+
+def encode_answer(answer: Answer) -> bytes:
+    """Return the packet of an answer. A reason that is too long is cut.
+
+    Raises:
+        ProtocolError: a field is too long.
+    """
+    packet = _HEAD.pack(answer.outcome, answer.number)
+    if answer.outcome is Outcome.FAILED:
+        packet += _FAILURE.pack(answer.code) + answer.text.encode(errors="replace")[:MAX_TEXT_BYTES]
+    elif answer.outcome is Outcome.SIZES:
+        packet += _COUNT.pack(len(answer.sizes)) + b"".join(map(_SIZE.pack, answer.sizes))
+    elif answer.outcome is Outcome.ENTRIES:
+        packet += _FLAG.pack(answer.more) + _COUNT.pack(len(answer.entries))
+        for entry in answer.entries:
+            packet += _ENTRY.pack(entry.nbytes, entry.stored_at_seconds) + _pack_name(entry.name)
+    return _checked(packet)
+
+
+def decode_answer(packet: bytes) -> Answer:
+    """Return the answer in a packet.
+
+    Raises:
+        ProtocolError: the packet breaks the protocol.
+    """
+    reader = _Reader(packet)
+    kind, number = reader.unpack(_HEAD)
+    outcome = _member(Outcome, kind)
+    if outcome is Outcome.FAILED:
+        (code,) = reader.unpack(_FAILURE)
+        return Answer(outcome, number, code=code, text=reader.rest(MAX_TEXT_BYTES, errors="replace"))
+    if outcome is Outcome.SIZES:
+        (count,) = reader.unpack(_COUNT)
+        sizes = tuple(reader.unpack(_SIZE)[0] for _ in range(_at_most(count, MAX_NAMES)))
+        if min(sizes, default=0) < ABSENT:
+            raise ProtocolError(f"a size of {min(sizes)} bytes")
+        answer = Answer(outcome, number, sizes=sizes)
+    elif outcome is Outcome.ENTRIES:
+        (more,) = reader.unpack(_FLAG)
+        (count,) = reader.unpack(_COUNT)
+        entries = tuple(_read_entry(reader) for _ in range(_at_most(count, MAX_ENTRIES)))
+        if more > 1 or (more and not entries):
+            raise ProtocolError(f"a listing with {count} entries goes on ({more})")
+        answer = Answer(outcome, number, entries=entries, more=bool(more))
+    else:
+        answer = Answer(outcome, number)
+    reader.end()
+    return answer
+
+
+class _Reader:
+    """The unread part of a packet."""
+
+    def __init__(self, packet: bytes) -> None:
+        if len(packet) > MAX_PACKET_BYTES:
+            raise ProtocolError(f"a packet of {len(packet)} bytes; at most {MAX_PACKET_BYTES}")
+        self._packet = packet
+        self._position = 0
+
+    def unpack(self, fields: struct.Struct) -> tuple[Any, ...]:
+        end = self._position + fields.size
+        if end > len(self._packet):
+            raise ProtocolError(f"a packet of {len(self._packet)} bytes ends in a field")
+        values = fields.unpack_from(self._packet, self._position)
+        self._position = end
+        return values
+
+    def text(self, limit: int) -> str:
+        (length,) = self.unpack(_COUNT)
+        end = self._position + _at_most(length, limit)
+        if end > len(self._packet):
+            raise ProtocolError(f"a packet of {len(self._packet)} bytes ends in a name")
+        found = self._packet[self._position : end]
+        self._position = end
+        return _decode(found)
+
+    def rest(self, limit: int = MAX_PACKET_BYTES, errors: str = "strict") -> str:
+        found = self._packet[self._position :]
+        _at_most(len(found), limit)
+        self._position = len(self._packet)
+        return _decode(found, errors)
+
+    def end(self) -> None:
+        if self._position != len(self._packet):
+            raise ProtocolError(f"{len(self._packet) - self._position} bytes after the end of a packet")
+
+
+def _read_entry(reader: _Reader) -> Entry:
+    nbytes, stored_at_seconds = reader.unpack(_ENTRY)
+    return Entry(reader.text(MAX_NAME_BYTES), nbytes, stored_at_seconds)
+
+
+def _decode(data: bytes, errors: str = "strict") -> str:
+    try:
+        return data.decode(errors=errors)
+    except UnicodeDecodeError as error:
+        raise ProtocolError(f"a text that is not UTF-8: {error}") from error
+
+
+def _member(members: type[KindT], number: int) -> KindT:
+    try:
+        return members(number)
+    except ValueError as error:
+        raise ProtocolError(f"a packet of the unknown kind {number}") from error
+
+
+def _at_most(number: int, limit: int) -> int:
+    if number > limit:
+        raise ProtocolError(f"a length of {number}; at most {limit}")
+    return number
+
+
+def _pack_name(name: str) -> bytes:
+    data = name.encode()
+    _at_most(len(data), MAX_NAME_BYTES)
+    return _COUNT.pack(len(data)) + data
+
+
+def _checked(packet: bytes) -> bytes:
+    _at_most(len(packet), MAX_PACKET_BYTES)
+    return packet
+
+
+def batches(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the names in groups that fit into one request each."""
+    return [tuple(names[start : start + MAX_NAMES]) for start in range(0, len(names), MAX_NAMES)]

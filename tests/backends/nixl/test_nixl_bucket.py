@@ -1,0 +1,164 @@
+"""A bucket that fails: its server is killed, stopped and started again, and its objects are damaged."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from offload_backend_nixl.naming import name_of
+
+from offload_core.api import LoadOutcome, StoreOutcome
+from tests.backends.nixl.conftest import Nixl, key
+from tests.support.clusters.nixl import BucketLab
+
+SIZE = 5000
+
+
+@pytest.fixture
+def own_lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketLab]:
+    """A server that the test may hurt."""
+    lab = BucketLab()
+    for name, value in lab.environment.items():
+        monkeypatch.setenv(name, value)
+    lab.start()
+    yield lab
+    lab.stop()
+
+
+def tier(lab: BucketLab, **keys: Any) -> dict[str, Any]:
+    keys = lab.tier(ring="16MiB", **keys)
+    del keys["type"]
+    return keys
+
+
+def source(number: int) -> memoryview:
+    return memoryview(bytes([number]) * SIZE)
+
+
+async def expect_failures(backend: Any, lab: BucketLab, within_seconds: float) -> None:
+    """Every operation fails in time, and names the place."""
+    buffer = bytearray(b"\xa5" * SIZE)
+    for call in (
+        backend.contains([key(1)]),
+        backend.load_into([key(1)], [memoryview(buffer)]),
+        backend.store([key(2)], [source(2)]),
+        backend.delete([key(3)]),
+    ):
+        began = time.monotonic()
+        with pytest.raises(OSError, match=r"127\.0\.0\.1|did not answer"):
+            await call
+        assert time.monotonic() - began < within_seconds, f"a call took {time.monotonic() - began:.1f} s"
+    assert buffer == b"\xa5" * SIZE, "a failed load touched its buffer"
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.long
+def test_a_store_that_goes_and_returns(nixl: Nixl, own_lab: BucketLab, how: str) -> None:
+    server = own_lab.parts["server"]
+
+    async def run() -> None:
+        backend = nixl(**tier(own_lab, transfer_timeout_seconds=10))
+        await backend.open()
+        assert await backend.store([key(1)], [source(1)]) == [StoreOutcome.STORED]
+        server.kill() if how == "killed" else server.pause()
+        await expect_failures(backend, own_lab, within_seconds=25)
+        if how == "killed":
+            server.start()
+            own_lab.make_bucket(own_lab.bucket)
+        else:
+            server.resume()
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                assert await backend.store([key(2)], [source(2)]) == [StoreOutcome.STORED]
+                break
+            except OSError:
+                assert time.monotonic() < deadline, "the store is back, and the tier does not notice"
+                await asyncio.sleep(0.1)
+        buffers = [bytearray(SIZE) for _ in range(2)]
+        outcomes = await backend.load_into([key(1), key(2)], [memoryview(buffer) for buffer in buffers])
+        first = LoadOutcome.MISS if how == "killed" else LoadOutcome.HIT  # the server keeps objects in memory
+        assert outcomes == [first, LoadOutcome.HIT]
+        assert buffers[1] == source(2)
+        await backend.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.long
+def test_a_bucket_that_is_gone_is_an_error_and_no_miss(nixl: Nixl, bucket_lab: BucketLab) -> None:
+    async def run() -> None:
+        bucket = bucket_lab.make_bucket()
+        keys = tier(bucket_lab)
+        keys["params"]["bucket"] = bucket
+        backend = nixl(**keys)
+        await backend.open()
+        assert await backend.contains([key(1)]) == [False]
+        bucket_lab.client().delete_bucket(Bucket=bucket)
+
+        async def ask() -> None:
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline:
+                await backend.contains([key(1)])
+
+        with pytest.raises(OSError, match=f"there is no bucket {bucket}"):
+            await ask()
+        await backend.close()
+        keys["params"]["bucket"] = "never-made"
+        never = nixl(**keys)
+        with pytest.raises(
+            OSError, match=r"there is no bucket never-made at http.*create it, or correct params.bucket"
+        ):
+            await never.open()
+        await never.close()
+
+    asyncio.run(run())
+
+
+def test_damaged_objects_are_corrupt(nixl: Nixl, bucket_lab: BucketLab, bucket_options: dict[str, Any]) -> None:
+    client, bucket = bucket_lab.client(), bucket_options["params"]["bucket"]
+
+    def name(number: int) -> str:
+        return f"{bucket_options['prefix']}/{name_of(key(number))}"
+
+    async def run() -> None:
+        backend = nixl(**bucket_options)
+        await backend.open()
+        assert await backend.store([key(1), key(2)], [source(1), source(2)]) == [StoreOutcome.STORED] * 2
+        whole = {number: client.get_object(Bucket=bucket, Key=name(number))["Body"].read() for number in (1, 2)}
+        bodies = {
+            "empty": b"",
+            "cut in its head": whole[1][:20],
+            "cut by a byte": whole[1][:-1],
+            "longer": whole[1][:-1] + b"x" + whole[1][-1:],
+            "of another key": whole[2],
+            "foreign": b"x" * len(whole[1]),
+        }
+        for how, body in bodies.items():
+            client.put_object(Bucket=bucket, Key=name(1), Body=body)
+            buffer = bytearray(SIZE)
+            assert await backend.load_into([key(1)], [memoryview(buffer)]) == [LoadOutcome.CORRUPT], how
+        client.put_object(Bucket=bucket, Key=name(1), Body=whole[1])
+        assert await backend.load_into([key(1)], [memoryview(buffer)]) == [LoadOutcome.HIT]
+        assert buffer == source(1)
+        await backend.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.long
+def test_many_objects_are_listed_in_parts(nixl: Nixl, bucket_options: dict[str, Any]) -> None:
+    async def run() -> None:
+        backend = nixl(**bucket_options)
+        await backend.open()
+        keys = [key(number) for number in range(150)]
+        await backend.store(keys, [source(1)] * len(keys))
+        listed = [found async for batch in backend.list_objects() for found in batch]
+        assert sorted(found.key for found in listed) == sorted(keys)
+        assert {found.nbytes for found in listed} == {SIZE}
+        await backend.close()
+
+    asyncio.run(run())

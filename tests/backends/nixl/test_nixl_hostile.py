@@ -1,0 +1,114 @@
+"""A child that answers wrongly: its answers are failures or corrupt objects, never other bytes or an endless wait."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from offload_backend_nixl.backend import NixlBackend
+from offload_backend_nixl.parent import connection
+
+from offload_core.api import LoadOutcome
+from tests.backends.nixl.conftest import Nixl, key
+
+pytestmark = pytest.mark.needs_no_nixl
+
+
+@pytest.fixture
+def hostile(nixl: Nixl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make a backend whose child has a behaviour."""
+
+    def make(behaviour: str) -> NixlBackend:
+        monkeypatch.setattr(connection, "CHILD_MODULE", "tests.backends.nixl.hostile_child")
+        monkeypatch.setenv("BEHAVIOUR", behaviour)
+        return nixl(plugin="POSIX", path=tmp_path, ring="1MiB", transfer_timeout_seconds=2)
+
+    return make
+
+
+FAILURES = {
+    "nonsense": "it answered nonsense .a packet of the unknown kind 255",
+    "too long": "it answered nonsense .a packet of",
+    "cut": "it answered nonsense .a packet of 24 bytes ends in a field",
+    "other request": "it answered nonsense .an answer to the request 1001, which nobody sent",
+    "other question": "it answered ENTRIES to another question",
+    "end": "it exited with code 7",
+    "crash": "it was killed by signal 11",
+    "silence": "it did not answer for 2 s",
+}
+
+
+@pytest.mark.parametrize("behaviour", FAILURES)
+def test_a_wrong_answer_is_a_failure_and_ends_the_child(hostile: Any, behaviour: str) -> None:
+    async def run() -> None:
+        backend = hostile(behaviour)
+        await backend.open()
+        first = backend.child_pid
+        buffer = bytearray(b"\xa5" * 100)
+        with pytest.raises(OSError, match=FAILURES[behaviour]) as failed:
+            await backend.load_into([key(1)], [memoryview(buffer)])
+        assert "tier 'fabric'" in str(failed.value), "the message names the tier"
+        assert buffer == b"\xa5" * 100, "a failed load touched its buffer"
+        assert backend.child_pid is None, f"the child {first} is still used"
+        await backend.close()
+
+    asyncio.run(run())
+
+
+def test_too_few_sizes_are_a_failure(hostile: Any) -> None:
+    async def run() -> None:
+        backend = hostile("too few sizes")
+        await backend.open()
+        with pytest.raises(OSError, match="it answered SIZES to another question"):
+            await backend.contains([key(1)])
+        await backend.close()
+
+    asyncio.run(run())
+
+
+def test_endless_answers_are_read_once(hostile: Any) -> None:
+    async def run() -> None:
+        backend = hostile("endless")
+        await backend.open()
+        assert await backend.load_into([key(1)], [memoryview(bytearray(100))]) == [LoadOutcome.MISS]
+
+        async def load_often() -> None:
+            for number in range(1000):
+                await backend.load_into([key(number)], [memoryview(bytearray(100))])
+
+        with pytest.raises(OSError, match="ended"):  # the second answer was to no request
+            await load_often()
+        await backend.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("behaviour", ["other bytes", "no bytes"])
+def test_bytes_that_are_not_the_objects_are_corrupt(hostile: Any, behaviour: str) -> None:
+    async def run() -> None:
+        backend = hostile(behaviour)
+        await backend.open()
+        buffer = bytearray(b"\xa5" * 100)
+        for _ in range(3):
+            assert await backend.load_into([key(1)], [memoryview(buffer)]) == [LoadOutcome.CORRUPT]
+        assert await backend.store([key(1)], [memoryview(b"x" * 100).toreadonly()])
+        if behaviour == "no bytes":  # the frame of the store is still in the slot; a load must not take it for its own
+            assert await backend.load_into([key(1)], [memoryview(buffer)]) == [LoadOutcome.CORRUPT]
+        await backend.close()
+
+    asyncio.run(run())
+
+
+def test_a_child_that_does_not_start_ends_at_the_deadline(hostile: Any) -> None:
+    async def run() -> None:
+        backend = hostile("no start")
+        began = time.monotonic()
+        with pytest.raises(OSError, match="it did not answer for 2 s"):
+            await backend.open()
+        assert time.monotonic() - began < 20
+        await backend.close()
+
+    asyncio.run(run())

@@ -1,0 +1,126 @@
+"""The messages between the engine's process and the child: all that is sent arrives, and nothing else is accepted."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from offload_backend_nixl import protocol
+from offload_backend_nixl.protocol import Answer, Entry, Operation, Outcome, ProtocolError, Request
+
+pytestmark = pytest.mark.needs_no_nixl
+
+U64 = st.integers(0, 2**64 - 1)
+NAME = st.text(st.characters(exclude_categories=["Cs"]), max_size=150)
+NO_NAMES: st.SearchStrategy[tuple[str, ...]] = st.just(())
+REQUESTS = (
+    st.builds(Request, st.sampled_from([Operation.LOAD, Operation.STORE]), U64, U64, U64, st.tuples(NAME), st.just(""))
+    | st.builds(
+        Request,
+        st.sampled_from([Operation.SIZES, Operation.DELETE]),
+        *(U64, st.just(0), st.just(0), st.lists(NAME, max_size=20).map(tuple), st.just("")),
+    )
+    | st.builds(Request, st.just(Operation.LIST), U64, st.just(0), st.just(0), NO_NAMES | st.tuples(NAME), st.just(""))
+    | st.builds(Request, st.just(Operation.CONFIGURE), U64, st.just(0), st.just(0), NO_NAMES, NAME)
+)
+
+ENTRY = st.tuples(NAME, U64, st.floats(allow_nan=False)).map(lambda fields: Entry(*fields))
+SIZES = st.lists(st.integers(-1, 2**63 - 1), max_size=20).map(tuple)
+ENTRIES = st.lists(ENTRY, min_size=1, max_size=9).map(tuple)
+ANSWERS = (
+    st.tuples(st.sampled_from([Outcome.DONE, Outcome.MISS, Outcome.CORRUPT]), U64).map(lambda head: Answer(*head))
+    | st.tuples(U64, st.integers(0, 2**32 - 1), NAME).map(
+        lambda drawn: Answer(Outcome.FAILED, drawn[0], code=drawn[1], text=drawn[2])
+    )
+    | st.tuples(U64, SIZES).map(lambda drawn: Answer(Outcome.SIZES, drawn[0], sizes=drawn[1]))
+    | st.tuples(U64, ENTRIES, st.booleans()).map(
+        lambda drawn: Answer(Outcome.ENTRIES, drawn[0], entries=drawn[1], more=drawn[2])
+    )
+)
+
+
+@hypothesis.given(REQUESTS)
+def test_a_request_arrives_as_it_was_sent(request_: Request) -> None:
+    assert protocol.decode_request(protocol.encode_request(request_)) == request_
+
+
+@hypothesis.given(ANSWERS)
+def test_an_answer_arrives_as_it_was_sent(answer: Answer) -> None:
+    assert protocol.decode_answer(protocol.encode_answer(answer)) == answer
+
+
+@hypothesis.given(st.binary(max_size=300))
+def test_random_packets_are_refused_or_understood(packet: bytes) -> None:
+    for decode, encode in (
+        (protocol.decode_request, protocol.encode_request),
+        (protocol.decode_answer, protocol.encode_answer),
+    ):
+        try:
+            message = decode(packet)
+        except ProtocolError:
+            continue
+        if not (isinstance(message, Answer) and message.outcome is Outcome.FAILED):  # its text is mended
+            assert encode(message) == packet, "a packet with a second meaning"  # type: ignore[arg-type]
+
+
+@hypothesis.given(ANSWERS, st.data())
+def test_answers_that_are_cut_or_longer_are_refused(answer: Answer, data: st.DataObject) -> None:
+    packet = protocol.encode_answer(answer)
+    hypothesis.assume(answer.outcome is not Outcome.FAILED)  # a reason may end anywhere
+    with pytest.raises(ProtocolError):
+        protocol.decode_answer(packet[: data.draw(st.integers(0, len(packet) - 1))])
+    with pytest.raises(ProtocolError):
+        protocol.decode_answer(packet + b"\0")
+
+
+@hypothesis.given(ANSWERS, st.data())
+def test_answers_with_changed_bits_are_refused_or_understood(answer: Answer, data: st.DataObject) -> None:
+    packet = bytearray(protocol.encode_answer(answer))
+    for _ in range(data.draw(st.integers(1, 4))):
+        packet[data.draw(st.integers(0, len(packet) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        changed = protocol.decode_answer(bytes(packet))
+    except ProtocolError:
+        return
+    assert all(size >= protocol.ABSENT for size in changed.sizes)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request(Operation.SIZES, 1, names=("x" * 601,)),
+        Request(Operation.CONFIGURE, 1, text="x" * protocol.MAX_PACKET_BYTES),
+        Request(Operation.SIZES, 1, names=("x" * 600,) * 200),
+    ],
+)
+def test_a_request_that_is_too_long_is_not_sent(request_: Request) -> None:
+    with pytest.raises(ProtocolError, match="at most"):
+        protocol.encode_request(request_)
+
+
+def test_the_largest_request_and_answer_fit_into_a_packet() -> None:
+    names = ("x" * protocol.MAX_NAME_BYTES,) * protocol.MAX_NAMES
+    request = Request(Operation.DELETE, 1, names=names)
+    assert protocol.decode_request(protocol.encode_request(request)) == request
+    entries = tuple(Entry(name, 1, 0.0) for name in names[: protocol.MAX_ENTRIES])
+    answer = Answer(Outcome.ENTRIES, 1, entries=entries, more=True)
+    assert protocol.decode_answer(protocol.encode_answer(answer)) == answer
+
+
+def test_a_long_reason_is_cut() -> None:
+    answer = protocol.decode_answer(protocol.encode_answer(Answer(Outcome.FAILED, 1, code=5, text="é" * 5000)))
+    assert answer.text.startswith("éé")
+    assert len(answer.text.encode()) <= protocol.MAX_TEXT_BYTES + 2  # a cut letter is replaced
+
+
+@pytest.mark.parametrize("operation", [Operation.LOAD, Operation.STORE])
+def test_a_transfer_has_one_name(operation: Operation) -> None:
+    packet = protocol.encode_request(Request(operation, 1, 0, 10, ("a", "b")))
+    with pytest.raises(ProtocolError, match="with 2 names"):
+        protocol.decode_request(packet)
+
+
+def test_a_listing_without_entries_cannot_go_on() -> None:
+    packet = protocol.encode_answer(Answer(Outcome.ENTRIES, 1, more=True))
+    with pytest.raises(ProtocolError, match="goes on"):
+        protocol.decode_answer(packet)

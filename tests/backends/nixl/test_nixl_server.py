@@ -1,0 +1,134 @@
+"""The loop of the child process, with a fake NIXL: transfers that fail, hang, or end out of order."""
+
+from __future__ import annotations
+
+import mmap
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from offload_backend_nixl import protocol
+from offload_backend_nixl.child.folder import FolderStorage
+from offload_backend_nixl.child.server import MAX_FAILURES, Server
+from offload_backend_nixl.protocol import Answer, Operation, Outcome, Request
+
+pytestmark = pytest.mark.needs_no_nixl
+
+NAME = f"{'ab' * 32}/full-u16/ab/abcd.kv"
+
+
+class FakeEngine:
+    """An engine whose transfers end as the test says."""
+
+    def __init__(self) -> None:
+        self.started: list[FakeTransfer] = []
+
+    def start(self, direction: str, offset: int, nbytes: int, target: Any) -> FakeTransfer:
+        self.started.append(FakeTransfer())
+        return self.started[-1]
+
+
+class FakeTransfer:
+    """A transfer that is in progress until the test ends it."""
+
+    def __init__(self) -> None:
+        self.outcome: bool | None = None
+
+    def poll(self) -> bool | None:
+        return self.outcome
+
+
+class Parent:
+    """The parent's end, and the server on a thread."""
+
+    def __init__(self, root: Path) -> None:
+        self.connection, self.child = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.connection.settimeout(20)
+        self.engine = FakeEngine()
+        storage = FolderStorage(str(root), "writer", create=True)
+        server = Server(self.child, mmap.mmap(-1, 4096), storage, self.engine)  # type: ignore[arg-type]
+        self.thread = threading.Thread(target=server.run)
+        self.thread.start()
+
+    def send(self, number: int, operation: Operation, **fields: Any) -> None:
+        self.connection.send(protocol.encode_request(Request(operation, number, **fields)))
+
+    def transfer(self, number: int, operation: Operation = Operation.LOAD, offset: int = 0) -> None:
+        self.send(number, operation, offset=offset, nbytes=100, names=(NAME,))
+
+    def answer(self) -> Answer:
+        return protocol.decode_answer(self.connection.recv(protocol.MAX_PACKET_BYTES))
+
+    def started(self, count: int) -> FakeTransfer:
+        """Wait until so many transfers have started, and return the last."""
+        self.send(10_000 + count, Operation.CONFIGURE)  # requests begin in order, and this one is refused at once
+        assert self.answer().number == 10_000 + count
+        assert len(self.engine.started) == count
+        return self.engine.started[-1]
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Iterator[Parent]:
+    path = tmp_path / NAME
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"x" * 100)
+    parent = Parent(tmp_path)
+    yield parent
+    parent.connection.close()
+    parent.thread.join(20)
+    parent.child.close()
+    assert not parent.thread.is_alive(), "the server goes on after the parent's end"
+
+
+def test_transfers_end_out_of_order(parent: Parent) -> None:
+    parent.transfer(1)
+    first = parent.started(1)
+    parent.transfer(2)
+    second = parent.started(2)
+    second.outcome = True
+    assert parent.answer() == Answer(Outcome.DONE, 2)
+    parent.send(3, Operation.SIZES, names=(NAME, "none"))
+    assert parent.answer() == Answer(Outcome.SIZES, 3, sizes=(100, -1)), "a question waits for no transfer"
+    first.outcome = True
+    assert parent.answer() == Answer(Outcome.DONE, 1)
+
+
+def test_several_failures_in_a_row_end_the_process(parent: Parent) -> None:
+    for number in range(MAX_FAILURES):
+        parent.transfer(number)
+        parent.started(number + 1).outcome = False
+        assert parent.answer().outcome is Outcome.FAILED
+    parent.thread.join(20)
+    assert not parent.thread.is_alive(), f"the server goes on after {MAX_FAILURES} failures"
+
+
+def test_a_success_between_failures_keeps_the_process(parent: Parent) -> None:
+    for number in range(3 * MAX_FAILURES):
+        parent.transfer(number)
+        parent.started(number + 1).outcome = number % MAX_FAILURES == 0
+        parent.answer()
+    assert parent.thread.is_alive()
+
+
+def test_a_store_that_failed_leaves_no_file(parent: Parent, tmp_path: Path) -> None:
+    parent.transfer(1, Operation.STORE)
+    parent.started(1).outcome = False
+    answer = parent.answer()
+    assert (answer.outcome, answer.text) == (Outcome.FAILED, "NIXL wrote 0 of 100 bytes; is the file system full?")
+    assert list((tmp_path / ".tmp-offload-core-nixl").iterdir()) == []
+
+
+def test_a_write_that_was_cut_is_no_success(parent: Parent, tmp_path: Path) -> None:
+    parent.transfer(1, Operation.STORE)
+    parent.started(1).outcome = True  # it wrote nothing
+    assert parent.answer().outcome is Outcome.FAILED
+    assert (tmp_path / NAME).read_bytes() == b"x" * 100, "the object that was there before is still whole"
+
+
+def test_memory_outside_of_the_ring_is_refused(parent: Parent) -> None:
+    parent.transfer(1, offset=4000)
+    answer = parent.answer()
+    assert (answer.outcome, answer.text) == (Outcome.FAILED, "bytes 4000 + 100 are outside of the shared memory")
