@@ -36,9 +36,9 @@ class Store:
         """End all servers."""
         raise NotImplementedError
 
-    def pid(self, part: str) -> int:
-        """Return the process of a part."""
-        return self.parts[part].pid
+    def pids(self, part: str) -> list[int]:
+        """Return the processes of a part."""
+        return [self.parts[part].pid]
 
     def restart(self, part: str) -> None:
         """Start a part that was killed, and wait until the store can be used again."""
@@ -119,8 +119,8 @@ class NixlFolder(Store):
     def stop(self) -> None:
         self._lab.stop()
 
-    def pid(self, part: str) -> int:
-        return child_of_this_process()
+    def pids(self, part: str) -> list[int]:
+        return children_of_the_engine()
 
     def restart(self, part: str) -> None:
         """Do nothing: the tier starts another child when it needs one."""
@@ -148,8 +148,8 @@ class NixlBucket(Store):
     def stop(self) -> None:
         self._lab.stop()
 
-    def pid(self, part: str) -> int:
-        return child_of_this_process() if part == "child" else super().pid(part)
+    def pids(self, part: str) -> list[int]:
+        return children_of_the_engine() if part == "child" else super().pids(part)
 
     def restart(self, part: str) -> None:
         if part == "server":
@@ -179,10 +179,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
     raise AssertionError(f"it never came true: {condition}")
 
 
-def child_of_this_process() -> int:
-    """Return the NIXL child below this process: that of the engine that runs."""
+def children_of_the_engine() -> list[int]:
+    """Return the NIXL children of the engine that runs: one of its scheduler half, one of its worker half."""
     wait_for(lambda: bool(_nixl_children()))
-    return max(_nixl_children())
+    return _nixl_children()
 
 
 def _nixl_children() -> list[int]:

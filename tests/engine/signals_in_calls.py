@@ -24,10 +24,10 @@ T = TypeVar("T")
 CallName = Literal["load_into", "store"]
 
 
-def write_order(path: Path, call: CallName, pid: int, number: signal.Signals) -> None:
-    """Order that the next such call with any object sends the signal, once it is under way."""
+def write_order(path: Path, call: CallName, pids: Sequence[int], number: signal.Signals) -> None:
+    """Order that the next such call with any object sends the signal to these processes, once it is under way."""
     draft = path.with_name("draft")
-    draft.write_text(json.dumps([call, pid, number]))
+    draft.write_text(json.dumps([call, list(pids), number]))
     draft.rename(path)
 
 
@@ -47,18 +47,20 @@ class SignalsInCalls(BackendWrapper):
         await asyncio.wait([running], timeout=0.0005)
         ordered = self._take_order(call) if keys else None
         if ordered is not None:
-            os.kill(*ordered)
+            pids, number = ordered
+            for pid in pids:
+                os.kill(pid, number)
         return await running
 
-    def _take_order(self, call: CallName) -> tuple[int, int] | None:
+    def _take_order(self, call: CallName) -> tuple[list[int], int] | None:
         try:
-            ordered_call, pid, number = json.loads(self._order.read_text())
+            ordered_call, pids, number = json.loads(self._order.read_text())
         except FileNotFoundError:
             return None
         if ordered_call != call:
             return None
         self._order.unlink()
-        return pid, number
+        return pids, number
 
 
 @hookimpl

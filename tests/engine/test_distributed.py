@@ -98,7 +98,7 @@ class Hurt:
 
     def during(self, call: CallName, number: signal.Signals) -> Callable[[], None]:
         """Return an action that orders a signal to the part in the next such call."""
-        return lambda: write_order(self.order, call, self.store.pid(self.part), number)
+        return lambda: write_order(self.order, call, self.store.pids(self.part), number)
 
     def check(self) -> None:
         """Fail unless the last order was carried out."""

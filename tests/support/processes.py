@@ -36,7 +36,7 @@ class Preload:
 
     Args:
         module: the module that it imports.
-        environment: its environment variables, whatever the first run's are. Runs with others are not forked.
+        environment: its environment variables; runs with others are not forked.
     """
 
     module: str

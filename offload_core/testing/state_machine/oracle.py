@@ -90,8 +90,8 @@ class Reads:
         _demand(
             self.stored < _FEWEST_READS or self.found >= (1 - LOST_PART) * self.stored,
             "C5",
-            f"of {self.stored} lookups and loads of stored objects, {self.found} found the object; the medium evicts by "
-            "itself, but a few small objects must fit",
+            f"of {self.stored} lookups and loads of stored objects, {self.found} found the object; the medium evicts "
+            "by itself, but a few small objects must fit",
         )
 
 
