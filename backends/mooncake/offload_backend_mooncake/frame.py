@@ -40,7 +40,8 @@ class Frames:
 
     def is_whole(self, index: int) -> bool:
         """Return whether one object is the one of its name, byte for byte."""
-        return self._heads[index].tobytes() == _head(self._names[index], self._buffers[index])
+        found: bytes = self._heads[index].tobytes()
+        return found == _head(self._names[index], self._buffers[index])
 
     @property
     def addresses(self) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from operator import methodcaller
 from typing import Any
 
 from offload_backend_mooncake import codes as code_of
@@ -41,9 +42,7 @@ class Objects:
         """
         found: list[bool] = []
         for some in _slices(names):
-            codes = self._answers(
-                "look up objects", some, self._client.request(lambda s, some=some: s.batch_is_exist(some))
-            )
+            codes = self._answers("look up objects", some, self._ask("batch_is_exist", some))
             for code in codes:
                 if code not in (0, 1):
                     raise self._failure("look up objects", code)
@@ -108,7 +107,7 @@ class Objects:
         for some in _slices(list(dict.fromkeys(names))):
             left = some
             while left:
-                removed = self._client.request(lambda s, left=left: s.batch_remove(left, True))
+                removed = self._ask("batch_remove", left, True)
                 codes = self._answers("delete objects", left, removed)
                 for code in codes:
                     if code not in code_of.BUSY and code not in code_of.ABSENT and code != code_of.OK:
@@ -183,12 +182,16 @@ class Objects:
         """Return the bytes of objects in memory. Objects that are gone or lie elsewhere are left out."""
         found: dict[str, int] = {}
         for some in _slices(names):
-            copies = self._client.request(lambda s, some=some: s.batch_get_replica_desc(some))
+            copies = self._ask("batch_get_replica_desc", some)
             for name, descriptors in copies.items():
                 for one in descriptors:
                     if one.is_memory_replica():
                         found[name] = int(one.get_memory_descriptor().buffer_descriptor.size)
         return found
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the store that only asks the master."""
+        return self._client.request(methodcaller(method, *arguments))
 
     def _answers(self, action: str, names: Sequence[str], codes: Sequence[int]) -> Sequence[int]:
         if len(codes) != len(names):
