@@ -182,7 +182,7 @@ class Client:
 
     def _demand_usable(self) -> None:
         if self._process != os.getpid():
-            raise OSError(errno.EBADF, f"{self.cluster}: connected before a fork; open the tier in the new process")
+            raise OSError(errno.EBADF, f"{self.cluster}: connected before a fork; start the process by spawn")
         if self._closed:
             raise OSError(errno.EBADF, f"{self.cluster}: the connection is closed")
 

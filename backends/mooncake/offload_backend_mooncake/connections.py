@@ -7,6 +7,7 @@ second, and crashes the process if a call is under way. The process would also c
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
 import threading
@@ -33,6 +34,8 @@ class _Entry:
 
 _lock = threading.Lock()
 _entries: dict[Cluster, _Entry] = {}
+_used = False
+_forked_from_user = False
 _of_the_parent: list[dict[Cluster, _Entry]] = []
 
 
@@ -40,9 +43,17 @@ def acquire(cluster: Cluster, tier: str) -> Client:
     """Return this process's client of a cluster, connected. Blocks; :func:`release` it afterwards.
 
     Raises:
-        OSError: there is no connection.
+        OSError: there is no connection, or the process was forked from one that had a connection.
     """
+    global _used
+    if _forked_from_user:
+        raise OSError(
+            errno.ENOTSUP,
+            f"{cluster}: this process was forked from one that uses Mooncake, and Mooncake's threads do not survive "
+            "that; start the process by spawn, or open the tier in the parent later",
+        )
     with _lock:
+        _used = True
         entry = _entries.get(cluster)
         if entry is None:
             entry = _entries[cluster] = _Entry(Client(cluster))
@@ -95,7 +106,8 @@ def _close_all() -> None:
 
 def _forget_after_fork() -> None:
     """Leave the parent's clients alone: their threads do not exist here, and closing them would hang."""
-    global _lock
+    global _lock, _forked_from_user
+    _forked_from_user = _used
     _lock = threading.Lock()
     _of_the_parent.append(dict(_entries))
     _entries.clear()

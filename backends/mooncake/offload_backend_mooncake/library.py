@@ -58,12 +58,17 @@ def import_mooncake(deadlines: Deadlines, protocol: str, tier: str) -> Any:
 
 def _imported() -> Any:
     try:
-        import mooncake.store
+        return _load()
     except ImportError as error:
         library = str(error).partition(".so")[0]
         package = _DEBIAN_PACKAGES.get(library)
         cure = f"apt-get install {package}" if package else "pip install 'offload-core[mooncake]'"
         raise OSError(errno.ENOENT, f"Mooncake does not load: {error}; run: {cure}") from error
+
+
+def _load() -> Any:
+    import mooncake.store
+
     return mooncake.store
 
 

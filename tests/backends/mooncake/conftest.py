@@ -13,15 +13,13 @@ from offload_backend_mooncake import MooncakeBackend, MooncakeOptions
 from offload_core.api.backend import BackendContext, LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
+from tests.backends.mooncake.raw_client import DEADLINES, RawClient
 from tests.support.clusters.mooncake import MooncakeCluster, why_not
 
 T = TypeVar("T")
 
 Mooncake = Callable[..., MooncakeBackend]
 NewCluster = Callable[..., MooncakeCluster]
-
-DEADLINES = {"request_timeout_seconds": 2, "connect_timeout_seconds": 1, "transfer_timeout_seconds": 1}
-"""The same in all tests, because Mooncake has one set of timeouts per process."""
 
 
 def key(number: int, pack: str = "full-u256") -> ObjectKey:
@@ -77,6 +75,13 @@ def shared_cluster(_mooncake_runs_here: None, tmp_path_factory: pytest.TempPathF
         yield cluster.start()
     finally:
         cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def raw(shared_cluster: MooncakeCluster) -> Iterator[RawClient]:
+    """Mooncake's own client of the shared cluster."""
+    with RawClient(shared_cluster.master) as client:
+        yield client
 
 
 @pytest.fixture

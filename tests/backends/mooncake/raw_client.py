@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from offload_backend_mooncake.addresses import free_port
 from offload_backend_mooncake.library import Deadlines, import_mooncake
 
-from tests.backends.mooncake.conftest import DEADLINES
-
 Bytes = NDArray[np.uint8]
+
+DEADLINES = {"request_timeout_seconds": 2, "connect_timeout_seconds": 1, "transfer_timeout_seconds": 1}
+"""The same in all tests, because Mooncake has one set of timeouts per process."""
 
 
 class RawClient:

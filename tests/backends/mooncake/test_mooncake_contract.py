@@ -12,8 +12,7 @@ from offload_backend_mooncake.plugin import MOONCAKE
 from offload_core.api.keys import ObjectKey
 from offload_core.testing.contract.suite import BackendContract
 from offload_core.testing.state_machine.machine import EXAMPLES
-from tests.backends.mooncake.conftest import DEADLINES
-from tests.backends.mooncake.raw_client import RawClient
+from tests.backends.mooncake.raw_client import DEADLINES, RawClient
 from tests.support.clusters.mooncake import MooncakeCluster
 
 

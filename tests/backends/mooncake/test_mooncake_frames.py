@@ -158,5 +158,5 @@ def test_any_answer_to_lookups_and_deletions_is_an_answer_or_an_error(
 
 
 def test_an_unknown_code_is_an_error_that_names_it() -> None:
-    with pytest.raises(OSError, match="cannot look up objects: Mooncake failed .code -4242"):
+    with pytest.raises(OSError, match=r"cannot look up objects: Mooncake failed \(code -4242\)"):
         objects_of([], [-4242, 1], 0).contains(["a", "b"])
