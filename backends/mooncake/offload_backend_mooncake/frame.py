@@ -1,8 +1,8 @@
 """The bytes of a stored object: a head of 40 bytes, then the payload.
 
 Mooncake gathers both from two places of memory and scatters them again, so nothing is copied. The head makes empty
-objects possible, which Mooncake refuses. It also shows bytes of another object: a put that has timed out may still
-write when its owner goes on, into memory that belongs to another object by then.
+objects possible, which Mooncake refuses. It also shows bytes of another object. A put that has timed out may write
+them when its owner goes on: its memory belongs to another object by then.
 """
 
 from __future__ import annotations

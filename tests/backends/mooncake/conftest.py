@@ -107,7 +107,7 @@ def mooncake() -> Iterator[Mooncake]:
 
     def make(cluster: MooncakeCluster, **options: Any) -> MooncakeBackend:
         executors.append(DaemonExecutor(4, f"mooncake-{len(executors)}"))
-        checked = MooncakeOptions(master=cluster.master, **{**DEADLINES, **options})
+        checked = MooncakeOptions.model_validate({"master": cluster.master, **DEADLINES, **options})
         return MooncakeBackend(checked, BackendContext("pool", executors[-1]))
 
     yield make

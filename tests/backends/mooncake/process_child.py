@@ -35,7 +35,9 @@ def die_with_the_parent() -> None:
 
 
 def backend_of(master: str) -> MooncakeBackend:
-    return MooncakeBackend(MooncakeOptions(master=master, **DEADLINES), BackendContext("pool", DaemonExecutor(4, "io")))
+    return MooncakeBackend(
+        MooncakeOptions.model_validate({"master": master, **DEADLINES}), BackendContext("pool", DaemonExecutor(4, "io"))
+    )
 
 
 async def filled(master: str) -> MooncakeBackend:

@@ -23,7 +23,8 @@ CODES = st.sampled_from([0, 1, 40, 41, 45, 2**40, -1, -200, -600, -702, -703, -7
 def stored_bytes(name: str, payload: bytes) -> bytes:
     frames = Frames([name], [memoryview(payload)])
     frames.seal()
-    return frames._heads[0].tobytes() + payload
+    head: bytes = frames._heads[0].tobytes()
+    return head + payload
 
 
 def is_whole(name: str, stored: bytes, nbytes: int) -> bool:

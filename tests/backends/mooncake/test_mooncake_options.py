@@ -12,9 +12,13 @@ from offload_backend_mooncake.addresses import Endpoint, is_private, literal, pa
 from pydantic import ValidationError
 
 
+def valid(**options: Any) -> MooncakeOptions:
+    return MooncakeOptions.model_validate({"master": "10.0.0.6:50051", **options})
+
+
 def error_of(**options: Any) -> str:
     with pytest.raises(ValidationError) as caught:
-        MooncakeOptions(**{"master": "10.0.0.6:50051", **options})
+        valid(**options)
     (problem,) = caught.value.errors()
     return problem["msg"]
 
@@ -23,7 +27,7 @@ def error_of(**options: Any) -> str:
     "master", ["10.0.0.6:50051", "127.0.0.1:1", "localhost:65535", "[fd00::6]:50051", "[::1]:9", "pool.cluster.local:7"]
 )
 def test_private_addresses_and_names_are_accepted(master: str) -> None:
-    assert MooncakeOptions(master=master).master == master
+    assert valid(master=master).master == master
 
 
 @pytest.mark.parametrize("host", ["8.8.8.8", "100.64.0.1", "0.0.0.0", "2606:4700::1", "::ffff:8.8.8.8"])
@@ -31,7 +35,7 @@ def test_a_public_address_is_refused_unless_the_operator_says_insecure(host: str
     master = str(Endpoint(host, 50051))
     assert "neither loopback nor private" in error_of(master=master)
     assert "insecure: true" in error_of(host=host)
-    assert MooncakeOptions(master=master, host=host, insecure=True).master == master
+    assert valid(master=master, host=host, insecure=True).master == master
     if ":" not in host:
         assert host in error_of(metadata=f"http://{host}:8080/metadata")
 
@@ -77,7 +81,7 @@ def test_wrong_options_are_named_with_the_cure(options: dict[str, Any], cure: st
 
 
 def test_devices_are_for_rdma() -> None:
-    assert MooncakeOptions(master="10.0.0.6:1", protocol="rdma", device="mlx5_0,mlx5_1").device == "mlx5_0,mlx5_1"
+    assert valid(protocol="rdma", device="mlx5_0,mlx5_1").device == "mlx5_0,mlx5_1"
 
 
 @given(st.text(max_size=40) | st.builds("{}:{}".format, st.text(max_size=30), st.integers(-1, 70_000)))

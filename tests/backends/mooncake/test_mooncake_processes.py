@@ -25,6 +25,7 @@ def child(case: str, cluster: MooncakeCluster, limit_seconds: float = 60) -> sub
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_seconds, check=False)
 
 
+@pytest.mark.long
 def test_a_process_that_ends_while_it_loads_does_not_crash(new_cluster: NewCluster) -> None:
     cluster = new_cluster(forget_seconds=60)
     done = child("exit_while_loading", cluster)

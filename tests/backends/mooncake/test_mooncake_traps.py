@@ -225,6 +225,7 @@ def test_a_port_without_a_master_is_named_at_open(mooncake: Mooncake, shared_clu
             run(backend, lambda backend: contains(backend, 0))
 
 
+@pytest.mark.long
 def test_a_foreign_server_is_refused_in_time(mooncake: Mooncake, shared_cluster: MooncakeCluster) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         connections_taken: list[socket.socket] = []

@@ -1,6 +1,6 @@
 """A Mooncake cluster on this machine: a master and segment owners, each a process of its own.
 
-Each data port of an owner listens on every interface, whatever is set. The owners of a test hold random bytes only.
+Mooncake cannot bind the data port of an owner to one interface. The owners of a test hold random bytes only.
 """
 
 from __future__ import annotations
