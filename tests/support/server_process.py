@@ -75,6 +75,8 @@ class ServerProcess:
         Raises:
             AssertionError: it ended, or did not answer in time; with the end of its log.
         """
+        if self._process is not None:
+            self._process.wait(STOP_LIMIT_SECONDS)  # another process may have killed it
         launcher = [sys.executable, "-c", _LAUNCHER, str(os.getpid()), *self._command]
         with Path(os.devnull if self.log is None else self.log).open("ab") as output:
             self._process = subprocess.Popen(

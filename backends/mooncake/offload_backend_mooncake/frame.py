@@ -1,0 +1,73 @@
+"""The bytes of a stored object: a head of 40 bytes, then the payload.
+
+Mooncake gathers both from two places of memory and scatters them again, so nothing is copied. The head makes empty
+objects possible, which Mooncake refuses. It also shows bytes of another object. A put that has timed out may write
+them when its owner goes on: its memory belongs to another object by then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+_HEAD = struct.Struct("<8sQ16sQ")  # magic, bytes of the payload, digest of the name, checksum of the payload
+_MAGIC = b"OCmoon1\n"
+HEAD_BYTES = _HEAD.size
+
+
+class Frames:
+    """Heads for a batch of objects, and the addresses of heads and payloads. Keep it while Mooncake uses them.
+
+    Args:
+        names: the objects' names.
+        buffers: one buffer per name; read-only ones will do for a put.
+    """
+
+    def __init__(self, names: Sequence[str], buffers: Sequence[memoryview]) -> None:
+        self._names = names
+        self._buffers = buffers
+        self._payloads = [np.frombuffer(buffer, np.uint8) if len(buffer) else None for buffer in buffers]
+        self._heads = np.zeros((len(names), HEAD_BYTES), np.uint8)
+
+    def seal(self) -> None:
+        """Write the heads."""
+        for head, name, buffer in zip(self._heads, self._names, self._buffers, strict=True):
+            head[:] = np.frombuffer(_head(name, buffer), np.uint8)
+
+    def is_whole(self, index: int) -> bool:
+        """Return whether one object is the one of its name, byte for byte."""
+        found: bytes = self._heads[index].tobytes()
+        return found == _head(self._names[index], self._buffers[index])
+
+    @property
+    def addresses(self) -> list[list[int]]:
+        """Addresses of the parts of each object."""
+        return [
+            [head.ctypes.data, *([] if payload is None else [payload.ctypes.data])]
+            for head, payload in zip(self._heads, self._payloads, strict=True)
+        ]
+
+    @property
+    def sizes(self) -> list[list[int]]:
+        """Bytes of the parts of each object."""
+        return [[HEAD_BYTES, *([len(buffer)] if len(buffer) else [])] for buffer in self._buffers]
+
+    @property
+    def regions(self) -> list[tuple[int, int]]:
+        """Address and bytes of each piece of memory: all heads, and each payload once."""
+        payloads = {payload.ctypes.data: payload.nbytes for payload in self._payloads if payload is not None}
+        return [(self._heads.ctypes.data, self._heads.nbytes), *payloads.items()]
+
+
+def payload_bytes(object_bytes: int) -> int | None:
+    """Return the payload's bytes in an object of ``object_bytes``, or ``None`` if it has no head."""
+    return object_bytes - HEAD_BYTES if object_bytes >= HEAD_BYTES else None
+
+
+def _head(name: str, buffer: memoryview) -> bytes:
+    digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
+    return _HEAD.pack(_MAGIC, len(buffer), digest, xxhash.xxh3_64_intdigest(buffer))
