@@ -101,7 +101,7 @@ def _only_l1(manager: Any) -> Any:
             f"offload-core's module does not support this LMCache, which lacks {', '.join(missing)}; "
             f"use 0.5.6, on which it was tested"
         )
-    if manager.is_multi_l1():
+    if manager.is_multi_l1:
         raise RuntimeError("offload-core's module needs a server with one L1; this one is configured with several")
     return l1
 

@@ -1,0 +1,39 @@
+"""The lmcache backend keeps the contract on a real LMCache server, in memory and with an L2 on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from offload_backend_lmcache.plugin import LMCACHE
+
+from offload_core.testing.contract.suite import BackendContract
+from offload_core.testing.state_machine.machine import EXAMPLES
+from tests.support.clusters.lmcache import LMCacheCluster
+
+
+class TestMemory(BackendContract):
+    backend_type = LMCACHE
+    machine_examples = 10  # the long tests run them all
+
+    @pytest.fixture
+    def options(self, cluster: LMCacheCluster, tmp_path: Path) -> dict[str, Any]:
+        return {"address": cluster.address, "prefix": f"{tmp_path.name}/"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+class TestMemoryAtLength(TestMemory):
+    machine_examples = EXAMPLES
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+class TestDisk(BackendContract):
+    backend_type = LMCACHE
+    machine_examples = EXAMPLES
+
+    @pytest.fixture
+    def options(self, cluster_on_disk: LMCacheCluster, tmp_path: Path) -> dict[str, Any]:
+        return {"address": cluster_on_disk.address, "prefix": f"{tmp_path.name}/"}
