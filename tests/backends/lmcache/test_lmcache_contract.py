@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from offload_backend_lmcache.plugin import LMCACHE
 
+from offload_core.api.keys import ObjectKey
 from offload_core.testing.contract.suite import BackendContract
 from offload_core.testing.state_machine.machine import EXAMPLES
+from tests.backends.lmcache.l2_files import cut_short
 from tests.support.clusters.lmcache import LMCacheCluster
 
 
-class TestMemory(BackendContract):
+class TestDisk(BackendContract):
     backend_type = LMCACHE
     machine_examples = 10  # the long tests run them all
 
     @pytest.fixture
-    def options(self, cluster: LMCacheCluster, tmp_path: Path) -> dict[str, Any]:
-        return {"address": cluster.address, "prefix": f"{tmp_path.name}/"}
+    def options(self, cluster_on_disk: LMCacheCluster, tmp_path: Path) -> dict[str, Any]:
+        return {"address": cluster_on_disk.address, "prefix": f"{tmp_path.name}/"}
+
+    @pytest.fixture(autouse=True)
+    def _cluster(self, cluster_on_disk: LMCacheCluster) -> None:
+        self.cluster = cluster_on_disk
+
+    def damage(self, options: Mapping[str, Any], key: ObjectKey) -> None:
+        """Wait until the object is in the L2, drop it from memory, and cut its file short."""
+        cut_short(self.cluster, f"{options['prefix']}{key.path}".encode())
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-class TestMemoryAtLength(TestMemory):
+class TestDiskAtLength(TestDisk):
     machine_examples = EXAMPLES
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-class TestDisk(BackendContract):
+class TestMemory(BackendContract):
     backend_type = LMCACHE
     machine_examples = EXAMPLES
 
     @pytest.fixture
-    def options(self, cluster_on_disk: LMCacheCluster, tmp_path: Path) -> dict[str, Any]:
-        return {"address": cluster_on_disk.address, "prefix": f"{tmp_path.name}/"}
+    def options(self, cluster: LMCacheCluster, tmp_path: Path) -> dict[str, Any]:
+        return {"address": cluster.address, "prefix": f"{tmp_path.name}/"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,9 @@ class LMCacheCluster:
         log: a file that gets the server's output.
         l1_gib: size of the L1.
         l2: LMCache's description of an L2 adapter, such as ``{"type": "fs_native", "base_path": "/mnt/kv"}``.
-        module: keys of the module's config, besides ``address``. ``None`` starts a server without the module.
+        module: keys of the module's config, besides ``address``.
         environment: additional environment variables of the server.
+        has_module: whether the server loads the module.
     """
 
     def __init__(
@@ -49,10 +51,14 @@ class LMCacheCluster:
     ) -> None:
         self.port, self.zmq_port, self.http_port = free_port(), free_port(), free_port()
         self.address = f"127.0.0.1:{self.port}"
+        self.l2 = l2
         flags: list[str] = []
         if has_module:
             config = {"address": self.address, **(module or {})}
-            flags += ["--server-module", json.dumps({"module_path": "offload_backend_lmcache.server", "config": config})]
+            flags += [
+                "--server-module",
+                json.dumps({"module_path": "offload_backend_lmcache.server", "config": config}),
+            ]
         if l2 is not None:
             flags += ["--l2-adapter", json.dumps(dict(l2))]
         self.server = ServerProcess(
@@ -85,3 +91,9 @@ class LMCacheCluster:
             "--http-host", "127.0.0.1", "--http-port", str(self.http_port), "--prometheus-port", str(free_port()),
             "--l1-size-gb", str(l1_gib), "--eviction-policy", "LRU", "--max-workers", "1", *flags,
         ]  # fmt: skip
+
+    def clear_memory(self) -> None:
+        """Remove all objects from the L1 that nobody reads or writes, as an eviction does."""
+        request = urllib.request.Request(f"http://127.0.0.1:{self.http_port}/cache/clear", method="POST")
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            assert answer.status == 200, "LMCache did not clear its memory"
