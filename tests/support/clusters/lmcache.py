@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from offload_backend_lmcache.client.problems import SERVER_MODULE
+
 from tests.support.server_process import ServerProcess, accepts, free_port
 
 _MAIN = "import sys; from lmcache.cli.main import main; sys.argv[0] = 'lmcache'; main()"
@@ -37,7 +39,6 @@ class LMCacheCluster:
         l2: LMCache's description of an L2 adapter, such as ``{"type": "fs_native", "base_path": "/mnt/kv"}``.
         module: keys of the module's config, besides ``address``.
         environment: additional environment variables of the server.
-        has_module: whether the server loads the module.
     """
 
     def __init__(
@@ -47,23 +48,17 @@ class LMCacheCluster:
         l2: Mapping[str, Any] | None = None,
         module: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
-        has_module: bool = True,
     ) -> None:
         self.port, self.zmq_port, self.http_port = free_port(), free_port(), free_port()
         self.address = f"127.0.0.1:{self.port}"
         self.l2 = l2
-        flags: list[str] = []
-        if has_module:
-            config = {"address": self.address, **(module or {})}
-            flags += [
-                "--server-module",
-                json.dumps({"module_path": "offload_backend_lmcache.server", "config": config}),
-            ]
+        config = {"address": self.address, **(module or {})}
+        flags = ["--server-module", json.dumps({"module_path": SERVER_MODULE, "config": config})]
         if l2 is not None:
             flags += ["--l2-adapter", json.dumps(dict(l2))]
         self.server = ServerProcess(
             self._command(l1_gib, flags),
-            lambda: accepts(self.port if has_module else self.zmq_port),
+            lambda: accepts(self.port),
             log,
             {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING", **(environment or {})},
         )
