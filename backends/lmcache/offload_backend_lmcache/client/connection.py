@@ -28,7 +28,7 @@ class Target(NamedTuple):
     token_variable: str
     """The environment variable of the token, for messages."""
     insecure: bool
-    """Whether the address may be a public one."""
+    """Permission for a public address."""
 
 
 class RequestError(OSError):

@@ -13,12 +13,13 @@ import importlib.metadata
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from offload_backend_lmcache.server import stored_form
+from offload_backend_lmcache.server.abandoned_tasks import AbandonedTasks
 from offload_backend_lmcache.server.config import read_config
 from offload_backend_lmcache.server.listener import Listener
 from offload_backend_lmcache.server.object_store import Content, StoreError, Writing
@@ -40,7 +41,6 @@ _SIZES = "offload-core-sizes"
 _POLL_SECONDS = 0.0005
 _RETRY_SECONDS = 0.01
 _LOAD_ATTEMPTS = 5
-_MAX_ABANDONED = 256
 _ROOM = 0.9
 
 
@@ -117,7 +117,7 @@ class LMCacheStore:
         self._api, self._errors = api, L1Error
         self._shape, self._dtype = torch.Size, torch.uint8
         self._manager, self._l1 = manager, l1
-        self._abandoned = _AbandonedTasks()
+        self._abandoned = AbandonedTasks()
 
     def find(self, names: Sequence[bytes], deadline: float) -> list[Found]:
         """Look in L1 first, then in each L2. The size of an object in L2 is that of its size record."""
@@ -356,36 +356,6 @@ class _L1Writing:
     def abort(self) -> None:
         """See :class:`Writing`."""
         self._store.abort(self._key, self._tag)
-
-
-class _AbandonedTasks:
-    """Tasks of an L2 that did not end in time. Their locks are released when they end."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._releases: list[Callable[[], bool]] = []
-
-    def add(self, release: Callable[[], bool]) -> None:
-        """Add a task. ``release`` unlocks the objects of a task that has ended, and returns whether it has."""
-        with self._lock:
-            self._releases.append(release)
-
-    def collect(self) -> None:
-        """Release the locks of tasks that have ended meanwhile.
-
-        Raises:
-            StoreError: too many tasks do not end, so the L2 must not get more of them.
-        """
-        if not self._releases:
-            return
-        with self._lock:
-            releases, self._releases = self._releases, []
-        pending = [release for release in releases if not release()]
-        with self._lock:
-            self._releases += pending
-            count = len(self._releases)
-        if count > _MAX_ABANDONED:
-            raise StoreError(f"LMCache's L2 has not answered {count} requests; is it alive?")
 
 
 def _view(memory: Any) -> memoryview:
