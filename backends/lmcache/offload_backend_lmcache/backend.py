@@ -1,0 +1,184 @@
+"""The ``lmcache`` backend: the contract's coroutines, each a few requests on the tier's threads.
+
+A batch is spread over several connections, so that both sides copy on several cores. On each connection the objects
+follow each other without a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import re
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
+
+from offload_backend_lmcache.client.connection import Connection, Target
+from offload_backend_lmcache.client.pool import ConnectionPool
+from offload_backend_lmcache.options import LMCacheOptions
+from offload_backend_lmcache.wire.frames import MAX_ENTRIES, Found, Status
+from offload_core.api import (
+    Backend,
+    BackendContext,
+    Capabilities,
+    LoadOutcome,
+    LoadReservation,
+    ObjectKey,
+    StoreOutcome,
+)
+
+T = TypeVar("T")
+
+_LANE_BYTES = 1024**2
+"""A further connection is used for each of these many bytes of a batch."""
+_BATCH_OBJECTS = 64
+"""Loads and stores of more objects become several requests."""
+
+_LOADED = {Status.HIT: LoadOutcome.HIT, Status.ABSENT: LoadOutcome.MISS, Status.DAMAGED: LoadOutcome.CORRUPT}
+_STORED = {
+    Status.STORED: StoreOutcome.STORED,
+    Status.PRESENT: StoreOutcome.ALREADY_PRESENT,
+    Status.FULL: StoreOutcome.REJECTED,
+}
+
+
+class LMCacheBackend(Backend[LMCacheOptions]):
+    """Objects in an LMCache server that loads offload-core's module. LMCache evicts them as it likes."""
+
+    capabilities = Capabilities(medium="remote", persistent=True, shared=True, sizes=True, evicts=True)
+
+    def __init__(self, options: LMCacheOptions, context: BackendContext) -> None:
+        super().__init__(options, context)
+        self._pool: ConnectionPool | None = None
+
+    async def open(self) -> None:
+        """Connect once. The error tells a dead server from an LMCache server without the module."""
+        pool = ConnectionPool(self._target(), self.options.connections)
+        await self.run_blocking(pool.call, lambda connection: None)
+        self._pool = pool
+
+    async def close(self) -> None:
+        """See :meth:`Backend.close`."""
+        await super().close()
+        if self._pool is not None:
+            pool, self._pool = self._pool, None
+            pool.close()
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
+        """See :meth:`Backend.contains`. Always asks the server."""
+        return [found.present for found in await self._find(keys)]
+
+    async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
+        """Return presence and sizes. Nothing is pinned: LMCache may evict an object before the load."""
+        found = await self._find(keys)
+        return LoadReservation([one.present for one in found], nbytes=[one.nbytes for one in found])
+
+    async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
+        """See :meth:`Backend.load_into`. Cancelled, it waits for the requests that have begun."""
+        return await self._spread(self._load, keys, buffers)
+
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
+        """See :meth:`Backend.store`. ``REJECTED``: LMCache has no memory left and did not evict fast enough."""
+        return await self._spread(self._store, keys, buffers)
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        """See :meth:`Backend.delete`. Cancelled, it waits for the request that has begun."""
+        for start in range(0, len(keys), MAX_ENTRIES):
+            await self._call(self._delete, keys[start : start + MAX_ENTRIES])
+
+    def _target(self) -> Target:
+        options = self.options
+        return Target(
+            address=options.server,
+            connect_seconds=options.connect_timeout_seconds,
+            io_seconds=options.io_timeout_seconds,
+            token=b"" if options.token is None else options.token.get_secret_value().encode(),
+            token_variable=f"OFFLOAD_CORE_{re.sub('[^A-Z0-9]', '_', self.context.name.upper())}_TOKEN",
+            insecure=options.insecure,
+        )
+
+    def _name(self, key: ObjectKey) -> bytes:
+        return f"{self.options.prefix}{key.path}".encode()
+
+    def _names(self, keys: Sequence[ObjectKey]) -> list[bytes]:
+        return [self._name(key) for key in keys]
+
+    async def _call(self, work: Callable[..., T], *arguments: object) -> T:
+        """Run ``work(connection, *arguments)`` on a thread."""
+        if self._pool is None:
+            raise OSError(errno.ENOTCONN, f"tier {self.context.name!r} is not open")
+        return await self.run_blocking(self._pool.call, lambda connection: work(connection, *arguments))
+
+    async def _find(self, keys: Sequence[ObjectKey]) -> list[Found]:
+        names = self._names(keys)
+        batches = [names[start : start + MAX_ENTRIES] for start in range(0, len(names), MAX_ENTRIES)]
+        found = [await self._call(Connection.find, batch) for batch in batches]
+        return [one for batch in found for one in batch]
+
+    async def _spread(
+        self,
+        work: Callable[[Connection, Sequence[ObjectKey], Sequence[memoryview]], list[T]],
+        keys: Sequence[ObjectKey],
+        buffers: Sequence[memoryview],
+    ) -> list[T]:
+        """Run ``work`` on parts of a batch, each on a connection of its own. The outcomes are in the batch's order."""
+        if not keys:
+            return []
+        wanted = sum(map(len, buffers)) // _LANE_BYTES
+        lanes = max(1, min(wanted, self.options.connections, len(keys)), -(-len(keys) // _BATCH_OBJECTS))
+        done = await self._gather_to_the_end(
+            self._call(work, keys[lane::lanes], buffers[lane::lanes]) for lane in range(lanes)
+        )
+        outcomes: list[T | None] = [None] * len(keys)
+        for lane, part in enumerate(done):
+            outcomes[lane::lanes] = part
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    async def _gather_to_the_end(self, calls: Iterable[Awaitable[T]]) -> list[T]:
+        """Await all calls to their real end, cancelled or not (C7). Raise the first error."""
+        done = await self.run_to_the_end(asyncio.gather(*calls, return_exceptions=True))
+        results: list[T] = []
+        for result in done:
+            if isinstance(result, BaseException):
+                raise result
+            results.append(result)
+        return results
+
+    def _load(
+        self, connection: Connection, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]
+    ) -> list[LoadOutcome]:
+        statuses = _within_limit(connection, connection.load, self._names(keys), buffers, Status.ABSENT)
+        return [_LOADED[status] for status in statuses]
+
+    def _store(
+        self, connection: Connection, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]
+    ) -> list[StoreOutcome]:
+        statuses = _within_limit(connection, connection.store, self._names(keys), buffers, Status.FULL)
+        if Status.DAMAGED in statuses:
+            raise OSError(errno.EIO, f"an object was damaged on its way to {self.options.address}; it was not stored")
+        return [_STORED[status] for status in statuses]
+
+    def _delete(self, connection: Connection, keys: Sequence[ObjectKey]) -> None:
+        busy = connection.delete(self._names(keys)).count(Status.BUSY)
+        if busy:
+            raise OSError(
+                errno.EBUSY,
+                f"{busy} of {len(keys)} objects at {self.options.address} were not deleted, because LMCache is still "
+                "reading or writing them; is its L2 alive?",
+            )
+
+
+def _within_limit(
+    connection: Connection,
+    work: Callable[[Sequence[bytes], Sequence[memoryview]], list[Status]],
+    names: Sequence[bytes],
+    buffers: Sequence[memoryview],
+    too_large: Status,
+) -> list[Status]:
+    """Run ``work`` on the objects that are not too large for the server. The others get the status ``too_large``."""
+    statuses = [too_large] * len(names)
+    small = [index for index, buffer in enumerate(buffers) if len(buffer) <= connection.max_object_bytes]
+    if small:
+        done = work([names[index] for index in small], [buffers[index] for index in small])
+        for index, status in zip(small, done, strict=True):
+            statuses[index] = status
+    return statuses

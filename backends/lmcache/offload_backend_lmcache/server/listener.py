@@ -1,0 +1,125 @@
+"""The module's own socket: it accepts connections, bounds their number, and runs each on a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+
+from offload_backend_lmcache.server.config import ServerConfig
+from offload_backend_lmcache.server.object_store import ObjectStore
+from offload_backend_lmcache.server.session import Session
+from offload_backend_lmcache.wire.frames import ProtocolError
+from offload_backend_lmcache.wire.handshake import CLIENT_GREETING_BYTES
+from offload_backend_lmcache.wire.streams import Stream
+
+logger = logging.getLogger(__name__)
+
+LONGEST_TRANSFER_SECONDS = 200.0  # LMCache's own locks end after 300 and 600 s
+_CLOSE_SECONDS = 5.0
+_REFUSAL_SECONDS = 0.2
+_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+
+
+class Listener:
+    """Serves a store on the address of the config, from construction until :meth:`close`.
+
+    Raises:
+        OSError: the address cannot be bound.
+        ValueError: the token's variable is not set.
+    """
+
+    def __init__(self, store: ObjectStore, config: ServerConfig) -> None:
+        self._store = store
+        self._config = config
+        self._token = config.token()
+        self._lock = threading.Lock()
+        self._streams: dict[Stream, threading.Thread] = {}
+        self._closed = False
+        host, port = config.server
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._socket = socket.create_server((host, port), family=family, backlog=128)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"offload-core's module cannot listen on {config.address}: {error.strerror}"
+            ) from error
+        self._acceptor = threading.Thread(target=self._accept, name="offload-accept", daemon=True)
+        self._acceptor.start()
+
+    @property
+    def connections(self) -> int:
+        """The number of open connections."""
+        with self._lock:
+            return len(self._streams)
+
+    def close(self) -> None:
+        """End all connections and wait a few seconds for their threads. Harmless when repeated."""
+        with self._lock:
+            self._closed = True
+            streams = dict(self._streams)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends a blocked accept
+        self._socket.close()
+        for stream in streams:
+            stream.shut_down()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for thread in (self._acceptor, *streams.values()):
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as error:
+                if not self._closed:
+                    logger.warning("offload-core's module cannot accept a connection: %s", error)
+                    time.sleep(0.1)  # such as too many open files; a later one may succeed
+                continue
+            self._begin(connection)
+
+    def _begin(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            if hasattr(socket, option):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        try:
+            stream = Stream(connection, self._config.transfer_seconds, LONGEST_TRANSFER_SECONDS)
+            session = Session(stream, self._store, self._config, self._token)
+        except OSError:
+            connection.close()
+            return
+        thread = threading.Thread(target=self._run, args=(session, stream), name="offload-session", daemon=True)
+        with self._lock:
+            has_room = len(self._streams) < self._config.max_connections and not self._closed
+            if has_room:
+                self._streams[stream] = thread
+        if has_room:
+            thread.start()
+        else:
+            _refuse(session, stream)  # by the accepting thread, so that refusals take no memory
+
+    def _run(self, session: Session, stream: Stream) -> None:
+        try:
+            session.run()
+        except ProtocolError as error:
+            logger.warning("offload-core's module ends a connection: %s", error)
+        except OSError as error:
+            logger.debug("offload-core's module lost a connection: %s", error)
+        except Exception:
+            logger.exception("offload-core's module ends a connection because of an error")
+        finally:
+            with self._lock:
+                del self._streams[stream]
+            stream.close()
+
+
+def _refuse(session: Session, stream: Stream) -> None:
+    """Answer a connection that is one too many."""
+    with contextlib.suppress(OSError):
+        stream.receive(CLIENT_GREETING_BYTES, _REFUSAL_SECONDS)  # unread bytes would reset the connection
+        session.refuse()
+    stream.close()

@@ -1,0 +1,109 @@
+"""A connection whose every read and write has a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Sequence
+
+MIN_BYTES_PER_SECOND = 1024**2
+"""A transfer that is slower on average than this times out."""
+
+
+class Stream:
+    """A TCP connection for blocking transfers of known length.
+
+    Args:
+        connection: an open connection. The stream closes it.
+        timeout_seconds: longest wait for the next bytes. A whole transfer may take this long in addition to the time
+            at :data:`MIN_BYTES_PER_SECOND`.
+        longest_seconds: the limit on a whole transfer of any length.
+    """
+
+    def __init__(
+        self, connection: socket.socket, timeout_seconds: float, longest_seconds: float = float("inf")
+    ) -> None:
+        self._socket = connection
+        self._longest_seconds = longest_seconds
+        self.timeout_seconds = timeout_seconds
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def receive(self, nbytes: int, timeout_seconds: float | None = None) -> bytes:
+        """Receive exactly ``nbytes`` bytes. The caller has checked that the number is reasonable.
+
+        Args:
+            timeout_seconds: a wait other than that of the stream.
+
+        Raises:
+            TimeoutError: they did not come in time.
+            ConnectionError: the peer closed the connection.
+        """
+        content = bytearray(nbytes)
+        self.receive_into(memoryview(content), timeout_seconds)
+        return bytes(content)
+
+    def receive_into(self, buffer: memoryview, timeout_seconds: float | None = None) -> None:
+        """Fill a buffer. See :meth:`receive`."""
+        wait = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        deadline = self._deadline(wait, len(buffer))
+        while len(buffer):
+            self._limit(wait, deadline)
+            count = self._socket.recv_into(buffer)
+            if not count:
+                raise ConnectionResetError("the peer closed the connection")
+            buffer = buffer[count:]
+
+    def send(self, *parts: bytes | memoryview) -> None:
+        """Send all parts, without joining them.
+
+        Raises:
+            TimeoutError: the peer did not take them in time.
+            ConnectionError: the peer closed the connection.
+        """
+        views = [memoryview(part) for part in parts if len(part)]
+        deadline = self._deadline(self.timeout_seconds, sum(map(len, views)))
+        while views:
+            self._limit(self.timeout_seconds, deadline)
+            views = _rest(views, self._socket.sendmsg(views[:_MAX_PARTS]))
+
+    def is_quiet(self) -> bool:
+        """Return whether an idle connection is open and has nothing to read, as it must between two requests."""
+        try:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            return not poll.poll(0)
+        except (OSError, ValueError):
+            return False
+
+    def shut_down(self) -> None:
+        """End the transfers of other threads on this connection. Harmless when repeated."""
+        with contextlib.suppress(OSError):  # not connected any more
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection. Harmless when repeated."""
+        self._socket.close()
+
+    def _deadline(self, wait: float, nbytes: int) -> float:
+        whole = max(wait, min(wait + nbytes / MIN_BYTES_PER_SECOND, self._longest_seconds))
+        return time.monotonic() + whole
+
+    def _limit(self, wait: float, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the transfer is too slow")
+        self._socket.settimeout(min(wait, left))
+
+
+_MAX_PARTS = 512
+
+
+def _rest(views: Sequence[memoryview], sent: int) -> list[memoryview]:
+    """Return the parts that remain after ``sent`` bytes."""
+    for index, view in enumerate(views):
+        if sent < len(view):
+            return [view[sent:], *views[index + 1 :]]
+        sent -= len(view)
+    return []

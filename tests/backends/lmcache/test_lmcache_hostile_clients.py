@@ -1,0 +1,261 @@
+"""The module's side of the protocol against clients that lie, stop, leave or come in masses. LMCache is not needed."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from offload_backend_lmcache.client.connection import Connection, Target
+from offload_backend_lmcache.server.listener import Listener
+from offload_backend_lmcache.wire import frames, handshake
+from offload_backend_lmcache.wire.addresses import parse_address
+from offload_backend_lmcache.wire.frames import Entry, Operation, Status
+
+from tests.backends.lmcache.calls import opened
+from tests.backends.lmcache.shelf import Shelf, listening
+
+PAYLOAD = bytes(range(256)) * 16
+NONCE = b"n" * handshake.NONCE_BYTES
+
+
+class Raw:
+    """A client that may send anything."""
+
+    def __init__(self, address: str, token: bytes = b"") -> None:
+        self.socket = socket.create_connection(parse_address(address), timeout=5)
+        self._token = token
+
+    def shake_hands(self) -> Raw:
+        self.socket.sendall(handshake.encode_client_greeting(handshake.ClientGreeting(5000, NONCE)))
+        greeting = handshake.decode_server_greeting(self.receive(handshake.SERVER_GREETING_BYTES))
+        self.socket.sendall(handshake.client_proof(self._token, NONCE, greeting.nonce))
+        self.receive(handshake.VERDICT_BYTES)
+        return self
+
+    def receive(self, nbytes: int) -> bytes:
+        content = b""
+        while len(content) < nbytes and (more := self.socket.recv(nbytes - len(content))):
+            content += more
+        return content
+
+    def is_closed(self) -> bool:
+        """Return whether the server closes the connection without a further byte."""
+        try:
+            return self.socket.recv(1) == b""
+        except ConnectionError:
+            return True
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def eventually(condition: Callable[[], bool], problem: str) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, problem
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def shelf() -> Shelf:
+    return Shelf()
+
+
+@pytest.fixture
+def server(shelf: Shelf) -> Iterator[tuple[str, Listener]]:
+    with listening(shelf, max_object="1MiB", transfer_seconds=0.3, max_connections=4) as server:
+        yield server
+
+
+def is_alive(address: str) -> bool:
+    with opened(address) as calls:
+        calls.store((1, PAYLOAD))
+        return calls.load(1, len(PAYLOAD))[1] == PAYLOAD
+
+
+def store_request(name: bytes = b"half", payload: bytes = PAYLOAD, checksum: int | None = None) -> bytes:
+    checksum = frames.checksum(payload) if checksum is None else checksum
+    return frames.encode_request(Operation.STORE, 1, [Entry(name, len(payload), checksum)])
+
+
+@pytest.mark.parametrize("content", [b"GET / HTTP/1.1\r\n\r\n" * 4, b"\xff" + bytes(63), bytes(64)])
+def test_a_foreign_client_is_left(server: tuple[str, Listener], content: bytes) -> None:
+    raw = Raw(server[0])
+    raw.socket.sendall(content)
+    assert raw.is_closed(), "the server goes on with a client of another protocol"
+    raw.close()
+    assert is_alive(server[0])
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.binary(min_size=1, max_size=300))
+def test_any_bytes_after_the_handshake_end_the_connection(server: tuple[str, Listener], content: bytes) -> None:
+    raw = Raw(server[0]).shake_hands()
+    with contextlib.suppress(ConnectionError):
+        raw.socket.sendall(content)
+        raw.socket.shutdown(socket.SHUT_WR)
+    assert raw.is_closed(), "the server answers a request that nobody made"
+    raw.close()
+    eventually(lambda: server[1].connections == 0, "the connection of a client that has left is kept")
+
+
+def test_a_client_that_says_nothing_in_its_handshake_or_request_is_left(
+    server: tuple[str, Listener], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload_backend_lmcache.server.session.HANDSHAKE_SECONDS", 0.2)
+    silent, half = Raw(server[0]), Raw(server[0]).shake_hands()
+    half.socket.sendall(store_request()[:10])
+    assert silent.is_closed()
+    assert half.is_closed()
+    silent.close()
+    half.close()
+    assert is_alive(server[0])
+
+
+@pytest.mark.parametrize("sent", [0, 1, len(PAYLOAD) - 1])
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "stops"])
+def test_a_writer_that_ends_half_way_leaves_nothing(
+    server: tuple[str, Listener], shelf: Shelf, sent: int, leaves: bool
+) -> None:
+    raw = Raw(server[0]).shake_hands()
+    raw.socket.sendall(store_request() + PAYLOAD[:sent])
+    eventually(lambda: shelf.writing == 1, "the server has not begun")
+    if leaves:
+        raw.close()
+    eventually(lambda: shelf.writing == 0, "the memory of half an object is kept")
+    assert not shelf.objects, "half an object is visible"
+    raw.close()
+
+
+def test_a_payload_with_another_checksum_is_not_stored(server: tuple[str, Listener], shelf: Shelf) -> None:
+    raw = Raw(server[0]).shake_hands()
+    raw.socket.sendall(store_request(checksum=1) + PAYLOAD)
+    answer = raw.receive(frames.ANSWER_BYTES + 1)
+    assert answer[-1] == Status.DAMAGED
+    assert not shelf.objects
+    assert shelf.writing == 0
+    raw.close()
+
+
+def test_an_object_above_the_limit_ends_the_connection_before_memory_is_taken(server: tuple[str, Listener]) -> None:
+    raw = Raw(server[0]).shake_hands()
+    raw.socket.sendall(frames.encode_request(Operation.STORE, 1, [Entry(b"large", 1024**2 + 1)]))
+    assert raw.is_closed()
+    raw.close()
+
+
+def test_a_client_rejects_what_is_too_large_for_the_server(server: tuple[str, Listener]) -> None:
+    with opened(server[0]) as calls:
+        outcomes = calls.store((1, PAYLOAD), (2, bytes(1024**2 + 1)), (3, PAYLOAD))
+        assert [outcome.value for outcome in outcomes] == ["stored", "rejected", "stored"]
+        assert calls.load(2, 1024**2 + 1)[0].value == "miss"
+
+
+def test_a_reader_that_takes_nothing_is_left(server: tuple[str, Listener], shelf: Shelf) -> None:
+    shelf.objects = {b"%d" % number: (bytes(1024**2), 0) for number in range(64)}
+    raw = Raw(server[0])
+    raw.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.shake_hands()
+    entries = [Entry(name, 1024**2) for name in shelf.objects]
+    raw.socket.sendall(frames.encode_request(Operation.LOAD, 1, entries))
+    eventually(lambda: server[1].connections == 0, "objects stay pinned for a reader that does not read")
+    raw.close()
+
+
+def test_connections_beyond_the_limit_are_refused_with_the_cure(server: tuple[str, Listener]) -> None:
+    four = [Raw(server[0]).shake_hands() for _ in range(4)]
+    with pytest.raises(OSError, match="has no connection left; raise max_connections in its config"), opened(server[0]):
+        pass
+    for raw in four:
+        raw.close()
+    eventually(lambda: server[1].connections == 0, "the connection of a client that has left is kept")
+    assert is_alive(server[0])
+
+
+def test_an_idle_connection_ends_and_the_client_makes_another(shelf: Shelf) -> None:
+    with listening(shelf, idle_seconds=1) as (address, listener), opened(address) as calls:
+        calls.store((1, PAYLOAD))
+        eventually(lambda: listener.connections == 0, "an idle connection is kept for ever")
+        assert calls.load(1, len(PAYLOAD))[1] == PAYLOAD
+
+
+def test_a_failure_of_the_storage_is_the_failure_of_a_request_not_of_the_connection(
+    server: tuple[str, Listener], shelf: Shelf
+) -> None:
+    with opened(server[0]) as calls:
+        for work in (
+            lambda: calls.contains(1),
+            lambda: calls.load(1, 5),
+            lambda: calls.store((1, PAYLOAD), (2, PAYLOAD)),
+            lambda: calls.delete(1),
+        ):
+            shelf.failure = "LMCache's L2 did not answer\x1b[31m"
+            with pytest.raises(OSError, match=r"failed: LMCache's L2 did not answer\?\[31m; its log tells more"):
+                work()
+            shelf.failure = None
+            assert list(calls.contains(1)) == [False]
+        assert server[1].connections == 1
+
+
+def test_no_room_is_a_rejection(server: tuple[str, Listener], shelf: Shelf) -> None:
+    shelf.is_full = True
+    with opened(server[0]) as calls:
+        assert [outcome.value for outcome in calls.store((1, PAYLOAD), (2, PAYLOAD))] == ["rejected", "rejected"]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("", "one"), ("one", ""), ("one", "two")])
+def test_another_token_is_refused_on_both_sides(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, ours: str, theirs: str
+) -> None:
+    monkeypatch.setenv("KV_TOKEN", theirs)
+    config = {"token_variable": "KV_TOKEN"} if theirs else {}
+    with listening(shelf, **config) as (address, _):
+        cure = "has another token than this tier, or only one of the two has one; set OFFLOAD_CORE_CLUSTER_TOKEN"
+        with pytest.raises(PermissionError, match=cure), opened(address, token=ours or None):
+            pass
+
+
+def test_the_same_token_on_both_sides(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KV_TOKEN", "secret")
+    with listening(shelf, token_variable="KV_TOKEN") as (address, _), opened(address, token="secret") as calls:
+        assert list(calls.contains(1)) == [False]
+
+
+def test_a_request_without_the_proof_of_the_token_is_not_read(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KV_TOKEN", "secret")
+    with listening(shelf, token_variable="KV_TOKEN") as (address, _):
+        raw = Raw(address)
+        greeting = handshake.encode_client_greeting(handshake.ClientGreeting(5000, NONCE))
+        raw.socket.sendall(greeting + bytes(handshake.PROOF_BYTES) + store_request() + PAYLOAD)
+        with contextlib.suppress(ConnectionError):
+            raw.receive(1000)
+        raw.close()
+    assert not shelf.objects, "a client without the token has stored an object"
+
+
+def test_another_version_is_refused_with_both_versions(
+    server: tuple[str, Listener], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = handshake.encode_client_greeting
+    monkeypatch.setattr(handshake, "encode_client_greeting", lambda greeting: encode(greeting._replace(version=2)))
+    target = Target(parse_address(server[0]), 1, 1, b"", "TOKEN", insecure=False)
+    with pytest.raises(OSError, match=r"speaks version 1 of the protocol, .*; install the same version"):
+        Connection(target)
+
+
+def test_close_ends_connections_and_the_address_is_free_again(shelf: Shelf, tmp_path: Path) -> None:
+    with listening(shelf) as (address, listener), opened(address) as calls:
+        calls.store((1, PAYLOAD))
+        listener.close()
+        assert listener.connections == 0
+        with pytest.raises(ConnectionRefusedError, match="no server at"):
+            calls.contains(1)
+        again = Listener(shelf, listener._config)
+        assert list(calls.contains(1)) == [True]
+        again.close()

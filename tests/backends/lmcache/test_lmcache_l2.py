@@ -1,0 +1,163 @@
+"""Objects in an L2 of a real LMCache server: they outlive its memory and the server, and damage to them is noticed."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from offload_core.api.backend import LoadOutcome, StoreOutcome
+from tests.backends.lmcache.calls import Calls, key, opened
+from tests.backends.lmcache.l2_files import files, object_file, wait_until_written
+from tests.support.clusters.lmcache import LMCacheCluster
+
+SIZES = [300_000, 300_000, 65_536, 1, 4096, 1_000_003]
+
+
+def content(number: int) -> bytes:
+    return random.Random(number).randbytes(SIZES[number])
+
+
+def name_of(prefix: str, number: int) -> bytes:
+    return f"{prefix}{key(number).path}".encode()
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    return f"{tmp_path.name}/"
+
+
+@pytest.fixture
+def calls(cluster_on_disk: LMCacheCluster, prefix: str) -> Iterator[Calls]:
+    with opened(cluster_on_disk.address, prefix=prefix) as calls:
+        yield calls
+
+
+def store_all(cluster: LMCacheCluster, calls: Calls, prefix: str) -> None:
+    """Store the objects and wait until LMCache has written them to its L2."""
+    numbers = range(len(SIZES))
+    assert calls.store(*((number, content(number)) for number in numbers)) == [StoreOutcome.STORED] * len(SIZES)
+    for number in numbers:
+        wait_until_written(cluster, name_of(prefix, number), SIZES[number])
+
+
+def check_all(calls: Calls) -> None:
+    numbers = range(len(SIZES))
+    assert list(calls.contains(*numbers, 99)) == [True] * len(SIZES) + [False]
+    assert list(calls.sizes(*numbers, 99)) == [*SIZES, None], "the sizes are not known"
+    loaded = calls.load_into(*((number, bytearray(SIZES[number])) for number in numbers))
+    assert loaded == [(LoadOutcome.HIT, content(number)) for number in numbers]
+
+
+def test_objects_are_found_when_they_have_left_the_memory(
+    cluster_on_disk: LMCacheCluster, calls: Calls, prefix: str
+) -> None:
+    store_all(cluster_on_disk, calls, prefix)
+    cluster_on_disk.clear_memory()
+    check_all(calls)
+    cluster_on_disk.clear_memory()
+    assert calls.load(99, 5) == (LoadOutcome.MISS, bytes(5))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(180)
+def test_objects_are_found_after_a_restart_of_the_server(
+    cluster_on_disk: LMCacheCluster, calls: Calls, prefix: str
+) -> None:
+    store_all(cluster_on_disk, calls, prefix)
+    cluster_on_disk.stop()
+    with pytest.raises(ConnectionRefusedError, match="no server at"):
+        calls.contains(0)
+    cluster_on_disk.start()
+    check_all(calls)
+
+
+def test_a_wrong_size_is_corrupt_and_does_not_hide_the_object(
+    cluster_on_disk: LMCacheCluster, calls: Calls, prefix: str
+) -> None:
+    store_all(cluster_on_disk, calls, prefix)
+    for wrong in (SIZES[0] - 1, SIZES[0] + 1, 1):
+        cluster_on_disk.clear_memory()
+        assert calls.load(0, wrong)[0] is LoadOutcome.CORRUPT
+        assert calls.load(0, SIZES[0]) == (LoadOutcome.HIT, content(0)), "a load of another size spoils the object"
+
+
+def _cut(path: Path, other: Path) -> None:
+    os.truncate(path, 1000)
+
+
+def _empty(path: Path, other: Path) -> None:
+    os.truncate(path, 0)
+
+
+def _flip(path: Path, other: Path) -> None:
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+
+
+def _lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def _exchange(path: Path, other: Path) -> None:
+    path.write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize("damage", [_cut, _empty, _flip, _exchange])
+def test_damage_in_the_l2_is_corrupt_and_can_be_mended(
+    cluster_on_disk: LMCacheCluster, calls: Calls, prefix: str, damage: object
+) -> None:
+    store_all(cluster_on_disk, calls, prefix)
+    cluster_on_disk.clear_memory()
+    assert callable(damage)
+    damage(object_file(cluster_on_disk, name_of(prefix, 0)), object_file(cluster_on_disk, name_of(prefix, 1)))
+    assert calls.load(0, SIZES[0])[0] is LoadOutcome.CORRUPT
+    assert calls.load(1, SIZES[1]) == (LoadOutcome.HIT, content(1))
+    calls.delete(0)
+    assert list(calls.contains(0)) == [False]
+    assert calls.store((0, content(0))) == [StoreOutcome.STORED]
+    assert calls.load(0, SIZES[0]) == (LoadOutcome.HIT, content(0))
+
+
+def test_a_file_that_grew_is_no_other_object(cluster_on_disk: LMCacheCluster, calls: Calls, prefix: str) -> None:
+    store_all(cluster_on_disk, calls, prefix)
+    cluster_on_disk.clear_memory()
+    _lengthen(object_file(cluster_on_disk, name_of(prefix, 0)))
+    outcome, loaded = calls.load(0, SIZES[0])
+    assert outcome is not LoadOutcome.HIT or loaded == content(0)
+
+
+def test_a_deleted_object_is_gone_from_memory_and_l2(
+    cluster_on_disk: LMCacheCluster, calls: Calls, prefix: str
+) -> None:
+    store_all(cluster_on_disk, calls, prefix)
+    calls.delete(0, 1, 99)
+    cluster_on_disk.clear_memory()
+    calls.delete(2)
+    assert list(calls.contains(0, 1, 2, 3)) == [False, False, False, True]
+    assert not any(files(cluster_on_disk, name_of(prefix, number)) for number in (0, 1, 2)), (
+        "a deleted object left files"
+    )
+
+
+@pytest.mark.long
+def test_more_objects_than_the_memory_holds(cluster_on_disk: LMCacheCluster, calls: Calls) -> None:
+    size, count = 8 * 1024**2, 64
+    for number in range(count):
+        deadline = time.monotonic() + 20
+        while calls.store((number, random.Random(number).randbytes(16) * (size // 16))) == [StoreOutcome.REJECTED]:
+            assert time.monotonic() < deadline, "LMCache does not evict"
+    found = calls.contains(*range(count))
+    hits = 0
+    for number in range(count):
+        outcome, loaded = calls.load(number, size)
+        assert outcome in (LoadOutcome.HIT, LoadOutcome.MISS), "an object that did not fit is no damaged one"
+        assert outcome is LoadOutcome.MISS or loaded == random.Random(number).randbytes(16) * (size // 16)
+        hits += outcome is LoadOutcome.HIT
+    assert hits >= count // 2, f"{hits} of {count} objects come back, {sum(found)} were found"
+    calls.delete(*range(count))

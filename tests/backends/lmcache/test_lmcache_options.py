@@ -1,0 +1,110 @@
+"""The messages of the lmcache backend about its options, and of the module about its config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from offload_backend_lmcache import LMCacheOptions
+from offload_backend_lmcache.server.config import ServerConfig, read_config
+from offload_backend_lmcache.server.lmcache_module import check_version
+
+from offload_core.api.errors import ConfigError
+from offload_core.config.loading import load_config
+
+ENCRYPTION_CURE = "the traffic is not encrypted; use a private address or a tunnel, or set insecure: true"
+
+
+def options(environ: dict[str, str] | None = None, **given: Any) -> LMCacheOptions:
+    config = load_config({"backends": [{"name": "cluster", "type": "lmcache", **given}]}, environ=environ or {})
+    found = config.tiers[0].options
+    assert isinstance(found, LMCacheOptions)
+    return found
+
+
+def problem(**given: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        options(**given)
+    (only,) = caught.value.problems
+    return only
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:7555", "10.0.0.5:7555", "192.168.1.1:1", "[::1]:7555", "[fd00::5]:7555", "localhost:7555"]
+)
+def test_a_private_address(address: str) -> None:
+    assert options(address=address).address == address
+
+
+def test_a_host_name_is_resolved_when_the_tier_opens() -> None:
+    assert options(address="kv.example:7555").server == ("kv.example", 7555)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.5", "10.0.0.5:", ":7555", "10.0.0.5:0", "10.0.0.5:65536", "a b:1", "::1"])
+def test_a_text_that_is_no_address(address: str) -> None:
+    assert problem(address=address) == (
+        f"backends.0.address: {address!r} is not valid: no address; write host:port, such as 127.0.0.1:7555 or "
+        "[::1]:7555"
+    )
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8:7555", "[2606:4700::1]:7555", "0.0.0.0:7555", "[::ffff:8.8.8.8]:7555"])
+def test_a_public_address_needs_a_decision(address: str) -> None:
+    assert problem(address=address).endswith(f"address {address} is neither loopback nor private; {ENCRYPTION_CURE}")
+    assert options(address=address, insecure=True).address == address
+
+
+def test_the_token_comes_from_the_environment_only() -> None:
+    found = options({"OFFLOAD_CORE_CLUSTER_TOKEN": "secret"}, address="127.0.0.1:7555")
+    assert found.token is not None
+    assert found.token.get_secret_value() == "secret"
+    assert "OFFLOAD_CORE_CLUSTER_TOKEN" in problem(address="127.0.0.1:7555", token="secret")
+
+
+def test_a_prefix_that_cannot_be_part_of_a_name() -> None:
+    assert "prefix" in problem(address="127.0.0.1:7555", prefix="a b")
+    assert "prefix" in problem(address="127.0.0.1:7555", prefix="a" * 129)
+
+
+def config_problem(**given: Any) -> str:
+    with pytest.raises(ValueError, match="the config of offload-core's module") as caught:
+        read_config(given)
+    return str(caught.value)
+
+
+def test_the_module_listens_on_loopback_by_default() -> None:
+    assert read_config({}).server == ("127.0.0.1", 7555)
+
+
+def test_an_unknown_key_of_the_module_is_refused_with_the_known_ones() -> None:
+    text = config_problem(adress="127.0.0.1:7555")
+    assert "adress: Extra inputs are not permitted" in text
+    assert all(name in text for name in ServerConfig.model_fields)
+
+
+def test_the_module_needs_a_token_on_an_address_of_the_network() -> None:
+    assert 'token_variable, or set "insecure": true' in config_problem(address="10.0.0.5:7555")
+    assert read_config({"address": "10.0.0.5:7555", "token_variable": "KV_TOKEN"}).token({"KV_TOKEN": "x"}) == b"x"
+    assert read_config({"address": "10.0.0.5:7555", "insecure": True}).token({}) == b""
+
+
+def test_the_module_does_not_listen_on_all_interfaces_unasked() -> None:
+    assert "is not private" in config_problem(address="0.0.0.0:7555", token_variable="KV_TOKEN")
+    assert "is not private" in config_problem(address="8.8.8.8:7555", token_variable="KV_TOKEN")
+    assert "no IP address" in config_problem(address="kv.example:7555")
+
+
+def test_a_token_that_is_not_set_stops_the_module() -> None:
+    with pytest.raises(ValueError, match="KV_TOKEN, which is empty or not set"):
+        read_config({"token_variable": "KV_TOKEN"}).token({"KV_TOKEN": ""})
+
+
+@pytest.mark.parametrize("version", ["0.5.6", "0.5.7", "0.5.10", "0.5.6.post1", "0.5.6+cpu"])
+def test_a_supported_version_of_lmcache(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.5.5", "0.4.7", "0.6.0", "1.0"])
+def test_another_version_of_lmcache(version: str) -> None:
+    with pytest.raises(RuntimeError, match=f"does not support LMCache {version}; it needs 0.5.6 or a later release of"):
+        check_version(version)
