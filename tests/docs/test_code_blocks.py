@@ -27,7 +27,11 @@ RUN_BY = {
         "$ offload-core plugins": "test_commands_run_as_shown",
         "$ offload-core plan": "test_the_document_shows_what_the_command_prints",
     },
-    "docs/distributed-nixl.part.md": {"# offload.yaml": "test_configurations_of_the_documents_are_valid"},
+    "docs/distributed.md": {
+        "# offload.yaml": "test_configurations_of_the_documents_are_valid",
+        "$ KV_TOKEN": "test_the_programs_of_the_document_have_its_flags",
+        "$ mooncake_": "test_the_programs_of_the_document_have_its_flags",
+    },
     "docs/object-format.md": {"FINGERPRINT/PACK": "test_the_path_is_that_of_the_media"},
     "docs/quickstart.md": {
         "$ make demo": "test_the_demo_is_served_from_disk_with_the_same_outputs",

@@ -44,7 +44,9 @@ def reference_tables() -> dict[str, str]:
     return {
         "engine keys": _keys(OffloadSettings),
         "backend keys": _keys(BackendConfig, unset="the engine's"),
-        **{f"{name} keys": _keys(types[name].options) for name in ("cpu", "disk", "nfs", "nixl")},
+        **{
+            f"{name} keys": _keys(types[name].options) for name in ("cpu", "disk", "lmcache", "mooncake", "nfs", "nixl")
+        },
         "counters": _table(("counter", "meaning"), _metrics(COUNTERS, "_total")),
         "gauges": _table(("gauge", "meaning"), _metrics(GAUGES, "")),
         "commands": "\n\n".join(_commands()),

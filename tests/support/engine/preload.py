@@ -27,6 +27,8 @@ MODULES = (
     "tests.support.engine.stock_ram_spec",
     "offload_backend_cpu.plugin",
     "offload_backend_disk.plugin",
+    "offload_backend_lmcache.plugin",
+    "offload_backend_mooncake.plugin",
     "offload_backend_nfs.plugin",
     "offload_backend_nixl.plugin",
 )

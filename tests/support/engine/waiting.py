@@ -91,7 +91,7 @@ class StorageWaits:
             wait.longest_step = max(wait.longest_step, now - self._last_step)
 
     def answer(self, request_id: str) -> None:
-        """End the wait for lookups: the engine knows what it can load, and runs the request if it has blocks."""
+        """End the wait for lookups: the engine has its answer, and runs the request if it has free blocks."""
         self.end(request_id)
         self._answered.add(request_id)
 
