@@ -4,6 +4,7 @@
   and a load checks both.
 - vLLM's helpers (``vllm.fs_io_C``) check nothing. They get as many plain threads as our tier has, and 16 MiB per call.
 - The limit is one large file, or a copy of memory, on the same number of threads. It checks nothing either.
+- For a distributed store the limit is the engine's own client (:mod:`benchmarks.backends_distributed`).
 
 All contenders take turns within a round, on the same memory and the same disk.
 
@@ -23,7 +24,7 @@ import argparse
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.backends_distributed import DISTRIBUTED, alone, running_stores
 from benchmarks.backends_growth import growth_of, peaks_of
 from benchmarks.backends_rig import (
     CHUNK_BYTES,
@@ -51,7 +53,7 @@ from offload_core.plugins.registry import load_plugins
 PAGE_BYTES = 256 * 1024
 THREADS = (1, 4)
 AIMS = {("disk", CHUNK_BYTES): 1.0, ("disk", PAGE_BYTES): 2.0}
-AIM_OF_MEMCPY = 0.8
+LIMIT_AIMS = {"cpu": 0.8, "lmcache": None, "mooncake": 0.8, "nixl": 0.8}
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ def cells_of(backend: str) -> list[Cell]:
     media: tuple[Medium, ...] = ("page cache", "O_DIRECT") if backend == "disk" else ("page cache",)
     if backend == "cpu":
         media = ("memory",)
+    if backend in DISTRIBUTED:
+        media = ("page cache",) if backend == "nixl" else ("network",)
     sizes = (CHUNK_BYTES, PAGE_BYTES)
     return [Cell(backend, medium, size, threads) for medium in media for size in sizes for threads in THREADS]
 
@@ -96,15 +100,22 @@ def options_of(backend: str, folder: Path, medium: Medium, nbytes: int) -> dict[
     return {"type": "disk", "path": str(folder / "disk"), "direct_io": "on" if medium == "O_DIRECT" else "off"}
 
 
-def contenders_of(cell: Cell, folder: Path, memory: Memory, chunks: int) -> Iterator[Callable[[], Contender]]:
+def contenders_of(
+    cell: Cell, folder: Path, memory: Memory, chunks: int, stores: Mapping[str, dict[str, Any]]
+) -> Iterator[Callable[[], Contender]]:
     """Yield a factory for each contender of a cell."""
-    options = options_of(cell.backend, folder, cell.medium, chunks * CHUNK_BYTES) | {"io_threads": cell.threads}
+    own = stores.get(cell.backend)
+    options = own or options_of(cell.backend, folder, cell.medium, chunks * CHUNK_BYTES)
+    options = options | {"io_threads": cell.threads}
     packed = "ours" if cell.page_bytes == CHUNK_BYTES else "ours, pack of 8"
     yield lambda: OurTier(packed, memory, chunks, CHUNK_BYTES, options)
     if cell.page_bytes != CHUNK_BYTES:
         yield lambda: OurTier("ours, single", memory, chunks, cell.page_bytes, options)
     elif cell.backend == "cpu":
         yield lambda: OurTier("ours, no checksum", memory, chunks, CHUNK_BYTES, options, checked=False)
+    if own is not None:
+        yield lambda: alone(cell.backend, memory, chunks, cell.page_bytes, cell.threads, own, folder)
+        return
     if cell.backend == "cpu":
         yield lambda: CopyOfMemory("limit: memcpy", memory, chunks, cell.threads)
         return
@@ -114,13 +125,20 @@ def contenders_of(cell: Cell, folder: Path, memory: Memory, chunks: int) -> Iter
     yield lambda: OneLargeFile("limit: one file", memory, chunks, cell.threads, folder / "limit", direct)
 
 
-def measure(cells: list[Cell], folder: Path, chunks: int, rounds: int, console: Console) -> list[Measured]:
+def measure(
+    cells: list[Cell],
+    folder: Path,
+    chunks: int,
+    rounds: int,
+    console: Console,
+    stores: Mapping[str, dict[str, Any]],
+) -> list[Measured]:
     """Let the contenders of each cell take turns; the first round warms everything up and does not count."""
     rows: list[Measured] = []
     memory = Memory(chunks)
     for cell in cells:
         console.print(f"{cell.backend}, {cell.medium}, {cell.page_bytes // 1024} KiB, {cell.threads} threads …")
-        contenders = [make() for make in contenders_of(cell, folder, memory, chunks)]
+        contenders = [make() for make in contenders_of(cell, folder, memory, chunks, stores)]
         measured = [Measured(cell, contender.name) for contender in contenders]
         for number in range(-1, rounds):
             turn = number % len(contenders)
@@ -183,8 +201,13 @@ def speeds_of(cell: Cell, rows: list[Measured]) -> Iterator[Speed]:
                 vllm_ratio=p50(speed) / peer if peer else None,
                 limit_ratio=p50(speed) / limit,
                 vllm_aim=AIMS.get((cell.backend, cell.page_bytes)) if ours else None,
-                limit_aim=AIM_OF_MEMCPY if cell.backend == "cpu" and ours else None,
+                limit_aim=LIMIT_AIMS.get(cell.backend) if ours and _has_limit_aim(cell) else None,
             )
+
+
+def _has_limit_aim(cell: Cell) -> bool:
+    """Return whether the speed in relation to the limit has an aim: for distributed stores, at 2 MiB."""
+    return cell.backend not in DISTRIBUTED or cell.page_bytes == CHUNK_BYTES
 
 
 def speed_table(cell: Cell, rows: list[Speed]) -> Table:
@@ -258,7 +281,10 @@ def main() -> None:
     rounds = 2 if arguments.quick else arguments.rounds
     counts = [1000] if arguments.quick else [10**3, 10**4, 10**5, *([10**6] if arguments.many else [])]
     known = set(load_plugins().backend_types)
-    backends = [name for name in arguments.backend or ("disk", "cpu", "nfs") if name in known]
+    reasons = {name: reason for name, why_not in DISTRIBUTED.items() if (reason := why_not())}
+    backends = [name for name in arguments.backend or ("disk", "cpu", "nfs") if name in known - reasons.keys()]
+    for name in {*(arguments.backend or ())} & reasons.keys():
+        console.print(f"note: {name} cannot run here, so the tables have no rows for it: {reasons[name]}")
     for name in {*(arguments.backend or ("nfs",))} - known:
         console.print(f"note: no backend {name!r} is installed, so the tables have no rows for it")
     with working_folder(arguments.folder) as folder:
@@ -267,12 +293,15 @@ def main() -> None:
         tiers = {
             f"{name}, {medium}": options_of(name, folder, medium, chunks * CHUNK_BYTES)
             for name in backends
+            if name not in DISTRIBUTED
             for medium in dict.fromkeys(cell.medium for cell in cells_of(name))
         }
-        peaks = [] if arguments.only == "growth" else peaks_of(tiers, folder, chunks)
+        peaks = [] if arguments.only == "growth" or not tiers else peaks_of(tiers, folder, chunks)
         cells = [] if arguments.only == "growth" else [cell for name in backends for cell in cells_of(name)]
-        rows = measure(cells, folder, chunks, rounds, console)
-        growths = [] if arguments.only == "speed" else growth_of(backends, folder, counts, console)
+        with running_stores(backends, folder, chunks * CHUNK_BYTES) as stores:
+            rows = measure(cells, folder, chunks, rounds, console, stores)
+        local = [name for name in backends if name not in DISTRIBUTED]
+        growths = [] if arguments.only == "speed" else growth_of(local, folder, counts, console)
     speeds = {cell: list(speeds_of(cell, [row for row in rows if row.cell == cell])) for cell in cells}
     for cell, figures in speeds.items():
         console.print(speed_table(cell, figures))

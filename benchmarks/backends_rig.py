@@ -42,7 +42,7 @@ PEER_CALL_BYTES = 16 * MIB
 """Bytes in one call of vLLM's helpers; large calls need fewer hops to threads."""
 NAMESPACE = "0" * 64
 MARK_BYTES = 16
-Medium = Literal["page cache", "O_DIRECT", "memory"]
+Medium = Literal["page cache", "O_DIRECT", "memory", "network"]
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def _seal_all(batch: list[StagedObject]) -> None:
         object_format.seal(staged.lease.view, staged.key)
 
 
-class _Threads:
+class PlainThreads:
     """Contender that calls functions on plain threads."""
 
     def __init__(self, name: str, memory: Memory, chunks: int, threads: int) -> None:
@@ -281,7 +281,7 @@ class _Threads:
         self._executor.shutdown()
 
 
-class VllmHelpers(_Threads):
+class VllmHelpers(PlainThreads):
     """vLLM's own file helpers: one file per block, no checksum."""
 
     def __init__(
@@ -318,7 +318,7 @@ class VllmHelpers(_Threads):
                 Path(path).unlink()
 
 
-class OneLargeFile(_Threads):
+class OneLargeFile(PlainThreads):
     """Limit of the disk: plain ``pwrite`` and ``pread`` of one large file, 2 MiB at a time."""
 
     def __init__(self, name: str, memory: Memory, chunks: int, threads: int, folder: Path, direct: bool) -> None:
@@ -341,7 +341,7 @@ class OneLargeFile(_Threads):
         self._path.unlink()
 
 
-class CopyOfMemory(_Threads):
+class CopyOfMemory(PlainThreads):
     """Limit of host memory: copies to and from other memory, 2 MiB at a time."""
 
     def __init__(self, name: str, memory: Memory, chunks: int, threads: int) -> None:

@@ -1,0 +1,234 @@
+"""Contenders of ``benchmarks/backends.py`` for distributed stores: the client of each engine alone, without us.
+
+Mooncake's client and NIXL move the same objects between the same memory and the same store. LMCache has no client for
+opaque objects, so its limit is a plain TCP connection to a process that keeps the bytes in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.backends_rig import CHUNK_BYTES, Memory, PlainThreads
+from tests.support.clusters import lmcache, mooncake, nixl
+from tests.support.server_process import free_port
+
+DISTRIBUTED: dict[str, Callable[[], str | None]] = {
+    "lmcache": lmcache.why_not,
+    "mooncake": mooncake.why_not,
+    "nixl": nixl.why_not,
+}
+"""The backends on distributed stores, each with a function that returns the reason for which it cannot run here."""
+
+_CALL_BYTES = 16 * 1024**2
+_AGENT = "bench"
+
+
+@contextmanager
+def running_stores(backends: Sequence[str], folder: Path, nbytes: int) -> Iterator[dict[str, dict[str, Any]]]:
+    """Start the stores of some backends; give the configuration keys of a tier on each, and stop them at the end."""
+    gib = max(1, -(-4 * nbytes // 1024**3))
+    labs: dict[str, Any] = {}
+    if "lmcache" in backends:
+        labs["lmcache"] = lmcache.LMCacheCluster(folder / "lmcache.log", l1_gib=gib)
+    if "mooncake" in backends:
+        labs["mooncake"] = mooncake.MooncakeCluster(folder, segment=f"{gib}GB")
+    if "nixl" in backends:
+        labs["nixl"] = nixl.FolderLab()
+    try:
+        for lab in labs.values():
+            lab.start()
+        yield {name: lab.tier() for name, lab in labs.items()}
+    finally:
+        for lab in labs.values():
+            lab.stop()
+
+
+def alone(
+    backend: str, memory: Memory, chunks: int, page_bytes: int, threads: int, tier: dict[str, Any], folder: Path
+) -> PlainThreads:
+    """Return the contender that uses a backend's engine without us."""
+    if backend == "mooncake":
+        return MooncakeAlone("limit: Mooncake's client", memory, chunks, threads, page_bytes, tier["master"])
+    if backend == "nixl":
+        return NixlAlone("limit: NIXL", memory, chunks, 1, page_bytes, folder / "nixl-alone")
+    return PlainTcp("limit: plain TCP", memory, chunks, threads)
+
+
+class _Pages(PlainThreads):
+    """Contender with one object per page."""
+
+    def __init__(self, name: str, memory: Memory, chunks: int, threads: int, page_bytes: int) -> None:
+        super().__init__(name, memory, chunks, threads)
+        self._pages = [
+            view[start : start + page_bytes] for view in self._views for start in range(0, CHUNK_BYTES, page_bytes)
+        ]
+        self._at_once = max(1, _CALL_BYTES // page_bytes)
+
+    def _batches(self, number: int) -> Iterator[tuple[list[str], list[memoryview]]]:
+        names = [f"alone/{number}/{index}" for index in range(len(self._pages))]
+        for start in range(0, len(names), self._at_once):
+            yield names[start : start + self._at_once], self._pages[start : start + self._at_once]
+
+
+class MooncakeAlone(_Pages):
+    """Mooncake's own client, in batches of 16 MiB."""
+
+    def __init__(self, name: str, memory: Memory, chunks: int, threads: int, page_bytes: int, master: str) -> None:
+        super().__init__(name, memory, chunks, threads, page_bytes)
+        from mooncake.store import MooncakeDistributedStore
+
+        self._store = MooncakeDistributedStore()
+        own = f"127.0.0.1:{free_port()}"
+        if code := self._store.setup(own, "P2PHANDSHAKE", 0, 16 * 1024**2, "tcp", "", master):
+            raise SystemExit(f"{name}: no connection to {master}: {code}")
+
+    def _move(self, call: Callable[..., list[int]], names: list[str], pages: list[memoryview]) -> None:
+        addresses = [np.frombuffer(page, np.uint8).ctypes.data for page in pages]
+        if min(codes := call(names, addresses, [len(page) for page in pages])) < 0:
+            raise SystemExit(f"{self.name}: {min(codes)}")
+
+    def _store_calls(self, number: int) -> list[Callable[[], Any]]:
+        return [partial(self._move, self._store.batch_put_from, *batch) for batch in self._batches(number)]
+
+    def _load_calls(self, number: int) -> list[Callable[[], Any]]:
+        return [partial(self._move, self._store.batch_get_into, *batch) for batch in self._batches(number)]
+
+    def clean(self, number: int) -> None:
+        for names, _ in self._batches(number):
+            self._store.batch_remove(names, True)
+
+    def close(self) -> None:
+        super().close()
+        self._store.close()
+
+
+class NixlAlone(_Pages):
+    """NIXL's plugin POSIX on files, eight transfers at a time on one thread, in memory that is registered once."""
+
+    def __init__(self, name: str, memory: Memory, chunks: int, threads: int, page_bytes: int, folder: Path) -> None:
+        super().__init__(name, memory, chunks, threads, page_bytes)
+        from nixl_cu12._api import nixl_agent, nixl_agent_config
+
+        folder.mkdir(exist_ok=True)
+        self._folder = folder
+        self._agent = nixl_agent(_AGENT, nixl_agent_config(backends=[]))
+        self._agent.create_backend("POSIX", {})
+        whole = np.frombuffer(memory.pool.memory, np.uint8)
+        self._agent.register_memory([(whole.ctypes.data, whole.nbytes, 0, "")], "DRAM", backends=["POSIX"])
+        self._at_once = 8
+
+    def _transfer(self, direction: str, flags: int, names: list[str], pages: list[memoryview]) -> None:
+        agent = self._agent
+        running: list[tuple[Any, Any, int]] = []
+        for name, page in zip(names, pages, strict=True):
+            descriptor = os.open(self._folder / name.replace("/", "-"), flags, 0o600)
+            address = np.frombuffer(page, np.uint8).ctypes.data
+            files = agent.register_memory([(0, len(page), descriptor, "")], "FILE", backends=["POSIX"])
+            handle = agent.initialize_xfer(
+                direction,
+                agent.get_xfer_descs([(address, len(page), 0)], "DRAM"),
+                agent.get_xfer_descs([(0, len(page), descriptor)], "FILE"),
+                _AGENT,
+                b"",
+                ["POSIX"],
+            )
+            agent.transfer(handle)
+            running.append((handle, files, descriptor))
+        for handle, files, descriptor in running:
+            while (state := agent.check_xfer_state(handle)) == "PROC":
+                pass
+            if state != "DONE":
+                raise SystemExit(f"{self.name}: {state}")
+            agent.release_xfer_handle(handle)
+            agent.deregister_memory(files, backends=["POSIX"])
+            os.close(descriptor)
+
+    def _store_calls(self, number: int) -> list[Callable[[], Any]]:
+        flags = os.O_RDWR | os.O_CREAT
+        return [partial(self._transfer, "WRITE", flags, *batch) for batch in self._batches(number)]
+
+    def _load_calls(self, number: int) -> list[Callable[[], Any]]:
+        return [partial(self._transfer, "READ", os.O_RDONLY, *batch) for batch in self._batches(number)]
+
+    def clean(self, number: int) -> None:
+        for path in self._folder.iterdir():
+            path.unlink()
+
+
+_SERVER = """
+import socket, sys, threading
+nbytes, threads = int(sys.argv[1]), int(sys.argv[2])
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+memory = memoryview(bytearray(nbytes))
+
+def serve(connection):
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    head = bytearray(17)
+    while connection.recv_into(head, 17, socket.MSG_WAITALL) == 17:
+        start, count = int.from_bytes(head[1:9], "little"), int.from_bytes(head[9:], "little")
+        view = memory[start : start + count]
+        if head[0]:
+            connection.sendall(view)
+        else:
+            while len(view):
+                view = view[connection.recv_into(view):]
+            connection.sendall(b"k")
+
+for _ in range(threads):
+    threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+sys.stdin.read()
+"""
+
+
+class PlainTcp(PlainThreads):
+    """Limit of the loopback network: a connection per thread to a process that keeps the bytes in memory."""
+
+    def __init__(self, name: str, memory: Memory, chunks: int, threads: int) -> None:
+        super().__init__(name, memory, chunks, threads)
+        command = [sys.executable, "-c", _SERVER, str(self.nbytes), str(threads)]
+        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._server.stdout is not None
+        port = int(self._server.stdout.readline())
+        self._idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(threads)]
+        for connection in self._idle:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._lock = threading.Lock()
+
+    def _request(self, is_load: bool, index: int) -> None:
+        view = self._views[index]
+        with self._lock:
+            connection = self._idle.pop()
+        places = (index * CHUNK_BYTES).to_bytes(8, "little") + len(view).to_bytes(8, "little")
+        connection.sendall(bytes([is_load]) + places)
+        if is_load:
+            while len(view):
+                view = view[connection.recv_into(view) :]
+        else:
+            connection.sendall(view)
+            connection.recv(1)
+        with self._lock:
+            self._idle.append(connection)
+
+    def _store_calls(self, number: int) -> list[Callable[[], Any]]:
+        return [partial(self._request, False, index) for index in range(len(self._views))]
+
+    def _load_calls(self, number: int) -> list[Callable[[], Any]]:
+        return [partial(self._request, True, index) for index in range(len(self._views))]
+
+    def close(self) -> None:
+        super().close()
+        for connection in self._idle:
+            connection.close()
+        self._server.communicate()
