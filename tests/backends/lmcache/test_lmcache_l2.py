@@ -161,3 +161,19 @@ def test_more_objects_than_the_memory_holds(cluster_on_disk: LMCacheCluster, cal
         hits += outcome is LoadOutcome.HIT
     assert hits >= count // 2, f"{hits} of {count} objects come back, {sum(found)} were found"
     calls.delete(*range(count))
+
+
+def test_one_object_in_two_sizes_in_one_batch(cluster_on_disk: LMCacheCluster, calls: Calls, prefix: str) -> None:
+    store_all(cluster_on_disk, calls, prefix)
+    for sizes in ((SIZES[0], 1, SIZES[0]), (1, SIZES[0], 1)):
+        cluster_on_disk.clear_memory()
+        outcomes = [outcome for outcome, _ in calls.load_into(*((0, bytearray(size)) for size in sizes))]
+        expected = {SIZES[0]: LoadOutcome.HIT, 1: LoadOutcome.CORRUPT}
+        assert outcomes == [expected[size] for size in sizes]
+
+
+def test_an_object_in_the_l2_is_not_stored_again(cluster_on_disk: LMCacheCluster, calls: Calls, prefix: str) -> None:
+    store_all(cluster_on_disk, calls, prefix)
+    cluster_on_disk.clear_memory()
+    assert calls.store((0, bytes(5))) == [StoreOutcome.ALREADY_PRESENT], "the older copy would show again"
+    assert calls.load(0, SIZES[0]) == (LoadOutcome.HIT, content(0))

@@ -58,7 +58,7 @@ class LMCacheCluster:
             flags += ["--l2-adapter", json.dumps(dict(l2))]
         self.server = ServerProcess(
             self._command(l1_gib, flags),
-            lambda: accepts(self.port),
+            lambda: accepts(self.port) and accepts(self.http_port),
             log,
             {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING", **(environment or {})},
         )

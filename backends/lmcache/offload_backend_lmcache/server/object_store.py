@@ -47,7 +47,10 @@ class ObjectStore(Protocol):
         ...
 
     def reading(self, entries: Sequence[Entry], deadline: float) -> AbstractContextManager[Sequence[Content]]:
-        """Pin objects until the context ends. An object of another size than its entry's is ``DAMAGED``."""
+        """Pin objects until the context ends. An object of another size than its entry's is ``DAMAGED``.
+
+        No object is there in two sizes.
+        """
         ...
 
     def begin_write(self, entry: Entry, deadline: float) -> Writing | Status:

@@ -131,10 +131,15 @@ class Session:
         """
         statuses: list[Status] = []
         failure: StoreError | None = None
+        present: set[bytes] = set()
+        try:
+            present = self._present([entry.name for entry in entries])
+        except StoreError as error:
+            failure = error
         eviction_deadline = time.monotonic() + self._eviction_seconds
         for entry in entries:
-            writing: Writing | Status = Status.FULL
-            if failure is None:
+            writing: Writing | Status = Status.PRESENT if entry.name in present else Status.FULL
+            if failure is None and entry.name not in present:
                 try:
                     writing = self._store.begin_write(entry, eviction_deadline)
                 except StoreError as error:
@@ -147,6 +152,11 @@ class Session:
         if failure is not None:
             raise failure
         return statuses
+
+    def _present(self, names: Sequence[bytes]) -> set[bytes]:
+        """Return the objects that exist, in an L2 too: a new copy in L1 may be evicted and show the older one again."""
+        found = self._store.find(names, time.monotonic() + self._l2_seconds)
+        return {name for name, one in zip(names, found, strict=True) if one.present}
 
     def _receive_object(self, entry: Entry, writing: Writing) -> Status:
         committed = False
@@ -170,11 +180,18 @@ class Session:
 
 
 def _windows(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
-    """Divide a request into parts of a few objects and bytes, at least one object each."""
+    """Divide a request into parts of a few objects and bytes, at least one object each.
+
+    No part has one object in two sizes, because it can be loaded from an L2 in one size only.
+    """
     start = total = 0
+    sizes: dict[bytes, int] = {}
     for index, entry in enumerate(entries):
         total += entry.nbytes
-        if index > start and (index - start >= _WINDOW_OBJECTS or total > _WINDOW_BYTES):
+        is_full = index - start >= _WINDOW_OBJECTS or total > _WINDOW_BYTES
+        if index > start and (is_full or sizes.get(entry.name, entry.nbytes) != entry.nbytes):
             yield entries[start:index]
             start, total = index, entry.nbytes
+            sizes.clear()
+        sizes[entry.name] = entry.nbytes
     yield entries[start:]
