@@ -43,7 +43,7 @@ backends:
         "load_timeout_seconds: -1",
         f"the parent folder {tmp_path}/missing does not exist",
         "backends.1.type: no plugin provides the backend type 'dsk' (did you mean 'disk'?); "
-        "known types: cpu, disk, nfs",
+        "known types: cpu, disk, lmcache, mooncake, nfs, nixl",
         "backends.1.name: 'one' is used by 2 backends",
         "backends.2.lod_weight: unknown key (did you mean 'load_weight'?)",
     ):
