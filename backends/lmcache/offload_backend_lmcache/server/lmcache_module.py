@@ -137,14 +137,13 @@ class LMCacheStore:
     @contextmanager
     def reading(self, entries: Sequence[Entry], deadline: float) -> Iterator[list[Content]]:
         """Lock objects in L1 until the context ends. Objects that are in an L2 only are loaded first."""
-        sizes = {self._key(entry.name): entry.nbytes for entry in entries}
+        keys = list({self._key(entry.name) for entry in entries})
         self._abandoned.collect()
-        locked = {key: one for key, (_, one) in self._l1.reserve_read(list(sizes)).items() if one is not None}
+        locked = {key: one for key, (_, one) in self._l1.reserve_read(keys).items() if one is not None}
         loaded: list[Any] = []
         damaged: set[Any] = set()
         try:
-            if self._adapters():
-                missing = {key: nbytes for key, nbytes in sizes.items() if key not in locked}
+            if self._adapters() and (missing := [entry for entry in entries if self._key(entry.name) not in locked]):
                 loaded, damaged = self._load_from_l2(missing, deadline, locked)
             yield [self._content(entry, locked, damaged) for entry in entries]
         finally:
@@ -223,17 +222,23 @@ class LMCacheStore:
             self._l1.delete(wrong)
 
     def _load_from_l2(
-        self, wanted: dict[Any, int], deadline: float, locked: dict[Any, Any]
+        self, entries: Sequence[Entry], deadline: float, locked: dict[Any, Any]
     ) -> tuple[list[Any], set[Any]]:
         """Load objects from the L2 adapters to L1 and lock them. An L1 without room is tried a few times.
 
+        An object with a size record of another size is not requested: some adapters cannot cope with that.
+
         Args:
-            wanted: the keys and sizes of the objects.
+            entries: the objects.
             locked: gets the objects that are in L1 and locked.
 
         Returns:
-            The keys that were loaded, and the keys that an L2 has but cannot load although L1 has room.
+            The keys that were loaded, and the keys of damaged objects: of another size, or in an L2 that cannot load
+            them although L1 has room.
         """
+        recorded = self._recorded_sizes([entry.name for entry in entries], deadline)
+        other = {self._key(entry.name) for entry in entries if recorded.get(entry.name, entry.nbytes) != entry.nbytes}
+        wanted = {key: entry.nbytes for entry in entries if (key := self._key(entry.name)) not in other}
         loaded: list[Any] = []
         found: set[Any] = set(wanted)
         for attempt in range(_LOAD_ATTEMPTS):
@@ -245,8 +250,8 @@ class LMCacheStore:
             found = self._prefetch(remaining, deadline, locked)
             loaded += [key for key in remaining if key in locked]
         used, total = self._l1.get_memory_usage()
-        damaged = {key for key in found - locked.keys() if used + wanted[key] < total * _ROOM}
-        return loaded, damaged
+        unloadable = {key for key in found - locked.keys() if used + wanted[key] < total * _ROOM}
+        return loaded, other & self._in_l2(list(other), deadline) | unloadable
 
     def _prefetch(self, wanted: dict[Any, int], deadline: float, locked: dict[Any, Any]) -> set[Any]:
         """Load objects to L1 and lock them, one task for each size. Return the keys that some L2 has."""
