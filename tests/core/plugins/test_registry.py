@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -403,3 +405,14 @@ def test_a_requirement_that_names_no_top_level_module_is_refused(site: Site, mod
     (report,) = site.load().reports
     assert report.error is not None
     assert "it must be a Requirement with the name of a top-level module" in report.error
+
+
+def test_no_engine_of_a_bundled_backend_is_imported_before_a_configuration_names_its_type() -> None:
+    engines = {"lmcache", "mooncake", "nixl", "nixl_cu12", "botocore", "s3fs", "torch", "vllm"}
+    script = (
+        "import sys; from offload_core.config.loading import load_config; "
+        "load_config({'backends': [{'name': 'ram', 'type': 'cpu', 'capacity': '1MiB'}]}); "
+        f"print(sorted({engines} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
