@@ -68,9 +68,9 @@ class _Writing:
         self._memory = bytearray(entry.nbytes)
         self.payload = memoryview(self._memory)
 
-    def commit(self) -> bool:
+    def commit(self, checksum: int) -> bool:
         self._shelf.writing -= 1
-        self._shelf.objects[self._entry.name] = bytes(self._memory), self._entry.checksum
+        self._shelf.objects[self._entry.name] = bytes(self._memory), checksum
         return True
 
     def abort(self) -> None:

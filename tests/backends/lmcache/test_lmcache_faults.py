@@ -92,14 +92,14 @@ def test_a_writer_that_leaves_half_way_leaves_nothing_in_lmcache(
 ) -> None:
     name, payload = f"{tmp_path.name}/half".encode(), bytes(MIB)
     raw = Raw(cluster_on_disk.address).shake_hands()
-    request = frames.encode_request(Operation.STORE, 1, [Entry(name, MIB, frames.checksum(payload))])
+    request = frames.encode_request(Operation.STORE, 1, [Entry(name, MIB)])
     raw.socket.sendall(request + payload[: MIB // 2])
     raw.close()
     again = Raw(cluster_on_disk.address).shake_hands()
     again.socket.sendall(frames.encode_request(Operation.FIND, 1, [Entry(name)]))
     again.receive(frames.ANSWER_BYTES)
     assert not frames.decode_found(again.receive(frames.find_body_bytes(1)), 1)[0].present, "half an object is visible"
-    again.socket.sendall(request + payload)
+    again.socket.sendall(request + payload + frames.encode_checksum(frames.checksum(payload)))
     assert again.receive(frames.ANSWER_BYTES + 1)[-1] == frames.Status.STORED, "half an object blocks its key"
     again.close()
 

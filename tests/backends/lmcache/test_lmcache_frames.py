@@ -15,7 +15,7 @@ from offload_backend_lmcache.wire.handshake import ClientGreeting, ServerGreetin
 
 MIB = 1024**2
 U64 = st.integers(0, 2**64 - 1)
-ENTRIES = st.lists(st.builds(Entry, st.binary(min_size=1, max_size=40), st.integers(0, MIB), U64), min_size=1)
+ENTRIES = st.lists(st.builds(Entry, st.binary(min_size=1, max_size=40), st.integers(0, MIB)), min_size=1)
 FOUND = st.lists(st.just(Found(False, None)) | st.builds(Found, st.just(True), st.none() | st.integers(0, 2**64 - 2)))
 
 
@@ -57,7 +57,7 @@ def test_greetings_are_read_as_they_were_written(patience: int, nonce: bytes, ve
 
 
 WHOLE = {
-    "request": (parse_request, frames.encode_request(Operation.STORE, 7, [Entry(b"one", 5, 9), Entry(b"two", 6)])),
+    "request": (parse_request, frames.encode_request(Operation.STORE, 7, [Entry(b"one", 5), Entry(b"two", 6)])),
     "answer": (
         lambda content: frames.decode_answer_header(content),
         frames.encode_object(Status.HIT, 1, 7, b"one", 5, 9),
@@ -127,7 +127,7 @@ def test_a_sealed_request_with_any_numbers_is_bounded(count: int, body_bytes: in
 
 @given(st.lists(st.tuples(st.integers(0, 65535), U64), min_size=1, max_size=20), st.binary(max_size=200))
 def test_entries_whose_lengths_lie_are_refused(lengths: list[tuple[int, int]], names: bytes) -> None:
-    body = b"".join(frames._ENTRY.pack(name_bytes, nbytes, 0) + names for name_bytes, nbytes in lengths)
+    body = b"".join(frames._ENTRY.pack(name_bytes, nbytes) + names for name_bytes, nbytes in lengths)
     header = frames.RequestHeader(Operation.FIND, len(lengths), 1, len(body), frames.checksum(body))
     try:
         entries = frames.decode_entries(header, body, MIB)

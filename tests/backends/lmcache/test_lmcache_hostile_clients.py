@@ -21,6 +21,7 @@ from tests.backends.lmcache.calls import opened
 from tests.backends.lmcache.shelf import Shelf, listening
 
 PAYLOAD = bytes(range(256)) * 16
+SUM = frames.encode_checksum(frames.checksum(PAYLOAD))
 NONCE = b"n" * handshake.NONCE_BYTES
 
 
@@ -79,9 +80,8 @@ def is_alive(address: str) -> bool:
         return calls.load(1, len(PAYLOAD))[1] == PAYLOAD
 
 
-def store_request(name: bytes = b"half", payload: bytes = PAYLOAD, checksum: int | None = None) -> bytes:
-    checksum = frames.checksum(payload) if checksum is None else checksum
-    return frames.encode_request(Operation.STORE, 1, [Entry(name, len(payload), checksum)])
+def store_request(name: bytes = b"half", payload: bytes = PAYLOAD) -> bytes:
+    return frames.encode_request(Operation.STORE, 1, [Entry(name, len(payload))])
 
 
 @pytest.mark.parametrize("content", [b"GET / HTTP/1.1\r\n\r\n" * 4, b"\xff" + bytes(63), bytes(64)])
@@ -118,13 +118,13 @@ def test_a_client_that_says_nothing_in_its_handshake_or_request_is_left(
     assert is_alive(server[0])
 
 
-@pytest.mark.parametrize("sent", [0, 1, len(PAYLOAD) - 1])
+@pytest.mark.parametrize("sent", [0, 1, len(PAYLOAD) - 1, len(PAYLOAD), len(PAYLOAD) + 7])
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "stops"])
 def test_a_writer_that_ends_half_way_leaves_nothing(
     server: tuple[str, Listener], shelf: Shelf, sent: int, leaves: bool
 ) -> None:
     raw = Raw(server[0]).shake_hands()
-    raw.socket.sendall(store_request() + PAYLOAD[:sent])
+    raw.socket.sendall(store_request() + (PAYLOAD + SUM)[:sent])
     eventually(lambda: shelf.writing == 1, "the server has not begun")
     if leaves:
         raw.close()
@@ -135,7 +135,7 @@ def test_a_writer_that_ends_half_way_leaves_nothing(
 
 def test_a_payload_with_another_checksum_is_not_stored(server: tuple[str, Listener], shelf: Shelf) -> None:
     raw = Raw(server[0]).shake_hands()
-    raw.socket.sendall(store_request(checksum=1) + PAYLOAD)
+    raw.socket.sendall(store_request() + PAYLOAD + frames.encode_checksum(1))
     answer = raw.receive(frames.ANSWER_BYTES + 1)
     assert answer[-1] == Status.DAMAGED
     assert not shelf.objects
@@ -232,7 +232,7 @@ def test_a_request_without_the_proof_of_the_token_is_not_read(shelf: Shelf, monk
     with listening(shelf, token_variable="KV_TOKEN") as (address, _):
         raw = Raw(address)
         greeting = handshake.encode_client_greeting(handshake.ClientGreeting(5000, NONCE))
-        raw.socket.sendall(greeting + bytes(handshake.PROOF_BYTES) + store_request() + PAYLOAD)
+        raw.socket.sendall(greeting + bytes(handshake.PROOF_BYTES) + store_request() + PAYLOAD + SUM)
         with contextlib.suppress(ConnectionError):
             raw.receive(1000)
         raw.close()

@@ -91,7 +91,7 @@ def answers(respond: Callable[[RequestHeader, list[Entry]], bytes], is_left_open
         while True:
             header, entries = peer.request()
             if header.operation is Operation.STORE:
-                peer.receive(sum(entry.nbytes for entry in entries))
+                peer.receive(sum(entry.nbytes + frames.CHECKSUM_BYTES for entry in entries))
             peer.socket.sendall(respond(header, entries))
             if not is_left_open:
                 return

@@ -80,10 +80,13 @@ class Connection:
 
     def store(self, names: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Status]:
         """Store each buffer under its name."""
-        entries = [
-            Entry(name, len(buffer), frames.checksum(buffer)) for name, buffer in zip(names, buffers, strict=True)
-        ]
-        request_id = self._request(Operation.STORE, entries, buffers)
+        entries = [Entry(name, len(buffer)) for name, buffer in zip(names, buffers, strict=True)]
+        request_id = self._request(Operation.STORE, entries)
+        behind = b""
+        for buffer in buffers:
+            self._stream.send(behind, buffer)
+            behind = frames.encode_checksum(frames.checksum(buffer))  # while the server takes the payload
+        self._stream.send(behind)
         return frames.decode_statuses(
             Operation.STORE, self._answer(Operation.STORE, request_id, len(names), len(names))
         )
@@ -95,9 +98,9 @@ class Connection:
             Operation.DELETE, self._answer(Operation.DELETE, request_id, len(names), len(names))
         )
 
-    def _request(self, operation: Operation, entries: Sequence[Entry], payloads: Sequence[memoryview] = ()) -> int:
+    def _request(self, operation: Operation, entries: Sequence[Entry]) -> int:
         self._request_id += 1
-        self._stream.send(frames.encode_request(operation, self._request_id, entries), *payloads)
+        self._stream.send(frames.encode_request(operation, self._request_id, entries))
         return self._request_id
 
     def _header(self, request_id: int) -> AnswerHeader:
@@ -130,8 +133,7 @@ class Connection:
             return status
         if header.nbytes != len(buffer):
             raise ProtocolError(f"an object of {header.nbytes} bytes in place of {len(buffer)}")
-        self._stream.receive_into(buffer)
-        return Status.HIT if frames.checksum(buffer) == header.checksum else Status.DAMAGED
+        return Status.HIT if self._stream.receive_summed(buffer) == header.checksum else Status.DAMAGED
 
     def _shake_hands(self) -> int:
         """Return the size of the largest object that the server takes."""

@@ -176,9 +176,9 @@ class LMCacheStore:
                 raise StoreError(f"LMCache's L2 did not delete {len(left)} of {len(keys)} objects; can it delete?")
         return [Status.BUSY if key in busy else Status.DELETED for key in keys]
 
-    def commit(self, entry: Entry, key: Any, memory: Any, tag: str) -> bool:
+    def commit(self, entry: Entry, checksum: int, key: Any, memory: Any, tag: str) -> bool:
         """Make a written object visible. Return whether it is."""
-        stored_form.write_header(_view(memory), key.chunk_hash, Header(entry.nbytes, entry.checksum))
+        stored_form.write_header(_view(memory), key.chunk_hash, Header(entry.nbytes, checksum))
         done = self._l1.finish_write([key], tag)[key]
         if self._adapters():
             self._record_size(entry)
@@ -354,9 +354,9 @@ class _L1Writing:
         self._store, self._entry, self._key, self._memory, self._tag = store, entry, key, memory, tag
         self.payload = _view(memory)[HEADER_BYTES:]
 
-    def commit(self) -> bool:
+    def commit(self, checksum: int) -> bool:
         """See :class:`Writing`."""
-        return self._store.commit(self._entry, self._key, self._memory, self._tag)
+        return self._store.commit(self._entry, checksum, self._key, self._memory, self._tag)
 
     def abort(self) -> None:
         """See :class:`Writing`."""

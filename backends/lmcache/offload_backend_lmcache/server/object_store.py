@@ -27,8 +27,8 @@ class Writing(Protocol):
 
     payload: memoryview
 
-    def commit(self) -> bool:
-        """Make the object visible. Return whether it is."""
+    def commit(self, checksum: int) -> bool:
+        """Make the object visible, with the checksum of its payload. Return whether it is."""
         ...
 
     def abort(self) -> None:

@@ -148,7 +148,7 @@ class Session:
                 self._discard(entry.nbytes)
                 statuses.append(writing)
             else:
-                statuses.append(self._receive_object(entry, writing))
+                statuses.append(self._receive_object(writing))
         if failure is not None:
             raise failure
         return statuses
@@ -158,20 +158,21 @@ class Session:
         found = self._store.find(names, time.monotonic() + self._l2_seconds)
         return {name for name, one in zip(names, found, strict=True) if one.present}
 
-    def _receive_object(self, entry: Entry, writing: Writing) -> Status:
+    def _receive_object(self, writing: Writing) -> Status:
         committed = False
         try:
-            self._stream.receive_into(writing.payload)
-            if frames.checksum(writing.payload) != entry.checksum:
+            checksum = self._stream.receive_summed(writing.payload)
+            if frames.decode_checksum(self._stream.receive(frames.CHECKSUM_BYTES)) != checksum:
                 return Status.DAMAGED
             committed = True
-            return Status.STORED if writing.commit() else Status.FULL
+            return Status.STORED if writing.commit(checksum) else Status.FULL
         finally:
             if not committed:
                 writing.abort()
 
     def _discard(self, nbytes: int) -> None:
-        """Read a payload that is not stored."""
+        """Read a payload that is not stored, and its checksum."""
+        nbytes += frames.CHECKSUM_BYTES
         scratch = memoryview(bytearray(min(nbytes, _SCRATCH_BYTES)))
         while nbytes:
             part = scratch[: min(nbytes, len(scratch))]

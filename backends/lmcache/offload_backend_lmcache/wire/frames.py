@@ -3,7 +3,8 @@
 All numbers are little-endian. Every header ends in a checksum of its own bytes, and every body and payload has one too.
 A parser raises :class:`ProtocolError` before it allocates memory for a length that is out of bounds.
 
-A request is a header, then a body with one entry per object. In a ``STORE`` the payloads follow, in the same order.
+A request is a header, then a body with one entry per object. In a ``STORE`` the payloads follow, in the same order,
+each with its checksum behind it. So the receiver is still busy with a payload while the sender computes.
 
 The answer to ``FIND``, ``STORE`` and ``DELETE`` is one ``ANSWER`` header and a body with one entry per object. The
 answer to ``LOAD`` is one ``OBJECT`` header per object, in order, each followed by its payload if the status is ``HIT``.
@@ -30,9 +31,10 @@ _UNKNOWN_SIZE = 2**64 - 1
 _REQUEST = struct.Struct("<IBxHQIQ")
 _ANSWER = struct.Struct("<IBBHQQQQ")
 _CHECKSUM = struct.Struct("<Q")
-_ENTRY = struct.Struct("<HQQ")
+_ENTRY = struct.Struct("<HQ")
 _FOUND = struct.Struct("<BQ")
 
+CHECKSUM_BYTES = _CHECKSUM.size
 REQUEST_BYTES = _REQUEST.size + _CHECKSUM.size
 ANSWER_BYTES = _ANSWER.size + _CHECKSUM.size
 MAX_BODY_BYTES = MAX_ENTRIES * (_ENTRY.size + MAX_NAME_BYTES)
@@ -85,8 +87,6 @@ class Entry(NamedTuple):
 
     name: bytes
     nbytes: int = 0
-    checksum: int = 0
-    """The payload's checksum, in a ``STORE`` only."""
 
 
 class RequestHeader(NamedTuple):
@@ -129,6 +129,16 @@ def checksum(content: bytes | bytearray | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(content)
 
 
+def encode_checksum(value: int) -> bytes:
+    """Return the checksum that follows the payload in a ``STORE``."""
+    return _CHECKSUM.pack(value)
+
+
+def decode_checksum(content: bytes) -> int:
+    """Return the checksum that follows the payload in a ``STORE``."""
+    return int(_CHECKSUM.unpack(content)[0])
+
+
 def sealed(header: bytes) -> bytes:
     """Append the checksum of a header to it."""
     return header + _CHECKSUM.pack(checksum(header))
@@ -166,7 +176,7 @@ def encode_request(operation: Operation, request_id: int, entries: Sequence[Entr
         raise ValueError(f"{len(entries)} objects in a request; it holds 1 to {MAX_ENTRIES}")
     if any(not 1 <= len(entry.name) <= MAX_NAME_BYTES for entry in entries):
         raise ValueError(f"a name must have 1 to {MAX_NAME_BYTES} bytes")
-    body = b"".join(_ENTRY.pack(len(entry.name), entry.nbytes, entry.checksum) + entry.name for entry in entries)
+    body = b"".join(_ENTRY.pack(len(entry.name), entry.nbytes) + entry.name for entry in entries)
     return sealed(_REQUEST.pack(_REQUEST_MAGIC, operation, len(entries), request_id, len(body), checksum(body))) + body
 
 
@@ -208,13 +218,13 @@ def _entries(body: bytes) -> Iterator[Entry]:
     while offset < len(body):
         if len(body) - offset < _ENTRY.size:
             raise ProtocolError("an entry that is cut short")
-        name_bytes, nbytes, payload_checksum = _ENTRY.unpack_from(body, offset)
+        name_bytes, nbytes = _ENTRY.unpack_from(body, offset)
         offset += _ENTRY.size
         name = body[offset : offset + name_bytes]
         if not 1 <= name_bytes <= MAX_NAME_BYTES or len(name) != name_bytes:
             raise ProtocolError(f"a name of {name_bytes} bytes")
         offset += name_bytes
-        yield Entry(name, nbytes, payload_checksum)
+        yield Entry(name, nbytes)
 
 
 def _encode_answer(header: AnswerHeader) -> bytes:

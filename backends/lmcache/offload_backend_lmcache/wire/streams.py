@@ -8,6 +8,8 @@ import socket
 import time
 from collections.abc import Sequence
 
+import xxhash
+
 MIN_BYTES_PER_SECOND = 1024**2
 """A transfer that is slower on average than this times out."""
 
@@ -49,11 +51,19 @@ class Stream:
         wait = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         deadline = self._deadline(wait, len(buffer))
         while len(buffer):
-            self._limit(wait, deadline)
-            count = self._socket.recv_into(buffer)
-            if not count:
-                raise ConnectionResetError("the peer closed the connection")
-            buffer = buffer[count:]
+            buffer = buffer[self._receive_some(buffer, wait, deadline) :]
+
+    def receive_summed(self, buffer: memoryview) -> int:
+        """Fill a buffer and return its checksum. Parts are summed while they are in the processor's cache."""
+        deadline = self._deadline(self.timeout_seconds, len(buffer))
+        total = xxhash.xxh3_64()
+        received = summed = 0
+        while received < len(buffer):
+            received += self._receive_some(buffer[received:], self.timeout_seconds, deadline)
+            if received - summed >= _SUMMED_BYTES or received == len(buffer):
+                total.update(buffer[summed:received])
+                summed = received
+        return total.intdigest()
 
     def send(self, *parts: bytes | memoryview) -> None:
         """Send all parts, without joining them.
@@ -90,6 +100,13 @@ class Stream:
         whole = max(wait, min(wait + nbytes / MIN_BYTES_PER_SECOND, self._longest_seconds))
         return time.monotonic() + whole
 
+    def _receive_some(self, buffer: memoryview, wait: float, deadline: float) -> int:
+        self._limit(wait, deadline)
+        count = self._socket.recv_into(buffer)
+        if not count:
+            raise ConnectionResetError("the peer closed the connection")
+        return count
+
     def _limit(self, wait: float, deadline: float) -> None:
         left = deadline - time.monotonic()
         if left <= 0:
@@ -98,6 +115,7 @@ class Stream:
 
 
 _MAX_PARTS = 512
+_SUMMED_BYTES = 256 * 1024
 
 
 def _rest(views: Sequence[memoryview], sent: int) -> list[memoryview]:
