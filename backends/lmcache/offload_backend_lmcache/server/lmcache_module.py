@@ -233,7 +233,7 @@ class LMCacheStore:
             locked: gets the objects that are in L1 and locked.
 
         Returns:
-            The keys that were loaded, and the keys of damaged objects: of another size, or in an L2 that cannot load
+            The keys that were loaded, and the keys of damaged objects. These have another size, or the L2 cannot load
             them although L1 has room.
         """
         recorded = self._recorded_sizes([entry.name for entry in entries], deadline)
