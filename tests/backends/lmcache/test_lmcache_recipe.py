@@ -14,7 +14,7 @@ from tests.support.documents import blocks
 from tests.support.paths import ROOT
 from tests.support.server_process import ServerProcess, accepts, free_port
 
-DOCUMENT = ROOT / "docs" / "distributed-lmcache.part.md"
+DOCUMENT = ROOT / "docs" / "distributed.md"
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 
@@ -41,7 +41,7 @@ def port(lmcache_logs: Path, tmp_path: Path) -> Iterator[int]:
 
 def test_the_recipe_of_the_document_works(port: int, tmp_path: Path) -> None:
     _, token = blocks(DOCUMENT.read_text(), "bash")
-    (configuration,) = blocks(DOCUMENT.read_text(), "yaml")
+    (configuration,) = (block for block in blocks(DOCUMENT.read_text(), "yaml") if "type: lmcache" in block)
     path = tmp_path / "offload.yaml"
     path.write_text(configuration.replace("10.0.0.5:7555", f"127.0.0.1:{port}"))
     command = f"{sys.executable} -m offload_core.cli check --tier cluster {path}"
