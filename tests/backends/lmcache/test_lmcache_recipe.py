@@ -22,13 +22,13 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 @pytest.fixture
 def port(lmcache_logs: Path, tmp_path: Path) -> Iterator[int]:
     """The port of a server that was started by the document's command, with smaller sizes and free ports."""
-    port, (start, *_) = free_port(), blocks(DOCUMENT.read_text(), "bash")
+    port, start = free_port(), blocks(DOCUMENT.read_text(), "console")[0].removeprefix("$ ")
     ports = f"--port {free_port()} --http-port {free_port()} --prometheus-port {free_port()}"
     for shown, used in (
         ("10.0.0.5:7555", f"127.0.0.1:{port}"),
-        ("/mnt/nvme/kv", str(tmp_path)),
+        ("/mnt/kv", str(tmp_path)),
         ("--l1-size-gb 100", f"--l1-size-gb 0.25 {ports}"),
-        ("lmcache server", f"exec {sys.executable} -c 'from lmcache.cli.main import main; main()' server"),
+        ("lmcache server", f"{sys.executable} -c 'from lmcache.cli.main import main; main()' server"),
     ):
         assert shown in start, f"the document does not show {shown}"
         start = start.replace(shown, used)
@@ -40,14 +40,13 @@ def port(lmcache_logs: Path, tmp_path: Path) -> Iterator[int]:
 
 
 def test_the_recipe_of_the_document_works(port: int, tmp_path: Path) -> None:
-    _, token = blocks(DOCUMENT.read_text(), "bash")
-    (configuration,) = (block for block in blocks(DOCUMENT.read_text(), "yaml") if "type: lmcache" in block)
+    configuration = blocks(DOCUMENT.read_text(), "yaml")[0]
     path = tmp_path / "offload.yaml"
     path.write_text(configuration.replace("10.0.0.5:7555", f"127.0.0.1:{port}"))
     command = f"{sys.executable} -m offload_core.cli check --tier cluster {path}"
     without, right = (
         subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, env=dict(os.environ))
-        for script in (command, f"{token}\n{command}")
+        for script in (command, f"OFFLOAD_CORE_CLUSTER_TOKEN=secret {command}")
     )
     assert right.returncode == 0, right.stdout + right.stderr
     assert without.returncode == 1, "a client without the token is served"
