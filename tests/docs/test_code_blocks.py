@@ -29,7 +29,7 @@ RUN_BY = {
     },
     "docs/distributed.md": {
         "# offload.yaml": "test_configurations_of_the_documents_are_valid",
-        "export ": "test_the_recipe_of_the_document_works",
+        "$ KV_TOKEN": "test_the_programs_of_the_document_have_its_flags",
         "$ mooncake_": "test_the_programs_of_the_document_have_its_flags",
     },
     "docs/object-format.md": {"FINGERPRINT/PACK": "test_the_path_is_that_of_the_media"},

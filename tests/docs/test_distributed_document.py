@@ -1,7 +1,8 @@
-"""docs/distributed.md: the programs of Mooncake have the flags that it gives them."""
+"""docs/distributed.md: the programs that it starts have the flags that it gives them."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.clusters.mooncake import why_not
+from tests.support.clusters import lmcache, mooncake
 from tests.support.documents import blocks
 from tests.support.paths import ROOT
 
@@ -23,15 +24,28 @@ COMMANDS = [
 
 
 def _help(program: str) -> str:
-    arguments = [str(Path(sys.executable).with_name(program)), "--help"]
+    arguments = [str(Path(sys.executable).with_name(program)), *(["server"] if program == "lmcache" else []), "--help"]
     return subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=100).stdout
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: next(word for word in command if "=" not in word))
 def test_the_programs_of_the_document_have_its_flags(command: list[str]) -> None:
-    if reason := why_not():
+    program = next(word for word in command if "=" not in word)
+    if reason := (lmcache if program == "lmcache" else mooncake).why_not():
         pytest.skip(reason)
     flags = {word.partition("=")[0].lstrip("-") for word in command if word.startswith("--")}
     assert flags
-    known = set(re.findall(r"^ *-([a-z0-9_]+)", _help(command[0]), re.MULTILINE))
+    known = set(re.findall(r"^ *\[?-+([a-z0-9_-]+)", _help(program), re.MULTILINE))
     assert flags - known == set()
+
+
+def test_the_modules_config_of_the_document_is_valid() -> None:
+    from offload_backend_lmcache.server.config import read_config
+
+    (command,) = (command for command in COMMANDS if "lmcache" in command)
+    given = json.loads(command[command.index("--server-module") + 1])
+    assert given["module_path"] == "offload_backend_lmcache.server"
+    config = read_config(given["config"])
+    variable = command[0].partition("=")[0]
+    assert config.token_variable == variable
+    assert config.token({variable: "secret"}) == b"secret"
