@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engine.distributed import STORES, Store
+from tests.engine.labs import QUICK_LABS
 from tests.engine.phases import Phase, PhasedRun
 from tests.engine.signals_in_calls import ORDER_VARIABLE, CallName, write_order
 from tests.engine.test_faulty_mount import LOAD_SECONDS, LOOKUP_SECONDS, SLACK_SECONDS, settle, transfer
@@ -19,7 +20,6 @@ from tests.support.engine.lab import Lab, count, installed, ours, served
 from tests.support.engine.spec import Round, RunResult, compare, logged_problems
 
 BOTH = ["gemma3", "qwen3_next"]
-ONE_LAB = ["gemma3", pytest.param("qwen3_next", marks=pytest.mark.long)]
 PARTS = [
     ("lmcache", "server"),
     ("mooncake", "master"),
@@ -63,7 +63,7 @@ def run_on(store: Store, lab: Lab, rounds: list[Round]) -> RunResult:
 
 
 @pytest.mark.parametrize("store", STORES, indirect=True)
-@pytest.mark.parametrize("lab", ONE_LAB, indirect=True)
+@pytest.mark.parametrize("lab", QUICK_LABS, indirect=True)
 def test_a_second_engine_is_served_as_from_disk(lab: Lab, store: Store, served_from_disk: dict[str, int]) -> None:
     assert not any(served(run_on(store, lab, lab.standard())).values())
     second = run_on(store, lab, lab.standard())

@@ -13,6 +13,7 @@ import pytest
 
 from offload_core.testing.faults.plugin import ALLOWANCE_SECONDS, DEADLINE_SECONDS, TIER_KEYS
 from offload_core.testing.faults.script import FAULT_KINDS
+from tests.engine.labs import QUICK_LABS
 from tests.engine.workloads import SEEDS, check_outputs, run_workloads
 from tests.support.engine.lab import Lab, installed, ours
 from tests.support.engine.spec import RunResult
@@ -56,20 +57,24 @@ def sick(lab: Lab, workloads: list[Workload], tmp_path_factory: pytest.TempPathF
     return _run(lab, tmp_path_factory.mktemp(f"sick-{lab.name}"), workloads)
 
 
+@pytest.mark.parametrize("lab", QUICK_LABS, indirect=True)
 def test_outputs_are_those_without_offloading(lab: Lab, workloads: list[Workload], sick: RunResult) -> None:
     check_outputs(lab, workloads, sick)
 
 
-def test_every_kind_of_fault_has_happened_and_tokens_are_served_all_the_same(sick: RunResult) -> None:
+@pytest.mark.parametrize("lab", QUICK_LABS, indirect=True)
+def test_every_kind_of_fault_has_happened_and_tokens_are_served_all_the_same(lab: Lab, sick: RunResult) -> None:
     assert sick.workloads[-1].notes["injected"].keys() == FAULT_KINDS.keys()
     assert _served_tokens(sick) > 0
 
 
-def test_no_request_waits_longer_than_its_deadlines_and_a_step(sick: RunResult) -> None:
+@pytest.mark.parametrize("lab", QUICK_LABS, indirect=True)
+def test_no_request_waits_longer_than_its_deadlines_and_a_step(lab: Lab, sick: RunResult) -> None:
     assert _waited_too_long(sick) == []
 
 
-def test_nothing_is_left_of_the_faults_and_every_job_has_ended_once(sick: RunResult) -> None:
+@pytest.mark.parametrize("lab", QUICK_LABS, indirect=True)
+def test_nothing_is_left_of_the_faults_and_every_job_has_ended_once(lab: Lab, sick: RunResult) -> None:
     assert _left(sick) == {}
     assert counter_problems(sick.metrics) == []
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.labs import QUICK_LABS
 from tests.engine.phases import Phase, PhasedRun
 from tests.media.fuse.mount import FaultFs
 from tests.support.engine.lab import Lab, count, ours
@@ -88,12 +89,11 @@ def _few_lines(lines: list[str], most: int) -> None:
     assert not any("Traceback" in line for line in lines)
 
 
-ONE_LAB = ["gemma3", pytest.param("qwen3_next", marks=pytest.mark.long)]
 LONG_KINDS = [pytest.param("disk-bounded", marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("kind", ["disk", "nfs", *LONG_KINDS])
-@pytest.mark.parametrize("lab", ONE_LAB, indirect=True)
+@pytest.mark.parametrize("lab", QUICK_LABS, indirect=True)
 def test_a_file_system_that_hangs_and_vanishes(lab: Lab, fault_fs: FaultFs, kind: str) -> None:
     def mount() -> None:
         fault_fs.mount()
@@ -127,7 +127,7 @@ def test_a_file_system_that_hangs_and_vanishes(lab: Lab, fault_fs: FaultFs, kind
 
 
 @pytest.mark.parametrize("kind", ["disk", pytest.param("nfs", marks=pytest.mark.long), *LONG_KINDS])
-@pytest.mark.parametrize("lab", ONE_LAB, indirect=True)
+@pytest.mark.parametrize("lab", QUICK_LABS, indirect=True)
 def test_a_file_system_that_fails_and_lies(lab: Lab, fault_fs: FaultFs, kind: str) -> None:
     def no_space() -> None:
         _remove_all(fault_fs)
@@ -164,7 +164,7 @@ def test_a_file_system_that_fails_and_lies(lab: Lab, fault_fs: FaultFs, kind: st
 
 
 @pytest.mark.parametrize("other", ["ram", pytest.param("disk", marks=pytest.mark.long)])
-@pytest.mark.parametrize("lab", ONE_LAB, indirect=True)
+@pytest.mark.parametrize("lab", QUICK_LABS, indirect=True)
 def test_a_healthy_tier_serves_while_another_hangs(lab: Lab, fault_fs: FaultFs, other: str, tmp_path: Path) -> None:
     healthy = {
         "ram": {"name": "healthy", "type": "cpu", "capacity": "256MiB"},

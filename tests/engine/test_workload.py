@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.labs import QUICK_LABS
 from tests.engine.workloads import (
     SEEDS,
     alone,
@@ -63,12 +64,24 @@ def _forgetting(fault: str, folder: Path, **extra_config: Any) -> dict[str, Any]
 @pytest.mark.parametrize(
     "fault", ["ForgetsFirstChunk", pytest.param("ForgetsFirstChunkOverOldBytes", marks=pytest.mark.long)]
 )
+@pytest.mark.parametrize("lab", QUICK_LABS, indirect=True)
 def test_chunk_that_is_not_loaded_is_seen(lab: Lab, workloads: list[Workload], tmp_path: Path, fault: str) -> None:
     result = run_workloads(lab, workloads, _forgetting(fault, tmp_path / "kv", hybrid_chunk_size=lab.block_size))
     assert output_problems(lab, workloads, result) != []
 
 
-@pytest.mark.parametrize("fault", [None, pytest.param("ForgetsLastChunk", marks=pytest.mark.long), "ForgetsOneByte"])
+@pytest.mark.parametrize(
+    ("lab", "fault"),
+    [
+        ("gemma3", None),
+        ("qwen3_next", None),
+        ("gemma3", "ForgetsOneByte"),
+        pytest.param("qwen3_next", "ForgetsOneByte", marks=pytest.mark.long),
+        pytest.param("gemma3", "ForgetsLastChunk", marks=pytest.mark.long),
+        pytest.param("qwen3_next", "ForgetsLastChunk", marks=pytest.mark.long),
+    ],
+    indirect=["lab"],
+)
 def test_one_request_at_a_time_is_computed_alike(lab: Lab, tmp_path: Path, fault: str | None) -> None:
     workload = one_at_a_time(1)
     loaded = ours(tmp_path / "kv", hybrid_chunk_size=lab.block_size)

@@ -40,9 +40,7 @@ def test_an_operator_sees_the_template_beside_the_bundled_plugins(clean: CleanEn
     found = {(one["name"], one["distribution"], one["version"]) for one in json.loads(done.stdout)["plugins"]}
     core = version("offload-core")
     assert found == {
-        ("cpu", "offload-core", core),
-        ("disk", "offload-core", core),
-        ("nfs", "offload-core", core),
+        *((name, "offload-core", core) for name in ("cpu", "disk", "lmcache", "mooncake", "nfs", "nixl")),
         ("sqlite", "offload-backend-sqlite", "0.1.0"),
     }
 
