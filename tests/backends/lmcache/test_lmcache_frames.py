@@ -153,3 +153,9 @@ def test_a_status_of_another_operation_is_refused() -> None:
 def test_a_message_has_a_limit() -> None:
     failure = frames.encode_failure(1, "x" * 5000)
     assert len(failure) == frames.ANSWER_BYTES + frames.MAX_TEXT_BYTES
+
+
+def test_an_object_above_the_limit_is_refused() -> None:
+    head, body = split(frames.encode_request(Operation.STORE, 1, [Entry(b"large", MIB + 1)]))
+    with pytest.raises(ProtocolError, match="an object of more than 1048576 bytes"):
+        frames.decode_entries(frames.decode_request_header(head), body, MIB)

@@ -309,3 +309,29 @@ def test_a_name_that_resolves_to_a_public_address_is_refused(monkeypatch: pytest
     problem = pytest.raises(PermissionError, match="a public address; the traffic is not encrypted")
     with served(lambda peer: None) as address, problem, opened(address):
         pass
+
+
+def test_a_kept_connection_that_breaks_is_replaced_once() -> None:
+    connections = []
+
+    def script(peer: Peer) -> None:
+        connections.append(peer)
+        peer.shake_hands()
+        for _ in range(1 if len(connections) == 1 else 9):
+            header, entries = peer.request()
+            peer.socket.sendall(hit(header, entries[0]))
+        peer.request()  # and no answer
+
+    with served(script) as address, opened(address) as calls:
+        assert calls.load(1, len(PAYLOAD)) == (LoadOutcome.HIT, PAYLOAD)
+        assert calls.load(1, len(PAYLOAD)) == (LoadOutcome.HIT, PAYLOAD), "a broken connection is an error at once"
+    assert len(connections) == 2
+
+
+def test_a_server_that_breaks_each_connection_is_an_error() -> None:
+    def script(peer: Peer) -> None:
+        peer.shake_hands()
+        peer.request()
+
+    with served(script) as address, opened(address) as calls, pytest.raises(OSError, match="was lost"):
+        calls.load(1, len(PAYLOAD))
