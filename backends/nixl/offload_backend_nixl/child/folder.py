@@ -104,6 +104,8 @@ class FolderStorage(Storage):
     def list_after(self, name: str, limit: int) -> tuple[list[Entry], bool]:
         """See :meth:`Storage.list_after`. The order is that of the names' parts."""
         self._check_root()
+        if not name:
+            self._listed = ("", [])  # a new listing sees the folders anew
         found: list[Entry] = []
         after = tuple(name.split("/")) if name else ()
         for folder in self._folders(after):
@@ -126,7 +128,7 @@ class FolderStorage(Storage):
         yield from folders
 
     def _entries(self, folder: str) -> list[Entry]:
-        """Return the files of a folder in order. The last folder is cached, because it is read in several parts."""
+        """Return the files of a folder in order. The last folder is cached while a listing reads it in parts."""
         listed_folder, entries = self._listed
         if listed_folder == folder:
             return entries
