@@ -114,17 +114,16 @@ class Client:
         """
         if not self._slots.acquire(timeout=2 * _GIVES_UP_SECONDS):
             raise OSError(errno.EBUSY, f"{self.cluster}: transfers hang; see that all segment owners run")
+        failed = False
         try:
             with self._use() as store:
-                began = time.monotonic()
-                try:
-                    codes = self._translated(call, store)
-                finally:
-                    seconds = time.monotonic() - began
-            if seconds >= _SUSPICIOUS_SECONDS and any(code < 0 for code in codes):
-                self._replace(store)
-            return codes
+                began, failed = time.monotonic(), True
+                codes = self._translated(call, store)
+                failed = min(codes, default=0) < 0
+                return codes
         finally:
+            if failed and time.monotonic() - began >= _SUSPICIOUS_SECONDS:
+                self._replace(store)
             self._slots.release()
 
     def refuse_calls(self) -> None:
