@@ -7,8 +7,6 @@ server polls it, and the parent kills the process if it takes too long.
 from __future__ import annotations
 
 import ctypes
-import importlib
-import importlib.util
 import itertools
 import mmap
 from collections.abc import Mapping
@@ -17,8 +15,6 @@ from typing import Any, Literal, NamedTuple
 Direction = Literal["READ", "WRITE"]
 
 _AGENT = "offload-core"
-_BUILDS = ("nixl_cu12", "nixl_cu13")
-"""Distributions of NIXL. Files and S3 need no CUDA, and only the first loads its plugin for S3 without it."""
 
 
 class EngineError(OSError):
@@ -146,11 +142,9 @@ def _make_agent(plugin: str, params: Mapping[str, str]) -> Any:
 
 
 def _import_api() -> Any:
-    """Import a build of NIXL. Its module ``nixl`` would choose one too, but imports torch for that, in seconds."""
-    for build in _BUILDS:
-        if importlib.util.find_spec(build) is not None:
-            try:
-                return importlib.import_module(f"{build}._api")
-            except ImportError as error:
-                raise EngineError(f"{build} does not load ({error}); pip install 'offload-core[nixl]'") from error
-    raise EngineError(f"none of {', '.join(_BUILDS)} is installed; pip install 'offload-core[nixl]'")
+    """Import NIXL's build for CUDA 12, the one whose plugin for S3 loads without CUDA. ``nixl`` would import torch."""
+    try:
+        from nixl_cu12 import _api
+    except ImportError as error:
+        raise EngineError(f"nixl_cu12 does not load ({error}); pip install 'offload-core[nixl]'") from error
+    return _api
