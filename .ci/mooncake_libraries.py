@@ -30,7 +30,7 @@ def main() -> None:
         return
     try:
         unpack(packages, folder_of_libraries())
-    except (OSError, subprocess.CalledProcessError, importlib.metadata.PackageNotFoundError) as error:
+    except (OSError, subprocess.SubprocessError, importlib.metadata.PackageNotFoundError) as error:
         needed = " ".join(packages)
         print(f"The tests on Mooncake will be skipped; run: apt-get install {needed} ({error})", file=sys.stderr)
 
@@ -53,7 +53,7 @@ def folder_of_libraries() -> Path:
 def unpack(packages: list[str], target: Path) -> None:
     """Download Debian packages and copy their shared libraries into a folder."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["apt-get", "download", *packages], cwd=folder, check=True, capture_output=True)
+        subprocess.run(["apt-get", "download", *packages], cwd=folder, check=True, capture_output=True, timeout=300)
         for package in Path(folder).glob("*.deb"):
             subprocess.run(["dpkg-deb", "--extract", package, f"{folder}/root"], check=True, capture_output=True)
         for library in Path(folder, "root").rglob("lib*.so.*"):

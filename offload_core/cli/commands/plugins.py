@@ -32,13 +32,11 @@ def plugins(
     if as_json:
         print_json({"plugins": found})
     else:
-        columns = ["plugin", "distribution", "version", "API", "backend types", "hooks", "error"]
-        left_out = {"module"}
+        columns = {"name": "plugin", "distribution": "distribution", "version": "version", "api_version": "API"}
+        columns |= {"backend_types": "backend types", "hooks": "hooks", "error": "error"}
         if any(plugin["missing"] for plugin in found):
-            columns.append("missing")
-        else:
-            left_out.add("missing")
-        print_table(columns, ([_cell(value) for key, value in p.items() if key not in left_out] for p in found))
+            columns["missing"] = "missing"
+        print_table(list(columns.values()), ([_cell(plugin[key]) for key in columns] for plugin in found))
     if failed:
         note(f"{len(failed)} of {len(found)} plugins failed; an engine that needs one of them does not start")
     if failed and strict:

@@ -23,7 +23,7 @@ from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.compression import RETRY_EVERY, TRIALS, CompressionHistory
 from offload_core.tiers.opening import close_tiers, open_tiers
-from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.staged_object import StagedObject, StoredForm
 from offload_core.tiers.tier import Tier
 from tests.core.objects.test_codecs import bf16_normal
 from tests.support.memory_backend import LIMITS, key, memory_tier
@@ -262,6 +262,18 @@ def test_a_backend_that_cannot_tell_sizes_is_refused_with_the_cure(io: IoLoop, c
         "backend 'odd' cannot be opened: compression: tier 'odd' cannot compress, since its backend"
     )
     assert problem.endswith("set compression to none, or use another backend type")
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_an_object_of_unknown_size_is_loaded_only_where_nothing_is_compressed(disk: Rig, compression: str) -> None:
+    tier = disk.tier(compression)
+    staged = StagedObject(key(1), disk.lease(), disk.lease())
+    target = tier.codec.load_target(staged, None, tier.staging, [])
+    if compression == "none":
+        assert isinstance(target, StoredForm)
+        assert len(target.view) == OBJECT_BYTES
+    else:
+        assert target is MISS, "a compressed object would not fit its buffer, and be deleted as damaged"
 
 
 def test_a_size_that_no_object_can_have_is_damage_before_it_is_loaded(disk: Rig) -> None:
