@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.backends.nfs.conftest import S3_CREDENTIALS, S3Server
 from tests.engine.media import MEDIA, Place, Storage
 from tests.media.fuse.fixtures import _session_fault_fs as _session_fault_fs
 from tests.media.fuse.fixtures import fault_fs as fault_fs
 from tests.support import tiny_models
 from tests.support.engine.lab import Lab, ours
+from tests.support.s3_server import S3_CREDENTIALS, S3Server
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

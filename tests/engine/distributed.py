@@ -3,54 +3,69 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tests.support.clusters import lmcache, mooncake, nixl
+from tests.support.polling import wait_until
 from tests.support.server_process import ServerProcess
 
-_LIMIT_SECONDS = 60
+
+class Lab(Protocol):
+    """The servers of a store."""
+
+    @property
+    def parts(self) -> Mapping[str, ServerProcess]: ...
+
+    def start(self) -> object: ...
+
+    def stop(self) -> None: ...
+
+    def tier(self) -> dict[str, Any]: ...
 
 
 class Store:
-    """A distributed store on this machine.
+    """A distributed store on this machine, started.
+
+    Args:
+        lab: its servers.
 
     Attributes:
-        parts: its servers by name.
         short_deadlines: keys with which a tier gives up within about a second.
     """
 
-    parts: Mapping[str, ServerProcess] = {}
     short_deadlines: Mapping[str, Any] = {}
 
-    def __init__(self, folder: Path) -> None:
-        raise NotImplementedError
+    def __init__(self, lab: Lab) -> None:
+        self._lab = lab
+        lab.start()
 
     def tier(self) -> dict[str, Any]:
         """Return the keys of a tier, but for its name."""
-        raise NotImplementedError
+        return self._lab.tier()
 
     def stop(self) -> None:
         """End all servers."""
-        raise NotImplementedError
+        self._lab.stop()
 
     def pids(self, part: str) -> list[int]:
         """Return the processes of a part."""
-        return [self.parts[part].pid]
+        return children_of_the_engine() if part == "child" else [self._lab.parts[part].pid]
 
     def restart(self, part: str) -> None:
-        """Start a part that was killed, and wait until the store can be used again."""
-        self.parts[part].start()
+        """Start a part that was killed, and wait until the store can be used again. A tier replaces its own child."""
+        if part != "child":
+            self._lab.parts[part].start()
 
     def resume(self, part: str) -> None:
-        """Let a suspended part go on, and wait until the store can be used again."""
-        self.parts[part].resume()
+        """Let a suspended part go on, and wait until the store can be used again. A tier has killed its own child."""
+        if part != "child":
+            self._lab.parts[part].resume()
 
     def lose_everything(self) -> None:
         """Remove all objects; the store can be used afterwards."""
-        for name, part in self.parts.items():
+        for name, part in self._lab.parts.items():
             part.kill()
             self.restart(name)
 
@@ -61,15 +76,7 @@ class LMCache(Store):
     short_deadlines: Mapping[str, Any] = {"connect_timeout_seconds": 0.5, "io_timeout_seconds": 1}
 
     def __init__(self, folder: Path) -> None:
-        self._lab = lmcache.LMCacheCluster(folder / "server.log")
-        self._lab.start()
-        self.parts = self._lab.parts
-
-    def tier(self) -> dict[str, Any]:
-        return self._lab.tier()
-
-    def stop(self) -> None:
-        self._lab.stop()
+        super().__init__(lmcache.LMCacheCluster(folder / "server.log"))
 
 
 class Mooncake(Store):
@@ -81,27 +88,24 @@ class Mooncake(Store):
     }  # fmt: skip
 
     def __init__(self, folder: Path) -> None:
-        self._lab = mooncake.MooncakeCluster(folder)
-        self._lab.start()
-        self.parts = self._lab.parts
-
-    def tier(self) -> dict[str, Any]:
-        return self._lab.tier()
-
-    def stop(self) -> None:
-        self._lab.stop()
+        self._cluster = mooncake.MooncakeCluster(folder)
+        super().__init__(self._cluster)
 
     def restart(self, part: str) -> None:
         super().restart(part)
-        wait_for(lambda: len(self._lab.segments()) == 1)  # a dead owner's is forgotten after a few seconds
+        self._wait_for_one_segment()
 
     def resume(self, part: str) -> None:
         super().resume(part)
-        wait_for(lambda: len(self._lab.segments()) == 1)
+        self._wait_for_one_segment()
 
     def lose_everything(self) -> None:
-        self.parts["master"].kill()
+        self._lab.parts["master"].kill()
         self.restart("master")
+
+    def _wait_for_one_segment(self) -> None:
+        """Wait for the owner. The segment of a dead one is forgotten after a few seconds."""
+        wait_until(lambda: len(self._cluster.segments()) == 1, "the owner does not come back")
 
 
 class NixlFolder(Store):
@@ -110,26 +114,11 @@ class NixlFolder(Store):
     short_deadlines: Mapping[str, Any] = {"transfer_timeout_seconds": 1}
 
     def __init__(self, folder: Path) -> None:
-        self._lab = nixl.FolderLab()
-        self._lab.start()
-
-    def tier(self) -> dict[str, Any]:
-        return self._lab.tier()
-
-    def stop(self) -> None:
-        self._lab.stop()
-
-    def pids(self, part: str) -> list[int]:
-        return children_of_the_engine()
-
-    def restart(self, part: str) -> None:
-        """Do nothing: the tier starts another child when it needs one."""
-
-    def resume(self, part: str) -> None:
-        """Do nothing: the tier has killed the suspended child."""
+        self._folder = nixl.FolderLab()
+        super().__init__(self._folder)
 
     def lose_everything(self) -> None:
-        self._lab.clear()
+        self._folder.clear()
 
 
 class NixlBucket(Store):
@@ -138,30 +127,16 @@ class NixlBucket(Store):
     short_deadlines: Mapping[str, Any] = {"transfer_timeout_seconds": 1}
 
     def __init__(self, folder: Path) -> None:
-        self._lab = nixl.BucketLab(folder / "server.log")
-        self._lab.start()
-        self.parts = self._lab.parts
-
-    def tier(self) -> dict[str, Any]:
-        return self._lab.tier()
-
-    def stop(self) -> None:
-        self._lab.stop()
-
-    def pids(self, part: str) -> list[int]:
-        return children_of_the_engine() if part == "child" else super().pids(part)
+        self._bucket = nixl.BucketLab(folder / "server.log")
+        super().__init__(self._bucket)
 
     def restart(self, part: str) -> None:
+        super().restart(part)
         if part == "server":
-            super().restart(part)
-            self._lab.make_bucket(self._lab.bucket)
-
-    def resume(self, part: str) -> None:
-        if part == "server":
-            super().resume(part)
+            self._bucket.server.make_bucket(self._bucket.bucket)
 
 
-STORES: dict[str, tuple[type[Store], Callable[[], str | None]]] = {
+STORES: dict[str, tuple[Callable[[Path], Store], Callable[[], str | None]]] = {
     "lmcache": (LMCache, lmcache.why_not),
     "mooncake": (Mooncake, mooncake.why_not),
     "nixl-folder": (NixlFolder, nixl.why_not),
@@ -169,19 +144,9 @@ STORES: dict[str, tuple[type[Store], Callable[[], str | None]]] = {
 }
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait until a condition holds."""
-    pause = threading.Event()
-    for _ in range(_LIMIT_SECONDS * 20):
-        if condition():
-            return
-        pause.wait(0.05)
-    raise AssertionError(f"it never came true: {condition}")
-
-
 def children_of_the_engine() -> list[int]:
     """Return the NIXL children of the engine that runs: one of its scheduler half, one of its worker half."""
-    wait_for(lambda: bool(_nixl_children()))
+    wait_until(lambda: bool(_nixl_children()), "the engine has no NIXL child")
     return _nixl_children()
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.backends.nfs.conftest import S3Server
 from tests.engine.phases import Phase, PhasedRun
 from tests.engine.test_faulty_mount import settle, transfer
 from tests.support.engine.lab import Lab, count
 from tests.support.engine.spec import logged_problems
+from tests.support.s3_server import S3Server
 
 _LIMIT_SECONDS = 120
 _BUCKET = "kv-of-a-server-that-is-killed"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.engine.spec import RunSpec, fork_server, logged_problems, run_environment
+from tests.support.process_state import is_running
 from tests.support.processes import Program, run_program
 
 _MODULE = """
@@ -134,10 +135,10 @@ def test_late_run_is_ended_with_all_it_started(module_folder: Path, forked: bool
     assert len(pids) == 2
     pause = threading.Event()
     for _ in range(100):
-        if not any(_is_running(pid) for pid in pids):
+        if not any(is_running(pid) for pid in pids):
             return
         pause.wait(0.05)
-    pytest.fail(f"still running: {[pid for pid in pids if _is_running(pid)]}")
+    pytest.fail(f"still running: {[pid for pid in pids if is_running(pid)]}")
 
 
 def test_what_vllm_says_by_itself_is_no_problem_of_a_run() -> None:
@@ -151,11 +152,3 @@ def test_what_vllm_says_by_itself_is_no_problem_of_a_run() -> None:
         "{'WARNING': 'in a text'}",
     ]
     assert logged_problems(lines) == lines[2:5]
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"

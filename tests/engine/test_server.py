@@ -19,10 +19,11 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.media.fuse.mount import FaultFs, wait_until
+from tests.media.fuse.mount import FaultFs
 from tests.support.engine.lab import Lab, objects, ours
 from tests.support.engine.spec import PromptSpec, Round
 from tests.support.paths import ROOT
+from tests.support.polling import wait_until
 
 START_SECONDS = 180.0
 HANG_SECONDS = 1.0

@@ -18,9 +18,11 @@ from typer.testing import CliRunner
 from offload_core.cli import app
 from tests.engine import stalled
 from tests.engine.test_faulty_mount import TIERS, transfer
-from tests.media.fuse.mount import FaultFs, process_state, wait_until
+from tests.media.fuse.mount import FaultFs
 from tests.support.engine.lab import Lab, installed
 from tests.support.engine.spec import RunSpec, run_environment
+from tests.support.polling import wait_until
+from tests.support.process_state import process_state
 
 EXIT_SECONDS = 10.0
 LIMIT_SECONDS = 120.0

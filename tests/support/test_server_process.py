@@ -6,24 +6,18 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.polling import wait_until
+from tests.support.process_state import is_running
 from tests.support.server_process import ServerProcess, accepts, free_port
 
 
 def http_server(port: int, log: Path | None = None) -> ServerProcess:
     command = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port)]
     return ServerProcess(command, lambda: accepts(port), log)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_no_server_outlives_a_killed_test_run(tmp_path: Path) -> None:
@@ -42,10 +36,7 @@ def test_no_server_outlives_a_killed_test_run(tmp_path: Path) -> None:
     assert is_running(server)
     run.kill()
     run.wait()
-    deadline = time.monotonic() + 10
-    while is_running(server):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not is_running(server), "the server does not end")
 
 
 def test_a_server_is_killed_suspended_and_started_again() -> None:

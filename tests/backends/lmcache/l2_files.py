@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 from offload_backend_lmcache.server import stored_form
 from offload_backend_lmcache.server.stored_form import HEADER_BYTES
 
 from tests.support.clusters.lmcache import LMCacheCluster
-
-WRITE_SECONDS = 10
+from tests.support.polling import wait_until
 
 
 def files(cluster: LMCacheCluster, name: bytes) -> list[Path]:
@@ -28,10 +26,7 @@ def object_file(cluster: LMCacheCluster, name: bytes) -> Path:
 
 def wait_until_written(cluster: LMCacheCluster, name: bytes, nbytes: int | None = None) -> None:
     """Wait until LMCache has written an object and its size record."""
-    deadline = time.monotonic() + WRITE_SECONDS
-    while not _is_written(cluster, name, nbytes):
-        assert time.monotonic() < deadline, "LMCache does not write an object to its L2"
-        time.sleep(0.02)
+    wait_until(lambda: _is_written(cluster, name, nbytes), "LMCache does not write an object to its L2")
 
 
 def _is_written(cluster: LMCacheCluster, name: bytes, nbytes: int | None) -> bool:

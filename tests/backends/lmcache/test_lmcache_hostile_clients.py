@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from offload_backend_lmcache.wire.frames import Entry, Operation, Status
 
 from tests.backends.lmcache.calls import opened
 from tests.backends.lmcache.shelf import Shelf, listening
+from tests.support.polling import wait_until
 
 PAYLOAD = bytes(range(256)) * 16
 SUM = frames.encode_checksum(frames.checksum(PAYLOAD))
@@ -54,13 +54,6 @@ class Raw:
 
     def close(self) -> None:
         self.socket.close()
-
-
-def eventually(condition: Callable[[], bool], problem: str) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, problem
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -102,7 +95,7 @@ def test_any_bytes_after_the_handshake_end_the_connection(server: tuple[str, Lis
         raw.socket.shutdown(socket.SHUT_WR)
     assert raw.is_closed(), "the server answers a request that nobody made"
     raw.close()
-    eventually(lambda: server[1].connections == 0, "the connection of a client that has left is kept")
+    wait_until(lambda: server[1].connections == 0, "the connection of a client that has left is kept")
 
 
 def test_a_client_that_says_nothing_in_its_handshake_or_request_is_left(
@@ -125,10 +118,10 @@ def test_a_writer_that_ends_half_way_leaves_nothing(
 ) -> None:
     raw = Raw(server[0]).shake_hands()
     raw.socket.sendall(store_request() + (PAYLOAD + SUM)[:sent])
-    eventually(lambda: shelf.writing == 1, "the server has not begun")
+    wait_until(lambda: shelf.writing == 1, "the server has not begun")
     if leaves:
         raw.close()
-    eventually(lambda: shelf.writing == 0, "the memory of half an object is kept")
+    wait_until(lambda: shelf.writing == 0, "the memory of half an object is kept")
     assert not shelf.objects, "half an object is visible"
     raw.close()
 
@@ -164,7 +157,7 @@ def test_a_reader_that_takes_nothing_is_left(server: tuple[str, Listener], shelf
     raw.shake_hands()
     entries = [Entry(name, 1024**2) for name in shelf.objects]
     raw.socket.sendall(frames.encode_request(Operation.LOAD, 1, entries))
-    eventually(lambda: server[1].connections == 0, "objects stay pinned for a reader that does not read")
+    wait_until(lambda: server[1].connections == 0, "objects stay pinned for a reader that does not read")
     raw.close()
 
 
@@ -174,14 +167,14 @@ def test_connections_beyond_the_limit_are_refused_with_the_cure(server: tuple[st
         pass
     for raw in four:
         raw.close()
-    eventually(lambda: server[1].connections == 0, "the connection of a client that has left is kept")
+    wait_until(lambda: server[1].connections == 0, "the connection of a client that has left is kept")
     assert is_alive(server[0])
 
 
 def test_an_idle_connection_ends_and_the_client_makes_another(shelf: Shelf) -> None:
     with listening(shelf, idle_seconds=1) as (address, listener), opened(address) as calls:
         calls.store((1, PAYLOAD))
-        eventually(lambda: listener.connections == 0, "an idle connection is kept for ever")
+        wait_until(lambda: listener.connections == 0, "an idle connection is kept for ever")
         assert calls.load(1, len(PAYLOAD))[1] == PAYLOAD
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from offload_core.api.backend import LoadOutcome
 from tests.backends.lmcache.calls import Calls, opened
-from tests.backends.lmcache.test_lmcache_hostile_clients import eventually
 from tests.support.clusters.lmcache import LMCacheCluster
+from tests.support.polling import wait_until
 from tests.support.server_process import ServerProcess, accepts, free_port
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
@@ -72,7 +72,7 @@ def store_all(cluster: LMCacheCluster, calls: Calls, port: int) -> None:
         cluster.clear_memory()
         return keys_in_redis(port) == 2 * len(SIZES)
 
-    eventually(all_are_there, "LMCache does not write to its L2")
+    wait_until(all_are_there, "LMCache does not write to its L2")
     cluster.clear_memory()
 
 
@@ -107,6 +107,6 @@ def test_a_suspended_l2_is_an_error_within_half_of_the_time_out(
             assert time.monotonic() - began < 2
         finally:
             redis[0].resume()
-        eventually(lambda: calls.load(0, SIZES[0]) == (LoadOutcome.HIT, content(0)), "objects do not come back")
+        wait_until(lambda: calls.load(0, SIZES[0]) == (LoadOutcome.HIT, content(0)), "objects do not come back")
         calls.delete(0)
         assert list(calls.contains(0)) == [False], "locks of the loads that timed out are kept"

@@ -19,6 +19,7 @@ from offload_core.api.backend import LoadOutcome, StoreOutcome
 from tests.backends.mooncake.conftest import Mooncake, NewCluster, contains, key, load, load_all, run, store
 from tests.backends.mooncake.raw_client import RawClient
 from tests.support.clusters.mooncake import MooncakeCluster
+from tests.support.polling import wait_until
 
 HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
 STORED, REJECTED = StoreOutcome.STORED, StoreOutcome.REJECTED
@@ -203,10 +204,7 @@ def test_a_connection_without_tiers_is_closed_after_a_while(
         return backend._client
 
     client = run(mooncake(cluster), work)
-    deadline = time.monotonic() + 30
-    while client._store is not None:  # type: ignore[attr-defined]
-        assert time.monotonic() < deadline, "the connection stays open"
-        time.sleep(0.01)
+    wait_until(lambda: client._store is None, "the connection is not closed")  # type: ignore[attr-defined]
     run(mooncake(cluster), lambda backend: load(backend, 0, 4))
 
 

@@ -2,64 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
-import botocore.exceptions
 import pytest
-from botocore.config import Config
 from offload_backend_nfs import NfsBackend, NfsOptions
 
 from offload_core.api.backend import BackendContext
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
-from tests.support.server_process import ServerProcess, accepts, free_port
+from tests.support.s3_server import S3_CREDENTIALS, S3Server
 
 Nfs = Callable[..., NfsBackend]
-
-S3_CREDENTIALS = {
-    "AWS_ACCESS_KEY_ID": "testing",
-    "AWS_SECRET_ACCESS_KEY": "testing",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_CONFIG_FILE": os.devnull,
-    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-}
 
 
 def key(number: int, pack: str = "full-u256") -> ObjectKey:
     return ObjectKey("ab" * 32, pack, bytes([number % 256, number // 256]) * 16)
-
-
-class S3Server(ServerProcess):
-    """A moto server in its own process. It can be killed and started again.
-
-    Args:
-        log: file that gets a line for each answered request.
-    """
-
-    def __init__(self, log: Path | None = None) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(self.port)]
-        super().__init__(command, lambda: accepts(self.port), log)
-        self.start()
-
-    def client(self) -> Any:
-        return boto3.client("s3", endpoint_url=self.url, config=Config(retries={"total_max_attempts": 3}))
-
-    def make_bucket(self, name: str | None = None) -> str:
-        name = name or f"kv-{uuid.uuid4().hex[:12]}"
-        try:
-            self.client().create_bucket(Bucket=name)
-        except botocore.exceptions.ClientError as error:
-            raise AssertionError(f"no bucket: {error}") from error
-        return name
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from offload_backend_nfs import NfsBackend
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from tests.backends.nfs.calls import contains, listed, load, run, store
-from tests.backends.nfs.conftest import Nfs, S3Server, key
+from tests.backends.nfs.conftest import Nfs, key
+from tests.support.s3_server import S3Server
 
 HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
 MIB = 1024 * 1024

@@ -14,6 +14,7 @@ from offload_core.api.backend import BackendContext
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
 from tests.support.clusters.nixl import BucketLab, why_not
+from tests.support.s3_server import S3_CREDENTIALS
 
 Nixl = Callable[..., NixlBackend]
 
@@ -61,7 +62,7 @@ def _bucket_lab() -> Iterator[BucketLab]:
 @pytest.fixture
 def bucket_lab(_bucket_lab: BucketLab, monkeypatch: pytest.MonkeyPatch) -> BucketLab:
     """The store that tests share; leave it running."""
-    for name, value in _bucket_lab.environment.items():
+    for name, value in S3_CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     return _bucket_lab
 
@@ -71,5 +72,5 @@ def bucket_options(bucket_lab: BucketLab) -> dict[str, Any]:
     """The options of a fresh bucket."""
     tier = bucket_lab.tier(ring="192MiB", prefix="engines/kv")
     tier.pop("type")
-    tier["params"] = {**tier["params"], "bucket": bucket_lab.make_bucket()}
+    tier["params"] = {**tier["params"], "bucket": bucket_lab.server.make_bucket()}
     return tier

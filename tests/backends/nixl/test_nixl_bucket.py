@@ -13,6 +13,7 @@ from offload_backend_nixl.naming import name_of
 from offload_core.api import LoadOutcome, StoreOutcome
 from tests.backends.nixl.conftest import Nixl, key
 from tests.support.clusters.nixl import BucketLab
+from tests.support.s3_server import S3_CREDENTIALS
 
 SIZE = 5000
 
@@ -21,7 +22,7 @@ SIZE = 5000
 def own_lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketLab]:
     """A server that the test may hurt."""
     lab = BucketLab()
-    for name, value in lab.environment.items():
+    for name, value in S3_CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     lab.start()
     yield lab
@@ -67,7 +68,7 @@ def test_a_store_that_goes_and_returns(nixl: Nixl, own_lab: BucketLab, how: str)
         await expect_failures(backend, own_lab, within_seconds=25)
         if how == "killed":
             server.start()
-            own_lab.make_bucket(own_lab.bucket)
+            own_lab.server.make_bucket(own_lab.bucket)
         else:
             server.resume()
         deadline = time.monotonic() + 60
@@ -91,13 +92,13 @@ def test_a_store_that_goes_and_returns(nixl: Nixl, own_lab: BucketLab, how: str)
 @pytest.mark.long
 def test_a_bucket_that_is_gone_is_an_error_and_no_miss(nixl: Nixl, bucket_lab: BucketLab) -> None:
     async def run() -> None:
-        bucket = bucket_lab.make_bucket()
+        bucket = bucket_lab.server.make_bucket()
         keys = tier(bucket_lab)
         keys["params"]["bucket"] = bucket
         backend = nixl(**keys)
         await backend.open()
         assert await backend.contains([key(1)]) == [False]
-        bucket_lab.client().delete_bucket(Bucket=bucket)
+        bucket_lab.server.client().delete_bucket(Bucket=bucket)
 
         async def ask() -> None:
             deadline = time.monotonic() + 20
@@ -119,7 +120,7 @@ def test_a_bucket_that_is_gone_is_an_error_and_no_miss(nixl: Nixl, bucket_lab: B
 
 
 def test_damaged_objects_are_corrupt(nixl: Nixl, bucket_lab: BucketLab, bucket_options: dict[str, Any]) -> None:
-    client, bucket = bucket_lab.client(), bucket_options["params"]["bucket"]
+    client, bucket = bucket_lab.server.client(), bucket_options["params"]["bucket"]
 
     def name(number: int) -> str:
         return f"{bucket_options['prefix']}/{name_of(key(number))}"

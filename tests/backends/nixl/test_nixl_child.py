@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from offload_backend_nixl.naming import name_of
 from offload_core.api import LoadOutcome, ObjectKey, StoreOutcome
 from tests.backends.nixl.conftest import Nixl, key
 from tests.support.paths import ROOT
+from tests.support.polling import wait_until
+from tests.support.process_state import is_running
 
 SIZE = 200_000
 LIST_DESCRIPTORS = """
@@ -51,20 +52,6 @@ async def load(backend: NixlBackend, *numbers: int) -> list[LoadOutcome]:
         wanted = content(number) if outcome is LoadOutcome.HIT else b"\xa5" * SIZE
         assert buffer == wanted, f"{outcome.name} of object {number} left other bytes in its buffer"
     return list(outcomes)
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, f"not in 30 s: {what}"
-        time.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def maps_of(pid: int) -> str:
@@ -101,7 +88,7 @@ def test_a_child_that_was_killed_is_replaced(
         await store(backend, 1)
         pid = pid_of(backend)
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: backend.child_pid is None, "the end of the child is noticed")
+        wait_until(lambda: backend.child_pid is None, "the end of the child is not noticed")
         assert await load(backend, 1, 2) == [LoadOutcome.HIT, LoadOutcome.MISS]
         assert pid_of(backend) != pid
         await backend.close()
@@ -145,7 +132,7 @@ def test_operations_of_a_stopped_child_fail_in_time(
         with pytest.raises(OSError, match=reason):
             await call
         assert time.monotonic() - began < 6, "the call passed its deadline by far"
-        wait_until(lambda: not is_alive(pid), "the child is dead")
+        wait_until(lambda: not is_running(pid), "the child does not end")
         assert await load(backend, 1) == [LoadOutcome.HIT], "the next child serves again"
         assert await listed(backend) == [key(1)], "no half object was left"
         await backend.close()
@@ -205,9 +192,9 @@ def test_replaced_children_leave_nothing_in_the_parent(nixl: Nixl, folder_option
         assert before[1] == 1, "the shared memory is mapped once"
         for _ in range(4):
             os.kill(pid_of(backend), signal.SIGKILL)
-            wait_until(lambda: backend.child_pid is None, "the end of the child is noticed")
+            wait_until(lambda: backend.child_pid is None, "the end of the child is not noticed")
             assert await load(backend, 1) == [LoadOutcome.HIT]
-        wait_until(lambda: held() == before, f"descriptors and mappings return to {before}")
+        wait_until(lambda: held() == before, f"descriptors and mappings do not return to {before}")
         await backend.close()
 
     asyncio.run(run())
@@ -222,7 +209,7 @@ def test_a_child_dies_with_its_parent(tmp_path: Path, child: str) -> None:
         if child == "is stopped":
             os.kill(pid, signal.SIGSTOP)
         engine.kill()
-    wait_until(lambda: not is_alive(pid), "the child is dead")
+    wait_until(lambda: not is_running(pid), "the child does not end")
 
 
 def test_processes_of_the_engine_inherit_nothing(nixl: Nixl, folder_options: dict[str, Any]) -> None:
@@ -273,7 +260,7 @@ def test_files_of_a_killed_child_are_removed_by_the_next(nixl: Nixl, folder_opti
         (folder / "old-1-1").write_bytes(b"half")
         os.utime(folder / "old-1-1", (1, 1))
         os.kill(pid_of(backend), signal.SIGKILL)
-        wait_until(lambda: backend.child_pid is None, "the end of the child is noticed")
+        wait_until(lambda: backend.child_pid is None, "the end of the child is not noticed")
         assert await load(backend, 1) == [LoadOutcome.HIT]
         assert names_in(folder) == ["another-1-1"], "only files of the dead are removed"
         await backend.close()
@@ -293,7 +280,7 @@ def test_a_folder_that_is_gone_is_an_error_and_no_miss(nixl: Nixl, folder_option
                 await call
         assert names_in(path) == [], "nothing was written to the empty mount point"
         os.kill(pid_of(backend), signal.SIGKILL)
-        wait_until(lambda: backend.child_pid is None, "the end of the child is noticed")
+        wait_until(lambda: backend.child_pid is None, "the end of the child is not noticed")
         with pytest.raises(OSError, match="the medium is gone"):
             await backend.contains([key(1)])  # the next child does not create a marker
         mount_again(path)

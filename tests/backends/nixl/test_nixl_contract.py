@@ -61,7 +61,7 @@ class TestBucket(BackendContract):
         self.lab = bucket_lab
 
     def damage(self, options: Mapping[str, Any], key: ObjectKey) -> None:
-        client, bucket = self.lab.client(), options["params"]["bucket"]
+        client, bucket = self.lab.server.client(), options["params"]["bucket"]
         name = f"{options['prefix']}/{name_of(key)}"
         body = client.get_object(Bucket=bucket, Key=name)["Body"].read()
         client.put_object(Bucket=bucket, Key=name, Body=body[:500])

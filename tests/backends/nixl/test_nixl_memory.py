@@ -16,6 +16,7 @@ from offload_backend_nixl.parent.ring import PAGE_BYTES, Ring, Slot
 from offload_core.api.keys import ObjectKey
 from offload_core.testing import strategies
 from tests.backends.nixl.conftest import key
+from tests.support.polling import wait_until
 
 pytestmark = pytest.mark.needs_no_nixl
 
@@ -69,8 +70,7 @@ def test_a_large_request_is_not_passed_by_small_ones(ring: Ring) -> None:
 
     large = threading.Thread(target=reserve, args=("large", ring.nbytes))
     large.start()
-    while not ring._waiting:
-        time.sleep(0.001)
+    wait_until(lambda: bool(ring._waiting), "the large request does not wait")
     assert ring.reserve(PAGE_BYTES, 0.0) is None, "a small request overtook the large one"
     small = threading.Thread(target=reserve, args=("small", PAGE_BYTES))
     small.start()

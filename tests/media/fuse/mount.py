@@ -12,17 +12,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
 from tests.media.fuse import connections
 from tests.media.fuse.rules import Fault, Rule, write_rules
 from tests.support.paths import ROOT
+from tests.support.polling import wait_until
+from tests.support.process_state import process_state
 
 _LIMIT_SECONDS = 60
-_POLL_SECONDS = 0.01
 
 
 def why_not() -> str | None:
@@ -213,17 +213,3 @@ class FaultFs:
             self._guard.wait(_LIMIT_SECONDS)
             self._guard.stdout.close()
             self._guard = None
-
-
-def wait_until(done: Callable[[], bool], problem: str) -> None:
-    pause = threading.Event()
-    for _ in range(int(_LIMIT_SECONDS / _POLL_SECONDS)):
-        if done():
-            return
-        pause.wait(_POLL_SECONDS)
-    raise AssertionError(f"{problem} within {_LIMIT_SECONDS} s")
-
-
-def process_state(process: int) -> str:
-    """Return a process's state letter, such as ``D`` for one that even SIGKILL does not end."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from offload_core.cli import app
 from tests.media.fuse.conftest import PLACES
-from tests.media.fuse.mount import FaultFs, wait_until
+from tests.media.fuse.mount import FaultFs
 from tests.media.fuse.worker import EXIT_SECONDS, Worker
+from tests.support.polling import wait_until
 
 
 @pytest.fixture

@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 
 from tests.media.fuse import connections
-from tests.media.fuse.mount import FaultFs, process_state, wait_until, why_not
+from tests.media.fuse.mount import FaultFs, why_not
 from tests.support.paths import ROOT
+from tests.support.polling import wait_until
+from tests.support.process_state import process_state
 
 SECONDS = 30
 CONTENT = bytes(range(256)) * 4096

@@ -22,8 +22,9 @@ from offload_core.runtime.metrics import Counters
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.tiers.tier import Tier
 from tests.media.fuse.conftest import PLACES
-from tests.media.fuse.mount import FaultFs, wait_until
+from tests.media.fuse.mount import FaultFs
 from tests.support.memory_backend import key
+from tests.support.polling import wait_until
 
 SECONDS = 30
 DEADLINE_SECONDS = 0.3

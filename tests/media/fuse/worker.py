@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.media.fuse.mount import process_state
+from tests.support.process_state import process_state
 
 EXIT_SECONDS = 10.0
 

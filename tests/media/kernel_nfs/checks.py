@@ -11,7 +11,6 @@ import pytest
 from offload_core.config.loading import load_config
 from offload_core.config.model import TierConfig
 from offload_core.runtime.io_loop import IoLoop
-from tests.media.fuse.mount import wait_until
 from tests.media.fuse.rig_steps import (
     DEADLINE_SECONDS,
     KEYS,
@@ -24,6 +23,7 @@ from tests.media.fuse.rig_steps import (
 )
 from tests.media.fuse.worker import EXIT_SECONDS, Worker
 from tests.media.kernel_nfs.server import KernelNfs
+from tests.support.polling import wait_until
 from tests.support.transfer_rig import Rig, disk_tier, item
 
 Hang = Callable[[], None]

@@ -5,23 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import sys
 import tempfile
-import uuid
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from tests.support.server_process import ServerProcess, accepts, free_port
-
-S3_CREDENTIALS = {
-    "AWS_ACCESS_KEY_ID": "testing",
-    "AWS_SECRET_ACCESS_KEY": "testing",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_CONFIG_FILE": os.devnull,
-    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-}
+from tests.support.s3_server import S3Server
+from tests.support.server_process import ServerProcess
 
 
 def why_not() -> str | None:
@@ -34,62 +23,39 @@ def why_not() -> str | None:
 
 
 class BucketLab:
-    """A bucket of a moto server in its own process. The server loses its objects when it is killed.
+    """A bucket of an S3-compatible server, which loses its objects when it is killed.
 
     Args:
         log: file that gets a line for each answered request.
     """
 
-    environment: Mapping[str, str] = S3_CREDENTIALS
-    """Environment variables that the engine needs."""
-
     def __init__(self, log: Path | None = None) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = log
+        self.parts: dict[str, S3Server] = {}
         self.bucket = ""
-        command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(self.port)]
-        self.parts = {"server": ServerProcess(command, lambda: accepts(self.port), log)}
+
+    @property
+    def server(self) -> S3Server:
+        """The server."""
+        return self.parts["server"]
 
     def start(self) -> None:
         """Start the server and make a bucket."""
-        self.parts["server"].start()
-        self.bucket = self.make_bucket()
+        self.parts["server"] = S3Server(self._log)
+        self.bucket = self.server.make_bucket()
 
     def stop(self) -> None:
         """End the server."""
-        self.parts["server"].stop()
+        self.server.stop()
 
     def tier(self, **keys: Any) -> dict[str, Any]:
         """Return the keys of a tier in the bucket."""
-        params = {"bucket": self.bucket, "endpoint_override": self.url}
+        params = {"bucket": self.bucket, "endpoint_override": self.server.url}
         return {"type": "nixl", "plugin": "OBJ", "params": params, **keys}
-
-    def client(self) -> Any:
-        """Return a client of the server."""
-        import boto3
-        from botocore.config import Config
-
-        return boto3.client(
-            "s3",
-            endpoint_url=self.url,
-            aws_access_key_id="testing",
-            aws_secret_access_key="testing",
-            region_name="us-east-1",
-            config=Config(retries={"total_max_attempts": 3}),
-        )
-
-    def make_bucket(self, name: str | None = None) -> str:
-        """Make a bucket and return its name."""
-        name = name or f"kv-{uuid.uuid4().hex[:12]}"
-        self.client().create_bucket(Bucket=name)
-        return name
 
 
 class FolderLab:
     """A folder. It has no servers: the engine's own child process does everything."""
-
-    environment: Mapping[str, str] = MappingProxyType({})
-    """Environment variables that the engine needs."""
 
     def __init__(self) -> None:
         self.parts: dict[str, ServerProcess] = {}

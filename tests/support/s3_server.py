@@ -1,0 +1,59 @@
+"""An S3-compatible server as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import boto3
+import botocore.exceptions
+from botocore.config import Config
+
+from tests.support.server_process import ServerProcess, accepts, free_port
+
+S3_CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_CONFIG_FILE": os.devnull,
+    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+}
+"""Variables that every client of the server needs."""
+
+
+class S3Server(ServerProcess):
+    """A moto server in its own process, started. It loses its objects when it is killed.
+
+    Args:
+        log: file that gets a line for each answered request.
+    """
+
+    def __init__(self, log: Path | None = None) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(self.port)]
+        super().__init__(command, lambda: accepts(self.port), log)
+        self.start()
+
+    def client(self) -> Any:
+        """Return a client of the server."""
+        return boto3.client(
+            "s3",
+            endpoint_url=self.url,
+            aws_access_key_id=S3_CREDENTIALS["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=S3_CREDENTIALS["AWS_SECRET_ACCESS_KEY"],
+            region_name=S3_CREDENTIALS["AWS_DEFAULT_REGION"],
+            config=Config(retries={"total_max_attempts": 3}),
+        )
+
+    def make_bucket(self, name: str | None = None) -> str:
+        """Make a bucket and return its name."""
+        name = name or f"kv-{uuid.uuid4().hex[:12]}"
+        try:
+            self.client().create_bucket(Bucket=name)
+        except botocore.exceptions.ClientError as error:
+            raise AssertionError(f"no bucket: {error}") from error
+        return name
