@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+DEADLINES_OF_WAITS = {"lookups": 2, "loads": 1, "kept_back": 1}
+"""The deadlines that end each kind of wait. One ends lookups, another the wait for another request's load."""
 VERDICTS = ("jobs_done", "jobs_failed", "jobs_timed_out", "jobs_cancelled")
 """Counters of how jobs end; each job ends in exactly one of these ways."""
 AT_REST_ZERO = ("draining_leases", "breaker_open", "stuck_threads")
@@ -56,7 +58,7 @@ def wait_problems(
 ) -> list[str]:
     """Return one line for each request that waited too long for storage.
 
-    The engine notices the end of a wait only between two steps. So each kind of wait may exceed its deadline by a step.
+    The engine notices a deadline only between two steps. So a wait may exceed each of its deadlines by a step.
 
     Args:
         waits: per request, the fields of :class:`tests.support.engine.waiting.StorageWait`.
@@ -65,9 +67,9 @@ def wait_problems(
     """
     lines: list[str] = []
     for request_id, wait in waits.items():
-        kinds = [seconds for kind in ("lookups", "loads", "kept_back") if (seconds := wait[kind])]
-        waited = sum(kinds)
-        limit = deadlines_seconds + len(kinds) * wait["longest_step"]
+        waited = sum(wait[kind] for kind in DEADLINES_OF_WAITS)
+        deadlines = sum(number for kind, number in DEADLINES_OF_WAITS.items() if wait[kind])
+        limit = deadlines_seconds + deadlines * wait["longest_step"]
         if waited > limit + allowance_seconds:
             fields = ", ".join(f"{name} {value:.3g}" for name, value in wait.items())
             lines.append(f"{request_id} waited {waited:.3f} s, more than {limit:.3f} s ({fields})")

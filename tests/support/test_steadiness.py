@@ -26,10 +26,12 @@ def test_what_grows_in_the_warm_up_is_no_trend() -> None:
 
 
 def test_a_request_may_wait_for_its_deadlines_and_a_step_after_each() -> None:
-    wait = {"lookups": 0.6, "loads": 0.6, "kept_back": 0.1, "longest_step": 0.1}
+    wait = {"lookups": 0.7, "loads": 0.6, "kept_back": 0.1, "longest_step": 0.1}
     assert wait_problems({"a": wait}, 1.0, 0.001) == []
     (line,) = wait_problems({"a": wait, "b": {**wait, "kept_back": 0.2}}, 1.0, 0.001)
-    assert line.startswith("b waited 1.400 s, more than 1.300 s (lookups 0.6, ")
+    assert line.startswith("b waited 1.500 s, more than 1.400 s (lookups 0.7, ")
+    (line,) = wait_problems({"b": {**wait, "lookups": 1.3, "loads": 0.0, "kept_back": 0.0}}, 1.0, 0.001)
+    assert line.startswith("b waited 1.300 s, more than 1.200 s"), "two deadlines end what is counted as lookups"
     (line,) = wait_problems({"c": {**wait, "lookups": 0.0, "kept_back": 0.0, "loads": 1.2}}, 1.0, 0.001)
     assert line.startswith("c waited 1.200 s, more than 1.100 s")
 
