@@ -185,3 +185,17 @@ def test_time_without_free_blocks_is_no_wait_for_a_lookup(half: ClockedHalf, mon
         half.half._requests["a"].wait.begin("lookup")
         half.clock.now += 0.9 * LOOKUP_SECONDS
         assert half.matched(item) == 64, "an offer that the engine has no room for expires, and is made again"
+
+
+def test_an_offer_that_expires_during_a_wait_for_storage_gives_no_more_time_for_lookups(
+    half: ClockedHalf, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("offload_core.vllm.scheduler.load_offers._OFFER_LIFE_SECONDS", 0.0)
+    first, second = half.follow(request("a")), half.follow(request("b"))
+    half.loads(first)
+    half.waits_for_anothers_load(second)
+    for _ in range(2):
+        half.half._requests["b"].wait.begin("lookup")
+        half.clock.now += 0.6 * LOOKUP_SECONDS
+        answers = half.asked(second, 1)
+    assert answers == [0], "its time for lookups is over"

@@ -60,7 +60,8 @@ class LoadOffers:
         the load deadline of the tier in its offer. After that, nothing is loaded for it.
         """
         matched = self._matched_tokens(state, computed_tokens)
-        if matched is not None:
+        state.answered = matched is not None
+        if state.answered:
             state.wait.end()
         return matched
 
@@ -121,7 +122,7 @@ class LoadOffers:
             return self._ask_again(state, "lookup") if state.adapter.pending else 0
         if state.offer and not _still_valid(state.offer, computed_tokens):
             state.offer = None
-            if not state.failed_once:  # the engine had no free blocks for it: that was no wait for storage
+            if state.answered and not state.failed_once:  # it had no free blocks: that was no wait for storage
                 state.wait.reset("lookup")
         if state.offer is None:
             stale = state.lookup is None or state.lookup.query.computed_tokens != computed_tokens

@@ -84,6 +84,8 @@ class RequestState:
     """The token count at which the next unexamined unit is complete."""
     lookup: Lookup | None = None
     offer: Offer | None = None
+    answered: bool = False
+    """True if the engine's last question got an answer; false if it was told to ask again."""
     job_id: int | None = None
     loading: Sequence[ChunkRef] = field(default=())
     wait: WaitingTime = field(default_factory=WaitingTime)
