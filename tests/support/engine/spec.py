@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from tests.support.processes import Preload, Program, run_program
@@ -275,7 +276,8 @@ def run_in_process(
     with tempfile.TemporaryDirectory(prefix="engine-run-") as folder:
         spec_file, result_file = Path(folder, "spec.json"), Path(folder, "result.json")
         spec_file.write_text(spec.model_dump_json())
-        preload = None if fresh_interpreter else fork_server()
+        # CUDA does not work in a fork of a process that has vLLM's CUDA build imported.
+        preload = None if fresh_interpreter or torch.accelerator.is_available() else fork_server()
         program = Program(RUN_MODULE, (str(spec_file), str(result_file)), environment, preload)
         failure = run_program(program, timeout_seconds, is_progress)
         if failure is not None:
