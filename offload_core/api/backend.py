@@ -33,7 +33,8 @@ class Capabilities:
     A backend must implement each feature that it declares, and the core uses no feature that is not declared.
 
     Args:
-        medium: ``host`` (memory), ``disk`` (local) or ``remote``.
+        medium: ``host`` (memory), ``disk`` (local) or ``remote``. On a remote medium that does not evict by itself, the
+            core asks about few objects of a prefix, and infers the others.
         persistent: objects outlive the process.
         shared: other processes may read, add and remove objects at any time.
         bounded: the backend limits its bytes. ``prepare_load`` pins and ``prepare_store`` reserves (C9 to C11).

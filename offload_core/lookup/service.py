@@ -1,5 +1,7 @@
 """Asynchronous lookups with deadlines, for the scheduler half: how deep a prefix does each tier hold?
 
+Local media are asked about every object that can decide the answer; :mod:`.query_in_rounds` asks remote ones for hints.
+
 The tier with the highest matched tokens times ``load_weight`` serves the load. A request waits until some tier has a
 prefix to load. Then it waits for a short grace period, while another tier could still do better.
 """
@@ -9,12 +11,14 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import accumulate
 
 from offload_core.api.keys import ObjectKey
+from offload_core.lookup.known_objects import KnownObjects
 from offload_core.lookup.prefix_query import PrefixAnswer, PrefixQuery, TierAnswer
+from offload_core.lookup.query_in_rounds import query_in_rounds
 from offload_core.lookup.tier_index import TierIndex
 from offload_core.planning.chunk_keys import ChunkRef, object_keys
 from offload_core.planning.planner import HybridOffloadPlanner, UnitRange
@@ -124,6 +128,7 @@ class LookupService:
         self._grace_seconds = grace_seconds
         self._counters = counters
         self._unavailable = unavailable
+        self._known = {tier.name: KnownObjects() for tier in tiers if _asks_in_rounds(tier)}
         self._answered = threading.Event()
 
     def start(self, query: PrefixQuery, max_wait_seconds: float = math.inf) -> Lookup:
@@ -149,6 +154,16 @@ class LookupService:
         """Wait until some tier answers, at most ``seconds``. For a step in which the engine has no other work."""
         self._answered.wait(seconds)
         self._answered.clear()
+
+    def learn(self, tier: str, keys: Iterable[ObjectKey]) -> None:
+        """Remember objects of the first rank that were stored on a tier, or loaded from it."""
+        if (known := self._known.get(tier)) is not None:
+            known.add(keys)
+
+    def doubt(self, tier: str, keys: Iterable[ObjectKey]) -> None:
+        """Forget objects of the first rank, because a load from the tier did not get all of them."""
+        if (known := self._known.get(tier)) is not None:
+            known.discard(keys)
 
     def _answer(self, tier: Tier, query: PrefixQuery, deadline: float) -> Future[PrefixAnswer | None]:
         answered: Future[PrefixAnswer | None] = Future()
@@ -184,6 +199,8 @@ class LookupService:
 
     async def _query_tier(self, tier: Tier, query: PrefixQuery, deadline: float) -> PrefixAnswer | None:
         """Answer by lookups on the medium, none of them after the deadline. A cancelled query leaves no state."""
+        if (known := self._known.get(tier.name)) is not None:
+            return await query_in_rounds(tier, self._planner, query, known, deadline)
         search = _prefix_search(self._planner, query, tier.name)
         try:
             ranges = next(search)
@@ -193,6 +210,14 @@ class LookupService:
             answer: PrefixAnswer = end.value
             return answer
         return None
+
+
+def _asks_in_rounds(tier: Tier) -> bool:
+    """Return whether lookups cost a round trip per object, and deep objects speak for those before them.
+
+    A medium that evicts by itself may remove the head of a prefix first. Its lookups take one request for many objects.
+    """
+    return tier.capabilities.medium == "remote" and not tier.capabilities.evicts
 
 
 def _prefix_search(

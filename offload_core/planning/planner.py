@@ -94,7 +94,7 @@ from offload_core.api.errors import PlanError
 from offload_core.planning.chunk_size import ChunkSizes, unit_tokens
 from offload_core.planning.hit_policy import HitPolicy
 from offload_core.planning.packs import GroupGeometry, Pack
-from offload_core.planning.prefix_search import Search, UnitRange, search
+from offload_core.planning.prefix_search import FIRST_BATCH_UNITS, Search, UnitRange, search
 
 __all__ = ["GroupGeometry", "HitPolicy", "HybridOffloadPlanner", "Pack", "UnitRange"]
 
@@ -218,7 +218,7 @@ class HybridOffloadPlanner:
         first_boundary = self.storable_prefix(pack.tokens_in(unit + 1) + self.boundary_tokens - 1)
         return unit in pack.needed_units(0, first_boundary)
 
-    def search(self, computed_tokens: int, limit_tokens: int) -> Search:
+    def search(self, computed_tokens: int, limit_tokens: int, first_batch_units: int = FIRST_BATCH_UNITS) -> Search:
         """Search for the deepest boundary at which every pack is satisfied (invariant I6).
 
         The search is a generator. It yields a tuple of :class:`UnitRange`; send it one sequence of flags for each. It
@@ -229,8 +229,9 @@ class HybridOffloadPlanner:
             computed_tokens: length of the prefix that the engine already holds locally.
             limit_tokens: length of the deepest prefix that may be used. It is at most the token count minus one,
                 because the last token is always computed. It does not exceed the tokens that the engine has hashed.
+            first_batch_units: units of each pack in the first question, unless a boundary needs more.
         """
-        return search(self.packs, self.boundary_tokens, computed_tokens, limit_tokens)
+        return search(self.packs, self.boundary_tokens, computed_tokens, limit_tokens, first_batch_units)
 
     def usable_prefix(self, present: Mapping[str, Sequence[bool]], computed_tokens: int, limit_tokens: int) -> int:
         """Return the result of :meth:`search` for objects whose presence is known beforehand.

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from offload_core.planning.packs import Pack
 
-_FIRST_BATCH_UNITS = 16
+FIRST_BATCH_UNITS = 16
+"""Units of each pack in the first question, by default."""
 _BATCH_GROWTH = 16
 _ABSENT = b"\0"
 _PRESENT = b"\1"
@@ -31,11 +32,20 @@ class UnitRange(NamedTuple):
 Search = Generator[tuple[UnitRange, ...], Sequence[Sequence[bool]], int]
 
 
-def search(packs: Sequence[Pack], boundary_tokens: int, computed_tokens: int, limit_tokens: int) -> Search:
+def search(
+    packs: Sequence[Pack],
+    boundary_tokens: int,
+    computed_tokens: int,
+    limit_tokens: int,
+    first_batch_units: int = FIRST_BATCH_UNITS,
+) -> Search:
     """Search for the deepest boundary in ``(computed_tokens, limit_tokens]`` at which every pack is satisfied.
 
     The generator yields questions. Send it one sequence of flags for each :class:`UnitRange`, one flag per unit, in
     order. It returns the boundary, or ``computed_tokens`` if none is usable.
+
+    Args:
+        first_batch_units: units of each pack in the first question, unless a boundary needs more.
 
     Raises:
         ValueError: an answer does not have the shape of its question.
@@ -43,7 +53,7 @@ def search(packs: Sequence[Pack], boundary_tokens: int, computed_tokens: int, li
     candidate = limit_tokens - limit_tokens % boundary_tokens
     full = [pack for pack in packs if pack.policy.kind == "full"]
     next_unit = [computed_tokens // pack.unit_tokens for pack in full]
-    batch_units = _FIRST_BATCH_UNITS
+    batch_units = first_batch_units
     while candidate > computed_tokens:
         ends = [min(first + batch_units, pack.units_in(candidate)) for pack, first in zip(full, next_unit, strict=True)]
         asked = tuple(
@@ -60,7 +70,7 @@ def search(packs: Sequence[Pack], boundary_tokens: int, computed_tokens: int, li
         next_unit = ends
         batch_units *= _BATCH_GROWTH
     downward = [
-        _DownwardSearch(pack, boundary_tokens, computed_tokens, candidate)
+        _DownwardSearch(pack, boundary_tokens, computed_tokens, candidate, first_batch_units)
         for pack in packs
         if pack.policy.kind != "full"
     ]
@@ -105,13 +115,15 @@ class _DownwardSearch:
     positions only move down.
     """
 
-    def __init__(self, pack: Pack, boundary_tokens: int, computed_tokens: int, candidate: int) -> None:
+    def __init__(
+        self, pack: Pack, boundary_tokens: int, computed_tokens: int, candidate: int, first_batch_spans: int
+    ) -> None:
         self._pack = pack
         self._span_tokens = boundary_tokens if pack.policy.kind == "state" else pack.unit_tokens
         self._computed_tokens = computed_tokens
         self._low = self._verified = candidate // self._span_tokens
         self._flags = b""
-        self._batch_spans = _FIRST_BATCH_UNITS
+        self._batch_spans = first_batch_spans
 
     def upper_limit(self, candidate: int) -> int:
         """Return an upper limit in tokens for the next candidate, as far as the missing spans are known.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 from offload_core.api.backend import (
     Backend,
@@ -83,6 +83,7 @@ class MemoryBackend(Backend[MemoryOptions]):
 
     shared = True
     """True if the scheduler half asks the backend; if false, it relies on the workers' reports."""
+    medium: Literal["host", "disk", "remote"] = "host"
 
     def __init__(self, options: MemoryOptions, context: BackendContext) -> None:
         super().__init__(options, context)
@@ -94,7 +95,7 @@ class MemoryBackend(Backend[MemoryOptions]):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(medium="host", persistent=False, shared=self.shared)
+        return Capabilities(medium=self.medium, persistent=False, shared=self.shared)
 
     async def open(self) -> None:
         await self.run_blocking(self.gates["open"].pass_through)

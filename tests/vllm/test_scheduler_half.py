@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,12 +42,16 @@ def request(name: str = "r", tokens: int = 80, family: int = 0, **fields: Any) -
 
 
 class Half:
-    """A scheduler half over one RAM tier; one full-attention group with blocks and chunks of 16 tokens."""
+    """A scheduler half over one RAM tier; one full-attention group with blocks and chunks of 16 tokens.
 
-    def __init__(self, **options: Any) -> None:
+    Args:
+        prepare: gets the tier's backend before the tier opens.
+    """
+
+    def __init__(self, prepare: Callable[[MemoryBackend], None] | None = None, /, **options: Any) -> None:
         self.patience_seconds = options.pop("patience_seconds", SECONDS)
         roles = {name: options.pop(name) for name in ("loads", "stores") if name in options}
-        tier, made = memory_tier()
+        tier, made = memory_tier(prepare=prepare)
         settings = OffloadSettings(
             backends=[tier.common], lookup_timeout_seconds=self.patience_seconds, hybrid_chunk_size=BLOCK, **options
         )

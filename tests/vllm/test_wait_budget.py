@@ -197,5 +197,5 @@ def test_an_offer_that_expires_during_a_wait_for_storage_gives_no_more_time_for_
     for _ in range(2):
         half.half._requests["b"].wait.begin("lookup")
         half.clock.now += 0.6 * LOOKUP_SECONDS
-        answers = half.asked(second, 1)
-    assert answers == [0], "its time for lookups is over"
+        answers = half.asked(second, 200)
+    assert 0 in answers, "its time for lookups is over"

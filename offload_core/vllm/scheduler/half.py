@@ -178,6 +178,8 @@ class SchedulerHalf:
             if request_id in failed or state.partial_load:
                 self._store_plan.start_over(state)  # the engine computes the missing chunks, so they can be stored
                 self._offers.load_incomplete(state)
+            else:
+                self._offers.load_complete(state)
             self._offers.load_ended(state)
         self._offers.recompute(request_id for request_id in failed if request_id in self._block_holders)
         self._block_holders.remove(failed)
@@ -225,6 +227,7 @@ class SchedulerHalf:
                 del self._ranks_refusing_loads[tier]
         self._ledger.load_failed(report.failed_chunks)
         self._ledger.stores_ended(report.stores_ended, report.not_stored)
+        self._offers.stored(report.stores_ended.keys() - report.not_stored)
         for request_id in report.failed_requests:
             if request_id in self._block_holders:
                 self._block_holders.load_fails(request_id)

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from offload_core.api.keys import ObjectKey
 from offload_core.lookup.chunk_ledger import ChunkLedger
 from offload_core.lookup.prefix_query import PrefixQuery
 from offload_core.lookup.service import Lookup, LookupService
@@ -76,6 +77,7 @@ class LoadOffers:
     def load_incomplete(self, state: RequestState) -> None:
         """Decide, after a load that failed or got only a part, whether to offer another one."""
         assert state.offer is not None
+        self._lookups.doubt(state.offer.tier, self._first_ranks_keys(state.loading))
         in_time = state.wait.seconds("load") < self._load_seconds[state.offer.tier]
         state.offers_left = _OFFERS_AFTER_FAILURE if in_time and not state.failed_once else 0
         state.failed_once = True
@@ -85,6 +87,16 @@ class LoadOffers:
         """Return the chunks of the request's load that this load, or another one from the same tier, did not get."""
         assert state.offer is not None, "an offer lasts until its load has ended"
         return self._ledger.excluded & {(state.offer.tier, ref) for ref in state.loading}
+
+    def stored(self, refs: Iterable[ChunkRef]) -> None:
+        """Note chunks that some tier has stored. If there are several, nobody knows which ones have them."""
+        if len(self._load_seconds) == 1:
+            self._lookups.learn(next(iter(self._load_seconds)), self._first_ranks_keys(refs))
+
+    def load_complete(self, state: RequestState) -> None:
+        """Note that the request's load got every chunk."""
+        assert state.offer is not None, "an offer lasts until its load has ended"
+        self._lookups.learn(state.offer.tier, self._first_ranks_keys(state.loading))
 
     def load_ended(self, state: RequestState) -> None:
         """Forget the request's load."""
@@ -153,6 +165,9 @@ class LoadOffers:
             state.wait.begin("load")
             return None  # another request already loads them; soon they are in the local prefix cache
         return boundary - computed_tokens
+
+    def _first_ranks_keys(self, refs: Iterable[ChunkRef]) -> list[ObjectKey]:
+        return [ObjectKey(self._ranks_namespaces(ref.adapter)[0], ref.pack, ref.chunk_hash) for ref in refs]
 
     def _ask_again(self, state: RequestState, reason: WaitReason) -> int | None:
         """Return ``None``, so that the engine asks again; an otherwise idle engine waits briefly before that."""
