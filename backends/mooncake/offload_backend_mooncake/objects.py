@@ -17,6 +17,8 @@ OBJECTS_AT_ONCE = 16
 BYTES_AT_ONCE = 64 * 1024**2
 NAMES_AT_ONCE = 4096
 _RETRY_SECONDS = 0.02
+_TRIES = 4
+"""Transfers of an object until bytes of another one count as damage."""
 
 
 class Objects:
@@ -119,7 +121,22 @@ class Objects:
                     time.sleep(_RETRY_SECONDS)
 
     def _load(self, names: list[str], buffers: list[memoryview]) -> list[LoadOutcome]:
-        """Load objects of distinct names in one transfer."""
+        """Load objects of distinct names in one transfer, and those again that may have changed meanwhile.
+
+        A deletion frees the memory of an object that others read, and a new object may come to the same place. Such a
+        load gets other bytes; the next try gets the new object, or none.
+        """
+        outcomes = self._load_once(names, buffers)
+        for _ in range(_TRIES - 1):
+            again = [index for index, outcome in enumerate(outcomes) if outcome is LoadOutcome.CORRUPT]
+            if not again:
+                break
+            reloaded = self._load_once([names[index] for index in again], [buffers[index] for index in again])
+            for index, outcome in zip(again, reloaded, strict=True):
+                outcomes[index] = outcome
+        return outcomes
+
+    def _load_once(self, names: list[str], buffers: list[memoryview]) -> list[LoadOutcome]:
         frames = Frames(names, buffers)
 
         def get(store: Any) -> Sequence[int]:

@@ -7,12 +7,15 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from offload_backend_mooncake import MooncakeBackend, connections
+from offload_backend_mooncake.client import Client
 from offload_backend_mooncake.frame import HEAD_BYTES
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
@@ -52,10 +55,11 @@ def test_a_name_twice_in_a_batch_fills_every_buffer(
 
 
 @pytest.mark.long
-def test_mooncake_refuses_more_transfers_than_its_queue_holds(raw: RawClient, prefix: str) -> None:
+def test_mooncake_refuses_more_transfers_than_its_queue_holds(shared_cluster: MooncakeCluster, prefix: str) -> None:
     names = [f"{prefix}/{number}" for number in range(10_000)]
-    assert set(raw.put(names, [random_array(64)] * len(names))) == {0, -800}, "Mooncake queues any number now"
-    raw.store.batch_remove(names, True)
+    with RawClient(shared_cluster.master) as raw:  # its transfers fail for a while afterwards
+        assert set(raw.put(names, [random_array(64)] * len(names))) == {0, -800}, "Mooncake queues any number now"
+        raw.store.batch_remove(names, True)
 
 
 @pytest.mark.long
@@ -139,6 +143,39 @@ def test_objects_that_were_changed_behind_our_back_are_corrupt(
         assert await load(backend, 5, 4995) == (HIT, data[5:])
 
     run(mooncake(shared_cluster, prefix=prefix), work)
+
+
+@pytest.mark.parametrize("stored_again", [False, True])
+def test_an_object_that_is_deleted_while_it_is_loaded_is_not_damaged(
+    shared_cluster: MooncakeCluster,
+    mooncake: Mooncake,
+    raw: RawClient,
+    prefix: str,
+    monkeypatch: pytest.MonkeyPatch,
+    stored_again: bool,
+) -> None:
+    data, name = os.urandom(MIB), f"{prefix}/{key(0).path}"
+    transfer, transfers = Client.transfer, 0
+
+    def deleted_meanwhile(client: Client, call: Callable[[Any], Sequence[int]]) -> Sequence[int]:
+        """Get the bytes that have come to the place of the object."""
+        nonlocal transfers
+        codes, transfers = transfer(client, call), transfers + 1
+        if transfers == 1:
+            stored = raw.read(name)
+            raw.replace(name, stored) if stored_again else raw.store.batch_remove([name], True)
+            buffer[:] = data[::-1]
+        return codes
+
+    async def work(backend: MooncakeBackend) -> LoadOutcome:
+        await store(backend, (0, data))
+        monkeypatch.setattr(Client, "transfer", deleted_meanwhile)
+        (outcome,) = await backend.load_into([key(0)], [memoryview(buffer)])
+        return outcome
+
+    buffer = bytearray(MIB)
+    assert run(mooncake(shared_cluster, prefix=prefix), work) is (HIT if stored_again else MISS)
+    assert not stored_again or buffer == data
 
 
 @pytest.mark.long
