@@ -25,7 +25,8 @@ from offload_core.tiers.tier import Tier
 MAX_QUESTIONS = 64
 """Objects that a query asks about, for prompts of any length and any number of ranks."""
 _QUESTIONS_ABOUT_DEPTH = 48
-_MIN_ROUNDS, _MAX_ROUNDS = 2, 8
+_UNITS_IN_ONE_ROUND = 16
+_MAX_ROUNDS = 8
 _FIRST_BATCH_UNITS = 4
 
 
@@ -76,7 +77,7 @@ class _Query:
         packs = [pack for pack in self._planner.packs if pack.policy.kind == "full"]
         packs = packs or [pack for pack in self._planner.packs if pack.policy.window_tokens > 1]
         spans = {pack.name: self._units_to_search(pack) for pack in packs}
-        rounds = _MIN_ROUNDS
+        rounds = 1 if max(map(len, spans.values()), default=0) <= _UNITS_IN_ONE_ROUND else 2
         while rounds < _MAX_ROUNDS and sum(questions(len(u), rounds) for u in spans.values()) > _QUESTIONS_ABOUT_DEPTH:
             rounds += 1
         limit = self._query.limit_tokens

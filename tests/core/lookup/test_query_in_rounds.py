@@ -126,6 +126,13 @@ def test_a_prompt_of_128k_tokens_takes_three_rounds_and_64_questions(
         assert len(tier.rounds) == 1, "new prompts take one round"
 
 
+def test_a_short_prompt_takes_a_round_for_attention_and_one_for_windows(tier: RemoteTier) -> None:
+    prompt = Prompt(PLANNERS["windows"], 4096)
+    tier.objects = prompt.keys(2048)
+    assert boundary(prompt.ask(tier)) == 2048
+    assert len(tier.rounds) == 2
+
+
 @given(geometry=geometries(), data=st.data())
 def test_without_holes_the_answer_is_the_usable_prefix(geometry: Geometry, data: st.DataObject) -> None:
     planner = geometry.plan()
