@@ -81,7 +81,10 @@ class _Query:
         while rounds < _MAX_ROUNDS and sum(questions(len(u), rounds) for u in spans.values()) > _QUESTIONS_ABOUT_DEPTH:
             rounds += 1
         limit = self._query.limit_tokens
-        searches = [(pack, depth_search(spans[pack.name].start, spans[pack.name].stop, rounds)) for pack in packs]
+        searches = [
+            (pack, depth_search(units.start, units.stop, rounds, needs_all=pack.policy.kind == "full"))
+            for pack, units in zip(packs, spans.values(), strict=True)
+        ]
         flags: dict[str, list[bool] | None] = dict.fromkeys(spans)  # a search begins with None
         while searches:
             asked: list[tuple[Pack, DepthSearch, list[int]]] = []

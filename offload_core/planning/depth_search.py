@@ -13,21 +13,29 @@ from collections.abc import Generator, Sequence
 DepthSearch = Generator[list[int], Sequence[bool] | None, int]
 
 
-def depth_search(first: int, end: int, rounds: int) -> DepthSearch:
+def depth_search(first: int, end: int, rounds: int, *, needs_all: bool = True) -> DepthSearch:
     """Search for the first missing unit of ``range(first, end)``.
 
     The generator yields units to ask about, in ascending order, at most ``rounds`` times. Send it one flag for each. It
     returns the first missing unit, or ``end`` if none is missing. The first question is also about the first unit, so
     that a prefix of which nothing is present takes one round.
+
+    Args:
+        needs_all: every unit of a prefix is needed, so the first unit that is known to be missing ends the prefix. For
+            windows, whose first units may be gone, the last present unit begins what is left to search.
     """
     low, high = first, end
     while low < high:
         asked = sorted({low, *_dividing(low, high, rounds)} if low == first else _dividing(low, high, rounds))
         flags = yield asked
         assert flags is not None, "only the begin of a search has no answer"
-        low = max((unit + 1 for unit, present in zip(asked, flags, strict=True) if present), default=low)
-        absent = (unit for unit, present in zip(asked, flags, strict=True) if not present and unit >= low)
-        high = min(absent, default=high)
+        present = [unit for unit, is_present in zip(asked, flags, strict=True) if is_present]
+        absent = [unit for unit, is_present in zip(asked, flags, strict=True) if not is_present]
+        if needs_all:
+            high = min(absent, default=high)
+            present = [unit for unit in present if unit < high]
+        low = max(present, default=low - 1) + 1
+        high = min((unit for unit in absent if unit >= low), default=high)
         rounds -= 1
     return low
 

@@ -170,6 +170,12 @@ def test_what_was_stored_or_loaded_is_known(tier: RemoteTier) -> None:
     assert tier.questions == 0
 
 
+def test_a_prefix_without_its_head_is_a_miss_at_once(tier: RemoteTier) -> None:
+    prompt = Prompt(PLANNERS["full"], PROMPT_TOKENS)
+    tier.objects = prompt.keys(PROMPT_TOKENS) - prompt.keys(CHUNK)
+    assert boundary(prompt.ask(tier)) == 0, "no load is needed to find out"
+
+
 def test_one_rank_speaks_for_the_others(tier: RemoteTier) -> None:
     prompt = Prompt(PLANNERS["full"], PROMPT_TOKENS)
     tier.objects = prompt.keys(1024, RANKS[:1])
