@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from offload_core.api.keys import ObjectKey
 from offload_core.lookup.chunk_ledger import ChunkLedger
@@ -166,8 +166,9 @@ class LoadOffers:
             return None  # another request already loads them; soon they are in the local prefix cache
         return boundary - computed_tokens
 
-    def _first_ranks_keys(self, refs: Iterable[ChunkRef]) -> list[ObjectKey]:
-        return [ObjectKey(self._ranks_namespaces(ref.adapter)[0], ref.pack, ref.chunk_hash) for ref in refs]
+    def _first_ranks_keys(self, refs: Iterable[ChunkRef]) -> Iterator[ObjectKey]:
+        """Yield the keys lazily, since few tiers want them."""
+        return (ObjectKey(self._ranks_namespaces(ref.adapter)[0], ref.pack, ref.chunk_hash) for ref in refs)
 
     def _ask_again(self, state: RequestState, reason: WaitReason) -> int | None:
         """Return ``None``, so that the engine asks again; an otherwise idle engine waits briefly before that."""
