@@ -45,12 +45,29 @@ def writers() -> Iterator[Writers]:
 
 def used(folder: Path) -> int:
     """Return the bytes of all objects, complete or being written, that existed at one moment."""
-    paths = [*folder.glob("*/*/*/*.kv"), *folder.glob(".temporary/*")]
+    temporary = list(folder.glob(".temporary/*"))
+    paths = [*folder.glob("*/*/*/*.kv"), *temporary]
+    # The account's own files are temporary for a moment too. They are no objects, and may be empty at first.
+    account = set(filter(is_of_the_account, temporary))
     before, after = ({path: status(path) for path in paths} for _ in range(2))
+    account.update(filter(is_of_the_account, temporary))
     # A file that is the same in both passes existed between them. A key may be stored anew during the passes.
-    existing = [now for path, now in after.items() if now and (then := before[path]) and now.st_ino == then.st_ino]
-    # The account's own small files are temporary for a moment too, and a new object has two names for a moment.
-    return sum(one.st_size for one in existing if one.st_nlink == 1 and one.st_size >= 4 * KIB)
+    existing = [
+        now
+        for path, now in after.items()
+        if now and (then := before[path]) and now.st_ino == then.st_ino and path not in account
+    ]
+    # A new object has two names for a moment.
+    return sum(one.st_size for one in existing if one.st_nlink == 1)
+
+
+def is_of_the_account(path: Path) -> bool:
+    """Return whether a file is there and no object, which is one byte repeated."""
+    try:
+        with path.open("rb") as file:
+            return len(set(file.read(64))) > 1
+    except FileNotFoundError:
+        return False
 
 
 def status(path: Path) -> os.stat_result | None:
