@@ -22,7 +22,7 @@ def depth_search(first: int, end: int, rounds: int, *, needs_all: bool = True) -
 
     Args:
         needs_all: every unit of a prefix is needed, so the first unit that is known to be missing ends the prefix. For
-            windows, whose first units may be gone, the last present unit begins what is left to search.
+            windows, whose first units may be gone, the search goes on above the last present unit.
     """
     low, high = first, end
     while low < high:
