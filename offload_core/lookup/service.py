@@ -156,9 +156,14 @@ class LookupService:
         self._answered.clear()
 
     def learn(self, tier: str, keys: Iterable[ObjectKey]) -> None:
-        """Remember objects of the first rank that were stored on a tier, or loaded from it."""
+        """Remember objects of the first rank that were loaded from a tier."""
         if (known := self._known.get(tier)) is not None:
             known.add(keys)
+
+    def learn_stored(self, keys: Iterable[ObjectKey]) -> None:
+        """Remember objects of the first rank that some tier has stored. Of several tiers, nobody knows which one."""
+        if len(self._tiers) == 1:
+            self.learn(self._tiers[0].name, keys)
 
     def doubt(self, tier: str, keys: Iterable[ObjectKey]) -> None:
         """Forget objects of the first rank, because a load from the tier did not get all of them."""

@@ -1,7 +1,7 @@
 """The search for the end of a prefix in few rounds of few questions. It does no I/O, as :mod:`.prefix_search`.
 
-A unit that is present speaks for all units before it: they were stored before it, and are evicted after it. So a k-ary
-search finds the first missing unit: each round of questions divides the range that is left. If a unit before a present
+A unit that is present speaks for all units before it, because they were stored before it. So a k-ary search
+finds the first missing unit: each round of questions divides the range that is left. If a unit before a present
 one is missing all the same, the answer is too deep, and the load finds out.
 """
 

@@ -80,6 +80,15 @@ def test_after_a_failed_load_the_tier_is_asked_again(half: RemoteHalf) -> None:
     assert half.lookups() > 0
 
 
+def test_a_store_that_ends_after_a_reset_is_not_known(half: RemoteHalf) -> None:
+    half.follow(request("a", TOKENS))
+    stores = half.step(a=TOKENS).stores
+    half.half.reset()
+    half.report([item.chunk for item in stores])
+    assert half.matched(half.follow(request("b", TOKENS))) == 0
+    assert half.lookups() > 0
+
+
 def test_nothing_is_known_after_a_reset(half: RemoteHalf) -> None:
     half.follow(request("a", TOKENS))
     half.store(a=TOKENS)

@@ -89,9 +89,8 @@ class LoadOffers:
         return self._ledger.excluded & {(state.offer.tier, ref) for ref in state.loading}
 
     def stored(self, refs: Iterable[ChunkRef]) -> None:
-        """Note chunks that some tier has stored. If there are several, nobody knows which ones have them."""
-        if len(self._load_seconds) == 1:
-            self._lookups.learn(next(iter(self._load_seconds)), self._first_ranks_keys(refs))
+        """Note chunks that some tier has stored. Stores from before a reset are under names that are no longer used."""
+        self._lookups.learn_stored(self._first_ranks_keys(ref for ref in refs if self._ledger.is_present(ref)))
 
     def load_complete(self, state: RequestState) -> None:
         """Note that the request's load got every chunk."""
