@@ -23,7 +23,7 @@ from offload_core.planning.planner import HybridOffloadPlanner, UnitRange
 from offload_core.tiers.tier import Tier
 
 MAX_QUESTIONS = 64
-"""Objects that a query asks about, for prompts of any length and any number of ranks."""
+"""Objects that a query asks about, for prompts of any length, any number of ranks and one pack of full attention."""
 _QUESTIONS_ABOUT_DEPTH = 48
 _UNITS_IN_ONE_ROUND = 16
 _MAX_ROUNDS = 8
