@@ -36,6 +36,7 @@ from offload_core.api.events import (
     TierRecovered,
     TierUnavailable,
 )
+from offload_core.api.eviction_order import EvictionOrder, EvictionPolicy
 from offload_core.api.hooks import API_VERSION, OLDEST_API_VERSION, TierInfo, hookimpl
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions, Bytes, OptionsT, Seconds, check_folder
@@ -56,6 +57,8 @@ __all__ = [
     "ConfigError",
     "CudaPinning",
     "Event",
+    "EvictionOrder",
+    "EvictionPolicy",
     "HostPinning",
     "LoadOutcome",
     "LoadReservation",

@@ -42,9 +42,11 @@ class Capabilities:
         sizes: ``prepare_load`` returns the size of each object in bytes (C19). Compressed objects need it.
         evicts: the medium evicts objects by itself, at any time. Presence is then a hint, a size may be ``None``, and
             a store may be ``REJECTED`` after ``prepare_store`` has granted it. It excludes ``bounded``.
+        spares: the backend knows *spare* objects, which are stored only into free capacity and evicted before all
+            others (C20), and :meth:`Backend.touch` sets the order of eviction (C21). It needs ``bounded``.
 
     Raises:
-        ValueError: both ``bounded`` and ``evicts`` are declared.
+        ValueError: both ``bounded`` and ``evicts`` are declared, or ``spares`` without ``bounded``.
     """
 
     medium: Literal["host", "disk", "remote"]
@@ -54,8 +56,14 @@ class Capabilities:
     lists: bool = False
     sizes: bool = False
     evicts: bool = False
+    spares: bool = False
 
     def __post_init__(self) -> None:
+        if self.spares and not self.bounded:
+            raise ValueError(
+                "Capabilities(spares=True, bounded=False): without a limit nothing is evicted, so no object is spare; "
+                "declare both or neither"
+            )
         if self.bounded and self.evicts:
             raise ValueError(
                 "Capabilities(bounded=True, evicts=True): a medium that evicts by itself can neither pin nor reserve; "
@@ -294,18 +302,40 @@ class Backend(ABC, Generic[OptionsT]):
         """
         return LoadReservation(await self.contains(keys))
 
-    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
         """Reserve capacity for objects of ``nbytes`` bytes each, before a byte is written (C11).
 
         By default this asks ``contains``: present objects are ``ALREADY_PRESENT``, and the capacity has no limit. A
         backend whose medium is not shared may evict here only, or the core's index of its objects goes stale. If the
         call is cancelled, it must return the capacity at once, because nobody holds the reservation.
 
+        Args:
+            keys: names, in any order; a key may be repeated.
+            nbytes: the size of each object in bytes.
+            spare: one flag per key, or nothing, which stands for no spare object. The core passes flags only to a
+                backend that declares ``spares``. Nothing is evicted for a spare object: without free capacity it is
+                ``REJECTED`` (C20).
+
         Raises:
             OSError: the medium failed for the whole batch.
         """
         present = await self.contains(keys)
         return StoreReservation([StoreOutcome.ALREADY_PRESENT if there else None for there in present])
+
+    async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        """Make objects the most recently used ones, in this order: the last key is evicted last (C21).
+
+        The core calls this when a request has used a prefix, with the deepest objects first, so that no prefix loses
+        its head. A touch alone is no use: it makes no object protected. The call is a hint. No load or store waits for
+        it, and absent objects are no error. By default it does nothing. The core calls it only if ``spares`` is
+        declared.
+
+        Args:
+            keys: names of objects; none is repeated.
+            spare: one flag per key: whether the object is spare from now on.
+        """
 
     def list_objects(self) -> AsyncIterator[Sequence[StoredObject]]:
         """Yield every object on the medium once, in batches and in any order, for the operator's tools (C18).

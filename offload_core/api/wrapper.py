@@ -69,9 +69,17 @@ class BackendWrapper(Backend[BackendOptions]):
         """See :meth:`Backend.prepare_load`."""
         return await self.inner.prepare_load(keys)
 
-    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
-        """See :meth:`Backend.prepare_store`."""
-        return await self.inner.prepare_store(keys, nbytes)
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
+        """See :meth:`Backend.prepare_store`. Without flags, ``inner`` is called without them too."""
+        if not spare:
+            return await self.inner.prepare_store(keys, nbytes)
+        return await self.inner.prepare_store(keys, nbytes, spare)
+
+    async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        """See :meth:`Backend.touch`."""
+        await self.inner.touch(keys, spare)
 
     def list_objects(self) -> AsyncIterator[Sequence[StoredObject]]:
         """See :meth:`Backend.list_objects`."""

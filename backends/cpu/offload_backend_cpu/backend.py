@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from offload_backend_cpu.arena import Arena
-from offload_backend_cpu.eviction import EvictionOrder
 from offload_backend_cpu.free_pages import Run
 from offload_backend_cpu.memory_setup import MemorySetup
 from offload_backend_cpu.options import CpuOptions
@@ -21,6 +20,7 @@ from offload_core.api import (
     BackendContext,
     BackendError,
     Capabilities,
+    EvictionOrder,
     HostPinning,
     LoadOutcome,
     LoadReservation,
@@ -67,7 +67,7 @@ class CpuBackend(Backend[CpuOptions]):
         self._memory_setup = MemorySetup(options, context.name, self.run_blocking, pinning)
         self._arena: Arena | None = None
         self._objects: dict[ObjectKey, _Object] = {}
-        self._eviction_order = EvictionOrder("lru", 0)
+        self._eviction_order: EvictionOrder[ObjectKey] = EvictionOrder("lru", 0)
         self._reserved: dict[ObjectKey, list[_Object]] = {}
 
     @property
