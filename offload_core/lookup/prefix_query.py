@@ -33,9 +33,16 @@ class PrefixQuery:
 
 @dataclass(frozen=True)
 class PrefixAnswer:
-    """The deepest usable boundary in tokens, and the missing chunks among those looked up."""
+    """A tier's answer.
+
+    Args:
+        boundary_tokens: the deepest usable boundary.
+        attention_tokens: the deepest boundary at which all packs of full attention are present.
+        missing: the missing chunks among those looked up.
+    """
 
     boundary_tokens: int
+    attention_tokens: int
     missing: tuple[ChunkRef, ...] = ()
 
 

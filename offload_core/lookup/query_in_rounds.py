@@ -19,7 +19,7 @@ from offload_core.lookup.prefix_query import PrefixAnswer, PrefixQuery
 from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.depth_search import DepthSearch, depth_search, questions
 from offload_core.planning.packs import Pack
-from offload_core.planning.planner import HybridOffloadPlanner, UnitRange
+from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth, UnitRange
 from offload_core.tiers.tier import Tier
 
 MAX_QUESTIONS = 64
@@ -67,7 +67,8 @@ class _Query:
                     return None
                 ranges = search.send(present)
         except StopIteration as end:
-            return PrefixAnswer(end.value, tuple(self._missing))
+            depth: PrefixDepth = end.value
+            return PrefixAnswer(depth.usable_tokens, depth.attention_tokens, tuple(self._missing))
 
     async def _depth(self) -> int | None:
         """Return the tokens up to which all chunks of full attention seem to be present; ``None`` after the deadline.

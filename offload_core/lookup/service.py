@@ -21,7 +21,7 @@ from offload_core.lookup.prefix_query import PrefixAnswer, PrefixQuery, TierAnsw
 from offload_core.lookup.query_in_rounds import query_in_rounds
 from offload_core.lookup.tier_index import TierIndex
 from offload_core.planning.chunk_keys import ChunkRef, object_keys
-from offload_core.planning.planner import HybridOffloadPlanner, UnitRange
+from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth, UnitRange
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.tier import Tier
@@ -245,7 +245,8 @@ def _prefix_search(
                 usable.append(flags)
             ranges = search.send(usable)
     except StopIteration as end:
-        return PrefixAnswer(end.value, tuple(missing))
+        depth: PrefixDepth = end.value
+        return PrefixAnswer(depth.usable_tokens, depth.attention_tokens, tuple(missing))
 
 
 def _hashes(query: PrefixQuery, part: UnitRange) -> Sequence[bytes]:

@@ -94,9 +94,9 @@ from offload_core.api.errors import PlanError
 from offload_core.planning.chunk_size import ChunkSizes, unit_tokens
 from offload_core.planning.hit_policy import HitPolicy
 from offload_core.planning.packs import GroupGeometry, Pack
-from offload_core.planning.prefix_search import FIRST_BATCH_UNITS, Search, UnitRange, search
+from offload_core.planning.prefix_search import FIRST_BATCH_UNITS, PrefixDepth, Search, UnitRange, search
 
-__all__ = ["GroupGeometry", "HitPolicy", "HybridOffloadPlanner", "Pack", "UnitRange"]
+__all__ = ["GroupGeometry", "HitPolicy", "HybridOffloadPlanner", "Pack", "PrefixDepth", "UnitRange"]
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,8 @@ class HybridOffloadPlanner:
         """Search for the deepest boundary at which every pack is satisfied (invariant I6).
 
         The search is a generator. It yields a tuple of :class:`UnitRange`; send it one sequence of flags for each. It
-        returns a boundary in ``(computed_tokens, limit_tokens]``, or ``computed_tokens`` if none is usable. It asks
-        nothing if no boundary lies in that range.
+        returns a :class:`PrefixDepth`: boundaries in ``(computed_tokens, limit_tokens]``, or ``computed_tokens`` where
+        none will do. It asks nothing if no boundary lies in that range.
 
         Args:
             computed_tokens: length of the prefix that the engine already holds locally.
@@ -234,7 +234,7 @@ class HybridOffloadPlanner:
         return search(self.packs, self.boundary_tokens, computed_tokens, limit_tokens, first_batch_units)
 
     def usable_prefix(self, present: Mapping[str, Sequence[bool]], computed_tokens: int, limit_tokens: int) -> int:
-        """Return the result of :meth:`search` for objects whose presence is known beforehand.
+        """Return the usable boundary that :meth:`search` finds if the presence of objects is known beforehand.
 
         Args:
             present: per pack name, one flag for each unit's object, from the unit that contains ``computed_tokens`` on.
@@ -248,8 +248,8 @@ class HybridOffloadPlanner:
             while True:
                 asked = searching.send([_flags(present, question, computed_tokens) for question in asked])
         except StopIteration as found:
-            boundary: int = found.value
-            return boundary
+            depth: PrefixDepth = found.value
+            return depth.usable_tokens
 
     def _unit_tokens(self, group: GroupGeometry) -> int:
         return unit_tokens(group, self.hybrid_chunk_size)

@@ -29,7 +29,16 @@ class UnitRange(NamedTuple):
     units: range
 
 
-Search = Generator[tuple[UnitRange, ...], Sequence[Sequence[bool]], int]
+class PrefixDepth(NamedTuple):
+    """The result of a search."""
+
+    usable_tokens: int
+    """The deepest boundary at which every pack is satisfied."""
+    attention_tokens: int
+    """The deepest boundary at which all packs of full attention are. Without such packs, as deep as the search went."""
+
+
+Search = Generator[tuple[UnitRange, ...], Sequence[Sequence[bool]], PrefixDepth]
 
 
 def search(
@@ -42,7 +51,7 @@ def search(
     """Search for the deepest boundary in ``(computed_tokens, limit_tokens]`` at which every pack is satisfied.
 
     The generator yields questions. Send it one sequence of flags for each :class:`UnitRange`, one flag per unit, in
-    order. It returns the boundary, or ``computed_tokens`` if none is usable.
+    order. It returns the depths, ``computed_tokens`` where no boundary will do.
 
     Args:
         first_batch_units: units of each pack in the first question, unless a boundary needs more.
@@ -69,6 +78,7 @@ def search(
                 candidate = _boundary_within(pack.tokens_in(units.start + missing), candidate, boundary_tokens)
         next_unit = ends
         batch_units *= _BATCH_GROWTH
+    attention_tokens = candidate = max(candidate, computed_tokens)
     downward = [
         _DownwardSearch(pack, boundary_tokens, computed_tokens, candidate, first_batch_units)
         for pack in packs
@@ -81,11 +91,11 @@ def search(
             continue
         asking = [pack_search for pack_search in downward if not pack_search.satisfied(candidate)]
         if not asking:
-            return candidate
+            return PrefixDepth(candidate, attention_tokens)
         asked = tuple(pack_search.ask(candidate) for pack_search in asking)
         for pack_search, (_, flags) in zip(asking, _answers(asked, (yield asked)), strict=True):
             pack_search.take_answer(flags)
-    return computed_tokens
+    return PrefixDepth(computed_tokens, attention_tokens)
 
 
 def _boundary_within(tokens: int, candidate: int, boundary_tokens: int) -> int:

@@ -49,7 +49,7 @@ def drive(
             answers = [[there(pack, unit) for unit in units] for pack, units in questions[-1]]
             questions.append(search.send(answers))
     except StopIteration as found:
-        return found.value, questions
+        return found.value.usable_tokens, questions
 
 
 @dataclass(frozen=True)

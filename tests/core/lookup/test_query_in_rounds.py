@@ -188,7 +188,7 @@ def test_an_excluded_chunk_ends_the_prefix(tier: RemoteTier) -> None:
     known.add(tier.objects)
     ref = ChunkRef(prompt.planner.packs[0].name, prompt.hashes[prompt.planner.packs[0].name][100])
     answer = prompt.ask(tier, known, excluded={("remote", ref), ("another tier", ref._replace(chunk_hash=b"0/256"))})
-    assert answer == PrefixAnswer(100 * CHUNK, (ref,))
+    assert answer == PrefixAnswer(100 * CHUNK, 100 * CHUNK, (ref,))
 
 
 def test_an_excluded_state_is_not_used(tier: RemoteTier) -> None:

@@ -98,7 +98,7 @@ def test_every_tier_says_how_deep_a_prefix_it_holds_and_what_it_lacks(
     put(backends["slow"], 4)
     service = start(SECONDS)
     lookup = wait_for_all(service, service.start(query()))
-    assert lookup.answers() == {"fast": PrefixAnswer(16, (ref(1), ref(2))), "slow": PrefixAnswer(48)}
+    assert lookup.answers() == {"fast": PrefixAnswer(16, 16, (ref(1), ref(2))), "slow": PrefixAnswer(48, 48)}
 
 
 def test_a_chunk_is_there_when_every_rank_has_its_part(start: Start, backends: dict[str, MemoryBackend]) -> None:
@@ -114,7 +114,7 @@ def test_a_excluded_chunk_counts_as_missing(start: Start, backends: dict[str, Me
     put(backends["fast"], 3)
     service = start(SECONDS)
     lookup = wait_for_all(service, service.start(query(excluded=frozenset({("fast", ref(1))}))))
-    assert lookup.answers()["fast"] == PrefixAnswer(16, (ref(1),))
+    assert lookup.answers()["fast"] == PrefixAnswer(16, 16, (ref(1),))
 
 
 def test_a_chunk_excluded_on_one_tier_is_taken_from_another(start: Start, backends: dict[str, MemoryBackend]) -> None:
@@ -137,7 +137,7 @@ def test_a_tier_without_an_answer_at_the_deadline_has_nothing_and_is_counted(
     assert not lookup.done()
     while not lookup.done():
         service.wait_for_answer(0.01)
-    assert lookup.answers() == {"fast": PrefixAnswer(32, (ref(2),))}
+    assert lookup.answers() == {"fast": PrefixAnswer(32, 32, (ref(2),))}
     assert lookup.best() == ("fast", 32)
     while not (counted := counters.take()).get(("lookup_failures", "slow")):  # on the loop, at the deadline
         service.wait_for_answer(0.01)

@@ -69,7 +69,7 @@ def test_an_indexed_tier_is_answered_for_at_once_and_never_asked(
     without_excluded = service.start(PrefixQuery({"full-u16": HASHES}, RANKS, 0, 63, excluded=excluded))
 
     assert all_chunks.done()
-    assert all_chunks.answers() == {"memory": PrefixAnswer(32, (ChunkRef("full-u16", HASHES[2]),))}
+    assert all_chunks.answers() == {"memory": PrefixAnswer(32, 32, (ChunkRef("full-u16", HASHES[2]),))}
     assert without_excluded.answers()["memory"].boundary_tokens == 16
     assert backend.calls == []
     counted = counters.take()

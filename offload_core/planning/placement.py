@@ -1,0 +1,167 @@
+"""Placement: the boundaries of a path that a later prompt will probably resume from.
+
+A *path* is the sequence of tokens of one request. Packs of full attention serve every boundary, so all their objects
+are kept. Windows and recurrent states serve single boundaries, and most boundaries are never resumed from. So a few are
+*kept*, and the objects that only the others need are *spare*: a tier stores them into free capacity only.
+
+Kept boundaries of a path are:
+
+* the *replay boundary*, the deepest one that the same prompt can resume from, since its last token is always computed;
+* the *end*, the deepest boundary of all tokens, from which the next turn of a conversation resumes;
+* *junctions*, where an earlier path has parted from this one. A lookup shows them: full attention is found deeper than
+  windows or states. The objects of that boundary are then stored as they are computed.
+
+The idea to keep the end of a prompt and junctions at their second sight is that of Marconi (Pan et al., MLSys 2025,
+arXiv 2411.19379). The next turn of a conversation *supersedes* the kept boundaries of the turn before: they become
+spare, unless another request has come back to them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+from offload_core.planning.packs import Pack
+from offload_core.planning.planner import HybridOffloadPlanner
+
+MAX_BOUNDARIES = 1 << 16
+"""Boundaries that a history remembers, of each kind; about 10 MiB. The ones used longest ago are forgotten first."""
+
+
+class Touch(NamedTuple):
+    """An object of a path whose request has ended, and whether the object is spare from now on."""
+
+    pack: Pack
+    unit: int
+    spare: bool
+
+
+class BoundaryHistory:
+    """Boundaries of earlier paths, by name. A name stands for all tokens up to the boundary.
+
+    Args:
+        max_boundaries: maximum number of boundaries of each kind, kept ones and ones that were only seen.
+    """
+
+    def __init__(self, max_boundaries: int = MAX_BOUNDARIES) -> None:
+        self._max_boundaries = max_boundaries
+        self._kept: OrderedDict[Hashable, bool] = OrderedDict()
+        """Per kept boundary, whether several paths need it."""
+        self._seen: OrderedDict[Hashable, bool] = OrderedDict()
+
+    def see(self, names: Sequence[Hashable]) -> int:
+        """Return the number of leading boundaries of a path that an earlier path had too, and remember them all.
+
+        Args:
+            names: of all boundaries of the path, the shallowest first.
+        """
+        known = next((index + 1 for index in reversed(range(len(names))) if names[index] in self._seen), 0)
+        for name in reversed(names):  # so that the heads are forgotten last
+            _add(self._seen, name, True, self._max_boundaries)
+        return known
+
+    def keep(self, name: Hashable, *, junction: bool) -> None:
+        """Note that a path keeps a boundary. The second such path makes it shared; a junction is shared at once."""
+        _add(self._kept, name, junction or name in self._kept, self._max_boundaries)
+
+    def is_shared(self, name: Hashable) -> bool | None:
+        """Return whether several paths need a boundary; ``None`` if this history does not know it as a kept one."""
+        return self._kept.get(name)
+
+    def supersede(self, name: Hashable) -> None:
+        """Forget a kept boundary that a deeper one has replaced."""
+        self._kept.pop(name, None)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept.clear()
+        self._seen.clear()
+
+
+class PathPlacement:
+    """The kept boundaries of one path.
+
+    Args:
+        prompt_tokens: number of tokens in the prompt.
+    """
+
+    def __init__(self, planner: HybridOffloadPlanner, prompt_tokens: int) -> None:
+        self._planner = planner
+        self.replay_tokens = planner.storable_prefix(max(prompt_tokens - 1, 0))
+        """The replay boundary in tokens."""
+        self._junctions: set[int] = set()
+
+    def add_junction(self, tokens: int) -> None:
+        """Keep the deepest boundary at or below ``tokens``, because several paths have it."""
+        self._junctions.add(self._planner.storable_prefix(tokens))
+
+    def keeps(self, pack: Pack, unit: int) -> bool:
+        """Return whether a kept boundary needs ``unit``.
+
+        Each boundary behind the replay boundary is the end of the path when it is reached, so it is kept.
+        """
+        if pack.policy.kind == "full" or pack.tokens_in(unit + 1) > self.replay_tokens:
+            return True
+        return any(unit in pack.needed_units(0, boundary) for boundary in (self.replay_tokens, *self._junctions))
+
+    def touches(self, tokens: int, names: Sequence[Hashable], history: BoundaryHistory) -> list[Touch]:
+        """Return the objects to touch when the request has ended, in this order, and tell ``history`` about the path.
+
+        The deepest come first, so that a prefix loses its head last. Objects that only superseded boundaries need are
+        spare from now on. Objects of boundaries that the history does not know are left out: others may need them.
+
+        Args:
+            tokens: number of tokens whose objects were stored or found.
+            names: of all boundaries of the path, the shallowest first, at least up to ``tokens``.
+        """
+        step = self._planner.boundary_tokens
+        end = self._planner.storable_prefix(tokens)
+        kept = {boundary for boundary in self._junctions if 0 < boundary <= end}
+        superseded: list[int] = []
+        if end >= self.replay_tokens:  # else the request has ended early, and its path has no end to resume from
+            kept |= {self.replay_tokens, end} - {0}
+            for index, name in enumerate(names[: end // step]):
+                boundary = (index + 1) * step
+                shared = history.is_shared(name)
+                if boundary in kept or (shared is None and boundary < self.replay_tokens):
+                    continue
+                if shared:
+                    kept.add(boundary)
+                else:
+                    superseded.append(boundary)
+                    history.supersede(name)
+        for boundary in kept:
+            history.keep(names[boundary // step - 1], junction=boundary in self._junctions)
+        return self._in_touch_order(end, kept, superseded)
+
+    def refreshing_touches(self, boundary_tokens: int) -> list[Touch]:
+        """Return the objects that a boundary needs, in the same order. For a request that stores nothing."""
+        return self._in_touch_order(boundary_tokens, [boundary_tokens], [])
+
+    def _in_touch_order(self, end: int, kept: Collection[int], superseded: Collection[int]) -> list[Touch]:
+        touches: list[Touch] = []
+        for pack in self._planner.packs:
+            if pack.policy.kind == "full":
+                touches += (Touch(pack, unit, False) for unit in range(pack.units_in(end)))
+                continue
+            kept_units = _needed(pack, kept)
+            touches += (Touch(pack, unit, False) for unit in kept_units)
+            touches += (Touch(pack, unit, True) for unit in _needed(pack, superseded) - kept_units)
+        return sorted(touches, key=_depth, reverse=True)
+
+
+def _needed(pack: Pack, boundaries: Iterable[int]) -> set[int]:
+    return {unit for boundary in boundaries for unit in pack.needed_units(0, boundary)}
+
+
+def _depth(touch: Touch) -> tuple[int, bool]:
+    """Sort by depth. At the same depth full attention outlives the rest, because it serves more boundaries."""
+    return touch.pack.tokens_in(touch.unit + 1), touch.pack.policy.kind != "full"
+
+
+def _add(entries: OrderedDict[Hashable, bool], name: Hashable, value: bool, limit: int) -> None:
+    entries[name] = value
+    entries.move_to_end(name)
+    if len(entries) > limit:
+        entries.popitem(last=False)
