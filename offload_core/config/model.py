@@ -21,6 +21,7 @@ from offload_core.plugins.registry import PluginRegistry
 _MIB = 1024 * 1024
 
 WritePolicyName = Literal["every", "second-touch", "never"]
+PlacementPolicy = Literal["kept and spare", "kept", "everything"]
 Compression = Literal["none", "zstd", "zstd-planes"]
 CODECS: dict[Compression, Codec] = {"none": Codec.NONE, "zstd": Codec.ZSTD, "zstd-planes": Codec.ZSTD_PLANES}
 """The codec of each value of ``compression``."""
@@ -114,6 +115,14 @@ class _ChunkSettings(BaseModel):
     offload_prompt_only: Annotated[
         bool, Field(strict=True, description="Store chunks of the prompt only, none with generated tokens.")
     ] = False
+    placement: Annotated[
+        PlacementPolicy,
+        Field(
+            description="Windows and recurrent states to store: `everything`; only those `kept` where a later prompt "
+            "will probably resume; or also the others, `kept and spare`, into free capacity only.",
+            examples=["kept"],
+        ),
+    ] = "kept and spare"
     staging_bytes: Annotated[
         Bytes, Field(ge=_MIB, description="Host memory for objects between the KV cache and the tiers.")
     ] = 512 * _MIB

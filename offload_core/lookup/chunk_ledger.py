@@ -39,6 +39,10 @@ class ChunkLedger:
         self._present.move_to_end(ref)
         return True
 
+    def is_pending(self, ref: ChunkRef) -> bool:
+        """Return whether the store of ``ref`` has begun and not ended on every rank."""
+        return ref in self._pending
+
     def store_started(self, ref: ChunkRef) -> None:
         """Record the begin of a store: ``ref`` is present, and its store is pending."""
         self._add_present(ref, 0.0)

@@ -92,6 +92,11 @@ class PathPlacement:
         """The replay boundary in tokens."""
         self._junctions: set[int] = set()
 
+    @property
+    def deepest_junction(self) -> int:
+        """The deepest junction in tokens, or 0."""
+        return max(self._junctions, default=0)
+
     def add_junction(self, tokens: int) -> None:
         """Keep the deepest boundary at or below ``tokens``, because several paths have it."""
         self._junctions.add(self._planner.storable_prefix(tokens))

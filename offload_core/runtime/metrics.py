@@ -33,6 +33,7 @@ COUNTERS = {
     "store_timeouts": "stores of objects that missed their deadline",
     "store_late": "objects that were stored after their deadline",
     "store_declined": "objects not stored, because the tier's write policy excludes them",
+    "spares_declined": "spare objects not stored, because the tier had no free capacity or was busy",
     "store_bytes": "bytes stored, as written to the medium",
     "store_raw_bytes": "bytes stored by tiers with compression, before compression",
     "store_uncompressed": "objects stored uncompressed by tiers with compression, because compression saves too little",

@@ -96,10 +96,10 @@ class TierAccounting:
             outcomes: one per object; ``None`` where there was no form.
             seconds: duration of the call.
         """
-        stored = [
-            form for form, outcome in zip(forms, outcomes, strict=True) if form and outcome is StoreOutcome.STORED
-        ]
         present, rejected = outcomes.count(StoreOutcome.ALREADY_PRESENT), outcomes.count(StoreOutcome.REJECTED)
+        pairs = list(zip(forms, outcomes, strict=True))
+        spare = sum(1 for form, outcome in pairs if form and form.staged.spare and outcome is StoreOutcome.REJECTED)
+        stored = [form for form, outcome in pairs if form and outcome is StoreOutcome.STORED]
         nbytes = sum(len(form.view) for form in stored)
         if self._compresses:
             self._add("store_raw_bytes", sum(form.staged.lease.nbytes for form in stored))
@@ -108,7 +108,8 @@ class TierAccounting:
         self._add("stores", len(stored))
         self._add("store_bytes", nbytes)
         self._add("store_already_present", present)
-        self._add("store_rejected", rejected)
+        self._add("store_rejected", rejected - spare)
+        self._add("spares_declined", spare)
         self._emit(events.StoresEnded(self._tier, len(stored), present, rejected, 0, nbytes, seconds))
 
     def store_failed(self, objects: int, seconds: float) -> None:

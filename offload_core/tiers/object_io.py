@@ -36,6 +36,7 @@ class ObjectIO:
         self._backend = backend
         self._codec = codec
         self._sizes = backend.capabilities.sizes
+        self._spares = backend.capabilities.spares
         self._on_eviction = on_eviction
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -98,7 +99,12 @@ class ObjectIO:
 
     async def _store(self, objects: Sequence[StoredForm]) -> list[StoreOutcome]:
         keys = [form.staged.key for form in objects]
-        reservation = await self._backend.prepare_store(keys, [len(form.view) for form in objects])
+        sizes = [len(form.view) for form in objects]
+        spare = [form.staged.spare for form in objects] if self._spares else []
+        if any(spare):
+            reservation = await self._backend.prepare_store(keys, sizes, spare)
+        else:
+            reservation = await self._backend.prepare_store(keys, sizes)
         try:
             self._on_eviction(reservation.evicted)
             prepared = self._one_per_key(keys, reservation.outcomes, "prepare_store")

@@ -19,6 +19,8 @@ class StagedObject:
     lease: Lease
     scratch: Lease | None = None
     """Second lease of a load from a tier that compresses, as large as ``lease``, for the stored bytes."""
+    spare: bool = False
+    """For a store, whether it may use free capacity only. A tier without a limit stores it as any other object."""
 
 
 @dataclass(frozen=True)

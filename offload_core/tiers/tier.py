@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ from offload_core.tiers.staged_object import StagedObject
 if TYPE_CHECKING:
     from offload_core.memory.staging_pool import Lease  # which imports torch; the command line does without
     from offload_core.memory.staging_shares import TierShare
+
+logger = logging.getLogger(__name__)
 
 _MAX_RUNNING_LOOKUPS = 16
 _MAX_OVERDUE_LOOKUPS = 4
@@ -94,7 +97,7 @@ class Tier:
         """Slots for callers of :meth:`load`. A caller takes a slot before it takes staging memory."""
         self._running_lookups = 0
         self._overdue_lookups: set[Call] = set()
-        self._opening = self._close_after_opening = False
+        self._opening = self._close_after_opening = self._touch_has_failed = False
 
     @property
     def backend(self) -> Backend[Any]:
@@ -245,6 +248,21 @@ class Tier:
         self._changes.add((key for key, stays in zip(keys, there, strict=True) if stays), present=True)
         self._accounting.stored(forms, outcomes, time.monotonic() - started)
         return there
+
+    async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        """Set the order of eviction, if the backend knows spare objects. A hint: an error is logged once and forgotten.
+
+        Args:
+            spare: one flag per key, as for :meth:`Backend.touch`.
+        """
+        if not self.capabilities.spares:
+            return
+        try:
+            await answer(self._backend.touch(keys, spare))
+        except Exception:
+            if not self._touch_has_failed:
+                logger.warning("tier %r: touch failed; only the order of eviction suffers", self.name, exc_info=True)
+            self._touch_has_failed = True
 
     async def _delete(self, keys: Sequence[ObjectKey]) -> None:
         call = self._begin("delete")

@@ -14,10 +14,15 @@ from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS
 
 @dataclass(frozen=True)
 class TransferObject:
-    """One object to load or store: its key and, per group of its pack, its blocks in the KV cache."""
+    """One object to load or store: its key and, per group of its pack, its blocks in the KV cache.
+
+    Args:
+        spare: for a store, whether it may use free capacity only (:mod:`offload_core.planning.placement`).
+    """
 
     key: ObjectKey
     blocks: tuple[BlockSlice, ...]
+    spare: bool = False
 
 
 class Keyed(Protocol):

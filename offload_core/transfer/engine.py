@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from offload_core.api.keys import ObjectKey
 from offload_core.memory.block_copier import BlockCopier
 from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import StagingPool
 from offload_core.memory.staging_shares import share_out
 from offload_core.memory.staging_size import gather_limit_bytes, staging_uses
-from offload_core.runtime.io_loop import IoLoop
+from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject
@@ -45,6 +46,8 @@ class TransferEngine:
         layouts: Mapping[str, PackLayout],
         counters: Counters,
     ) -> None:
+        self._io = io
+        self._private_tiers = [tier for tier in tiers if tier.capabilities.spares and not tier.capabilities.shared]
         self.jobs = JobTable(counters)
         """All loads and stores under way."""
         uses = staging_uses((tier.config.staging_share, tier.compresses) for tier in tiers)
@@ -96,7 +99,16 @@ class TransferEngine:
 
     def submit_stores(self, objects: Sequence[TransferObject]) -> None:
         """Copy the objects' blocks to staging now and store them later; without free staging, drop and count them."""
-        self._stores.submit(objects)
+        self._stores.submit(objects, busy=self._loads.has_active)
+
+    def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        """Set the order of eviction on the tiers that only this process sees; the scheduler half touches the others.
+
+        Args:
+            spare: one flag per key, as for :meth:`Backend.touch`.
+        """
+        for tier in self._private_tiers:
+            self._io.submit(tier.touch(keys, spare)).add_done_callback(log_unexpected)
 
     def poll(self) -> list[LoadResult]:
         """Copy arrived objects into the KV cache and return the loads that ended since the last call."""

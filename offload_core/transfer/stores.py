@@ -85,26 +85,31 @@ class Stores:
         self._running: set[Future[None]] = set()
         self._sealers = DaemonExecutor(2, "offload-seal")
 
-    def submit(self, objects: Sequence[TransferObject]) -> None:
+    def submit(self, objects: Sequence[TransferObject], *, busy: bool = False) -> None:
         """Copy the objects' blocks to staging now and store them later, each on the tiers that take it.
 
         Write policies and circuit breakers decide before the copy. If staging is full, the oldest waiting stores are
-        dropped. An object that no tier takes, or that still has no staging memory, is dropped too. All drops are
-        counted.
+        dropped, though not for a spare object. An object that no tier takes, or that still has no staging memory, is
+        dropped too. All drops are counted.
+
+        Args:
+            busy: whether requests wait for loads. A tier with a limit then takes no spare objects.
         """
         submitted = time.monotonic()
         new: list[tuple[PendingStore, list[TierWriter]]] = []
         for item in objects:
             layout = self._layouts[item.key.pack]
             nbytes = object_bytes(layout.payload_bytes)
-            writers = self._charge(self._writers_for_offered(item.key), nbytes, "store_dropped", may_drop=True)
-            lease = self._lease_to_gather(nbytes) if writers else None
+            willing = self._writers_for_offered(item, busy)
+            may_drop = not item.spare or not all(writer.limits_spares for writer in willing)
+            writers = self._charge(willing, nbytes, "store_dropped", may_drop=may_drop)
+            lease = self._lease_to_gather(nbytes, may_drop=may_drop) if writers else None
             if lease is None:
                 self._discharge(writers, nbytes, "store_dropped")
                 self._results.append(StoreResult(item.key, stored=False))
                 continue
             self._copier.gather(layout, item.blocks, lease.tensor[HEADER_BYTES:])
-            new.append((self._new_store(item.key, lease, promotion=False), writers))
+            new.append((self._new_store(StagedObject(item.key, lease, spare=item.spare), promotion=False), writers))
         self._begin(new, submitted, sealed=False)
 
     def promote(self, key: ObjectKey, lease: Lease, source: str) -> bool:
@@ -128,7 +133,7 @@ class Stores:
             self._budget.release(lease.nbytes)
             self._discharge(writers, lease.nbytes, "promotions_dropped")
             return False
-        self._promotions.append((self._new_store(key, lease, promotion=True), writers))
+        self._promotions.append((self._new_store(StagedObject(key, lease), promotion=True), writers))
         return True
 
     def start_promotions(self) -> None:
@@ -161,9 +166,9 @@ class Stores:
             self._io.loop.call_soon_threadsafe(writer.stop_timer)
         self._sealers.shutdown()
 
-    def _lease_to_gather(self, nbytes: int) -> Lease | None:
+    def _lease_to_gather(self, nbytes: int, *, may_drop: bool) -> Lease | None:
         """Lease staging memory; if it is full, drop the oldest waiting objects."""
-        while (lease := self._try_lease(nbytes)) is None and self._drop_oldest():
+        while (lease := self._try_lease(nbytes)) is None and may_drop and self._drop_oldest():
             pass
         return lease
 
@@ -186,14 +191,16 @@ class Stores:
                 self._writer_of[name].drop(batch, oldest)
         return True
 
-    def _writers_for_offered(self, key: ObjectKey) -> list[TierWriter]:
+    def _writers_for_offered(self, item: TransferObject, busy: bool) -> list[TierWriter]:
         """Return the writers of the tiers that take an offered store."""
         writers = []
         for writer in self._writers:
-            if writer.policy.takes_offered(key):
-                writers.append(writer)
-            else:
+            if not writer.policy.takes_offered(item.key):
                 self._counters.add("store_declined", writer.name)
+            elif item.spare and not writer.takes_spare(busy):
+                self._counters.add("spares_declined", writer.name)
+            else:
+                writers.append(writer)
         return writers
 
     def _writers_for_loaded(self, key: ObjectKey, source: str) -> list[TierWriter]:
@@ -224,10 +231,10 @@ class Stores:
             writer.discharge(nbytes)
             self._counters.add(counter, writer.name)
 
-    def _new_store(self, key: ObjectKey, lease: Lease, *, promotion: bool) -> PendingStore:
+    def _new_store(self, staged: StagedObject, *, promotion: bool) -> PendingStore:
         return PendingStore(
             next(self._ages),
-            StagedObject(key, lease),
+            staged,
             self._budget,
             promotion=promotion,
             report=self._results.append,

@@ -21,6 +21,9 @@ from offload_core.transfer.pending_store import PendingStore
 from offload_core.transfer.store_queue import BatchState, StoreBatch, StoreQueue
 from offload_core.transfer.write_policy import WritePolicy
 
+_PAUSE_OF_SPARES_SECONDS = 5.0
+"""After a tier had no capacity for a spare object, none is copied for it for this time."""
+
 
 class TierWriter:
     """All pending stores of one tier.
@@ -56,8 +59,25 @@ class TierWriter:
         )
         self._timer: asyncio.TimerHandle | None = None  # only the I/O loop uses this attribute and the next one
         self._stored_at = float("-inf")
+        capabilities = tier.capabilities
+        self.limits_spares = capabilities.bounded or capabilities.evicts
+        """True if a spare object may use free capacity only. A tier without a limit stores it as any other object."""
+        self._knows_spares = capabilities.spares
+        self._spares_from = float("-inf")
 
     # For the engine thread
+
+    def takes_spare(self, busy: bool) -> bool:
+        """Return whether to offer a spare object: there may be free capacity, and nothing else waits for the tier.
+
+        Args:
+            busy: whether requests wait for loads.
+        """
+        if not self.limits_spares:
+            return True
+        return (
+            self._knows_spares and not busy and not self._queue.waiting_bytes and time.monotonic() >= self._spares_from
+        )
 
     def charge(self, nbytes: int, *, may_drop: bool) -> bool:
         """Charge the tier for an object with a lease of ``nbytes`` bytes; returns ``False`` if its share is full.
@@ -134,6 +154,10 @@ class TierWriter:
             stored = await self.tier.store([store.staged for store in batch.items])
             if any(stored):
                 self._stored_at = time.monotonic()
+            if self.limits_spares and any(
+                store.staged.spare and not there for store, there in zip(batch.items, stored, strict=True)
+            ):
+                self._spares_from = time.monotonic() + _PAUSE_OF_SPARES_SECONDS
         finally:
             with self._lock:
                 self._queue.ended(batch)

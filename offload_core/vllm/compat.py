@@ -58,6 +58,15 @@ def cache_hit_source(medium: str | None) -> Any:
     return sources.get(medium or "", CacheHitSource.EXTERNAL_UNSPECIFIED)
 
 
+def keep_state_at(request: Request, boundary_tokens: int) -> None:
+    """Let the engine end a prefill step at a boundary and keep the recurrent state there, as at its own junctions.
+
+    A version without this attribute keeps only the states that it chooses itself.
+    """
+    if getattr(request, "shared_prefix_boundary", boundary_tokens) < boundary_tokens:
+        request.shared_prefix_boundary = boundary_tokens
+
+
 def prefix_replay_tokens(spec: KVCacheSpec) -> int:
     """Return the number of a hit's tokens that the group computes again; 0.30 has no such groups."""
     return int(getattr(spec, "prefix_replay_tokens", 0))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -23,10 +24,22 @@ from offload_core.tiers.changes import TierChange
 
 @dataclass(frozen=True)
 class ChunkTransfer:
-    """A chunk to load or store and, per group of its pack, its blocks in the KV cache."""
+    """A chunk to load or store and, per group of its pack, its blocks in the KV cache.
+
+    Args:
+        spare: for a store, whether it may use free capacity only.
+    """
 
     chunk: ChunkRef
     blocks: tuple[BlockSlice, ...]
+    spare: bool = False
+
+
+class ChunkTouch(NamedTuple):
+    """A chunk to make the most recently used one, and whether it is spare from now on."""
+
+    chunk: ChunkRef
+    spare: bool
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,8 @@ class StepMetadata(KVConnectorMetadata):
     """Per adapter of this step's chunks, the namespace of each rank's keys."""
     loads: list[RequestLoad] = field(default_factory=list)
     stores: list[ChunkTransfer] = field(default_factory=list)
+    touches: list[ChunkTouch] = field(default_factory=list)
+    """For tiers that only the workers see, in this order."""
     cancelled_jobs: list[int] = field(default_factory=list)
     failures_to_report: list[str] = field(default_factory=list)
     """Requests whose failed load the workers report to the engine now."""

@@ -16,6 +16,7 @@ from offload_core.lookup.chunk_ledger import ChunkLedger
 from offload_core.lookup.service import LookupService
 from offload_core.lookup.tier_index import TierIndex
 from offload_core.objects.fingerprint import Json, fingerprint
+from offload_core.planning.placement import PathPlacement
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
@@ -25,6 +26,7 @@ from offload_core.vllm.model.lora import AdapterIdentities
 from offload_core.vllm.scheduler.block_holders import BlockHolders
 from offload_core.vllm.scheduler.load_offers import LoadOffers
 from offload_core.vllm.scheduler.load_plan import plan_load
+from offload_core.vllm.scheduler.placement_plan import PlacementPlan
 from offload_core.vllm.scheduler.request_state import RequestOptions, RequestState
 from offload_core.vllm.scheduler.store_plan import StorePlan
 
@@ -80,10 +82,11 @@ class SchedulerHalf:
         self._adapters = AdapterIdentities(settings.lookup_timeout_seconds)
         self._ledger = ChunkLedger(num_ranks, settings.lookup_timeout_seconds)
         self._block_holders = BlockHolders(num_blocks - 1)  # one block is vLLM's null block
+        self._placement = PlacementPlan(settings.placement, planner, self._ledger, self._tiers, self._ranks_namespaces)
         self._offers = LoadOffers(
-            planner, self._tiers, lookups, self._ledger, self._block_holders, self._ranks_namespaces
+            planner, self._tiers, lookups, self._ledger, self._block_holders, self._placement, self._ranks_namespaces
         )
-        self._store_plan = StorePlan(planner, self._ledger, prompt_only=settings.offload_prompt_only)
+        self._store_plan = StorePlan(planner, self._ledger, self._placement, prompt_only=settings.offload_prompt_only)
         self._requests: dict[str, RequestState] = {}
         self._last_job_id = 0
         self._new_loads: list[RequestLoad] = []
@@ -104,14 +107,20 @@ class SchedulerHalf:
         if not (options.load or options.store):
             return
         adapter = self._adapters.of(request.lora_request) if request.lora_request is not None else None
-        state = RequestState(request, options, adapter, {})
+        path = PathPlacement(self._planner, request.num_prompt_tokens)
+        state = RequestState(request, options, adapter, {}, path)
         self._store_plan.start_over(state)
+        self._placement.begin(state)
         self._requests[request.request_id] = state
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """Return the number of tokens past ``computed_tokens`` that can be loaded, or ``None`` to be asked again."""
         state = self._requests.get(request.request_id)
-        return 0 if state is None else self._offers.matched_tokens(state, computed_tokens)
+        if state is None:
+            return 0
+        matched = self._offers.matched_tokens(state, computed_tokens)
+        self._placement.keep_state_at_junction(state)
+        return matched
 
     def load_tier(self, request_id: str) -> str | None:
         """Return the tier of the request's current offer."""
@@ -129,7 +138,7 @@ class SchedulerHalf:
         state = self._requests[request.request_id]
         offer = state.offer
         assert offer is not None, "the engine loads only tokens that matched_tokens offered"
-        boundary = offer.computed_tokens + external_tokens
+        boundary = state.resumed_tokens = offer.computed_tokens + external_tokens
         state.job_id = self._last_job_id = self._last_job_id + 1
         chunks = plan_load(self._planner, state, blocks, offer.computed_tokens, boundary)
         self._block_holders.load_begins(request.request_id, *_held_and_needed_blocks(self._planner, request, blocks))
@@ -144,12 +153,15 @@ class SchedulerHalf:
         self._offers.no_longer_recomputed(output.num_scheduled_tokens.keys())
         self._block_holders.remove(output.num_scheduled_tokens.keys())
         stores = list(self._store_plan.stores(output, self._requests))
+        touches = self._placement.touch(self._io) if self._io is not None else []
         transfers = chain(stores, *(load.chunks for load in self._new_loads))
-        adapters = {item.chunk.adapter for item in transfers}
+        chunks = chain((item.chunk for item in transfers), (touch.chunk for touch in touches))
+        adapters = {chunk.adapter for chunk in chunks}
         metadata = StepMetadata(
             {adapter: self._ranks_namespaces(adapter) for adapter in adapters},
             loads=self._new_loads,
             stores=stores,
+            touches=touches,
             cancelled_jobs=self._cancelled_jobs,
             failures_to_report=[*self._block_holders.reportable_failures(), *self._finished_with_failed_load],
             idle=idle,
@@ -191,6 +203,8 @@ class SchedulerHalf:
         if self._block_holders.withholds(request.request_id):
             self._finished_with_failed_load.add(request.request_id)
         self._block_holders.remove([request.request_id])
+        if (state := self._requests.get(request.request_id)) is not None:
+            self._placement.ended(state)
         self._forget(request)
 
     def reset(self) -> None:
@@ -203,6 +217,7 @@ class SchedulerHalf:
         self._reset_salt = secrets.token_hex(16)
         self._namespaces.clear()
         self._ledger.clear()
+        self._placement.reset()
         for state in list(self._requests.values()):
             if state.job_id is None and state.request.num_computed_tokens == 0:
                 state.offer = state.lookup = None
@@ -214,6 +229,7 @@ class SchedulerHalf:
         """Release the tiers. Idempotent; never waits for a hung medium."""
         if self._io is not None:
             self._adapters.shutdown()
+            self._placement.touch(self._io, at_once=True)
             close_tiers(self._tiers, self._io)
             self._io.release()
             self._io = None

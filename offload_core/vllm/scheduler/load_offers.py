@@ -16,6 +16,7 @@ from offload_core.planning.chunk_keys import ChunkHashes, ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.tiers.tier import Tier
 from offload_core.vllm.scheduler.block_holders import BlockHolders
+from offload_core.vllm.scheduler.placement_plan import PlacementPlan
 from offload_core.vllm.scheduler.request_state import Offer, RequestState
 
 _IDLE_WAIT_SECONDS = 0.002
@@ -38,14 +39,17 @@ class LoadOffers:
         lookups: LookupService,
         ledger: ChunkLedger,
         block_holders: BlockHolders,
+        placement: PlacementPlan,
         ranks_namespaces: Callable[[str], tuple[str, ...]],
     ) -> None:
         self._planner = planner
         self._lookups = lookups
         self._ledger = ledger
         self._block_holders = block_holders
+        self._placement = placement
         self._ranks_namespaces = ranks_namespaces
         self._block_alignment_tokens = math.lcm(*(g.block_size_tokens for pack in planner.packs for g in pack.groups))
+        self._has_attention = any(pack.policy.kind == "full" for pack in planner.packs)
         self._lookup_seconds = max(tier.limits.lookup_timeout_seconds for tier in tiers)
         self._load_seconds = {tier.name: tier.limits.load_timeout_seconds for tier in tiers}
         self._chunks_loading: Counter[ChunkRef] = Counter()
@@ -207,9 +211,12 @@ class LoadOffers:
         missing = lookup.missing()
         if self._ledger.any_arriving(missing, lookup.started) and not self._lookup_time_is_over(state):
             return None
-        if self._ledger.not_found(missing):  # store evicted chunks again, with all chunks behind them
-            self._ledger.forget(state.all_refs(self._planner))
         tier, boundary = lookup.best()
+        answers = lookup.answers().values()
+        if self._ledger.not_found(missing):  # store evicted chunks again, with all chunks behind them
+            attention = max((answer.attention_tokens for answer in answers), default=0) if self._has_attention else 0
+            self._ledger.forget(state.refs_behind(self._planner, attention))
+        self._placement.looked_up(state, boundary, answers)
         return Offer(lookup.query.computed_tokens, boundary, tier, time.monotonic() + _OFFER_LIFE_SECONDS)
 
 

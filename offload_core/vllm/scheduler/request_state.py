@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from offload_core.lookup.service import Lookup
 from offload_core.lookup.waiting_time import WaitingTime
 from offload_core.planning.chunk_keys import ChunkRef
+from offload_core.planning.placement import PathPlacement
 from offload_core.planning.planner import HybridOffloadPlanner, Pack
 from offload_core.vllm.model.lora import Adapter
 
@@ -80,8 +81,14 @@ class RequestState:
     """The LoRA adapter; ``None`` for the model itself."""
     next_unit: dict[str, int]
     """Per pack name, the first unit that the store plan has not examined."""
+    path: PathPlacement
+    """The boundaries of its tokens that are worth keeping."""
     next_store_tokens: int = 0
     """The token count at which the next unexamined unit is complete."""
+    resumed_tokens: int = 0
+    """The prefix that the engine did not compute, its own and a loaded one."""
+    seen_tokens: int = 0
+    """For a model without full attention: the prefix that an earlier prompt had too."""
     lookup: Lookup | None = None
     offer: Offer | None = None
     answered: bool = False
@@ -104,10 +111,14 @@ class RequestState:
         chunk_hash = self.request.block_hashes[pack.hash_index(unit)]
         return ChunkRef(pack.name, chunk_hash, self.adapter.digest if self.adapter else "")
 
-    def all_refs(self, planner: HybridOffloadPlanner) -> list[ChunkRef]:
-        """Return every chunk of this request that has a hash."""
+    def refs_behind(self, planner: HybridOffloadPlanner, tokens: int) -> list[ChunkRef]:
+        """Return every chunk of this request that has a hash and ends behind ``tokens``."""
         hashed = len(self.request.block_hashes)
-        return [self.ref(pack, unit) for pack in planner.packs for unit in range(hashed // pack.hash_factor)]
+        return [
+            self.ref(pack, unit)
+            for pack in planner.packs
+            for unit in range(pack.units_in(tokens), hashed // pack.hash_factor)
+        ]
 
     def needed_refs(self, planner: HybridOffloadPlanner, computed_tokens: int, boundary_tokens: int) -> list[ChunkRef]:
         """Return every chunk that a load from ``computed_tokens`` to ``boundary_tokens`` needs."""

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 from offload_core.lookup.chunk_ledger import ChunkLedger
 from offload_core.memory.block_copier import BlockSlice
+from offload_core.planning.packs import Pack
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.vllm.metadata import ChunkTransfer
 from offload_core.vllm.scheduler.load_plan import NULL_BLOCK_ID
+from offload_core.vllm.scheduler.placement_plan import PlacementPlan
 from offload_core.vllm.scheduler.request_state import RequestState
 
 if TYPE_CHECKING:
@@ -29,9 +31,12 @@ class StorePlan:
         prompt_only: store no chunk with generated tokens.
     """
 
-    def __init__(self, planner: HybridOffloadPlanner, ledger: ChunkLedger, *, prompt_only: bool) -> None:
+    def __init__(
+        self, planner: HybridOffloadPlanner, ledger: ChunkLedger, placement: PlacementPlan, *, prompt_only: bool
+    ) -> None:
         self._planner = planner
         self._ledger = ledger
+        self._placement = placement
         self._prompt_only = prompt_only
         self._attention_packs = tuple(pack for pack in planner.packs if pack.policy.kind != "state")
         self._state_packs = tuple(pack for pack in planner.packs if pack.policy.kind == "state")
@@ -75,7 +80,7 @@ class StorePlan:
             end = min(tokens // pack.unit_tokens, hashed)
             for unit in range(state.next_unit[pack.name], end):
                 ref = state.ref(pack, unit)
-                if self._ledger.is_present(ref) or not self._planner.ever_needed(pack, unit):
+                if self._ledger.is_present(ref) or not self._is_wanted(state, pack, unit):
                     continue
                 slices = [
                     BlockSlice(0, tuple(tables[group.index][position] for position in pack.block_range(group, unit)))
@@ -84,7 +89,7 @@ class StorePlan:
                 # A null block was freed or never held.
                 if not any(NULL_BLOCK_ID in part.block_ids for part in slices):
                     self._ledger.store_started(ref)
-                    yield ChunkTransfer(ref, tuple(slices))
+                    yield ChunkTransfer(ref, tuple(slices), self._placement.is_spare(state, pack, unit))
             state.next_unit[pack.name] = max(state.next_unit[pack.name], end)
         self._set_next_tokens(state)
 
@@ -97,13 +102,17 @@ class StorePlan:
         for boundary, block_ids in by_boundary.items():
             for pack in self._state_packs:
                 unit = boundary // pack.unit_tokens - 1
-                if boundary % pack.unit_tokens or boundary > limit or not self._planner.ever_needed(pack, unit):
+                if boundary % pack.unit_tokens or boundary > limit or not self._is_wanted(state, pack, unit):
                     continue
                 ids = [block_ids.get(group.index, NULL_BLOCK_ID) for group in pack.groups]
                 ref = state.ref(pack, unit)
                 if NULL_BLOCK_ID not in ids and not self._ledger.is_present(ref):
                     self._ledger.store_started(ref)
-                    yield ChunkTransfer(ref, tuple(BlockSlice(0, (block_id,)) for block_id in ids))
+                    slices = tuple(BlockSlice(0, (block_id,)) for block_id in ids)
+                    yield ChunkTransfer(ref, slices, self._placement.is_spare(state, pack, unit))
+
+    def _is_wanted(self, state: RequestState, pack: Pack, unit: int) -> bool:
+        return self._planner.ever_needed(pack, unit) and self._placement.stores(state, pack, unit)
 
     def _set_next_tokens(self, state: RequestState) -> None:
         state.next_store_tokens = min(

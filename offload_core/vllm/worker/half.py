@@ -127,6 +127,9 @@ class WorkerHalf:
         """Copy this step's completed blocks to staging. Call it after the forward pass, before any block is reused."""
         if metadata.stores:
             self._transfer_engine.submit_stores(self._objects(metadata.stores))
+        if metadata.touches:
+            keys = [self._key(touch.chunk) for touch in metadata.touches]
+            self._transfer_engine.touch(keys, [touch.spare for touch in metadata.touches])
 
     def collect(self, metadata: StepMetadata) -> tuple[set[str], set[str]]:
         """Copy arrived objects into the KV cache and collect the results of loads and stores.
@@ -208,12 +211,10 @@ class WorkerHalf:
         self._report.failed_requests.add(request_id)
 
     def _objects(self, chunks: list[ChunkTransfer] | tuple[ChunkTransfer, ...]) -> tuple[TransferObject, ...]:
-        return tuple(
-            TransferObject(
-                ObjectKey(self._namespaces[item.chunk.adapter], item.chunk.pack, item.chunk.chunk_hash), item.blocks
-            )
-            for item in chunks
-        )
+        return tuple(TransferObject(self._key(item.chunk), item.blocks, item.spare) for item in chunks)
+
+    def _key(self, ref: ChunkRef) -> ObjectKey:
+        return ObjectKey(self._namespaces[ref.adapter], ref.pack, ref.chunk_hash)
 
     def _ref(self, key: ObjectKey) -> ChunkRef:
         return ChunkRef(key.pack, key.chunk_hash, self._adapters[key.namespace])
