@@ -136,7 +136,9 @@ class CpuBackend(Backend[CpuOptions]):
             self._unpin_all(pinned)
         return outcomes
 
-    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
         """Reserve pages; objects are evicted for them in the order of ``eviction``. If too few can be, reject."""
         outcomes: list[StoreOutcome | None] = []
         evicted: list[ObjectKey] = []
