@@ -65,7 +65,9 @@ class VllmFolder(Backend[BackendOptions]):
         await self.run_blocking(batch_load_block, self._paths(keys), list(buffers), False)
         return [LoadOutcome.HIT] * len(keys)
 
-    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
         return StoreReservation([None] * len(keys))
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:

@@ -131,7 +131,9 @@ class MemoryBackend(Backend[MemoryOptions]):
         self.reserved += 1
         return reservation
 
-    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
         present = [StoreOutcome.ALREADY_PRESENT if key in self.objects else None for key in keys]
         outcomes = self._result("prepare_store", present)
         reservation = CountedStore(outcomes, self._released)

@@ -140,7 +140,9 @@ class ShelfBackend(Backend[ShelfOptions]):
         for key in keys:
             self.shelf.pins[key] -= 1
 
-    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
         await self.pause()
         evicted: list[ObjectKey] = []
         granted: dict[ObjectKey, list[int]] = {}

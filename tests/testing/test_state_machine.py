@@ -154,14 +154,18 @@ class LeaksPins(ShelfBackend):
 
 
 class LeaksCapacityWhenCancelled(ShelfBackend):
-    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
-        reservation = await super().prepare_store(keys, nbytes)
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
+        reservation = await super().prepare_store(keys, nbytes, spare)
         await self.pause()
         return reservation
 
 
 class PromisesTooMuch(ShelfBackend):
-    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
         full = self.shelf.used >= self.options.capacity
         return Promised(self, [StoreOutcome.REJECTED if full else None] * len(keys), [], {})
 

@@ -3,7 +3,7 @@
 Everything but the copies happens on the event loop, so nothing here needs a lock. :meth:`CpuBackend.prepare_store`
 *reserves* an object's pages. The object becomes visible when its pages are filled. After its eviction or deletion they
 are released as soon as no load uses them. An object is not in the order of eviction while loads use it. When the last
-load ends, the object returns there as just used.
+load ends, the object returns there as just used, and is spare no longer.
 """
 
 from __future__ import annotations
@@ -68,12 +68,14 @@ class CpuBackend(Backend[CpuOptions]):
         self._arena: Arena | None = None
         self._objects: dict[ObjectKey, _Object] = {}
         self._eviction_order: EvictionOrder[ObjectKey] = EvictionOrder("lru", 0)
-        self._reserved: dict[ObjectKey, list[_Object]] = {}
+        self._reserved: dict[ObjectKey, dict[_Object, bool]] = {}  # and whether the reservation is for a spare object
 
     @property
     def capabilities(self) -> Capabilities:
         """Memory of this process."""
-        return Capabilities(medium="host", persistent=False, shared=False, bounded=True, lists=True, sizes=True)
+        return Capabilities(
+            medium="host", persistent=False, shared=False, bounded=True, lists=True, sizes=True, spares=True
+        )
 
     async def open(self) -> None:
         """Map the memory. The system gives it as it is filled, unless the options make it pinned or prefaulted.
@@ -136,21 +138,26 @@ class CpuBackend(Backend[CpuOptions]):
             self._unpin_all(pinned)
         return outcomes
 
-    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
-        """Reserve pages; objects are evicted for them in the order of ``eviction``. If too few can be, reject."""
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
+        """Reserve pages; objects are evicted for them in the order of ``eviction``. If too few can be, reject.
+
+        A spare object gets free pages only. If it is present already, nothing changes.
+        """
         outcomes: list[StoreOutcome | None] = []
         evicted: list[ObjectKey] = []
         taken: list[tuple[ObjectKey, _Object]] = []
-        for key, size in zip(keys, nbytes, strict=True):
+        for key, size, is_spare in zip(keys, nbytes, spare or [False] * len(keys), strict=True):
             present = self._objects.get(key)
             if present is not None:
-                if not present.pins:
+                if not present.pins and not is_spare:
                     self._eviction_order.record_use(key)
                 outcomes.append(StoreOutcome.ALREADY_PRESENT)
                 continue
-            reserved = self._reserve(size, evicted)
+            reserved = self._reserve_free(size) if is_spare else self._reserve(size, evicted)
             if reserved is not None:
-                self._reserved.setdefault(key, []).append(reserved)
+                self._reserved.setdefault(key, {})[reserved] = is_spare
                 taken.append((key, reserved))
             outcomes.append(None if reserved is not None else StoreOutcome.REJECTED)
 
@@ -165,37 +172,47 @@ class CpuBackend(Backend[CpuOptions]):
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         """See :meth:`Backend.store`. A cancelled call ends with its copies, and stores nothing."""
         outcomes: list[StoreOutcome] = []
-        filling: list[tuple[ObjectKey, _Object]] = []
+        filling: list[tuple[ObjectKey, _Object, bool]] = []
         copies: list[tuple[tuple[Run, ...], memoryview]] = []
         for key, buffer in zip(keys, buffers, strict=True):
             if key in self._objects:
                 outcomes.append(StoreOutcome.ALREADY_PRESENT)
                 continue
             held = next((r for r in self._reserved.get(key, ()) if r.nbytes == len(buffer)), None)
+            is_spare = False
             if held is not None:
-                self._take_reserved(key, held)
-            elif self._memory.pages_for(len(buffer)) <= self._memory.pages.num_free:  # prepare_store evicts
-                held = self._reserve(len(buffer), [])
+                is_spare = self._take_reserved(key, held)
+            else:
+                held = self._reserve_free(len(buffer))  # prepare_store evicts
             if held is None:
                 outcomes.append(StoreOutcome.REJECTED)
                 continue
             outcomes.append(StoreOutcome.STORED)
-            filling.append((key, held))
+            filling.append((key, held, is_spare))
             copies.append((held.runs, buffer))
         try:
             are_resident = all(self._memory.is_resident(runs) for runs, _ in copies)
             await self._copy(self._memory.write, copies, are_resident=are_resident)
         except BaseException:
-            for _, held in filling:
+            for _, held, _ in filling:
                 self._free(held)
             raise
-        for key, held in filling:
+        for key, held, is_spare in filling:
             if key in self._objects:  # the same key twice, or another call was faster
                 self._free(held)
+                if not is_spare:
+                    await self.touch([key], [False])
             else:
                 self._objects[key] = held
-                self._eviction_order.add(key, held.num_pages)
+                others = self._reserved.get(key, {}).values()  # of calls that will find the object present
+                self._eviction_order.add(key, held.num_pages, spare=is_spare and all(others))
         return outcomes
+
+    async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        """See :meth:`Backend.touch`. An object in use is left alone: when its last load ends, it is just used."""
+        for key, is_spare in zip(keys, spare, strict=True):
+            if key in self._eviction_order:
+                self._eviction_order.touch(key, spare=is_spare)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """See :meth:`Backend.delete`."""
@@ -244,11 +261,17 @@ class CpuBackend(Backend[CpuOptions]):
             evicted.append(victim)
         return _Object(pages.take(needed), nbytes, needed)
 
-    def _take_reserved(self, key: ObjectKey, reserved: _Object) -> None:
-        """End a reservation; its pages are the caller's now."""
-        self._reserved[key].remove(reserved)
+    def _reserve_free(self, nbytes: int) -> _Object | None:
+        """Take pages for an object, or ``None`` if too few are free."""
+        is_free = self._memory.pages_for(nbytes) <= self._memory.pages.num_free
+        return self._reserve(nbytes, []) if is_free else None
+
+    def _take_reserved(self, key: ObjectKey, reserved: _Object) -> bool:
+        """End a reservation; its pages are the caller's now. Return whether it is for a spare object."""
+        is_spare = self._reserved[key].pop(reserved)
         if not self._reserved[key]:
             del self._reserved[key]
+        return is_spare
 
     def _remove(self, key: ObjectKey) -> None:
         """Make an object invisible. Its pages are released at once, or after the last load that uses them."""

@@ -116,7 +116,9 @@ class DiskBackend(Backend[DiskOptions]):
         """See :meth:`Backend.load_into`."""
         return await self.run_to_the_end(_load(self._folder, keys, buffers, executor=self.context.executor))
 
-    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
         """Reserve capacity in the folder's account; objects are evicted for it in the order of ``eviction``.
 
         Without a capacity nothing is reserved; :meth:`store` then finds out which objects are present.

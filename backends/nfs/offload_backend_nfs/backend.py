@@ -129,11 +129,13 @@ class NfsBackend(Backend[NfsOptions]):
         sizes = await self._sizes(keys)
         return LoadReservation([size is not None for size in sizes], nbytes=sizes)
 
-    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
         """Reserve bytes if there is a capacity. Cancelled, they are released."""
         if self._reservations is not None:
             return await self._reservations.prepare_store(keys, nbytes)
-        return await super().prepare_store(keys, nbytes)
+        return await super().prepare_store(keys, nbytes, spare)
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`. Cancelled, it waits for the reads that have begun."""

@@ -67,9 +67,11 @@ class NixlBackend(Backend[NixlOptions]):
         sizes = await self.run_blocking(self._sizes, keys)
         return LoadReservation([size is not None for size in sizes], nbytes=sizes)
 
-    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
         """Reject objects that are larger than the shared memory. There is no limit on the others."""
-        reservation = await super().prepare_store(keys, nbytes)
+        reservation = await super().prepare_store(keys, nbytes, spare)
         outcomes = [
             StoreOutcome.REJECTED if self._is_too_large(size) else outcome
             for outcome, size in zip(reservation.outcomes, nbytes, strict=True)

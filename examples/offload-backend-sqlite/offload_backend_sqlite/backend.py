@@ -66,7 +66,9 @@ class SqliteBackend(Backend[SqliteOptions]):
         """See :meth:`Backend.load_into`."""
         return await self._run(self._database.load, keys, buffers)
 
-    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
         """Reserve capacity; the least recently used objects are evicted for it (C11). Objects present are pinned."""
         (outcomes, evicted), release = await self._reserve(self._database.reserve, keys, nbytes)
         return StoreReservation(outcomes, evicted, release)

@@ -98,12 +98,15 @@ class FaultyBackend(BackendWrapper):
         present = await self._prepare("prepare_load", operate, held, keys)
         return _FaultyLoadReservation(present, held)
 
-    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
         """See :meth:`Backend.prepare_store`. If a fault raises, the inner backend's reservation is released."""
         held: list[StoreReservation] = []
+        flags = [spare] if spare else []  # without flags, the inner backend is called without them too
 
         async def operate(call: Call) -> list[Any]:
-            held.append(await self.inner.prepare_store(call.keys, nbytes))
+            held.append(await self.inner.prepare_store(call.keys, nbytes, *flags))
             return list(held[-1].outcomes)
 
         outcomes = await self._prepare("prepare_store", operate, held, keys)

@@ -184,10 +184,18 @@ class Client:
         with self._counted():
             return await self.backend.prepare_load(keys)
 
-    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
-        """See :meth:`Backend.prepare_store`; the caller releases it."""
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
+        """See :meth:`Backend.prepare_store`; the caller releases it. Without flags, the backend gets none either."""
+        flags = [spare] if spare else []
         with self._counted():
-            return await self.backend.prepare_store(keys, nbytes)
+            return await self.backend.prepare_store(keys, nbytes, *flags)
+
+    async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        """See :meth:`Backend.touch`."""
+        with self._counted():
+            await self.backend.touch(keys, spare)
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
         """See :meth:`Backend.load_into`; the caller holds a reservation."""

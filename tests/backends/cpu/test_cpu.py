@@ -34,10 +34,10 @@ def backend() -> Iterator[CpuBackend]:
     executor.shutdown()
 
 
-async def put(backend: CpuBackend, *numbers: int) -> tuple[list[StoreOutcome], list[ObjectKey]]:
+async def put(backend: CpuBackend, *numbers: int, spare: bool = False) -> tuple[list[StoreOutcome], list[ObjectKey]]:
     """Store objects of one page each, as a tier does."""
     keys = [key(number) for number in numbers]
-    reservation = await backend.prepare_store(keys, [PAGE_BYTES] * len(keys))
+    reservation = await backend.prepare_store(keys, [PAGE_BYTES] * len(keys), [spare] * len(keys))
     wanted = [key for key, outcome in zip(keys, reservation.outcomes, strict=True) if outcome is None]
     stored = iter(await backend.store(wanted, [memoryview(k.chunk_hash * (PAGE_BYTES // 32)) for k in wanted]))
     await reservation.release()
@@ -69,6 +69,49 @@ def test_an_object_that_could_not_fit_evicts_nothing(backend: CpuBackend) -> Non
         assert (reservation.outcomes, reservation.evicted) == ((REJECTED,), ())
         await reservation.release()
         assert await present(backend) == [0]
+
+    asyncio.run(main())
+
+
+def test_a_spare_object_that_is_offered_again_is_kept_only_if_it_is_offered_so(backend: CpuBackend) -> None:
+    async def main() -> None:
+        await backend.open()
+        await put(backend, 0, 1, 2, spare=True)
+        await put(backend, 3, 4, 5, 6, 7)
+        assert await put(backend, 0, spare=True) == ([ALREADY_PRESENT], [])
+        assert await put(backend, 1) == ([ALREADY_PRESENT], [])
+        assert await put(backend, 3, spare=True) == ([ALREADY_PRESENT], [])
+        assert await put(backend, 8, 9, 10) == ([STORED] * 3, [key(0), key(2), key(3)])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_an_object_that_two_calls_store_at_once_is_kept_if_either_keeps_it(
+    backend: CpuBackend, order: list[int]
+) -> None:
+    async def main() -> None:
+        await backend.open()
+        reservations = [await backend.prepare_store([key(0)], [PAGE_BYTES], [number == 0]) for number in order]
+        for _ in order:
+            await backend.store([key(0)], [memoryview(bytes(PAGE_BYTES))])
+        for reservation in reservations:
+            await reservation.release()
+        await put(backend, *range(1, 7))
+        await put(backend, 7, spare=True)
+        assert await put(backend, 8) == ([STORED], [key(7)])
+
+    asyncio.run(main())
+
+
+def test_a_touch_of_an_object_in_use_changes_nothing(backend: CpuBackend) -> None:
+    async def main() -> None:
+        await backend.open()
+        await put(backend, *range(8))
+        reservation = await backend.prepare_load([key(0), key(1)])
+        await backend.touch([key(0), key(1), key(2)], [True, False, True])
+        await reservation.release()
+        assert await put(backend, 8, 9) == ([STORED] * 2, [key(2), key(3)])
 
     asyncio.run(main())
 

@@ -79,7 +79,9 @@ class OddBackend(DiskBackend):
         finally:
             OddBackend.loading_bytes -= nbytes
 
-    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
         if self.options.lies == "room":
             return StoreReservation([StoreOutcome.REJECTED] * len(keys))
         evicted = []

@@ -48,8 +48,8 @@ class NamesObjectsByANumber(ReferenceBackend):
     async def load_into(self, keys: Keys, buffers: Buffers) -> Sequence[LoadOutcome]:
         return await super().load_into(self.short(keys), buffers)
 
-    async def prepare_store(self, keys: Keys, nbytes: Sequence[int]) -> StoreReservation:
-        return await super().prepare_store(self.short(keys), nbytes)
+    async def prepare_store(self, keys: Keys, nbytes: Sequence[int], spare: Sequence[bool] = ()) -> StoreReservation:
+        return await super().prepare_store(self.short(keys), nbytes, spare)
 
     async def store(self, keys: Keys, buffers: Buffers) -> Sequence[StoreOutcome]:
         return await super().store(self.short(keys), buffers)
@@ -115,8 +115,8 @@ class ShowsObjectsWhenTheReservationEnds(ReferenceBackend):
         self.hidden[key] = bytes(buffer)
         return StoreOutcome.STORED
 
-    async def prepare_store(self, keys: Keys, nbytes: Sequence[int]) -> StoreReservation:
-        reservation = await super().prepare_store(keys, nbytes)
+    async def prepare_store(self, keys: Keys, nbytes: Sequence[int], spare: Sequence[bool] = ()) -> StoreReservation:
+        reservation = await super().prepare_store(keys, nbytes, spare)
 
         def show() -> None:
             for key in keys:

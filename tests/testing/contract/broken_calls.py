@@ -96,9 +96,9 @@ class LooksAtEveryByteOnTheLoop(ReferenceBackend):
 
 
 class EvictsWhatIsPinned(ReferenceBackend):
-    async def prepare_store(self, keys: Keys, nbytes: Sequence[int]) -> StoreReservation:
+    async def prepare_store(self, keys: Keys, nbytes: Sequence[int], spare: Sequence[bool] = ()) -> StoreReservation:
         self.medium.pins.clear()
-        return await super().prepare_store(keys, nbytes)
+        return await super().prepare_store(keys, nbytes, spare)
 
 
 class UnpinsForEverybody(ReferenceBackend):
@@ -173,13 +173,13 @@ class NeverUnpins(ReferenceBackend):
 
 
 class CountsStoredBytesOnly(ReferenceBackend):
-    async def prepare_store(self, keys: Keys, nbytes: Sequence[int]) -> StoreReservation:
+    async def prepare_store(self, keys: Keys, nbytes: Sequence[int], spare: Sequence[bool] = ()) -> StoreReservation:
         self.medium.reserved.clear()
-        return await super().prepare_store(keys, nbytes)
+        return await super().prepare_store(keys, nbytes, spare)
 
 
 class CountsABatchAtItsEnd(ReferenceBackend):
-    async def prepare_store(self, keys: Keys, nbytes: Sequence[int]) -> StoreReservation:
+    async def prepare_store(self, keys: Keys, nbytes: Sequence[int], spare: Sequence[bool] = ()) -> StoreReservation:
         reservations = []
         hidden: list[tuple[ObjectKey, Reserved]] = []
         for key, size in zip(keys, nbytes, strict=True):

@@ -142,7 +142,9 @@ class ReferenceBackend(Backend[ReferenceOptions]):
         buffer[:] = found.content
         return LoadOutcome.HIT
 
-    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
         outcomes: list[StoreOutcome | None] = []
         evicted: list[ObjectKey] = []
         granted: list[tuple[ObjectKey, Reserved]] = []

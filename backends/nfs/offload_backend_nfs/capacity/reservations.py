@@ -59,7 +59,9 @@ class ReservationManager:
 
         return LoadReservation([size is not None for size in sizes], release, sizes)
 
-    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> StoreReservation:
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
         """Reserve capacity. Cancelled, the capacity is released after the thread has ended."""
         results: list[ReserveResult] = []
         try:
