@@ -84,6 +84,8 @@ class MemoryBackend(Backend[MemoryOptions]):
     shared = True
     """True if the scheduler half asks the backend; if false, it relies on the workers' reports."""
     medium: Literal["host", "disk", "remote"] = "host"
+    bounded = spares = evicts = False
+    room_for_spares = True
 
     def __init__(self, options: MemoryOptions, context: BackendContext) -> None:
         super().__init__(options, context)
@@ -91,11 +93,21 @@ class MemoryBackend(Backend[MemoryOptions]):
         self.faults: dict[str, object] = {}
         self.calls: list[str] = []
         self.reserved = 0
+        self.spare_keys: set[ObjectKey] = set()
+        """Every key that was offered as a spare object."""
+        self.touches: list[tuple[ObjectKey, bool]] = []
         self.gates = {name: Gate() for name in ("open", "close", "contains", "load_into", "store")}
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(medium=self.medium, persistent=False, shared=self.shared)
+        return Capabilities(
+            medium=self.medium,
+            persistent=False,
+            shared=self.shared,
+            bounded=self.bounded,
+            evicts=self.evicts,
+            spares=self.spares,
+        )
 
     async def open(self) -> None:
         await self.run_blocking(self.gates["open"].pass_through)
@@ -135,10 +147,20 @@ class MemoryBackend(Backend[MemoryOptions]):
         self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
     ) -> StoreReservation:
         present = [StoreOutcome.ALREADY_PRESENT if key in self.objects else None for key in keys]
+        if spare:
+            assert self.spares, "only a backend that declares spares gets the flags"
+            self.spare_keys.update(key for key, is_spare in zip(keys, spare, strict=True) if is_spare)
+            if not self.room_for_spares:
+                rejected = StoreOutcome.REJECTED
+                present = [rejected if flag else outcome for flag, outcome in zip(spare, present, strict=True)]
         outcomes = self._result("prepare_store", present)
         reservation = CountedStore(outcomes, self._released)
         self.reserved += 1
         return reservation
+
+    async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        self._result("touch", None)
+        self.touches += zip(keys, spare, strict=True)
 
     def _released(self) -> None:
         self.reserved -= 1

@@ -81,8 +81,10 @@ class Rig:
         self.io.submit(tier.open()).result(SECONDS)
         self.tiers.append(tier)
 
-    def add_memory_tier(self, name: str = "memory", **common: object) -> MemoryBackend:
-        config, made = memory_tier(name, None, **common)
+    def add_memory_tier(
+        self, name: str = "memory", prepare: Callable[[MemoryBackend], None] | None = None, **common: object
+    ) -> MemoryBackend:
+        config, made = memory_tier(name, prepare, **common)
         self.add_tier(config)
         self.backends[name] = made[0]
         return made[0]

@@ -42,21 +42,23 @@ def request(name: str = "r", tokens: int = 80, family: int = 0, **fields: Any) -
 
 
 class Half:
-    """A scheduler half over one RAM tier; one full-attention group with blocks and chunks of 16 tokens.
+    """A scheduler half over one RAM tier. Blocks and chunks have 16 tokens.
 
     Args:
         prepare: gets the tier's backend before the tier opens.
+        policies: one group for each; by default one group of full attention.
     """
 
     def __init__(self, prepare: Callable[[MemoryBackend], None] | None = None, /, **options: Any) -> None:
         self.patience_seconds = options.pop("patience_seconds", SECONDS)
+        policies = options.pop("policies", (HitPolicy("full"),))
         roles = {name: options.pop(name) for name in ("loads", "stores") if name in options}
         tier, made = memory_tier(prepare=prepare)
         settings = OffloadSettings(
             backends=[tier.common], lookup_timeout_seconds=self.patience_seconds, hybrid_chunk_size=BLOCK, **options
         )
         planner = HybridOffloadPlanner.build(
-            [GroupGeometry(0, BLOCK, HitPolicy("full"))],
+            [GroupGeometry(index, BLOCK, policy) for index, policy in enumerate(policies)],
             hash_block_size=BLOCK,
             max_model_len=4096,
             hybrid_chunk_size=BLOCK,
@@ -64,6 +66,8 @@ class Half:
         config = OffloadConfig(settings, (tier,))
         self.half = SchedulerHalf(config, planner, {"model": "m"}, num_ranks=1, num_blocks=100, **roles)
         self.half.set_layouts({0: {}})
+        self.states: dict[str, list[tuple[int, int, int]]] = {}
+        """The recurrent states that the engine hands over in the next step."""
         self.backend: MemoryBackend = made[0]
 
     def follow(self, item: Any) -> Any:
@@ -84,7 +88,8 @@ class Half:
             total_num_scheduled_tokens=sum(scheduled.values()),
             num_scheduled_tokens=scheduled,
             kv_connector_block_state=SimpleNamespace(
-                get_block_ids=lambda _: (list(range(1, 100)),), boundary_state_offloads={}
+                get_block_ids=lambda _: (list(range(1, 100)),) * len(self.half._planner.groups),
+                boundary_state_offloads=self.states,
             ),
         )
         return self.half.build_step(output)
@@ -105,10 +110,10 @@ class Half:
         self.report([item.chunk for item in step.stores])
         return step
 
-    def load(self, item: Any, tokens: int) -> None:
+    def load(self, item: Any, tokens: int, groups: int = 1) -> None:
         """Allocate blocks for a load as the engine does."""
         blocks = [SimpleNamespace(block_id=number + 1, is_null=False) for number in range(tokens // BLOCK)]
-        taken: Any = SimpleNamespace(blocks=(blocks,))
+        taken: Any = SimpleNamespace(blocks=(blocks,) * groups)
         self.half.blocks_allocated(item, taken, tokens)
 
     def report(self, refs: Sequence[ChunkRef], **problems: Any) -> None:

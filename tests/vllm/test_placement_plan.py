@@ -1,0 +1,207 @@
+"""Placement in the scheduler half: spare chunks, junctions, and the touches after a request has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from offload_core.planning.planner import HitPolicy
+from offload_core.vllm.metadata import StepMetadata
+from tests.support.memory_backend import MemoryBackend
+from tests.vllm.test_scheduler_half import BLOCK, SECONDS, Half, request
+
+FULL, STATE = HitPolicy("full"), HitPolicy("state")
+WINDOW = HitPolicy("window", BLOCK + 1)  # a boundary needs one chunk of it
+FULL_NAME, WINDOW_NAME, STATE_NAME = "full-u16", "window-u16-w17", "state-u16"
+
+
+def _shared(backend: MemoryBackend) -> None:
+    backend.bounded = backend.spares = True
+
+
+def _private(backend: MemoryBackend) -> None:
+    _shared(backend)
+    backend.shared = False
+
+
+class PlacedHalf(Half):
+    """A scheduler half over a bounded tier that knows spare objects."""
+
+    def __init__(self, *policies: HitPolicy, prepare: Callable[[MemoryBackend], None] = _shared, **options: Any):
+        super().__init__(prepare, policies=policies, **options)
+
+    def finish(self, item: Any, *, tokens: int | None = None) -> None:
+        """End a request that has computed ``tokens`` tokens."""
+        item.num_computed_tokens = item.num_tokens if tokens is None else tokens
+        self.half.request_finished(item)
+
+    def touched(self, count: int) -> list[tuple[str, int, bool]]:
+        """Wait for ``count`` touches, and return for each the pack, the index of its chunk, and whether it is spare."""
+        limit = time.monotonic() + SECONDS
+        while len(self.backend.touches) < count:
+            assert time.monotonic() < limit, f"only {self.backend.touches}"
+            self.step()
+        touches, self.backend.touches = self.backend.touches, []
+        return [(key.pack, key.chunk_hash[1], spare) for key, spare in touches]
+
+
+Make = Callable[..., PlacedHalf]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[PlacedHalf] = []
+
+    def make_half(*policies: HitPolicy, **options: Any) -> PlacedHalf:
+        made.append(PlacedHalf(*policies, **options))
+        return made[-1]
+
+    yield make_half
+    for half in made:
+        half.half.shutdown()
+
+
+def spare_of(step: StepMetadata, pack: str = WINDOW_NAME) -> dict[int, bool]:
+    """Per stored chunk of a pack, by its index, whether it is spare."""
+    return {item.chunk.chunk_hash[1]: item.spare for item in step.stores if item.chunk.pack == pack}
+
+
+def branch(name: str, shared: int, family: int, tokens: int = 80) -> Any:
+    """A request whose first ``shared`` chunks are those of family 0."""
+    own, others = request(name, tokens, family), request(name, tokens)
+    own.block_hashes[:shared] = others.block_hashes[:shared]
+    return own
+
+
+def test_windows_within_a_prompt_are_spare_and_full_attention_never(make: Make) -> None:
+    half = make(FULL, WINDOW)
+    half.follow(request("a"))
+    step = half.step(a=80)
+    assert spare_of(step) == {0: True, 1: True, 2: True, 3: False, 4: False}, "the prompt can resume after 64 tokens"
+    assert spare_of(step, FULL_NAME) == dict.fromkeys(range(5), False)
+
+
+@pytest.mark.parametrize(("placement", "stored"), [("kept", {3: False, 4: False}), ("everything", range(5))])
+def test_the_option_placement(make: Make, placement: str, stored: Any) -> None:
+    half = make(FULL, WINDOW, placement=placement)
+    half.follow(request("a"))
+    assert spare_of(half.step(a=80)) == dict.fromkeys(stored, False)
+
+
+def test_the_windows_of_a_junction_are_kept_at_its_second_sight(make: Make) -> None:
+    half = make(FULL, WINDOW, placement="kept")
+    assert half.matched(half.follow(request("a"))) == 0
+    half.store(a=80)
+    second = half.follow(branch("b", 3, family=1))
+    assert half.matched(second) == 0, "there are no windows at the junction"
+    assert 2 in spare_of(half.store(b=80))
+    assert half.matched(half.follow(branch("c", 3, family=2))) == 48
+
+
+def test_without_full_attention_a_junction_is_found_by_the_prompts_seen(make: Make) -> None:
+    half = make(WINDOW, placement="kept")
+    assert half.matched(half.follow(request("a"))) == 0
+    assert spare_of(half.store(a=80)) == {3: False, 4: False}
+    assert half.matched(half.follow(branch("b", 3, family=1))) == 0
+    assert spare_of(half.store(b=80)) == {2: False, 3: False, 4: False}
+    assert half.matched(half.follow(branch("c", 3, family=2))) == 48
+
+
+def test_the_engine_is_asked_to_keep_the_state_at_a_junction(make: Make) -> None:
+    half = make(FULL, STATE)
+    half.follow(request("a"))
+    half.store(a=80)
+    second = half.follow(branch("b", 3, family=1, tokens=96))
+    second.shared_prefix_boundary = 0
+    assert half.matched(second) == 0
+    assert second.shared_prefix_boundary == 48
+    half.states = {"b": [(1, 7, 48), (1, 8, 64), (1, 9, 80)]}
+    assert spare_of(half.step(b=96), STATE_NAME) == {2: False, 3: True, 4: False}
+
+
+def test_a_request_is_touched_from_its_end_to_its_head(make: Make) -> None:
+    half = make(FULL, WINDOW)
+    item = half.follow(request("a"))
+    half.store(a=80)
+    half.finish(item)
+    assert half.touched(7) == [
+        (WINDOW_NAME, 4, False),
+        (FULL_NAME, 4, False),
+        (WINDOW_NAME, 3, False),
+        (FULL_NAME, 3, False),
+        (FULL_NAME, 2, False),
+        (FULL_NAME, 1, False),
+        (FULL_NAME, 0, False),
+    ]
+
+
+def test_the_next_turn_makes_the_turn_before_it_spare(make: Make) -> None:
+    half = make(FULL, WINDOW)
+    first = half.follow(request("a"))
+    half.store(a=80)
+    half.finish(first)
+    half.touched(7)
+    second = half.follow(request("b", tokens=200))
+    half.store(b=200)
+    half.finish(second)
+    assert [(unit, spare) for pack, unit, spare in half.touched(15) if pack == WINDOW_NAME] == [
+        (11, False),
+        (4, True),
+        (3, True),
+    ]
+
+
+def test_touches_wait_for_the_request_s_stores(make: Make) -> None:
+    half = make(FULL, WINDOW)
+    item = half.follow(request("a"))
+    step = half.step(a=80)
+    half.finish(item)
+    for _ in range(5):
+        half.step()
+    assert half.backend.touches == []
+    half.report([stored.chunk for stored in step.stores])
+    assert len(half.touched(7)) == 7
+
+
+def test_at_shutdown_nothing_waits(make: Make) -> None:
+    half = make(FULL, WINDOW)
+    item = half.follow(request("a"))
+    half.step(a=80)
+    half.finish(item)
+    half.half.shutdown()
+    assert len(half.backend.touches) == 7
+
+
+def test_a_request_that_stores_nothing_refreshes_what_it_has_loaded(make: Make) -> None:
+    half = make(FULL, WINDOW)
+    half.follow(request("a"))
+    half.store(a=80)
+    item = half.follow(request("b", kv_transfer_params={"hybrid_offload": {"store": False}}))
+    half.load(item, half.matched(item), groups=2)
+    half.finish(item)
+    assert half.touched(5)[0] == (WINDOW_NAME, 3, False)
+
+
+def test_a_tier_that_only_workers_see_is_touched_by_them(make: Make) -> None:
+    half = make(FULL, WINDOW, prepare=_private)
+    item = half.follow(request("a"))
+    half.store(a=80)
+    half.finish(item)
+    step = half.step()
+    assert [(touch.chunk.pack, touch.chunk.chunk_hash[1]) for touch in step.touches][-1] == (FULL_NAME, 0)
+    assert step.namespaces.keys() == {""}
+    assert half.step().touches == []
+
+
+def test_after_a_reset_nothing_older_is_touched_or_superseded(make: Make) -> None:
+    half = make(FULL, WINDOW)
+    item = half.follow(request("a"))
+    half.step(a=80)
+    half.finish(item)
+    half.half.reset()
+    for _ in range(5):
+        half.step()
+    assert half.backend.touches == []
