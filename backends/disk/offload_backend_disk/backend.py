@@ -65,7 +65,9 @@ class DiskBackend(Backend[DiskOptions]):
     def capabilities(self) -> Capabilities:
         """A local disk that other processes may use too."""
         bounded = self._bounded is not None
-        return Capabilities(medium="disk", persistent=True, shared=True, bounded=bounded, lists=True, sizes=True)
+        return Capabilities(
+            medium="disk", persistent=True, shared=True, bounded=bounded, lists=True, sizes=True, spares=bounded
+        )
 
     async def open(self) -> None:
         """Create the folder if it is missing. A read-only folder is no error: its objects can be loaded.
@@ -121,6 +123,8 @@ class DiskBackend(Backend[DiskOptions]):
     ) -> StoreReservation:
         """Reserve capacity in the folder's account; objects are evicted for it in the order of ``eviction``.
 
+        A spare object gets free capacity below ``high_watermark`` only.
+
         Without a capacity nothing is reserved; :meth:`store` then finds out which objects are present.
         """
         bounded = self._bounded
@@ -130,7 +134,7 @@ class DiskBackend(Backend[DiskOptions]):
             return StoreReservation(await self.run_blocking(self._folder.check_free_space, keys, nbytes))
         answers: list[ReservedCapacity] = []
         try:
-            await self.run_blocking(lambda: answers.append(bounded.reserve(keys, nbytes)))
+            await self.run_blocking(lambda: answers.append(bounded.reserve(keys, nbytes, spare)))
         except asyncio.CancelledError:  # the thread has ended nevertheless
             for answer in answers:
                 unused = [number for number in answer.reservations if number is not None]
@@ -138,9 +142,10 @@ class DiskBackend(Backend[DiskOptions]):
             raise
         (reserved,) = answers
         own: list[tuple[ObjectKey, int]] = []
-        for key, number, size in zip(keys, reserved.reservations, nbytes, strict=True):
+        flags = spare or [False] * len(keys)
+        for key, number, size, is_spare in zip(keys, reserved.reservations, nbytes, flags, strict=True):
             if number is not None:
-                self._held.add(key, HeldReservation(number, size))
+                self._held.add(key, HeldReservation(number, size, is_spare))
                 own.append((key, number))
 
         async def release() -> None:
@@ -156,15 +161,19 @@ class DiskBackend(Backend[DiskOptions]):
         if self._bounded is None:
             return await self.run_to_the_end(_store(self._folder, keys, buffers, executor=executor))
         taken = [self._held.take_smallest(key, len(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
-        numbers = [None if reservation is None else reservation.number for reservation in taken]
         used: set[int] = set()
         try:
-            storing = _store_bounded(self._bounded, keys, buffers, numbers, used, executor=executor)
+            storing = _store_bounded(self._bounded, keys, buffers, taken, used, executor=executor)
             return await self.run_to_the_end(storing)
         finally:
             for key, reservation in zip(keys, taken, strict=True):
                 if reservation is not None and reservation.number not in used:
                     self._held.add(key, reservation)  # until the caller releases it
+
+    async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        """See :meth:`Backend.touch`. The account learns it within a second, in the background."""
+        if self._bounded is not None:
+            self._bounded.touch(keys, spare)  # takes microseconds and waits for nothing
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """See :meth:`Backend.delete`."""

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offload_backend_disk import DiskBackend, DiskOptions
+from offload_backend_disk.capacity.rows import Segment
 from offload_backend_disk.folder.layout import Layout
 
 from offload_core.api.backend import BackendContext, LoadOutcome, StoreOutcome
@@ -242,7 +243,7 @@ def test_the_account_agrees_with_the_files_on_the_disk(
                 _, one, nbytes = reserved[0]
                 layout.path(one).parent.mkdir(parents=True, exist_ok=True)
                 layout.path(one).write_bytes(bytes(nbytes))
-                account.release([reserved.pop(0)[0]], stored=[one])
+                account.release([reserved.pop(0)[0]], stored=[(one, Segment.UNPROTECTED)])
             elif step == "abandon" and reserved:
                 account.release([reserved.pop()[0]])
             elif step == "remove" and one not in pinned:

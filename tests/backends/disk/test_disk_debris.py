@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from offload_backend_disk import DiskBackend
 from offload_backend_disk.capacity.account import Account
+from offload_backend_disk.capacity.database import SCHEMA_VERSION
+from offload_backend_disk.capacity.rows import Segment
 from offload_backend_disk.folder.layout import Layout
 from offload_backend_disk.folder.mount_guard import MountGuard
 from offload_backend_disk.folder.processes import STATE_FOLDER, Processes
@@ -173,7 +175,7 @@ def test_objects_that_come_and_go_during_the_scan_are_counted_right(tmp_path: Pa
         if number == 1:
             account.remove([key(1), key(4)])
             fill_folder(tmp_path, 5, nbytes=7)
-            account.release([], stored=[key(5)])
+            account.release([], stored=[(key(5), Segment.UNPROTECTED)])
     assert account.used_bytes == used(tmp_path) == 20 * KIB + 7
     account.close()
 
@@ -209,7 +211,7 @@ def test_only_one_process_scans_at_a_time(tmp_path: Path) -> None:
     account.close()
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
 def test_an_account_of_another_version_is_rebuilt_by_a_scan(disk: Disk, tmp_path: Path, version: int) -> None:
     folder = tmp_path / STATE_FOLDER
     folder.mkdir()

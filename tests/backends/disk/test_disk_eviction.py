@@ -10,10 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offload_backend_disk import DiskBackend
+from offload_backend_disk.capacity.account import Account, segment_of
+from offload_backend_disk.folder.processes import STATE_FOLDER
 
+from offload_core.api import EvictionOrder, EvictionPolicy
 from offload_core.api.backend import StoreOutcome
 from offload_core.api.keys import ObjectKey
-from tests.backends.disk.conftest import Disk, files_under, key, open_account, tmpfs
+from tests.backends.disk.conftest import Disk, files_under, key, open_account, recover, tmpfs
 
 KIB = 1024
 CAPACITY = 400
@@ -21,66 +24,56 @@ SIZES = {number: (37 * number) % 130 + 10 for number in range(12)}
 
 
 class Oracle:
-    """Both orders as plain lists, the next victim first."""
+    """The public order of eviction, and the capacity."""
 
-    def __init__(self, *, segmented: bool) -> None:
-        self.segmented = segmented
-        self.unprotected: list[int] = []
-        self.protected: list[int] = []
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.order: EvictionOrder[int] = EvictionOrder(policy, CAPACITY)
 
-    def all(self) -> list[int]:
-        return self.unprotected + self.protected
-
-    def store(self, number: int) -> list[int]:
-        evicted = []
-        while sum(SIZES[one] for one in [*self.all(), number]) > CAPACITY:
-            evicted.append((self.unprotected or self.protected).pop(0))
-        self.unprotected.append(number)
+    def store(self, number: int, *, spare: bool) -> list[int] | None:
+        """Return the evicted objects, or ``None`` if the object is rejected."""
+        evicted: list[int] = []
+        while self.order.size + SIZES[number] > CAPACITY:
+            if spare:
+                return None
+            evicted.append(self.order.next_victim())
+            self.order.remove(evicted[-1])
+        self.order.add(number, SIZES[number], spare=spare)
         return evicted
 
-    def use(self, number: int) -> None:
-        for segment in (self.unprotected, self.protected):
-            if number in segment:
-                segment.remove(number)
-        if not self.segmented:
-            self.unprotected.append(number)
-            return
-        self.protected.append(number)
-        while sum(SIZES[one] for one in self.protected) > 0.8 * CAPACITY:
-            self.unprotected.append(self.protected.pop(0))
 
-
-STEP = st.tuples(
-    st.sampled_from(["store", "store", "store", "use", "use", "pin", "delete"]), st.sampled_from(sorted(SIZES))
-)
+VERBS = ["store", "store", "store", "store as spare", "use", "use", "touch", "touch as spare", "pin", "delete"]
+STEP = st.tuples(st.sampled_from(VERBS), st.sampled_from(sorted(SIZES)))
 
 
 @pytest.mark.parametrize("policy", ["lru", "slru"])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(steps=st.lists(STEP, min_size=20, max_size=60))
-def test_the_order_of_eviction_is_that_of_a_brute_force_oracle(
-    tmp_path_factory: pytest.TempPathFactory, policy: str, steps: list[tuple[str, int]]
+def test_the_order_of_eviction_is_that_of_the_public_one(
+    tmp_path_factory: pytest.TempPathFactory, policy: EvictionPolicy, steps: list[tuple[str, int]]
 ) -> None:
     root = tmp_path_factory.mktemp("order")
     account = open_account(root, CAPACITY, policy=policy)
     account.finish_scan()
-    oracle = Oracle(segmented=policy == "slru")
+    oracle = Oracle(policy)
     try:
         for step, number in steps:
-            one, there = key(number), number in oracle.all()
-            if step == "store" and not there:
-                (granted,), evicted = account.reserve([(one, SIZES[number])])
-                assert granted is not None
-                assert evicted == [key(gone) for gone in oracle.store(number)]
-                path = root / one.namespace / one.pack / one.chunk_hash.hex()[:2] / f"{one.chunk_hash.hex()}.kv"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(bytes(SIZES[number]))
-                account.release([granted], stored=[one])
+            one, there, spare = key(number), number in oracle.order, step.endswith("as spare")
+            if step.startswith("store") and not there:
+                (granted,), evicted = account.reserve([(one, SIZES[number])], [spare])
+                expected = oracle.store(number, spare=spare)
+                assert evicted == [key(gone) for gone in expected or []]
+                assert (granted is None) == (expected is None)
+                if granted is not None:
+                    write(root, one, SIZES[number])
+                    account.release([granted], stored=[(one, segment_of(spare))])
             elif step == "delete" and there:
                 account.remove([one])
-                for segment in (oracle.unprotected, oracle.protected):
-                    if number in segment:
-                        segment.remove(number)
+                oracle.order.remove(number)
+            elif step.startswith("touch"):  # absent objects too
+                account.touch([one], [spare])
+                account.flush()
+                if there:
+                    oracle.order.touch(number, spare=spare)
             elif there:
                 if step == "pin":
                     assert account.pin([one]) != [None]
@@ -88,18 +81,125 @@ def test_the_order_of_eviction_is_that_of_a_brute_force_oracle(
                 else:
                     account.record_use([one])
                 account.flush()
-                oracle.use(number)
-            assert account.used_bytes == sum(SIZES[each] for each in oracle.all())
+                oracle.order.record_use(number)
+            assert account.used_bytes == oracle.order.size
     finally:
         account.close()
 
 
+def path_of(root: Path, one: ObjectKey) -> Path:
+    return root / one.namespace / one.pack / one.chunk_hash.hex()[:2] / f"{one.chunk_hash.hex()}.kv"
+
+
+def write(root: Path, one: ObjectKey, nbytes: int) -> None:
+    path = path_of(root, one)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(nbytes))
+
+
+def store(account: Account, root: Path, *numbers: int, spare: bool = False) -> None:
+    """Store objects of ten bytes."""
+    for number in numbers:
+        (granted,), _ = account.reserve([(key(number), 10)], [spare])
+        assert granted is not None
+        write(root, key(number), 10)
+        account.release([granted], stored=[(key(number), segment_of(spare))])
+
+
+def evicted_by(account: Account, *sizes: int) -> list[int]:
+    """Return the objects that reservations evict, one reservation after the other."""
+    evicted: list[ObjectKey] = []
+    for number, size in enumerate(sizes, 100):
+        evicted += account.reserve([(key(number), size)])[1]
+    return [one.chunk_hash[0] for one in evicted]
+
+
+def test_one_call_touches_its_keys_in_their_order_and_the_last_is_evicted_last(tmp_path: Path) -> None:
+    account = open_account(tmp_path, 80)
+    account.finish_scan()
+    store(account, tmp_path, *range(8))
+    account.touch([key(2), key(5), key(1), key(4)], [False, True, False, True])
+    assert evicted_by(account, *[10] * 8) == [5, 4, 0, 3, 6, 7, 2, 1]
+    account.close()
+
+
+def test_changes_that_wait_for_one_transaction_count_as_if_each_had_its_own(tmp_path: Path) -> None:
+    account = open_account(tmp_path, 60, policy="slru")
+    account.finish_scan()
+    store(account, tmp_path, 0, 1, 2, 3)
+    store(account, tmp_path, 4, 5, spare=True)
+    account.record_use([key(0), key(1), key(4)])
+    account.touch([key(0), key(1), key(5)], [False, True, True])  # 0 stays protected, 1 is spare
+    account.record_use([key(5)])
+    assert evicted_by(account, *[10] * 6) == [1, 2, 3, 4, 0, 5]
+    account.close()
+
+
+def test_every_process_evicts_spare_objects_first_and_the_latest_change_wins(tmp_path: Path) -> None:
+    one, other = open_account(tmp_path, 60), open_account(tmp_path, 60, "other")
+    one.finish_scan()
+    store(one, tmp_path, 0, 1, 2)
+    store(other, tmp_path, 3, 4, 5, spare=True)
+    one.touch([key(0)], [True])
+    other.touch([key(0), key(1)], [False, True])
+    one.record_use([key(1)])
+    other.record_use([key(2)])
+    one.touch([key(2)], [True])
+    one.flush()  # out of order: the changes of the other process are older than some of these
+    other.flush()
+    assert evicted_by(one, *[10] * 6) == [3, 4, 5, 2, 0, 1]
+    one.close()
+    other.close()
+
+
+def test_a_spare_object_of_a_process_that_was_killed_is_spare(tmp_path: Path) -> None:
+    killed = open_account(tmp_path, 40, "killed")
+    killed.finish_scan()
+    store(killed, tmp_path, 0)
+    killed.reserve([(key(1), 10), (key(2), 10)], [True, False])
+    write(tmp_path, key(1), 10)
+    write(tmp_path, key(2), 10)
+    killed._processes.unregister()
+    account = open_account(tmp_path, 40)
+    account.release_dead_reservations()
+    assert account.used_bytes == 30
+    assert evicted_by(account, 10, 10, 10) == [1, 0]
+    account.close()
+
+
+def test_an_account_that_a_scan_has_rebuilt_keeps_every_object(tmp_path: Path) -> None:
+    account = open_account(tmp_path, 30)
+    account.finish_scan()
+    store(account, tmp_path, 0)
+    store(account, tmp_path, 1, spare=True)
+    for number in (0, 1):
+        os.utime(path_of(tmp_path, key(number)), (number, number))
+    account.close()
+    for file in (tmp_path / STATE_FOLDER).glob("account.sqlite*"):
+        file.unlink()
+    assert recover(tmp_path, 30) == (20, [])
+    account = open_account(tmp_path, 30)
+    assert evicted_by(account, 10, 10) == [0]
+    account.close()
+
+
+def test_a_touch_of_an_object_in_use_does_not_make_it_spare(tmp_path: Path) -> None:
+    account = open_account(tmp_path, 30)
+    account.finish_scan()
+    store(account, tmp_path, 0, 1, 2)
+    account.pin([key(2)])
+    account.touch([key(2)], [True])
+    account.unpin([key(2)])
+    assert evicted_by(account, 10) == [0]
+    account.close()
+
+
 async def put(
-    backend: DiskBackend, *numbers: int, nbytes: int = 10 * KIB
+    backend: DiskBackend, *numbers: int, nbytes: int = 10 * KIB, spare: bool = False
 ) -> tuple[list[StoreOutcome], list[ObjectKey]]:
     """Store as a tier does; return the outcome of each key, and the evicted keys."""
     keys = [key(number) for number in numbers]
-    reservation = await backend.prepare_store(keys, [nbytes] * len(keys))
+    reservation = await backend.prepare_store(keys, [nbytes] * len(keys), [spare] * len(keys))
     wanted = [one for one, outcome in zip(keys, reservation.outcomes, strict=True) if outcome is None]
     stored = iter(await backend.store(wanted, [memoryview(bytes(nbytes))] * len(wanted)))
     await reservation.release()
@@ -143,6 +243,39 @@ def test_a_long_eviction_goes_on_with_the_stores_that_follow(disk: Disk, tmp_pat
     assert asyncio.run(main()) == [65, 61, 0, 0], "64 per step beside the victims for the store itself"
 
 
+def test_spare_objects_are_stored_below_the_high_watermark_only(disk: Disk, tmp_path: Path) -> None:
+    async def main() -> None:
+        backend = disk(tmp_path / "objects", capacity=100 * KIB, high_watermark=0.8, low_watermark=0.5)
+        await backend.open()
+        await put(backend, *range(6))
+        outcomes, evicted = await put(backend, *range(6, 10), spare=True)
+        assert outcomes == [StoreOutcome.STORED] * 2 + [StoreOutcome.REJECTED] * 2
+        assert evicted == []
+        assert await put(backend, 0, 6, spare=True) == ([StoreOutcome.ALREADY_PRESENT] * 2, [])
+        assert (await put(backend, 10))[1] == [key(number) for number in (6, 7, 0)]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_an_object_that_two_calls_store_at_once_is_kept_if_either_keeps_it(
+    disk: Disk, tmp_path: Path, order: list[int]
+) -> None:
+    async def main() -> None:
+        backend = disk(tmp_path / "objects", capacity=40 * KIB, low_watermark=1)
+        await backend.open()
+        reservations = [await backend.prepare_store([key(0)], [10 * KIB], [number == 0]) for number in order]
+        for _ in order:
+            await backend.store([key(0)], [memoryview(bytes(10 * KIB))])
+        for reservation in reservations:
+            await reservation.release()
+        await put(backend, 1, 2)
+        await put(backend, 3, spare=True)
+        assert (await put(backend, 4, 5))[1] == [key(3), key(0)]
+
+    asyncio.run(main())
+
+
 def fill(folder: Path, leave_bytes: int) -> Path:
     """Fill a file system up to ``leave_bytes``."""
     filler = folder / "filler"
@@ -157,6 +290,7 @@ def test_space_to_keep_free_is_freed_by_eviction_and_otherwise_stores_are_reject
         await backend.open()
         await put(backend, *range(5), nbytes=20 * KIB)
         filler = fill(folder, 230 * KIB)
+        assert await put(backend, 10, nbytes=40 * KIB, spare=True) == ([StoreOutcome.REJECTED], [])
         evicted: list[ObjectKey] = []
         for number in (10, 11):
             outcomes, gone = await put(backend, number, nbytes=20 * KIB)

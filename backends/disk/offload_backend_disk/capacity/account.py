@@ -17,8 +17,8 @@ from pathlib import Path
 from offload_backend_disk.capacity.database import Database
 from offload_backend_disk.capacity.eviction import Evictor, Limits
 from offload_backend_disk.capacity.pins import Pins
-from offload_backend_disk.capacity.rows import PackNumbers, Rows
-from offload_backend_disk.capacity.write_behind import WriteBehind
+from offload_backend_disk.capacity.rows import PackNumbers, Rows, Segment
+from offload_backend_disk.capacity.write_behind import Recency, WriteBehind
 from offload_backend_disk.folder.files import DISK_FULL_ERRNOS
 from offload_backend_disk.folder.layout import Layout, hash_range
 from offload_backend_disk.folder.mount_guard import MountGuard
@@ -69,8 +69,14 @@ class Account:
             self._pins.close()
         self._processes.unregister()
 
-    def reserve(self, wanted: Sequence[tuple[ObjectKey, int]]) -> tuple[list[int | None], list[ObjectKey]]:
-        """Reserve capacity for objects, in order; other objects are evicted for it.
+    def reserve(
+        self, wanted: Sequence[tuple[ObjectKey, int]], spare: Sequence[bool] = ()
+    ) -> tuple[list[int | None], list[ObjectKey]]:
+        """Reserve capacity for objects, in order; other objects are evicted for it, but for spare objects none.
+
+        Args:
+            wanted: key and bytes of each object.
+            spare: one flag per object, or nothing, which stands for no spare object.
 
         Returns:
             A reservation per object, ``None`` if it does not fit; and the evicted keys.
@@ -84,11 +90,15 @@ class Account:
             return [None] * len(wanted), evicted
         try:
             with self._transaction() as rows:
-                for key, nbytes in wanted:
-                    fits = self._evictor.evict_for(rows, nbytes)
-                    if not fits and self._release_dead_reservations(rows):
+                for (key, nbytes), is_spare in zip(wanted, spare or [False] * len(wanted), strict=True):
+                    if is_spare:
+                        fits = self._evictor.fits_freely(rows, nbytes)
+                    else:
                         fits = self._evictor.evict_for(rows, nbytes)
-                    granted.append(rows.add_reservation(self._processes.own_name, key, nbytes) if fits else None)
+                        if not fits and self._release_dead_reservations(rows):
+                            fits = self._evictor.evict_for(rows, nbytes)
+                    own_name, segment = self._processes.own_name, segment_of(is_spare)
+                    granted.append(rows.add_reservation(own_name, key, nbytes, segment) if fits else None)
                     evicted += rows.removed_files
                     rows.removed_files.clear()
                 self._is_scanned = self._is_scanned or rows.totals().scanned
@@ -99,8 +109,8 @@ class Account:
             return [None] * len(wanted), evicted
         return granted, evicted
 
-    def release(self, reservations: Iterable[int], stored: Iterable[ObjectKey] = ()) -> None:
-        """Release reservations, and add the objects that are on the disk now.
+    def release(self, reservations: Iterable[int], stored: Iterable[tuple[ObjectKey, Segment]] = ()) -> None:
+        """Release reservations, and add the objects that are on the disk now, each to its segment.
 
         If the database cannot be written because the disk is full, the next transaction does it.
         """
@@ -134,6 +144,18 @@ class Account:
     def record_use(self, keys: Iterable[ObjectKey]) -> None:
         """Record a use of objects. The next transaction writes it to the database."""
         self._write_behind.record_use(keys)
+
+    def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        """Make objects the most recently used ones, in this order; the next transaction writes it to the database.
+
+        An object that this process has pinned is in use. It does not become spare.
+        """
+        touched = zip(keys, spare, strict=True)
+        self._write_behind.record(
+            (key, Recency.MADE_SPARE if is_spare else Recency.TOUCHED)
+            for key, is_spare in touched
+            if not (is_spare and self._pins.is_pinned_here(key))
+        )
 
     def pin(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         """Pin the objects that are present: no process evicts one until :meth:`unpin` was called as often.
@@ -192,7 +214,7 @@ class Account:
             counted = rows.objects_between(namespace, pack, after, up_to)
             present = {key: found for key in listed if (found := self._size_and_time(key))}
             changed = ((key, found) for key, found in present.items() if counted.get(key.chunk_hash) != found[0])
-            rows.put_objects((key, nbytes, stored_ns) for key, (nbytes, stored_ns) in changed)
+            rows.put_objects((key, nbytes, stored_ns, Segment.UNPROTECTED) for key, (nbytes, stored_ns) in changed)
             present_hashes = {key.chunk_hash for key in present}
             missing = [ObjectKey(namespace, pack, one) for one in counted if one not in present_hashes]
             rows.remove_objects(key for key in missing if self._size_and_time(key) is None)
@@ -216,17 +238,19 @@ class Account:
         """Return whether a dead process had reservations. Its objects that reached the disk are added."""
         own_name = self._processes.own_name
         alive = {name: self._processes.is_alive(name) for name in rows.reserving_processes() if name != own_name}
-        left = [one for one in rows.reservations_of_others(own_name) if not alive[one[1]]]
-        for _, process, key in left:
-            self._layout.remove_temporaries(key, process)
-        self._put_present(rows, ((key, self._write_behind.next_time_ns()) for _, _, key in left))
-        rows.remove_reservations(number for number, _, _ in left)
+        left = [one for one in rows.reservations_of_others(own_name) if not alive[one.process]]
+        for one in left:
+            self._layout.remove_temporaries(one.key, one.process)
+        self._put_present(rows, ((one.key, self._write_behind.next_time_ns(), one.segment) for one in left))
+        rows.remove_reservations(one.number for one in left)
         return bool(left)
 
-    def _put_present(self, rows: Rows, objects: Iterable[tuple[ObjectKey, int]]) -> None:
-        """Add those of the objects that are on the disk, with the time of their last use."""
-        sizes = ((key, self._layout.nbytes(key), used_ns) for key, used_ns in objects)
-        rows.put_objects((key, nbytes, used_ns) for key, nbytes, used_ns in sizes if nbytes is not None)
+    def _put_present(self, rows: Rows, objects: Iterable[tuple[ObjectKey, int, Segment]]) -> None:
+        """Add those of the objects that are on the disk, with the time of their last use and their segment."""
+        sizes = ((key, self._layout.nbytes(key), used_ns, segment) for key, used_ns, segment in objects)
+        rows.put_objects(
+            (key, nbytes, used_ns, segment) for key, nbytes, used_ns, segment in sizes if nbytes is not None
+        )
 
     @contextmanager
     def _transaction(self) -> Iterator[Rows]:
@@ -249,8 +273,8 @@ class Account:
                     removed_files = rows.removed_files
                     rows.remove_reservations(pending.reservations)
                     rows.remove_objects(key for key in pending.removed if self._layout.nbytes(key) is None)
-                    self._put_present(rows, pending.stored_ns.items())
-                    self._evictor.record_use(rows, pending.used_ns.items(), self._write_behind.next_time_ns)
+                    self._put_present(rows, ((key, *stored) for key, stored in pending.stored.items()))
+                    self._evictor.record(rows, pending.recency, self._write_behind.next_time_ns)
                     yield rows
             except BaseException:
                 self._pack_numbers.clear()
@@ -266,6 +290,11 @@ class Account:
         with self._processes.startup_lock():
             self._database.open()
         self._pins.open()
+
+
+def segment_of(is_spare: bool) -> Segment:
+    """Return the segment of a new object."""
+    return Segment.SPARE if is_spare else Segment.UNPROTECTED
 
 
 def _boot_id() -> str:

@@ -7,7 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from offload_backend_disk.capacity.account import Account
+from offload_backend_disk.capacity.account import Account, segment_of
+from offload_backend_disk.capacity.held_reservations import HeldReservation
 from offload_backend_disk.folder.files import DISK_FULL_ERRNOS
 from offload_backend_disk.folder.object_folder import ObjectFolder
 from offload_core.api import ObjectKey, StoreOutcome
@@ -76,12 +77,23 @@ class BoundedFolder:
         """Undo :meth:`pin` for the keys that it found present."""
         self._account.unpin(keys)
 
-    def reserve(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> ReservedCapacity:
-        """Reserve capacity for the objects that are absent; others are evicted for it."""
+    def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        """Make objects the most recently used ones, in this order; see :meth:`Backend.touch`. Does not block."""
+        self._account.touch(keys, spare)
+
+    def reserve(self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()) -> ReservedCapacity:
+        """Reserve capacity for the objects that are absent; others are evicted for it, but for spare objects none.
+
+        If an object is present, this is a use of it. A spare object that is present stays as it is.
+        """
         present = self._folder.contains(keys)
+        flags = spare or [False] * len(keys)
         wanted = [(key, size) for key, size, there in zip(keys, nbytes, present, strict=True) if not there]
-        granted, evicted = self._reserve(wanted)
-        self._account.record_use([key for key, there in zip(keys, present, strict=True) if there])
+        granted, evicted = self._reserve(
+            wanted, [flag for flag, there in zip(flags, present, strict=True) if not there]
+        )
+        offered_again = zip(keys, flags, present, strict=True)
+        self._account.record_use([key for key, is_spare, there in offered_again if there and not is_spare])
         rest = iter(granted)
         reservations = [None if there else next(rest) for there in present]
         outcomes = [
@@ -98,7 +110,7 @@ class BoundedFolder:
         self,
         keys: Sequence[ObjectKey],
         buffers: Sequence[memoryview],
-        reservations: Sequence[int | None],
+        reservations: Sequence[HeldReservation | None],
         used: set[int],
     ) -> list[StoreOutcome]:
         """Write objects, in order; the first error ends the batch.
@@ -116,24 +128,28 @@ class BoundedFolder:
         missing = [index for index, reservation in enumerate(held) if reservation is None]
         if missing:
             reserved = self.reserve([keys[index] for index in missing], [len(buffers[index]) for index in missing])
-            for index, reservation, outcome in zip(missing, reserved.reservations, reserved.outcomes, strict=True):
-                held[index], outcomes[index] = reservation, outcome
-        written: list[tuple[int, ObjectKey]] = []
+            for index, number, outcome in zip(missing, reserved.reservations, reserved.outcomes, strict=True):
+                held[index] = None if number is None else HeldReservation(number, len(buffers[index]))
+                outcomes[index] = outcome
+        written: list[tuple[HeldReservation, ObjectKey]] = []
         try:
             for index, (key, buffer, reservation) in enumerate(zip(keys, buffers, held, strict=True)):
                 if reservation is None:
                     continue
                 if self._folder.contains([key]) == [True]:
                     outcomes[index] = StoreOutcome.ALREADY_PRESENT
+                    if not reservation.is_spare:  # another call may just have stored it as spare
+                        self.touch([key], [False])
                     continue
                 outcomes[index] = outcome = self._folder.store(key, buffer)
                 if outcome is StoreOutcome.STORED:
                     written.append((reservation, key))
         finally:
-            done = {reservation for reservation, _ in written}
+            done = {reservation.number for reservation, _ in written}
             own = (held[index] for index in missing)
-            unused = [one for one in own if one is not None and one not in done]
-            self._account.release([*done, *unused], stored=[key for _, key in written])
+            unused = [one.number for one in own if one is not None and one.number not in done]
+            stored = [(key, segment_of(reservation.is_spare)) for reservation, key in written]
+            self._account.release([*done, *unused], stored)
             used |= done
         return [outcome for outcome in outcomes if outcome is not None]
 
@@ -142,14 +158,16 @@ class BoundedFolder:
         self._retry_open()
         self._account.remove(keys)
 
-    def _reserve(self, wanted: Sequence[tuple[ObjectKey, int]]) -> tuple[list[int | None], list[ObjectKey]]:
+    def _reserve(
+        self, wanted: Sequence[tuple[ObjectKey, int]], spare: Sequence[bool]
+    ) -> tuple[list[int | None], list[ObjectKey]]:
         try:
             self._retry_open()
         except OSError as error:
             if error.errno not in DISK_FULL_ERRNOS:
                 raise
             return [None] * len(wanted), []
-        return self._account.reserve(wanted) if wanted else ([], [])
+        return self._account.reserve(wanted, spare) if wanted else ([], [])
 
     def _retry_open(self) -> None:
         """Open the account if that failed before: the disk may have been full or read-only.

@@ -18,7 +18,7 @@ from offload_backend_disk.folder.files import DISK_FULL_ERRNOS
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _BUSY_SECONDS = 10.0
 _SHORTEST_PAUSE_SECONDS = 0.0002
@@ -27,12 +27,12 @@ _SCHEMA = """
 CREATE TABLE packs (id INTEGER PRIMARY KEY, namespace TEXT NOT NULL, pack TEXT NOT NULL, UNIQUE (namespace, pack));
 CREATE TABLE objects (
     pack INTEGER NOT NULL, hash BLOB NOT NULL, nbytes INTEGER NOT NULL, used INTEGER NOT NULL,
-    protected INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (pack, hash)
+    segment INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (pack, hash)
 ) WITHOUT ROWID;
-CREATE INDEX objects_by_use ON objects (protected, used);
+CREATE INDEX objects_by_use ON objects (segment, used);
 CREATE TABLE reservations (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
-    owner TEXT NOT NULL, pack INTEGER NOT NULL, hash BLOB NOT NULL, nbytes INTEGER NOT NULL
+    owner TEXT NOT NULL, pack INTEGER NOT NULL, hash BLOB NOT NULL, nbytes INTEGER NOT NULL, segment INTEGER NOT NULL
 );
 CREATE TABLE totals (
     objects INTEGER NOT NULL DEFAULT 0, protected INTEGER NOT NULL DEFAULT 0, reserved INTEGER NOT NULL DEFAULT 0,
@@ -40,15 +40,15 @@ CREATE TABLE totals (
 );
 INSERT INTO totals DEFAULT VALUES;
 CREATE TRIGGER object_added AFTER INSERT ON objects BEGIN
-    UPDATE totals SET objects = objects + NEW.nbytes, protected = protected + NEW.nbytes * NEW.protected;
+    UPDATE totals SET objects = objects + NEW.nbytes, protected = protected + NEW.nbytes * (NEW.segment = 1);
 END;
-CREATE TRIGGER object_changed AFTER UPDATE OF nbytes, protected ON objects
-WHEN NEW.nbytes != OLD.nbytes OR NEW.protected != OLD.protected BEGIN
+CREATE TRIGGER object_changed AFTER UPDATE OF nbytes, segment ON objects
+WHEN NEW.nbytes != OLD.nbytes OR NEW.segment != OLD.segment BEGIN
     UPDATE totals SET objects = objects + NEW.nbytes - OLD.nbytes,
-        protected = protected + NEW.nbytes * NEW.protected - OLD.nbytes * OLD.protected;
+        protected = protected + NEW.nbytes * (NEW.segment = 1) - OLD.nbytes * (OLD.segment = 1);
 END;
 CREATE TRIGGER object_gone AFTER DELETE ON objects BEGIN
-    UPDATE totals SET objects = objects - OLD.nbytes, protected = protected - OLD.nbytes * OLD.protected;
+    UPDATE totals SET objects = objects - OLD.nbytes, protected = protected - OLD.nbytes * (OLD.segment = 1);
 END;
 CREATE TRIGGER room_added AFTER INSERT ON reservations BEGIN UPDATE totals SET reserved = reserved + NEW.nbytes; END;
 CREATE TRIGGER room_gone AFTER DELETE ON reservations BEGIN UPDATE totals SET reserved = reserved - OLD.nbytes; END;

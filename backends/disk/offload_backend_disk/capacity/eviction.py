@@ -7,16 +7,19 @@ performance", IEEE Computer 27(3), 1994. An object is protected from its first u
 objects are evicted first. When the protected objects exceed their part of the capacity, the least recently used of
 them become unprotected again, as if they were just used. So one pass over many prompts that never come again does not
 evict the objects that many requests share.
+
+Both evict spare objects before all others. A spare object that is used is spare no longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from offload_backend_disk.capacity.pins import Pins
 from offload_backend_disk.capacity.rows import Rows, Totals
+from offload_backend_disk.capacity.write_behind import Recency, RecencyChange
 from offload_backend_disk.folder.layout import Layout
 from offload_core.api import ObjectKey
 
@@ -61,10 +64,12 @@ class Evictor:
         self._free_bytes = free_bytes
         self._is_above_low_watermark = False  # and an eviction has begun
 
-    def record_use(self, rows: Rows, used_ns: Iterable[tuple[ObjectKey, int]], next_time_ns: Callable[[], int]) -> None:
-        """Record the times of use of objects."""
+    def record(self, rows: Rows, changes: Mapping[ObjectKey, RecencyChange], next_time_ns: Callable[[], int]) -> None:
+        """Record changes of the order of eviction."""
         segmented = self._limits.policy == "slru"
-        rows.record_use(used_ns, protect=segmented)
+        rows.record_use(_times_ns(changes, Recency.USED), protect=segmented)
+        rows.keep(_times_ns(changes, Recency.TOUCHED))
+        rows.make_spare(_times_ns(changes, Recency.MADE_SPARE))
         if segmented:
             excess = rows.totals().protected - int(PROTECTED_SHARE * self._limits.capacity_bytes)
             rows.demote(excess, next_time_ns)
@@ -87,6 +92,12 @@ class Evictor:
             target = min(int(limits.low_watermark * limits.capacity_bytes), limits.capacity_bytes - nbytes)
             self._is_above_low_watermark = self._evict_step(rows, rows.totals().used - target)
         return True
+
+    def fits_freely(self, rows: Rows, nbytes: int) -> bool:
+        """Return whether ``nbytes`` more fit below the high watermark without an eviction."""
+        totals, limits = rows.totals(), self._limits
+        is_below = totals.used + nbytes <= limits.high_watermark * limits.capacity_bytes
+        return totals.scanned and is_below and self._missing_bytes(totals, nbytes) <= 0
 
     def _missing_bytes(self, totals: Totals, nbytes: int) -> int:
         missing = totals.used + nbytes - self._limits.capacity_bytes
@@ -132,3 +143,7 @@ class Evictor:
                     evicted_bytes += size
         rows.remove_objects(rows.removed_files)
         return evicted_bytes
+
+
+def _times_ns(changes: Mapping[ObjectKey, RecencyChange], kind: Recency) -> Iterator[tuple[ObjectKey, int]]:
+    return ((key, change.time_ns) for key, change in changes.items() if change.kind is kind)

@@ -89,6 +89,11 @@ class Pins:
         with self.keep_unpinned(key) as unpinned:
             return unpinned
 
+    def is_pinned_here(self, key: ObjectKey) -> bool:
+        """Return whether this process has ``key`` pinned right now."""
+        with self._lock:
+            return key in self._counts
+
     def _pin(self, key: ObjectKey, size_of: Callable[[ObjectKey], int | None]) -> int | None:
         with self._lock:
             if key not in self._counts and not _set_lock(self._pin_descriptor, fcntl.F_RDLCK, key):

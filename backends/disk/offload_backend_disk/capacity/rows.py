@@ -4,11 +4,36 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
+from enum import IntEnum
 from typing import NamedTuple
 
 from offload_core.api import ObjectKey
 
 _ROWS_PER_STEP = 64
+
+
+class Segment(IntEnum):
+    """The segments of the order of eviction, the first to evict first. The database holds these numbers."""
+
+    SPARE = -1
+    UNPROTECTED = 0
+    PROTECTED = 1
+
+
+class LeftReservation(NamedTuple):
+    """A reservation of another process.
+
+    Args:
+        number: its number.
+        process: the process.
+        key: the object that it is for.
+        segment: the segment of the object, if it is stored.
+    """
+
+    number: int
+    process: str
+    key: ObjectKey
+    segment: Segment
 
 
 class Totals(NamedTuple):
@@ -68,10 +93,12 @@ class Rows:
         """Record that all folders were scanned in this boot of the machine."""
         self._sql.execute("UPDATE totals SET scanned = 1, boot = ?", (boot,))
 
-    def add_reservation(self, process: str, key: ObjectKey, nbytes: int) -> int:
+    def add_reservation(self, process: str, key: ObjectKey, nbytes: int, segment: Segment) -> int:
         """Add a reservation; returns its number."""
-        row = (process, self._number(key), key.chunk_hash, nbytes)
-        inserted = self._sql.execute("INSERT INTO reservations (owner, pack, hash, nbytes) VALUES (?, ?, ?, ?)", row)
+        row = (process, self._number(key), key.chunk_hash, nbytes, segment)
+        inserted = self._sql.execute(
+            "INSERT INTO reservations (owner, pack, hash, nbytes, segment) VALUES (?, ?, ?, ?, ?)", row
+        )
         assert inserted.lastrowid is not None
         return inserted.lastrowid
 
@@ -79,22 +106,26 @@ class Rows:
         """Remove reservations."""
         self._sql.executemany("DELETE FROM reservations WHERE id = ?", ((number,) for number in numbers))
 
-    def reservations_of_others(self, process: str) -> list[tuple[int, str, ObjectKey]]:
-        """Return the reservations of all processes but one: number, process and key."""
-        query = "SELECT id, owner, pack, hash FROM reservations WHERE owner != ?"
+    def reservations_of_others(self, process: str) -> list[LeftReservation]:
+        """Return the reservations of all processes but one."""
+        query = "SELECT id, owner, pack, hash, segment FROM reservations WHERE owner != ?"
         rows = self._sql.execute(query, (process,)).fetchall()
-        return [(number, other, self._key(pack, chunk_hash)) for number, other, pack, chunk_hash in rows]
+        return [
+            LeftReservation(number, other, self._key(pack, chunk_hash), Segment(segment))
+            for number, other, pack, chunk_hash, segment in rows
+        ]
 
     def reserving_processes(self) -> set[str]:
         """Return the processes that have reservations."""
         return {process for (process,) in self._sql.execute("SELECT DISTINCT owner FROM reservations")}
 
-    def put_objects(self, objects: Iterable[tuple[ObjectKey, int, int]]) -> None:
-        """Add or change objects: key, bytes, and time of the last use."""
-        rows = ((self._number(key), key.chunk_hash, nbytes, used_ns) for key, nbytes, used_ns in objects)
+    def put_objects(self, objects: Iterable[tuple[ObjectKey, int, int, Segment]]) -> None:
+        """Add or change objects: key, bytes, time of the last use, and segment. No object that has a row is demoted."""
+        rows = ((self._number(key), key.chunk_hash, *values) for key, *values in objects)
         self._sql.executemany(
-            "INSERT INTO objects (pack, hash, nbytes, used) VALUES (?, ?, ?, ?) "
-            "ON CONFLICT (pack, hash) DO UPDATE SET nbytes = excluded.nbytes, used = max(used, excluded.used)",
+            "INSERT INTO objects (pack, hash, nbytes, used, segment) VALUES (?, ?, ?, ?, ?) "
+            "ON CONFLICT (pack, hash) DO UPDATE SET nbytes = excluded.nbytes, used = max(used, excluded.used), "
+            "segment = max(segment, excluded.segment)",
             rows,
         )
 
@@ -104,29 +135,47 @@ class Rows:
         self._sql.executemany("DELETE FROM objects WHERE pack = ? AND hash = ?", rows)
 
     def record_use(self, used_ns: Iterable[tuple[ObjectKey, int]], *, protect: bool) -> None:
-        """Record the times of use of objects; objects without a row are ignored."""
-        rows = ((at, self._number(key), key.chunk_hash) for key, at in used_ns)
-        protected = ", protected = 1" if protect else ""
-        self._sql.executemany(f"UPDATE objects SET used = max(used, ?){protected} WHERE pack = ? AND hash = ?", rows)
+        """Record the times of use of objects; an object without a row, or made spare later, is left alone."""
+        least = Segment.PROTECTED if protect else Segment.UNPROTECTED
+        rows = ((at, least, self._number(key), key.chunk_hash, at) for key, at in used_ns)
+        self._sql.executemany(
+            "UPDATE objects SET used = max(used, ?), segment = max(segment, ?) "
+            "WHERE pack = ? AND hash = ? AND (segment >= 0 OR used <= ?)",
+            rows,
+        )
+
+    def keep(self, touched_ns: Iterable[tuple[ObjectKey, int]]) -> None:
+        """Record times at which objects were touched as kept; an object without a row, or used later, is left alone."""
+        self._touch("max(segment, 0)", touched_ns)
+
+    def make_spare(self, touched_ns: Iterable[tuple[ObjectKey, int]]) -> None:
+        """Record times at which objects were made spare; an object without a row, or used later, is left alone."""
+        self._touch("-1", touched_ns)
+
+    def _touch(self, segment: str, touched_ns: Iterable[tuple[ObjectKey, int]]) -> None:
+        rows = ((at, self._number(key), key.chunk_hash, at) for key, at in touched_ns)
+        self._sql.executemany(
+            f"UPDATE objects SET used = ?, segment = {segment} WHERE pack = ? AND hash = ? AND used <= ?", rows
+        )
 
     def demote(self, excess_bytes: int, next_time_ns: Callable[[], int]) -> None:
         """Unprotect the least recently used protected objects, in that order, as if they were used now."""
         while excess_bytes > 0:
             rows = self._sql.execute(
-                "SELECT pack, hash, nbytes FROM objects WHERE protected = 1 ORDER BY used LIMIT ?", (_ROWS_PER_STEP,)
+                "SELECT pack, hash, nbytes FROM objects WHERE segment = 1 ORDER BY used LIMIT ?", (_ROWS_PER_STEP,)
             ).fetchall()
             if not rows:
                 return
             for pack, chunk_hash, nbytes in rows:
                 row = (next_time_ns(), pack, chunk_hash)
-                self._sql.execute("UPDATE objects SET protected = 0, used = ? WHERE pack = ? AND hash = ?", row)
+                self._sql.execute("UPDATE objects SET segment = 0, used = ? WHERE pack = ? AND hash = ?", row)
                 excess_bytes -= nbytes
                 if excess_bytes <= 0:
                     return
 
     def in_eviction_order(self) -> Iterator[tuple[ObjectKey, int]]:
         """Yield all objects with their bytes, the next to evict first. Change no row before the iteration ends."""
-        rows = self._sql.execute("SELECT pack, hash, nbytes FROM objects ORDER BY protected, used")
+        rows = self._sql.execute("SELECT pack, hash, nbytes FROM objects ORDER BY segment, used")
         while some := rows.fetchmany(_ROWS_PER_STEP):
             yield from ((self._key(pack, chunk_hash), nbytes) for pack, chunk_hash, nbytes in some)
 

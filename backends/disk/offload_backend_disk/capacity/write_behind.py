@@ -6,25 +6,57 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
 
+from offload_backend_disk.capacity.rows import Segment
 from offload_core.api import ObjectKey
+
+
+class Recency(Enum):
+    """The changes that make an object the most recently used one."""
+
+    USED = auto()
+    TOUCHED = auto()
+    """It is kept, but a touch is no use."""
+    MADE_SPARE = auto()
+
+
+class RecencyChange(NamedTuple):
+    """A change of an object's place in the order of eviction, and its time in nanoseconds."""
+
+    kind: Recency
+    time_ns: int
+
+    def after(self, earlier: RecencyChange | None) -> RecencyChange:
+        """Return the one change that stands for an earlier one and this one."""
+        if earlier is not None and earlier.kind is Recency.USED and self.kind is Recency.TOUCHED:
+            return RecencyChange(Recency.USED, self.time_ns)
+        return self
+
+
+class StoredObject(NamedTuple):
+    """The time at which an object was stored, in nanoseconds, and its segment."""
+
+    time_ns: int
+    segment: Segment
 
 
 @dataclass
 class PendingChanges:
     """The changes that one transaction writes."""
 
-    used_ns: dict[ObjectKey, int] = field(default_factory=dict)
-    """Times of use, by object."""
+    recency: dict[ObjectKey, RecencyChange] = field(default_factory=dict)
+    """Changes of the order of eviction, by object."""
     reservations: list[int] = field(default_factory=list)
     """Reservations to remove."""
-    stored_ns: dict[ObjectKey, int] = field(default_factory=dict)
-    """Times of store, by object."""
+    stored: dict[ObjectKey, StoredObject] = field(default_factory=dict)
+    """Objects that were stored."""
     removed: set[ObjectKey] = field(default_factory=set)
     """Objects that were removed from the disk."""
 
     def __bool__(self) -> bool:
-        return bool(self.used_ns or self.reservations or self.stored_ns or self.removed)
+        return bool(self.recency or self.reservations or self.stored or self.removed)
 
 
 class WriteBehind:
@@ -42,24 +74,28 @@ class WriteBehind:
 
     def record_use(self, keys: Iterable[ObjectKey]) -> None:
         """Record a use of objects, in this order."""
-        with self._lock:
-            for key in keys:
-                self._pending.used_ns.pop(key, None)
-                self._pending.used_ns[key] = self._next_time_ns()
+        self.record((key, Recency.USED) for key in keys)
 
-    def record_stored(self, stored: Iterable[ObjectKey], reservations: Iterable[int]) -> None:
+    def record(self, changes: Iterable[tuple[ObjectKey, Recency]]) -> None:
+        """Record changes of the order of eviction, in this order."""
+        with self._lock:
+            for key, kind in changes:
+                earlier = self._pending.recency.get(key)
+                self._pending.recency[key] = RecencyChange(kind, self._next_time_ns()).after(earlier)
+
+    def record_stored(self, stored: Iterable[tuple[ObjectKey, Segment]], reservations: Iterable[int]) -> None:
         """Record objects that are on the disk now, and reservations that have ended."""
         with self._lock:
             self._pending.reservations += reservations
-            for key in stored:
-                self._pending.used_ns.pop(key, None)  # a use of the object before this one
-                self._pending.stored_ns[key] = self._next_time_ns()
+            for key, segment in stored:
+                self._pending.recency.pop(key, None)  # of the object before this one
+                self._pending.stored[key] = StoredObject(self._next_time_ns(), segment)
 
     def record_removed(self, keys: Iterable[ObjectKey]) -> None:
         """Record objects that were removed from the disk but not from the account."""
         with self._lock:
             for key in keys:
-                self._pending.stored_ns.pop(key, None)
+                self._pending.stored.pop(key, None)
                 self._pending.removed.add(key)
 
     def take(self) -> PendingChanges:
@@ -73,9 +109,9 @@ class WriteBehind:
         with self._lock:
             newer = self._pending
             self._pending = PendingChanges(
-                taken.used_ns | newer.used_ns,
+                taken.recency | {key: change.after(taken.recency.get(key)) for key, change in newer.recency.items()},
                 taken.reservations + newer.reservations,
-                {key: at for key, at in (taken.stored_ns | newer.stored_ns).items() if key not in newer.removed},
+                {key: one for key, one in (taken.stored | newer.stored).items() if key not in newer.removed},
                 taken.removed | newer.removed,
             )
 
