@@ -110,6 +110,13 @@ class PathPlacement:
             return True
         return any(unit in pack.needed_units(0, boundary) for boundary in (self.replay_tokens, *self._junctions))
 
+    def head_touches(self, tokens: int) -> list[Touch]:
+        """Return the objects of full attention up to ``tokens``, in the order of :meth:`touches`.
+
+        Touch them when a lookup has found them: else the stores of the path's rest could evict its head.
+        """
+        return self._in_touch_order(self._planner.storable_prefix(tokens), (), ())
+
     def touches(self, tokens: int, names: Sequence[Hashable], history: BoundaryHistory) -> list[Touch]:
         """Return the objects to touch when the request has ended, in this order, and tell ``history`` about the path.
 

@@ -47,7 +47,7 @@ class TransferEngine:
         counters: Counters,
     ) -> None:
         self._io = io
-        self._private_tiers = [tier for tier in tiers if tier.capabilities.spares and not tier.capabilities.shared]
+        self._touched_tiers = [tier for tier in tiers if tier.capabilities.spares]
         self.jobs = JobTable(counters)
         """All loads and stores under way."""
         uses = staging_uses((tier.config.staging_share, tier.compresses) for tier in tiers)
@@ -102,12 +102,12 @@ class TransferEngine:
         self._stores.submit(objects, busy=self._loads.has_active)
 
     def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
-        """Set the order of eviction on the tiers that only this process sees; the scheduler half touches the others.
+        """Set the order of eviction on the tiers that know spare objects. Later stores evict in this order.
 
         Args:
             spare: one flag per key, as for :meth:`Backend.touch`.
         """
-        for tier in self._private_tiers:
+        for tier in self._touched_tiers:
             self._io.submit(tier.touch(keys, spare)).add_done_callback(log_unexpected)
 
     def poll(self) -> list[LoadResult]:

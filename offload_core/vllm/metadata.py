@@ -68,7 +68,7 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[RequestLoad] = field(default_factory=list)
     stores: list[ChunkTransfer] = field(default_factory=list)
     touches: list[ChunkTouch] = field(default_factory=list)
-    """For tiers that only the workers see, in this order."""
+    """In this order, and before the stores."""
     cancelled_jobs: list[int] = field(default_factory=list)
     failures_to_report: list[str] = field(default_factory=list)
     """Requests whose failed load the workers report to the engine now."""

@@ -39,6 +39,12 @@ def qwen3_next(models: Path) -> Lab:
     return Lab("qwen3_next", tiny_models.write_qwen3_next(models / "qwen3-next"), "bfloat16", 256)
 
 
+@pytest.fixture(scope="session")
+def mistral(models: Path) -> Lab:
+    """A model of windows only."""
+    return Lab("mistral", tiny_models.write_mistral(models / "mistral"), "float32", 128)
+
+
 @pytest.fixture(scope="session", params=["gemma3", "qwen3_next"])
 def lab(request: pytest.FixtureRequest) -> Lab:
     """Both models, one after the other."""

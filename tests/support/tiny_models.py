@@ -64,6 +64,21 @@ class Qwen3NextShape:
     max_position_embeddings: int = 8192
 
 
+@dataclass(frozen=True)
+class MistralShape:
+    """Sizes of a Mistral model; every layer slides."""
+
+    hidden_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    intermediate_size: int = 256
+    vocab_size: int = 1024
+    sliding_window: int = 512
+    max_position_embeddings: int = 8192
+
+
 def write_gemma3(
     folder: Path, *, seed: int = 0, dtype: str = "float32", shape: Gemma3Shape | None = None, **sizes: int
 ) -> Path:
@@ -86,6 +101,20 @@ def write_gemma3_75m(folder: Path, *, seed: int = 0, dtype: str = "bfloat16", **
         intermediate_size=1792, vocab_size=4096, sliding_window=512,
     )  # fmt: skip
     return write_gemma3(folder, seed=seed, dtype=dtype, shape=big, **sizes)
+
+
+def write_mistral(
+    folder: Path, *, seed: int = 0, dtype: str = "float32", shape: MistralShape | None = None, **sizes: int
+) -> Path:
+    """Write a ``MistralForCausalLM`` (sliding windows only) and return ``folder``.
+
+    Raises ValueError for an unknown dtype or impossible sizes, FileExistsError for a foreign folder.
+    """
+    chosen = MistralShape(**{**asdict(shape or MistralShape()), **sizes})
+    if chosen.num_heads % chosen.num_kv_heads:
+        raise ValueError("num_heads must be a multiple of num_kv_heads")
+    config = _mistral_config(chosen, dtype)
+    return write_model_folder(folder, config, list(_mistral_parameters(chosen)), seed, dtype, chosen.vocab_size)
 
 
 def write_qwen3_next(
@@ -156,6 +185,24 @@ def _gemma3_config(shape: Gemma3Shape, dtype: str) -> dict[str, Any]:
     }
 
 
+def _mistral_config(shape: MistralShape, dtype: str) -> dict[str, Any]:
+    return _common_config(dtype, shape.vocab_size) | {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "sliding_window": shape.sliding_window,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "tie_word_embeddings": False,
+    }
+
+
 def _qwen3_next_config(shape: Qwen3NextShape, dtype: str) -> dict[str, Any]:
     return _common_config(dtype, shape.vocab_size) | {
         "architectures": ["Qwen3NextForCausalLM"],
@@ -202,6 +249,9 @@ def _attention(prefix: str, hidden: int, heads: int, kv_heads: int, dim: int, q_
     yield Parameter(f"{prefix}.k_proj.weight", (kv_heads * dim, hidden))
     yield Parameter(f"{prefix}.v_proj.weight", (kv_heads * dim, hidden))
     yield Parameter(f"{prefix}.o_proj.weight", (hidden, heads * dim))
+
+
+def _attention_norms(prefix: str, dim: int) -> Iterator[Parameter]:
     yield Parameter(f"{prefix}.q_norm.weight", (dim,), "norm")
     yield Parameter(f"{prefix}.k_norm.weight", (dim,), "norm")
 
@@ -214,6 +264,21 @@ def _gemma3_parameters(shape: Gemma3Shape) -> Iterator[Parameter]:
         layer = f"model.layers.{index}"
         for norm, kind in GEMMA3_NORMS:
             yield Parameter(f"{layer}.{norm}_layernorm.weight", (hidden,), kind)
+        attention = f"{layer}.self_attn"
+        yield from _attention(attention, hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim, 1)
+        yield from _attention_norms(attention, shape.head_dim)
+        yield from _mlp(f"{layer}.mlp", hidden, shape.intermediate_size)
+
+
+def _mistral_parameters(shape: MistralShape) -> Iterator[Parameter]:
+    hidden = shape.hidden_size
+    yield Parameter("model.embed_tokens.weight", (shape.vocab_size, hidden))
+    yield Parameter("lm_head.weight", (shape.vocab_size, hidden))
+    yield Parameter("model.norm.weight", (hidden,), "ones")
+    for index in range(shape.num_layers):
+        layer = f"model.layers.{index}"
+        for norm in ("input", "post_attention"):
+            yield Parameter(f"{layer}.{norm}_layernorm.weight", (hidden,), "ones")
         attention = f"{layer}.self_attn"
         yield from _attention(attention, hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim, 1)
         yield from _mlp(f"{layer}.mlp", hidden, shape.intermediate_size)
@@ -245,6 +310,7 @@ def _qwen3_next_parameters(shape: Qwen3NextShape) -> Iterator[Parameter]:
         else:
             attention = f"{layer}.self_attn"
             yield from _attention(attention, hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim, 2)
+            yield from _attention_norms(attention, shape.head_dim)
         yield Parameter(f"{layer}.mlp.gate.weight", (shape.num_experts, hidden))
         yield Parameter(f"{layer}.mlp.shared_expert_gate.weight", (1, hidden))
         yield from _mlp(f"{layer}.mlp.shared_expert", hidden, shape.expert_size)

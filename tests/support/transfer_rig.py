@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from offload_backend_disk import DiskBackend, DiskOptions
@@ -82,7 +83,7 @@ class Rig:
         self.tiers.append(tier)
 
     def add_memory_tier(
-        self, name: str = "memory", prepare: Callable[[MemoryBackend], None] | None = None, **common: object
+        self, name: str = "memory", *, prepare: Callable[[MemoryBackend], None] | None = None, **common: Any
     ) -> MemoryBackend:
         config, made = memory_tier(name, prepare, **common)
         self.add_tier(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from offload_core.planning.planner import HitPolicy
 from offload_core.vllm.metadata import StepMetadata
 from tests.support.memory_backend import MemoryBackend
-from tests.vllm.test_scheduler_half import BLOCK, SECONDS, Half, request
+from tests.vllm.test_scheduler_half import BLOCK, Half, request
 
 FULL, STATE = HitPolicy("full"), HitPolicy("state")
 WINDOW = HitPolicy("window", BLOCK + 1)  # a boundary needs one chunk of it
@@ -38,14 +37,11 @@ class PlacedHalf(Half):
         item.num_computed_tokens = item.num_tokens if tokens is None else tokens
         self.half.request_finished(item)
 
-    def touched(self, count: int) -> list[tuple[str, int, bool]]:
-        """Wait for ``count`` touches, and return for each the pack, the index of its chunk, and whether it is spare."""
-        limit = time.monotonic() + SECONDS
-        while len(self.backend.touches) < count:
-            assert time.monotonic() < limit, f"only {self.backend.touches}"
-            self.step()
-        touches, self.backend.touches = self.backend.touches, []
-        return [(key.pack, key.chunk_hash[1], spare) for key, spare in touches]
+    def touched(self) -> list[tuple[str, int, bool]]:
+        """Return the touches of the next step: the pack, the index of the chunk, and whether it is spare."""
+        step = self.step()
+        assert step.namespaces.keys() == ({""} if step.touches else set())
+        return [(chunk.pack, chunk.chunk_hash[1], spare) for chunk, spare in step.touches]
 
 
 Make = Callable[..., PlacedHalf]
@@ -127,7 +123,7 @@ def test_a_request_is_touched_from_its_end_to_its_head(make: Make) -> None:
     item = half.follow(request("a"))
     half.store(a=80)
     half.finish(item)
-    assert half.touched(7) == [
+    assert half.touched() == [
         (WINDOW_NAME, 4, False),
         (FULL_NAME, 4, False),
         (WINDOW_NAME, 3, False),
@@ -143,11 +139,11 @@ def test_the_next_turn_makes_the_turn_before_it_spare(make: Make) -> None:
     first = half.follow(request("a"))
     half.store(a=80)
     half.finish(first)
-    half.touched(7)
+    half.touched()
     second = half.follow(request("b", tokens=200))
     half.store(b=200)
     half.finish(second)
-    assert [(unit, spare) for pack, unit, spare in half.touched(15) if pack == WINDOW_NAME] == [
+    assert [(unit, spare) for pack, unit, spare in half.touched() if pack == WINDOW_NAME] == [
         (11, False),
         (4, True),
         (3, True),
@@ -159,20 +155,36 @@ def test_touches_wait_for_the_request_s_stores(make: Make) -> None:
     item = half.follow(request("a"))
     step = half.step(a=80)
     half.finish(item)
-    for _ in range(5):
-        half.step()
-    assert half.backend.touches == []
+    assert half.touched() == half.touched() == []
     half.report([stored.chunk for stored in step.stores])
-    assert len(half.touched(7)) == 7
+    assert len(half.touched()) == 7
+    assert half.touched() == []
 
 
-def test_at_shutdown_nothing_waits(make: Make) -> None:
-    half = make(FULL, WINDOW)
+@pytest.mark.parametrize(("prepare", "touches"), [(_shared, 7), (_private, 0)])
+def test_at_shutdown_nothing_waits(make: Make, prepare: Callable[[MemoryBackend], None], touches: int) -> None:
+    half = make(FULL, WINDOW, prepare=prepare)
     item = half.follow(request("a"))
     half.step(a=80)
     half.finish(item)
     half.half.shutdown()
-    assert len(half.backend.touches) == 7
+    assert len(half.backend.touches) == touches, "a tier that only workers see goes away with them"
+
+
+def test_a_tier_that_does_not_know_spare_objects_is_not_touched(make: Make) -> None:
+    half = make(FULL, WINDOW, prepare=lambda _: None)
+    item = half.follow(request("a"))
+    half.store(a=80)
+    half.finish(item)
+    assert half.touched() == []
+
+
+def test_the_head_that_a_lookup_finds_is_touched_at_once(make: Make) -> None:
+    half = make(FULL, WINDOW, placement="kept")
+    half.follow(request("a"))
+    half.store(a=80)
+    assert half.matched(half.follow(branch("b", 3, family=1))) == 0
+    assert half.touched() == [(FULL_NAME, 2, False), (FULL_NAME, 1, False), (FULL_NAME, 0, False)]
 
 
 def test_a_request_that_stores_nothing_refreshes_what_it_has_loaded(make: Make) -> None:
@@ -181,27 +193,19 @@ def test_a_request_that_stores_nothing_refreshes_what_it_has_loaded(make: Make) 
     half.store(a=80)
     item = half.follow(request("b", kv_transfer_params={"hybrid_offload": {"store": False}}))
     half.load(item, half.matched(item), groups=2)
+    half.touched()
     half.finish(item)
-    assert half.touched(5)[0] == (WINDOW_NAME, 3, False)
-
-
-def test_a_tier_that_only_workers_see_is_touched_by_them(make: Make) -> None:
-    half = make(FULL, WINDOW, prepare=_private)
-    item = half.follow(request("a"))
-    half.store(a=80)
-    half.finish(item)
-    step = half.step()
-    assert [(touch.chunk.pack, touch.chunk.chunk_hash[1]) for touch in step.touches][-1] == (FULL_NAME, 0)
-    assert step.namespaces.keys() == {""}
-    assert half.step().touches == []
+    assert half.touched()[0] == (WINDOW_NAME, 3, False)
 
 
 def test_after_a_reset_nothing_older_is_touched_or_superseded(make: Make) -> None:
     half = make(FULL, WINDOW)
     item = half.follow(request("a"))
-    half.step(a=80)
+    half.store(a=80)
     half.finish(item)
     half.half.reset()
-    for _ in range(5):
-        half.step()
-    assert half.backend.touches == []
+    assert half.touched() == []
+    second = half.follow(request("b", tokens=200))
+    half.store(b=200)
+    half.finish(second)
+    assert True not in {spare for _, _, spare in half.touched()}

@@ -153,7 +153,7 @@ class SchedulerHalf:
         self._offers.no_longer_recomputed(output.num_scheduled_tokens.keys())
         self._block_holders.remove(output.num_scheduled_tokens.keys())
         stores = list(self._store_plan.stores(output, self._requests))
-        touches = self._placement.touch(self._io) if self._io is not None else []
+        touches = self._placement.take_touches()
         transfers = chain(stores, *(load.chunks for load in self._new_loads))
         chunks = chain((item.chunk for item in transfers), (touch.chunk for touch in touches))
         adapters = {chunk.adapter for chunk in chunks}
@@ -229,7 +229,7 @@ class SchedulerHalf:
         """Release the tiers. Idempotent; never waits for a hung medium."""
         if self._io is not None:
             self._adapters.shutdown()
-            self._placement.touch(self._io, at_once=True)
+            self._placement.shutdown(self._io)
             close_tiers(self._tiers, self._io)
             self._io.release()
             self._io = None

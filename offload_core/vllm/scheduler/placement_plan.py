@@ -13,7 +13,7 @@ from offload_core.lookup.chunk_ledger import ChunkLedger
 from offload_core.lookup.prefix_query import PrefixAnswer
 from offload_core.planning.chunk_keys import ChunkHashes
 from offload_core.planning.packs import Pack
-from offload_core.planning.placement import BoundaryHistory
+from offload_core.planning.placement import BoundaryHistory, Touch
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.tiers.tier import Tier
@@ -25,16 +25,14 @@ _LONGEST_DELAY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class _EndedRequest:
+class _PlannedTouches:
     touches: list[ChunkTouch]
     due: float
-    """By the monotonic clock. The touches wait no longer for stores of the request that have not ended."""
+    """By the monotonic clock. Until then, they wait for the stores of their chunks."""
 
 
 class PlacementPlan:
-    """Decides which chunks are spare, and sets the order of eviction when a request has ended.
-
-    The scheduler half touches the tiers that it sees itself. The workers touch the others.
+    """Decides which chunks are spare, and sets the order of eviction when a request begins and ends.
 
     Args:
         tiers: the tiers that the scheduler half has opened.
@@ -52,13 +50,13 @@ class PlacementPlan:
         self._policy = policy
         self._planner = planner
         self._ledger = ledger
-        self._own_tiers = [tier for tier in tiers if tier.capabilities.spares and tier.capabilities.shared]
-        self._workers_touch = any(tier.capabilities.spares and not tier.capabilities.shared for tier in tiers)
+        self._touches = any(tier.capabilities.spares for tier in tiers)
+        self._shared_tiers = [tier for tier in tiers if tier.capabilities.shared]
         self._ranks_namespaces = ranks_namespaces
         self._history = BoundaryHistory()
         self._has_attention = any(pack.policy.kind == "full" for pack in planner.packs)
         self._has_states = any(pack.policy.kind == "state" for pack in planner.packs)
-        self._ended: list[_EndedRequest] = []
+        self._planned: list[_PlannedTouches] = []
 
     def stores(self, state: RequestState, pack: Pack, unit: int) -> bool:
         """Return whether a chunk is to be stored at all."""
@@ -83,6 +81,7 @@ class PlacementPlan:
         deepest = state.seen_tokens
         if self._has_attention:
             deepest = max((answer.attention_tokens for answer in answers), default=0)
+            self._plan_touches(state, state.path.head_touches(deepest), delay_seconds=0.0)
         if deepest > boundary_tokens:
             state.path.add_junction(deepest)
 
@@ -93,44 +92,48 @@ class PlacementPlan:
 
     def ended(self, state: RequestState) -> None:
         """Plan the touches for a request that has ended."""
-        adapter_unusable = state.adapter is not None and not state.adapter.usable
-        if adapter_unusable or not (self._own_tiers or self._workers_touch):
-            return
         if state.options.store:
             tokens = min((next_unit * pack.unit_tokens for pack, next_unit in self._examined(state)), default=math.inf)
             tokens = min(tokens, len(state.request.block_hashes) * self._planner.hash_block_size)
             path = state.path.touches(int(tokens), self._boundary_names(state, int(tokens)), self._history)
         else:
             path = state.path.refreshing_touches(self._planner.storable_prefix(max(state.resumed_tokens, 0)))
-        touches = [ChunkTouch(state.ref(touch.pack, touch.unit), touch.spare) for touch in path]
-        if touches:
-            self._ended.append(_EndedRequest(touches, time.monotonic() + _LONGEST_DELAY_SECONDS))
+        self._plan_touches(state, path, _LONGEST_DELAY_SECONDS)
 
-    def touch(self, io: IoLoop, *, at_once: bool = False) -> list[ChunkTouch]:
-        """Touch the chunks of ended requests whose stores have ended too; return what the workers have to touch.
-
-        Args:
-            at_once: do not wait for stores.
-        """
+    def take_touches(self) -> list[ChunkTouch]:
+        """Return the planned touches that wait for no store. The workers make them before their next stores."""
         now = time.monotonic()
-        for_workers: list[ChunkTouch] = []
-        waiting: list[_EndedRequest] = []
-        for ended in self._ended:
-            if not at_once and now < ended.due and any(self._ledger.is_pending(touch.chunk) for touch in ended.touches):
-                waiting.append(ended)
-                continue
-            for tier in self._own_tiers:
-                keys, spare = self._keys(ended.touches)
-                io.submit(tier.touch(keys, spare)).add_done_callback(log_unexpected)
-            if self._workers_touch:
-                for_workers += ended.touches
-        self._ended = waiting
-        return for_workers
+        touches: list[ChunkTouch] = []
+        waiting: list[_PlannedTouches] = []
+        for planned in self._planned:
+            if now < planned.due and any(map(self._is_pending, planned.touches)):
+                waiting.append(planned)
+            else:
+                touches += planned.touches
+        self._planned = waiting
+        return touches
+
+    def shutdown(self, io: IoLoop) -> None:
+        """Make the remaining touches, on the tiers that the scheduler half sees: there is no next step."""
+        planned, self._planned = self._planned, []
+        for tier in self._shared_tiers:
+            for one in planned:
+                io.submit(tier.touch(*self._keys(one.touches))).add_done_callback(log_unexpected)
 
     def reset(self) -> None:
         """Forget everything. The names of chunks change."""
         self._history.clear()
-        self._ended.clear()
+        self._planned.clear()
+
+    def _plan_touches(self, state: RequestState, path: Iterable[Touch], delay_seconds: float) -> None:
+        if state.adapter is not None and not state.adapter.usable:
+            return  # its objects have no names
+        touches = [ChunkTouch(state.ref(touch.pack, touch.unit), touch.spare) for touch in path]
+        if touches and self._touches:
+            self._planned.append(_PlannedTouches(touches, time.monotonic() + delay_seconds))
+
+    def _is_pending(self, touch: ChunkTouch) -> bool:
+        return self._ledger.is_pending(touch.chunk)
 
     def _examined(self, state: RequestState) -> Iterator[tuple[Pack, int]]:
         return ((pack, state.next_unit[pack.name]) for pack in self._planner.packs if pack.name in state.next_unit)

@@ -125,11 +125,11 @@ class WorkerHalf:
 
     def store(self, metadata: StepMetadata) -> None:
         """Copy this step's completed blocks to staging. Call it after the forward pass, before any block is reused."""
-        if metadata.stores:
-            self._transfer_engine.submit_stores(self._objects(metadata.stores))
-        if metadata.touches:
+        if metadata.touches:  # before the stores, which may evict
             keys = [self._key(touch.chunk) for touch in metadata.touches]
             self._transfer_engine.touch(keys, [touch.spare for touch in metadata.touches])
+        if metadata.stores:
+            self._transfer_engine.submit_stores(self._objects(metadata.stores))
 
     def collect(self, metadata: StepMetadata) -> tuple[set[str], set[str]]:
         """Copy arrived objects into the KV cache and collect the results of loads and stores.

@@ -128,19 +128,12 @@ def test_a_spare_object_drops_no_other_from_full_staging_memory(rig: Rig) -> Non
     assert len(slow.objects) == 4
 
 
-def test_only_a_tier_that_no_other_process_sees_is_touched_by_the_worker(rig: Rig) -> None:
-    def make_private(backend: MemoryBackend) -> None:
-        _know_spares(backend)
-        backend.shared = False
-
-    private, shared = (
-        rig.add_memory_tier("private", prepare=make_private),
-        rig.add_memory_tier("shared", prepare=_know_spares),
-    )
+def test_tiers_that_know_spare_objects_are_touched(rig: Rig) -> None:
+    knowing, other = rig.add_memory_tier("knowing", prepare=_know_spares), rig.add_memory_tier("other")
     rig.start().touch([key(2, PACK), key(1, PACK)], [True, False])
-    rig.step_until(lambda: len(private.touches) == 2)
-    assert private.touches == [(key(2, PACK), True), (key(1, PACK), False)]
-    assert shared.touches == []
+    rig.step_until(lambda: len(knowing.touches) == 2)
+    assert knowing.touches == [(key(2, PACK), True), (key(1, PACK), False)]
+    assert other.touches == []
 
 
 def test_a_touch_that_fails_is_logged_once_and_harms_nothing(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:

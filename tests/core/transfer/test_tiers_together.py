@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def test_a_dropped_store_counts_as_a_use(rig: Rig) -> None:
 
 
 def test_a_loaded_object_is_promoted_to_every_faster_tier_that_allows_it(rig: Rig) -> None:
-    policies: dict[str, dict[str, object]] = {
+    policies: dict[str, dict[str, Any]] = {
         "first": {},
         "no": {"promote": False},
         "never": {"write_policy": "never"},
