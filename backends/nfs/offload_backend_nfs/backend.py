@@ -67,7 +67,9 @@ class NfsBackend(Backend[NfsOptions]):
     def capabilities(self) -> Capabilities:
         """The capabilities of remote storage that other processes use too."""
         bounded = self.options.capacity is not None
-        return Capabilities(medium="remote", persistent=True, shared=True, bounded=bounded, lists=True, sizes=True)
+        return Capabilities(
+            medium="remote", persistent=True, shared=True, bounded=bounded, lists=True, sizes=True, spares=bounded
+        )
 
     @property
     def medium(self) -> Medium:
@@ -132,9 +134,12 @@ class NfsBackend(Backend[NfsOptions]):
     async def prepare_store(
         self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
     ) -> StoreReservation:
-        """Reserve bytes if there is a capacity. Cancelled, they are released."""
+        """Reserve bytes if there is a capacity. Cancelled, they are released.
+
+        A spare object gets free capacity below ``high_watermark`` only.
+        """
         if self._reservations is not None:
-            return await self._reservations.prepare_store(keys, nbytes)
+            return await self._reservations.prepare_store(keys, nbytes, spare)
         return await super().prepare_store(keys, nbytes, spare)
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
@@ -146,6 +151,11 @@ class NfsBackend(Backend[NfsOptions]):
         if self._reservations is not None:
             return await self._reservations.store(keys, buffers, self._for_each_object)
         return await self._for_each_object(self._store, keys, buffers)
+
+    async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        """See :meth:`Backend.touch`. The usage log tells other hosts, at the latest half a minute later."""
+        if self._reservations is not None:
+            self._reservations.bounded_store.touch(keys, spare)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """See :meth:`Backend.delete`. Cancelled, it waits for the requests that have begun."""

@@ -86,15 +86,20 @@ def test_a_spare_object_that_is_offered_again_is_kept_only_if_it_is_offered_so(b
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
 def test_an_object_that_two_calls_store_at_once_is_kept_if_either_keeps_it(
-    backend: CpuBackend, order: list[int]
+    backend: CpuBackend, order: list[int], at_once: bool
 ) -> None:
     async def main() -> None:
         await backend.open()
         reservations = [await backend.prepare_store([key(0)], [PAGE_BYTES], [number == 0]) for number in order]
-        for _ in order:
-            await backend.store([key(0)], [memoryview(bytes(PAGE_BYTES))])
+        stores = [backend.store([key(0)], [memoryview(bytes(PAGE_BYTES))]) for _ in order]
+        if at_once:
+            await asyncio.gather(*stores)
+        else:
+            for store in stores:
+                await store
         for reservation in reservations:
             await reservation.release()
         await put(backend, *range(1, 7))

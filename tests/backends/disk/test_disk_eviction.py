@@ -159,11 +159,24 @@ def test_a_spare_object_of_a_process_that_was_killed_is_spare(tmp_path: Path) ->
     killed.reserve([(key(1), 10), (key(2), 10)], [True, False])
     write(tmp_path, key(1), 10)
     write(tmp_path, key(2), 10)
-    killed._processes.unregister()
     account = open_account(tmp_path, 40)
+    account.touch([key(2)], [True])  # it has no row yet
+    account.flush()
+    killed._processes.unregister()
     account.release_dead_reservations()
     assert account.used_bytes == 30
     assert evicted_by(account, 10, 10, 10) == [1, 0]
+    account.close()
+
+
+def test_an_object_that_another_process_stored_as_spare_is_kept_if_a_killed_process_kept_it(tmp_path: Path) -> None:
+    killed, account = open_account(tmp_path, 40, "killed"), open_account(tmp_path, 40)
+    killed.finish_scan()
+    killed.reserve([(key(1), 10)])
+    store(account, tmp_path, 0, 1, spare=True)
+    killed._processes.unregister()
+    account.release_dead_reservations()
+    assert evicted_by(account, 20, 10, 10) == [0, 1]
     account.close()
 
 

@@ -213,9 +213,9 @@ class Host:
 
     # -- the backend's use of the bounded store
 
-    def put(self, keys: Sequence[ObjectKey], sizes: Sequence[int]) -> list[StoreOutcome]:
+    def put(self, keys: Sequence[ObjectKey], sizes: Sequence[int], spare: Sequence[bool] = ()) -> list[StoreOutcome]:
         """Store objects as the core does: reserve, store the wanted objects, release."""
-        reserved = self.bounded_store.reserve(keys, sizes)
+        reserved = self.bounded_store.reserve(keys, sizes, spare)
         outcomes: list[StoreOutcome] = []
         try:
             for key, size, reservation, outcome in zip(

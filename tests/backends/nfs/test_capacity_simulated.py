@@ -60,10 +60,16 @@ class Hosts(RuleBasedStateMachine):
         host.finish()
         return host
 
-    @rule(which=_HOST, numbers=_NUMBERS, size=st.sampled_from([1, 60, 150, 400]))
-    def put(self, which: int, numbers: list[int], size: int) -> None:
+    @rule(which=_HOST, numbers=_NUMBERS, size=st.sampled_from([1, 60, 150, 400]), spare=st.integers(0, 7))
+    def put(self, which: int, numbers: list[int], size: int, spare: int) -> None:
         host = self._idle(which)
-        host.start(lambda: host.put([key(number) for number in numbers], [size] * len(numbers)))
+        flags = [bool(spare >> index & 1) for index in range(len(numbers))]
+        host.start(lambda: host.put([key(number) for number in numbers], [size] * len(numbers), flags))
+
+    @rule(which=_HOST, numbers=_NUMBERS, spare=st.booleans())
+    def touch(self, which: int, numbers: list[int], spare: bool) -> None:
+        host = self._idle(which)
+        host.bounded_store.touch([key(number) for number in numbers], [spare] * len(numbers))
 
     @rule(which=_HOST, numbers=_NUMBERS)
     def discard(self, which: int, numbers: list[int]) -> None:

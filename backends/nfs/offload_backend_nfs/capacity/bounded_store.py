@@ -140,8 +140,20 @@ class BoundedStore:
         self._evictions.mark_used(keys)
         self._usage_log.record(keys)
 
-    def reserve(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> ReserveResult:
-        """Reserve capacity for the objects that do not exist yet.
+    def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        """Make objects the most recently used ones, in this order. Does not block.
+
+        A pending eviction of a kept object is withdrawn, as by a use. A pinned object does not become spare.
+        """
+        pinned = self._evictions.pinned
+        touches = [(key, flag) for key, flag in zip(keys, spare, strict=True) if not (flag and key in pinned)]
+        self._evictions.mark_used([key for key, is_spare in touches if not is_spare])
+        self._usage_log.record_touches(touches)
+
+    def reserve(self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()) -> ReserveResult:
+        """Reserve capacity for the objects that do not exist yet, and for the kept ones among them first.
+
+        If an object exists, this is a use of it. A spare object that exists stays as it is.
 
         Raises:
             OSError: the medium failed.
@@ -151,16 +163,19 @@ class BoundedStore:
         for exists, is_hidden in zip(existing, hidden, strict=True):
             # A hidden object can be stored again after its deletion.
             outcomes.append(StoreOutcome.REJECTED if is_hidden else StoreOutcome.ALREADY_PRESENT if exists else None)
-        self.mark_used([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is not None])
-        missing = [index for index, outcome in enumerate(outcomes) if outcome is None]
+        flags = spare or [False] * len(keys)
+        answered = zip(keys, outcomes, flags, strict=True)
+        self.mark_used([key for key, outcome, is_spare in answered if outcome is not None and not is_spare])
         reservations: list[ObjectReservation | None] = [None] * len(outcomes)
-        if missing and self._outage is None:
-            made = self._quota.reserve([nbytes[index] for index in missing])
-            for index, reservation in zip(missing, made, strict=True):
-                reservations[index] = reservation
-        for index in missing:
-            if reservations[index] is None:
-                outcomes[index] = StoreOutcome.REJECTED
+        for is_spare in (False, True):
+            missing = [index for index, outcome in enumerate(outcomes) if outcome is None and flags[index] == is_spare]
+            if missing and self._outage is None:
+                made = self._quota.reserve([nbytes[index] for index in missing], spare=is_spare)
+                for index, reservation in zip(missing, made, strict=True):
+                    reservations[index] = reservation
+            for index in missing:
+                if reservations[index] is None:
+                    outcomes[index] = StoreOutcome.REJECTED
         return ReserveResult(reservations, outcomes, self._evictions.take_evicted())
 
     def store(self, key: ObjectKey, buffer: memoryview, reservation: ObjectReservation | None) -> StoreOutcome:
@@ -182,6 +197,10 @@ class BoundedStore:
             self._quota.end(reservation, written=self._may_exist(key))
             raise
         self._quota.end(reservation, written=written)
+        if written:
+            self._usage_log.record_stored(key, is_spare=reservation.is_spare)
+        elif not reservation.is_spare:  # another process may just have stored it as spare
+            self.touch([key], [False])
         return StoreOutcome.STORED if written else StoreOutcome.ALREADY_PRESENT
 
     def release(self, reservations: Iterable[ObjectReservation | None]) -> None:

@@ -18,7 +18,7 @@ from offload_backend_nfs.capacity.pending_evictions import PendingEvictions
 from offload_backend_nfs.capacity.ports import AccountFiles, ObjectFiles
 from offload_backend_nfs.capacity.quota import Quota
 from offload_backend_nfs.capacity.shared_record import SharedRecord
-from offload_backend_nfs.capacity.usage_log import UsageLog
+from offload_backend_nfs.capacity.usage_log import Recency, UsageLog, recency
 from offload_core.api import ObjectKey
 
 logger = logging.getLogger(__name__)
@@ -160,12 +160,14 @@ class Housekeeping:
         return max(0, excess - state.pending_eviction_bytes)
 
     def _scan(self, max_pages: int | None = None) -> None:
-        """Count all objects, correct the account, remove expired members, and evict the least recently used objects."""
+        """Count all objects, correct the account, remove expired members, and evict objects in their order."""
         before = self._record.refresh()
         expired = [name for name, member in before.members.items() if member.expired]
         excess = self._excess_bytes(before) if before.counted else 0
-        victims = _LeastRecentlyUsed(excess)
+        victims = _NextVictims(excess)
         excluded = self._evictions.keys(before) | self._evictions.pinned if excess else set()
+        if excess:
+            self._usage_log.flush()  # else this process's latest entries would not count
         uses = self._usage_log.merge() if excess else {}
         found_in_log: set[ObjectKey] = set()
         total = self._objects.unfinished_bytes()
@@ -179,7 +181,7 @@ class Housekeeping:
                     used = uses.get(found.key, 0.0)
                     if used:
                         found_in_log.add(found.key)
-                    victims.offer(max(used, found.stored_at_seconds), found.key, found.nbytes)
+                    victims.offer(recency(used, found.stored_at_seconds), found.key, found.nbytes)
         self._record.change(lambda state: _corrected(state, before, total, expired))
         for member_id in expired:
             self._files.delete([lease_file(member_id)])
@@ -198,25 +200,26 @@ class Housekeeping:
         self._evictions.delete_due(of_dead_members=False)
 
 
-class _LeastRecentlyUsed:
-    """The least recently used objects, as many as have ``excess_bytes`` together."""
+class _NextVictims:
+    """The next objects in the order of eviction, as many as have ``excess_bytes`` together."""
 
     def __init__(self, excess_bytes: int) -> None:
         self._excess_bytes = excess_bytes
         self._total_bytes = 0
-        self._heap: list[tuple[float, ObjectKey, int]] = []  # the latest use first
+        self._heap: list[tuple[tuple[int, float], ObjectKey, int]] = []  # the last to evict first
 
-    def offer(self, used_seconds: float, key: ObjectKey, nbytes: int) -> None:
-        """Take the object if it was used less recently than another one, and drop objects that are not needed."""
-        if self._total_bytes >= self._excess_bytes and -used_seconds <= self._heap[0][0]:
+    def offer(self, recency: Recency, key: ObjectKey, nbytes: int) -> None:
+        """Take the object if it is evicted before another one, and drop objects that are not needed."""
+        rank = (-recency.kept, -recency.used_seconds)
+        if self._total_bytes >= self._excess_bytes and rank <= self._heap[0][0]:
             return
-        heapq.heappush(self._heap, (-used_seconds, key, nbytes))
+        heapq.heappush(self._heap, (rank, key, nbytes))
         self._total_bytes += nbytes
         while self._heap and self._total_bytes - self._heap[0][2] >= self._excess_bytes:
             self._total_bytes -= heapq.heappop(self._heap)[2]
 
     def chosen(self) -> dict[ObjectKey, int]:
-        """Return the objects and their bytes, the least recently used first."""
+        """Return the objects and their bytes, the next to evict first."""
         return {key: nbytes for _, key, nbytes in sorted(self._heap, reverse=True)}
 
 

@@ -21,9 +21,10 @@ from offload_backend_nfs.capacity.shared_record import Edit, SharedRecord
 class ObjectReservation:
     """Bytes of the quota that are reserved for one object. Belongs to its :class:`Quota`."""
 
-    def __init__(self, nbytes: int, member_id: str) -> None:
+    def __init__(self, nbytes: int, member_id: str, *, is_spare: bool) -> None:
         self.nbytes = nbytes
         self.member_id = member_id
+        self.is_spare = is_spare
         self.ended = False
         self.released = False
         """``True`` if the contract's store reservation was released first. Then the store that uses these bytes ends
@@ -55,11 +56,13 @@ class Quota:
             written = self._written_bytes
             self._lease.leave(lambda state: _moved_to_used(state, written))
 
-    def reserve(self, sizes: Sequence[int]) -> list[ObjectReservation | None]:
+    def reserve(self, sizes: Sequence[int], *, spare: bool = False) -> list[ObjectReservation | None]:
         """Reserve bytes for objects, in order. Extend the quota if it is too small.
 
         Args:
             sizes: the bytes of each object.
+            spare: the objects are spare. They get bytes below the high watermark only, and none while a kept object
+                waits for an eviction. They never cause an eviction.
 
         Returns:
             Per object its reservation, or ``None`` if there is not enough capacity.
@@ -68,17 +71,19 @@ class Quota:
             OSError: the medium failed.
         """
         with self._lock:
-            if not self._lease.allows_writes:
+            if not self._lease.allows_writes or (spare and self._is_short(self._record.state)):
                 return [None] * len(sizes)
             if self._free_bytes >= sum(sizes):
-                return self._take(sizes)
+                return self._take(sizes, spare)
         with self._record.lock:
             with self._lock:
                 if self._free_bytes >= sum(sizes):  # another thread has extended the quota meanwhile
-                    return self._take(sizes)
-            self._extend(sizes)
+                    return self._take(sizes, spare)
+            self._extend(sizes, spare)
+            if spare and self._is_short(self._record.state):
+                return [None] * len(sizes)
             with self._lock:
-                return self._take(sizes)
+                return self._take(sizes, spare)
 
     def may_write(self, reservation: ObjectReservation) -> bool:
         """Return whether a reservation is still valid. It is not if this process was taken for dead."""
@@ -134,7 +139,15 @@ class Quota:
                 with self._lock:
                     self._reserved_bytes = max(0, self._reserved_bytes - returned)
 
-    def _extend(self, sizes: Sequence[int]) -> None:
+    def _is_short(self, state: AccountState) -> bool:
+        """Return whether there is no capacity for spare objects: kept ones use it, or wait for it."""
+        return state.occupied_bytes > self._limit(spare=True) or 0 < state.rejected_bytes <= self._limit(spare=False)
+
+    def _limit(self, *, spare: bool) -> int:
+        share = self._options.high_watermark if spare else 1.0
+        return int(share * self._options.capacity_bytes)
+
+    def _extend(self, sizes: Sequence[int], spare: bool) -> None:
         """Extend the quota by the missing bytes, as far as the capacity allows, and by a unit if there is plenty."""
         with self._lock:
             quota, written, free = self._quota_bytes, self._written_bytes, self._free_bytes
@@ -142,16 +155,14 @@ class Quota:
 
         def edit(state: AccountState) -> AccountState | None:
             member_id = self._lease.member_id
-            if not state.counted or not state.has_live(member_id):
+            if not state.counted or not state.has_live(member_id) or (spare and self._is_short(state)):
                 return None
             # Only this process changes its quota, and it holds a lock. So the quota is set, not added to.
-            available = (
-                self._options.capacity_bytes - state.occupied_bytes + state.members[member_id].quota_bytes - quota
-            )
+            available = self._limit(spare=spare) - state.occupied_bytes + state.members[member_id].quota_bytes - quota
             fitting = sum(_fitting(sizes, free + available))
             missing = max(0, fitting - free)
             rejected = state.rejected_bytes
-            if fitting != sum(sizes):
+            if fitting != sum(sizes) and not spare:
                 rejected = max(rejected, sum(sizes))
             if not missing and rejected == state.rejected_bytes:
                 return None
@@ -188,11 +199,11 @@ class Quota:
     def _free_bytes(self) -> int:
         return self._quota_bytes - self._reserved_bytes - self._written_bytes
 
-    def _take(self, sizes: Sequence[int]) -> list[ObjectReservation | None]:
+    def _take(self, sizes: Sequence[int], spare: bool) -> list[ObjectReservation | None]:
         reservations: list[ObjectReservation | None] = []
         for size in sizes:
             fits = size <= self._free_bytes
-            reservations.append(ObjectReservation(size, self._lease.member_id) if fits else None)
+            reservations.append(ObjectReservation(size, self._lease.member_id, is_spare=spare) if fits else None)
             self._reserved_bytes += size if fits else 0
         return reservations
 

@@ -62,10 +62,13 @@ class ReservationManager:
     async def prepare_store(
         self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
     ) -> StoreReservation:
-        """Reserve capacity. Cancelled, the capacity is released after the thread has ended."""
+        """Reserve capacity. Cancelled, the capacity is released after the thread has ended.
+
+        A kept object without capacity wakes the housekeeping, which evicts others. A spare one does not.
+        """
         results: list[ReserveResult] = []
         try:
-            await self._run_blocking(lambda: results.append(self.bounded_store.reserve(keys, nbytes)))
+            await self._run_blocking(lambda: results.append(self.bounded_store.reserve(keys, nbytes, spare)))
         except asyncio.CancelledError:
             for result in results:
                 await self._run_blocking(self.bounded_store.release, result.reservations)
@@ -75,7 +78,9 @@ class ReservationManager:
         self._unreleased.append(held)
         for key, reservation in held:
             self._waiting.setdefault(key, []).append(reservation)
-        if self.bounded_store.step_is_urgent or StoreOutcome.REJECTED in result.outcomes:
+        flags = spare or [False] * len(keys)
+        kept = [outcome for outcome, is_spare in zip(result.outcomes, flags, strict=True) if not is_spare]
+        if self.bounded_store.step_is_urgent or StoreOutcome.REJECTED in kept:
             self._wake.set()
 
         async def release() -> None:

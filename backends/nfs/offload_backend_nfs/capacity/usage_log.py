@@ -4,6 +4,10 @@ The backend keeps it because shared storage does not provide reliable access tim
 regularly writes them to a small file. The evicting process takes the latest of an object's storage time and all logged
 uses. So the order of eviction is exact up to two errors: the interval between writes, and the difference between the
 hosts' clocks.
+
+The log also holds which objects are spare. On the medium, a negative time stands for a touch that made an object spare.
+Older releases take such an object for one that was never used. The latest entry of an object counts, as long as it is
+not older than the object itself. Storage and hosts have clocks of their own, so a minute's difference is tolerated.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import secrets
 import threading
 import zlib
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from offload_backend_nfs.capacity.account_state import parse_key
 from offload_backend_nfs.capacity.ports import AccountFiles
@@ -28,10 +33,19 @@ _MERGE_INTERVAL_SECONDS = 120.0
 _MERGE_AT_FILES = 64
 _MAX_KEYS = 131_072
 """Keys whose last use is remembered, the latest ones. For any other object its storage time counts."""
+_CLOCK_TOLERANCE_SECONDS = 60.0
+_TICK_SECONDS = 1e-6
+
+
+class Recency(NamedTuple):
+    """An object's place in the order of eviction: the smallest is evicted first."""
+
+    kept: bool
+    used_seconds: float
 
 
 class UsageLog:
-    """The logged uses of objects. Calls may come from any thread; all but :meth:`record` block.
+    """The logged uses of objects. Calls may come from any thread; all but the ``record`` methods block.
 
     Args:
         clock: returns seconds; decides when work is due.
@@ -44,15 +58,30 @@ class UsageLog:
         self._now = now
         self._flushed_seconds = self._merged_seconds = clock()
         self._lock = threading.Lock()
+        self._last_seconds = 0.0
         self._unflushed: dict[ObjectKey, float] = {}
         self._merged: dict[ObjectKey, float] = {}
         self._merged_files: set[str] = set()
 
     def record(self, keys: Iterable[ObjectKey]) -> None:
-        """Record that objects are used now. Does not block."""
-        now = self._now()
+        """Record that objects are used now, in this order. Does not block."""
+        self.record_touches((key, False) for key in keys)
+
+    def record_touches(self, touches: Iterable[tuple[ObjectKey, bool]]) -> None:
+        """Record that objects are touched now, in this order, and whether each is spare from now on. Does not block."""
         with self._lock:
-            self._unflushed.update(dict.fromkeys(keys, now))
+            for key, is_spare in touches:
+                now, later = self._now(), self._last_seconds + _TICK_SECONDS
+                self._last_seconds = later if now < later < now + 1 else now  # the clock may be set back
+                self._unflushed[key] = -self._last_seconds if is_spare else self._last_seconds
+
+    def record_stored(self, key: ObjectKey, *, is_spare: bool) -> None:
+        """Record that an object was stored. Does not block.
+
+        A kept object needs no entry, unless this process knows an entry of a spare object with the same key.
+        """
+        if is_spare or self._unflushed.get(key, 0.0) < 0 or self._merged.get(key, 0.0) < 0:
+            self.record_touches([(key, is_spare)])
 
     def flush_if_due(self) -> None:
         """Flush if there are many recorded uses, or if the last flush was long ago.
@@ -76,7 +105,7 @@ class UsageLog:
             self._write(uses)
         except OSError:
             with self._lock:
-                self._unflushed = {**uses, **self._unflushed}
+                self._unflushed = {**uses, **self._unflushed}  # the later ones win
             raise
         self._flushed_seconds = self._clock()
 
@@ -93,7 +122,8 @@ class UsageLog:
         """Read the files of all processes, and replace many files by one.
 
         Returns:
-            Per key its last use, in seconds since the epoch, as far as processes have flushed it.
+            Per key its last use, in seconds since the epoch, as far as processes have flushed it. If the time is
+            negative, the object was made spare then.
 
         Raises:
             OSError: the medium failed.
@@ -103,11 +133,11 @@ class UsageLog:
         for name in names:
             if name not in self._merged_files:
                 for key, used in self._read_file(name).items():
-                    self._merged[key] = max(used, self._merged.get(key, 0.0))
+                    self._merged[key] = max(used, self._merged.get(key, 0.0), key=abs)
                 self._merged_files.add(name)
         self._merged_files.intersection_update(names)
         if len(self._merged) > _MAX_KEYS:
-            latest = sorted(self._merged.items(), key=lambda item: item[1])[-_MAX_KEYS:]
+            latest = sorted(self._merged.items(), key=lambda item: abs(item[1]))[-_MAX_KEYS:]
             self._merged = dict(latest)
         if len(names) >= _MERGE_AT_FILES:
             self._write(self._merged)
@@ -136,3 +166,14 @@ class UsageLog:
         except (zlib.error, ValueError) as error:
             logger.warning("the usage log %s/%s is damaged and is skipped: %s", _FOLDER, name, error)
             return {}
+
+
+def recency(used_seconds: float, stored_at_seconds: float) -> Recency:
+    """Return the place of an object in the order of eviction.
+
+    Args:
+        used_seconds: its entry in the merged log, 0 if there is none.
+        stored_at_seconds: its storage time, by the clock of the storage.
+    """
+    is_spare = used_seconds < 0 and -used_seconds + _CLOCK_TOLERANCE_SECONDS >= stored_at_seconds
+    return Recency(not is_spare, max(abs(used_seconds), stored_at_seconds))
