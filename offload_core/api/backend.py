@@ -42,8 +42,8 @@ class Capabilities:
         sizes: ``prepare_load`` returns the size of each object in bytes (C19). Compressed objects need it.
         evicts: the medium evicts objects by itself, at any time. Presence is then a hint, a size may be ``None``, and
             a store may be ``REJECTED`` after ``prepare_store`` has granted it. It excludes ``bounded``.
-        spares: the backend knows *spare* objects, which are stored only into free capacity and evicted before all
-            others (C20), and :meth:`Backend.touch` sets the order of eviction (C21). It needs ``bounded``.
+        spares: the backend knows *spare* objects, which use free capacity only and are evicted before all others (C20).
+            :meth:`Backend.touch` sets its order of eviction (C21). It needs ``bounded``.
 
     Raises:
         ValueError: both ``bounded`` and ``evicts`` are declared, or ``spares`` without ``bounded``.

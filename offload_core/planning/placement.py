@@ -11,8 +11,8 @@ Kept boundaries of a path are:
 * *junctions*, where an earlier path has parted from this one. A lookup shows them: full attention is found deeper than
   windows or states. The objects of that boundary are then stored as they are computed.
 
-The idea to keep the end of a prompt and junctions at their second sight is that of Marconi (Pan et al., MLSys 2025,
-arXiv 2411.19379). The next turn of a conversation *supersedes* the kept boundaries of the turn before: they become
+The idea is that of Marconi (Pan et al., MLSys 2025, arXiv 2411.19379): keep ends, and junctions at their second
+sight. The next turn of a conversation *supersedes* the kept boundaries of the turn before: they become
 spare, unless another request has come back to them.
 """
 

@@ -24,7 +24,7 @@ from offload_core.transfer.write_policy import nothing_stored_problem
 from offload_core.vllm.compat import adapt_to_installed_vllm, cache_hit_source, version_problem
 from offload_core.vllm.metadata import StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.metrics import HybridOffloadPromMetrics, HybridOffloadStats
-from offload_core.vllm.model.groups import build_planner
+from offload_core.vllm.model.groups import build_planner, handed_over
 from offload_core.vllm.model.identity import engine_identity
 from offload_core.vllm.model.refusals import hash_seed_problem, misaligned_states_problem
 from offload_core.vllm.scheduler.half import SchedulerHalf
@@ -80,6 +80,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         for warning in (*planner.warnings, *problems):
             if warning is not None:
                 logger.warning("%s", warning)
+        logger.info("placement is %r; %s", config.settings.placement, handed_over(vllm_config, planner))
         identity = engine_identity(vllm_config, kv_cache_config)
         self._scheduler_half = SchedulerHalf(
             config,

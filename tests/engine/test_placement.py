@@ -95,8 +95,9 @@ def test_under_a_limit_more_is_served_than_by_storing_everything(model: Lab, tmp
             limit = count(whole, "store_bytes") // share
             tier = {"name": "disk", "type": "disk", "path": str(folder), "capacity": limit}
             hits[placement] = _sum(_run(model, rounds, folder, placement=placement, backends=[tier]))
-        print(share, hits, _sum(whole))
         assert hits["kept and spare"] >= hits["everything"]
+    if model.name != "qwen3_next":  # whose states are few already, since the engine hands over few
+        assert hits["kept and spare"] > hits["everything"]
 
 
 @pytest.mark.parametrize("model", [*QUICK_LABS, WINDOWS_ONLY], indirect=True)

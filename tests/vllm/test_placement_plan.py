@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from offload_core.planning.planner import HitPolicy
 from offload_core.vllm.metadata import StepMetadata
+from offload_core.vllm.model.groups import handed_over
 from tests.support.memory_backend import MemoryBackend
 from tests.vllm.test_scheduler_half import BLOCK, Half, request
 
@@ -209,3 +211,19 @@ def test_after_a_reset_nothing_older_is_touched_or_superseded(make: Make) -> Non
     half.store(b=200)
     half.finish(second)
     assert True not in {spare for _, _, spare in half.touched()}
+
+
+@pytest.mark.parametrize(
+    ("policies", "interval", "sentence"),
+    [
+        ((FULL, WINDOW), 0, "every block of every group"),
+        ((FULL, STATE), 0, "the end of a prompt and at junctions"),
+        ((FULL, STATE), 512, "every 512 tokens"),
+        ((FULL, STATE), None, "all block boundaries"),
+    ],
+)
+def test_the_log_says_what_the_engine_hands_over(
+    make: Make, policies: tuple[HitPolicy, ...], interval: int | None, sentence: str
+) -> None:
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_cache_retention_interval=interval))
+    assert sentence in handed_over(config, make(*policies).half._planner)

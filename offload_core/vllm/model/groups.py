@@ -51,6 +51,18 @@ def build_planner(
     )
 
 
+def handed_over(vllm_config: VllmConfig, planner: HybridOffloadPlanner) -> str:
+    """Return a sentence on the windows and states that vLLM lets a connector store, for the log at the start."""
+    kinds = {pack.policy.kind for pack in planner.packs}
+    if "state" not in kinds:
+        return "vLLM hands over every block of every group"
+    interval = getattr(vllm_config.cache_config, "prefix_cache_retention_interval", None)
+    if interval is None:
+        return "vLLM hands over the recurrent states at all block boundaries where a prefill step ends"
+    every = f", every {interval} tokens" if interval else ""
+    return f"vLLM hands over the recurrent states at the end of a prompt{every} and at junctions, and drops all others"
+
+
 def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     parallel = vllm_config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
