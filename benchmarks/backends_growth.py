@@ -21,12 +21,12 @@ from benchmarks.reporting.rows import Calls, Peak, percentile
 from offload_core.api.backend import (
     Backend,
     BackendContext,
-    Capabilities,
     LoadOutcome,
     LoadReservation,
     StoreOutcome,
     StoreReservation,
 )
+from offload_core.api.capabilities import Capabilities
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions
 from offload_core.config.loading import load_config

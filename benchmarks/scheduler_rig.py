@@ -33,7 +33,8 @@ from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from offload_core.api.backend import Backend, BackendContext, BackendType, Capabilities, LoadOutcome, StoreOutcome
+from offload_core.api.backend import Backend, BackendContext, BackendType, LoadOutcome, StoreOutcome
+from offload_core.api.capabilities import Capabilities
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions
 from offload_core.config.model import BackendConfig, OffloadConfig, OffloadSettings, TierConfig

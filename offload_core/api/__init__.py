@@ -4,7 +4,6 @@ from offload_core.api.backend import (
     Backend,
     BackendContext,
     BackendType,
-    Capabilities,
     LoadOutcome,
     LoadReservation,
     Requirement,
@@ -13,6 +12,7 @@ from offload_core.api.backend import (
     StoreReservation,
     to_the_end,
 )
+from offload_core.api.capabilities import Capabilities
 from offload_core.api.errors import (
     BackendError,
     ConfigError,

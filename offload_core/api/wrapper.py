@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from offload_core.api.backend import (
-    Backend,
-    Capabilities,
-    LoadOutcome,
-    LoadReservation,
-    StoredObject,
-    StoreOutcome,
-    StoreReservation,
-)
+from offload_core.api.backend import Backend, LoadOutcome, LoadReservation, StoredObject, StoreOutcome, StoreReservation
+from offload_core.api.capabilities import Capabilities
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions
 

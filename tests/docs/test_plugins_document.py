@@ -14,7 +14,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from offload_core.api.backend import Backend, BackendContext, BackendType, Capabilities, LoadOutcome, StoreOutcome
+from offload_core.api.backend import Backend, BackendContext, BackendType, LoadOutcome, StoreOutcome
+from offload_core.api.capabilities import Capabilities
 from offload_core.api.events import LoadsEnded, TierFailing
 from offload_core.api.hooks import HookSpecs
 from offload_core.api.keys import ObjectKey

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offload_core.api.backend import Backend, BackendType, Capabilities, LoadOutcome, StoreOutcome
+from offload_core.api.backend import Backend, BackendType, LoadOutcome, StoreOutcome
+from offload_core.api.capabilities import Capabilities
 from offload_core.api.hooks import hookimpl
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions

@@ -20,13 +20,13 @@ from offload_core.api.backend import (
     Backend,
     BackendContext,
     BackendType,
-    Capabilities,
     LoadOutcome,
     LoadReservation,
     StoredObject,
     StoreOutcome,
     StoreReservation,
 )
+from offload_core.api.capabilities import Capabilities
 from offload_core.api.errors import ConfigError, ObjectFormatError
 from offload_core.api.hooks import API_VERSION, OLDEST_API_VERSION, HookSpecs, TierInfo
 from offload_core.api.keys import ObjectKey

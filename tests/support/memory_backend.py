@@ -10,12 +10,12 @@ from offload_core.api.backend import (
     Backend,
     BackendContext,
     BackendType,
-    Capabilities,
     LoadOutcome,
     LoadReservation,
     StoreOutcome,
     StoreReservation,
 )
+from offload_core.api.capabilities import Capabilities
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions
 from offload_core.config.limits import Limits

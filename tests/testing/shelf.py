@@ -11,13 +11,13 @@ from pydantic import Field
 from offload_core.api.backend import (
     Backend,
     BackendContext,
-    Capabilities,
     LoadOutcome,
     LoadReservation,
     StoredObject,
     StoreOutcome,
     StoreReservation,
 )
+from offload_core.api.capabilities import Capabilities
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions
 

@@ -13,14 +13,8 @@ import hypothesis
 import pytest
 from offload_backend_disk.plugin import offload_register_backends
 
-from offload_core.api.backend import (
-    BackendType,
-    Capabilities,
-    LoadOutcome,
-    LoadReservation,
-    StoreOutcome,
-    StoreReservation,
-)
+from offload_core.api.backend import BackendType, LoadOutcome, LoadReservation, StoreOutcome, StoreReservation
+from offload_core.api.capabilities import Capabilities
 from offload_core.api.keys import ObjectKey
 from offload_core.testing.state_machine.machine import CAPACITY_BYTES, STATE_MACHINE_SETTINGS, check_with_state_machine
 from tests.testing.contract.reference import MEDIA, REFERENCE

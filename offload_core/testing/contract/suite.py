@@ -34,7 +34,8 @@ from typing import Any, ClassVar, NoReturn
 
 import pytest
 
-from offload_core.api.backend import BackendType, Capabilities
+from offload_core.api.backend import BackendType
+from offload_core.api.capabilities import Capabilities
 from offload_core.testing.contract.buffers import BuffersContract
 from offload_core.testing.contract.bytes import BytesContract
 from offload_core.testing.contract.capacity import CAPACITY_BYTES, CapacityContract

@@ -18,13 +18,13 @@ from offload_core.api.backend import (
     Backend,
     BackendContext,
     BackendType,
-    Capabilities,
     LoadOutcome,
     LoadReservation,
     StoredObject,
     StoreOutcome,
     StoreReservation,
 )
+from offload_core.api.capabilities import Capabilities
 from offload_core.api.keys import ObjectKey
 from offload_core.testing.rig.watched_calls import Calls, WatchedLoopThreads, WatchedThreads, current_calls
 

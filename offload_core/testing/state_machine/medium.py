@@ -7,7 +7,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from offload_core.api.backend import Backend, BackendContext, BackendType, Capabilities, StoreReservation
+from offload_core.api.backend import Backend, BackendContext, BackendType, StoreReservation
+from offload_core.api.capabilities import Capabilities
 from offload_core.api.keys import ObjectKey
 from offload_core.testing.rig.turn_threads import TurnThreads
 from offload_core.testing.state_machine.oracle import ContractError, Reads

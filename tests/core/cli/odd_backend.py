@@ -13,12 +13,12 @@ from pydantic import Field
 from offload_core.api.backend import (
     BackendContext,
     BackendType,
-    Capabilities,
     LoadOutcome,
     StoredObject,
     StoreOutcome,
     StoreReservation,
 )
+from offload_core.api.capabilities import Capabilities
 from offload_core.api.hooks import hookimpl
 from offload_core.api.keys import ObjectKey
 

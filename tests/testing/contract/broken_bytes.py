@@ -10,14 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 
-from offload_core.api.backend import (
-    Capabilities,
-    LoadOutcome,
-    LoadReservation,
-    StoredObject,
-    StoreOutcome,
-    StoreReservation,
-)
+from offload_core.api.backend import LoadOutcome, LoadReservation, StoredObject, StoreOutcome, StoreReservation
+from offload_core.api.capabilities import Capabilities
 from offload_core.api.keys import ObjectKey
 from tests.testing.contract.reference import ReferenceBackend, ReservedStore
 

@@ -1,0 +1,51 @@
+"""The kind of medium that a backend has, and the optional features that it implements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """The kind of medium that a backend has, and the optional features that it implements.
+
+    A backend must implement each feature that it declares, and the core uses no feature that is not declared.
+
+    Args:
+        medium: ``host`` (memory), ``disk`` (local) or ``remote``. On a remote medium that does not evict by itself, the
+            core asks about few objects of a prefix, and infers the others.
+        persistent: objects outlive the process.
+        shared: other processes may read, add and remove objects at any time.
+        bounded: the backend limits its bytes. ``prepare_load`` pins and ``prepare_store`` reserves (C9 to C11).
+        lists: :meth:`Backend.list_objects` works (C18).
+        sizes: ``prepare_load`` returns the size of each object in bytes (C19). Compressed objects need it.
+        evicts: the medium evicts objects by itself, at any time. Presence is then a hint, a size may be ``None``, and
+            a store may be ``REJECTED`` after ``prepare_store`` has granted it. It excludes ``bounded``.
+        spares: the backend knows *spare* objects, which use free capacity only and are evicted before all others (C20).
+            :meth:`Backend.touch` sets its order of eviction (C21). It needs ``bounded``.
+
+    Raises:
+        ValueError: both ``bounded`` and ``evicts`` are declared, or ``spares`` without ``bounded``.
+    """
+
+    medium: Literal["host", "disk", "remote"]
+    persistent: bool
+    shared: bool
+    bounded: bool = False
+    lists: bool = False
+    sizes: bool = False
+    evicts: bool = False
+    spares: bool = False
+
+    def __post_init__(self) -> None:
+        if self.spares and not self.bounded:
+            raise ValueError(
+                "Capabilities(spares=True, bounded=False): without a limit nothing is evicted, so no object is spare; "
+                "declare both or neither"
+            )
+        if self.bounded and self.evicts:
+            raise ValueError(
+                "Capabilities(bounded=True, evicts=True): a medium that evicts by itself can neither pin nor reserve; "
+                "declare bounded if the backend chooses the objects to evict, else evicts"
+            )
