@@ -11,14 +11,16 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from offload_core.memory.staging_shares import TierShare
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.tier import Tier
+from offload_core.transfer.call_size import CallSize
 from offload_core.transfer.jobs import Job, JobState, JobTable
 from offload_core.transfer.pending_store import PendingStore
-from offload_core.transfer.store_queue import BatchState, StoreBatch, StoreQueue
+from offload_core.transfer.store_queue import BatchState, StoreBatch, StoreCall, StoreQueue
 from offload_core.transfer.write_policy import WritePolicy
 
 
@@ -26,6 +28,7 @@ class TierWriter:
     """All pending stores of one tier.
 
     Args:
+        max_batches: maximum number of batches in a call.
         lock: guards all writers and their objects.
         spawn: starts a coroutine on the I/O loop, from any thread.
     """
@@ -35,6 +38,7 @@ class TierWriter:
         tier: Tier,
         share: TierShare,
         *,
+        max_batches: int,
         jobs: JobTable,
         counters: Counters,
         lock: threading.Condition,
@@ -54,7 +58,9 @@ class TierWriter:
         self._queue: StoreQueue[PendingStore] = StoreQueue(
             threads + 1, spare_slots=threads, charge_bytes=lambda store: share.store_charge_bytes(store.nbytes)
         )
-        self._timer: asyncio.TimerHandle | None = None  # only the I/O loop uses this attribute and the next one
+        # Only the I/O loop uses these attributes.
+        self._call_size = CallSize(max_batches)
+        self._timer: asyncio.TimerHandle | None = None
         self._stored_at = float("-inf")
 
     # For the engine thread
@@ -116,28 +122,33 @@ class TierWriter:
         self.start_calls()
 
     def start_calls(self) -> None:
-        """Start the tier's calls for waiting batches, as long as there are slots."""
+        """Start the tier's calls for waiting batches, as long as there are slots. A call may take several batches."""
         while self._queue.waiting_bytes:
             if not self.admits():
                 return
             with self._lock:
-                batch = self._queue.start_next()
-                if batch is None:
+                call = self._queue.start_next(self._call_size.batches)
+                if call is None:
                     return
-                self._jobs.start(self._job_of[batch])
-            self._spawn(self._call(batch))
+                for batch in call.batches:
+                    self._jobs.start(self._job_of[batch])
+            self._spawn(self._call(call))
 
-    async def _call(self, batch: StoreBatch[PendingStore]) -> None:
-        """Store a batch. Never cancelled. At the end of the tier's call, also by an error, it holds nothing."""
+    async def _call(self, call: StoreCall[PendingStore]) -> None:
+        """Store batches. Never cancelled. At the end of the tier's call, also by an error, it holds nothing."""
         stored: list[bool] = []
+        started = time.monotonic()
         try:
-            stored = await self.tier.store([store.staged for store in batch.items])
+            stored = await self.tier.store([store.staged for store in call.items])
             if any(stored):
                 self._stored_at = time.monotonic()
         finally:
+            self._call_size.ended(len(call.batches), time.monotonic() - started, worked=any(stored))
+            results = iter(stored)
             with self._lock:
-                self._queue.ended(batch)
-                self._release(batch, stored)
+                self._queue.ended(call)
+                for batch in call.batches:
+                    self._release(batch, list(islice(results, len(batch.items))))
             self.start_calls()
 
     def _expire_batches(self) -> None:

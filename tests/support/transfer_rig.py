@@ -82,7 +82,9 @@ class Rig:
         self.tiers.append(tier)
 
     def add_memory_tier(self, name: str = "memory", **common: object) -> MemoryBackend:
-        config, made = memory_tier(name, None, **common)
+        """Add a tier. ``common`` are its configuration keys, and ``medium`` is the kind of its medium."""
+        medium = common.pop("medium", "host")
+        config, made = memory_tier(name, lambda backend: setattr(backend, "medium", medium), **common)
         self.add_tier(config)
         self.backends[name] = made[0]
         return made[0]
