@@ -35,7 +35,7 @@ from offload_core.runtime.metrics import Counters
 from offload_core.runtime.threads import DaemonExecutor
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
-from offload_core.transfer.call_size import CallSize, max_batches_of
+from offload_core.transfer.call_size import call_size_of
 from offload_core.transfer.store_queue import StoreBatch, StoreCall, StoreQueue
 
 MIB = 1024 * 1024
@@ -158,8 +158,8 @@ class OurTier:
         self._payload_bytes = payload_bytes
         self._at_once = max(1, min(BATCH_OBJECTS, -(-BATCH_BYTES // payload_bytes)))
         share = int(config.settings.staging_bytes * STORE_SHARE)
-        self._store_size = CallSize(max_batches_of(self._tier, share, 2 * self._threads + 1, payload_bytes))
-        self._load_size = CallSize(max_batches_of(self._tier, share, self._tier.load_slots.max_calls, payload_bytes))
+        self._store_size = call_size_of(self._tier, share, 2 * self._threads + 1)
+        self._load_size = call_size_of(self._tier, share, self._tier.load_slots.max_calls)
         self.nbytes = chunks * CHUNK_BYTES
         self._leases: list[Lease] = []
 
@@ -201,7 +201,7 @@ class OurTier:
         calls: list[asyncio.Task[None]] = []
 
         def start_calls() -> None:
-            while (call := queue.start_next(self._store_size.batches)) is not None:
+            while (call := queue.start_next(self._store_size.take)) is not None:
                 calls.append(asyncio.create_task(store(call)))
 
         async def prepare(batch: StoreBatch[StagedObject]) -> None:
@@ -228,7 +228,7 @@ class OurTier:
 
         async def load_next() -> None:
             async with self._tier.load_slots.held(math.inf):
-                count = min(self._load_size.batches, fair, len(left))
+                count = self._load_size.take((sum(one.lease.nbytes for one in batch) for batch in left), fair)
                 call = [staged for _ in range(count) for staged in left.popleft()]
                 if call:
                     started = time.monotonic()

@@ -6,34 +6,38 @@ disk a call takes one batch: small calls let reads, checks and copies overlap.
 
 from __future__ import annotations
 
-from offload_core.memory.staging_size import BATCH_BYTES
+from collections.abc import Iterable
+
+from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS
+from offload_core.objects.format import HEADER_BYTES
 from offload_core.tiers.tier import Tier
 
-CALL_BYTES = 16 * 1024 * 1024
-"""Payload bytes that a large call may have."""
+CALL_BATCHES = 8
+"""Maximum number of batches in a large call."""
+CALL_BYTES = CALL_BATCHES * (BATCH_BYTES + BATCH_OBJECTS * HEADER_BYTES)
+"""Maximum number of bytes in a large call, with headers. A call of one batch may have more."""
 SHARE_OF_CALLS = 0.5
-"""Part of a tier's share of the staging memory that all its calls together may hold, if they are large, from 0 to 1."""
+"""Part of a tier's share of the staging memory that all its large calls together may hold, from 0 to 1."""
 QUICK_SECONDS = 0.25
 """Limit for the duration of a large call. Slower tiers get smaller calls, which lose less at a deadline."""
 
 
-def max_batches(share_bytes: int, calls: int, largest_payload_bytes: int) -> int:
-    """Return the maximum number of batches in a large call; 1 if there is little staging memory.
+def max_call_bytes(share_bytes: int, calls: int, leases_per_object: int = 1) -> int:
+    """Return the maximum number of bytes that the leases of a call of several batches take.
 
     Args:
         share_bytes: size of the tier's share of the staging memory.
         calls: number of calls that may hold memory of this share at once.
-        largest_payload_bytes: size of the largest payload of all packs.
+        leases_per_object: 2 for a tier that compresses, else 1.
     """
-    call_bytes = min(CALL_BYTES, int(share_bytes * SHARE_OF_CALLS) // calls)
-    return max(1, call_bytes // max(BATCH_BYTES, largest_payload_bytes))
+    return min(leases_per_object * CALL_BYTES, int(share_bytes * SHARE_OF_CALLS) // calls)
 
 
-def max_batches_of(tier: Tier, share_bytes: int, calls: int, largest_payload_bytes: int) -> int:
-    """Return the maximum number of batches in a call on ``tier``; see :func:`max_batches` for the other arguments."""
+def call_size_of(tier: Tier, share_bytes: int, calls: int) -> CallSize:
+    """Return the size of calls on ``tier``; see :func:`max_call_bytes` for the other arguments."""
     if tier.capabilities.medium != "remote":
-        return 1
-    return max_batches(share_bytes // (1 + tier.compresses), calls, largest_payload_bytes)
+        return CallSize(most=1, max_bytes=0)
+    return CallSize(CALL_BATCHES, max_call_bytes(share_bytes, calls, 1 + tier.compresses))
 
 
 class CallSize:
@@ -44,12 +48,29 @@ class CallSize:
 
     Args:
         most: its upper limit.
+        max_bytes: maximum number of bytes that the leases of a call of several batches take.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, max_bytes: int) -> None:
         self._most = most
+        self._max_bytes = max_bytes
         self.batches = 1
         """The maximum number of batches in the next call."""
+
+    def take(self, sizes: Iterable[int], most: int) -> int:
+        """Return how many of the waiting batches the next call takes: at least one, if there is one.
+
+        Args:
+            sizes: bytes that the leases of each waiting batch take, in order.
+            most: upper limit, for example to leave batches for other calls.
+        """
+        count = total = 0
+        for nbytes in sizes:
+            total += nbytes
+            if count and (count >= min(most, self.batches) or total > self._max_bytes):
+                break
+            count += 1
+        return count
 
     def ended(self, batches: int, seconds: float, *, worked: bool) -> None:
         """Note the end of a call.

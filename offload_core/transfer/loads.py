@@ -29,7 +29,7 @@ from offload_core.runtime.metrics import Counters
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject, in_batches
-from offload_core.transfer.call_size import CallSize, max_batches_of
+from offload_core.transfer.call_size import call_size_of
 from offload_core.transfer.jobs import Job, JobState, JobTable
 
 _Batch = Sequence[TransferObject]
@@ -154,11 +154,8 @@ class Loads:
         self._arrived = threading.Event()
         # Per tier, one batch at a time waits for leases: otherwise many small batches could starve a large one.
         self._lease_locks = {tier.name: asyncio.Lock() for tier in tiers}
-        largest = max(layout.payload_bytes for layout in layouts.values())
         self._call_sizes = {
-            tier.name: CallSize(
-                max_batches_of(tier, shares[tier.name].loads.limit_bytes, tier.load_slots.max_calls, largest)
-            )
+            tier.name: call_size_of(tier, shares[tier.name].loads.limit_bytes, tier.load_slots.max_calls)
             for tier in tiers
         }
         """Per tier name; only the I/O loop uses them."""
@@ -270,7 +267,8 @@ class Loads:
             most: maximum number of batches to load.
         """
         async with tier.load_slots.held(job.deadline):
-            wanted = [left.popleft() for _ in range(min(self._call_sizes[tier.name].batches, most, len(left)))]
+            sizes = (sum(self._lease_sizes(tier, [batch])) for batch in left)
+            wanted = [left.popleft() for _ in range(self._call_sizes[tier.name].take(sizes, most))]
             staged: list[StagedObject] = []
             count = 0
             try:

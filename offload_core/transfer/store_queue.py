@@ -133,16 +133,17 @@ class StoreQueue(Generic[T]):
         self._waiting_bytes += self._batch_bytes(batch)
         return True
 
-    def start_next(self, max_batches: int = 1) -> StoreCall[T] | None:
+    def start_next(self, take: Callable[[Iterator[int], int], int] = lambda sizes, most: 1) -> StoreCall[T] | None:
         """Give the oldest waiting batches a slot; ``None`` if no batch waits or no slot is free.
 
         Args:
-            max_batches: upper limit for the batches of the call. It takes fewer if other slots are free for the rest.
+            take: returns the number of batches in the call, at least 1. It is called with the charges of the waiting
+                batches, and with the number at which every other free slot gets as many.
         """
         free = self._slots - (self._running - min(self._overdue, self._spare_slots))
         if not self._waiting or free <= 0:
             return None
-        count = min(max_batches, -(-len(self._waiting) // free))
+        count = take(map(self._batch_bytes, self._waiting), -(-len(self._waiting) // free))
         batches, self._waiting = self._waiting[:count], self._waiting[count:]
         call = StoreCall(batches)
         for batch in batches:

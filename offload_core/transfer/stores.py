@@ -31,7 +31,7 @@ from offload_core.runtime.threads import DaemonExecutor
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject, in_batches
-from offload_core.transfer.call_size import max_batches_of
+from offload_core.transfer.call_size import call_size_of
 from offload_core.transfer.jobs import JobTable
 from offload_core.transfer.pending_store import GatherBudget, PendingStore, StoreResult
 from offload_core.transfer.store_queue import StoreBatch
@@ -68,16 +68,14 @@ class Stores:
         self._io = io
         self._lock = threading.Condition()
         """Guards the writers and their objects; notified when no object is left."""
-        largest = max(layout.payload_bytes for layout in layouts.values())
         self._writers = [
             TierWriter(
                 tier,
                 shares[tier.name],
-                max_batches=max_batches_of(
+                call_size=call_size_of(
                     tier,
-                    min(shares[tier.name].store_limit_bytes, gather_limit_bytes),
+                    min(shares[tier.name].store_limit_bytes, (1 + tier.compresses) * gather_limit_bytes),
                     2 * tier.config.io_threads + 1,  # with the overdue calls, whose slots other calls may use
-                    largest,
                 ),
                 jobs=jobs,
                 counters=counters,

@@ -28,7 +28,7 @@ class TierWriter:
     """All pending stores of one tier.
 
     Args:
-        max_batches: maximum number of batches in a call.
+        call_size: the size of the tier's calls.
         lock: guards all writers and their objects.
         spawn: starts a coroutine on the I/O loop, from any thread.
     """
@@ -38,7 +38,7 @@ class TierWriter:
         tier: Tier,
         share: TierShare,
         *,
-        max_batches: int,
+        call_size: CallSize,
         jobs: JobTable,
         counters: Counters,
         lock: threading.Condition,
@@ -59,7 +59,7 @@ class TierWriter:
             threads + 1, spare_slots=threads, charge_bytes=lambda store: share.store_charge_bytes(store.nbytes)
         )
         # Only the I/O loop uses these attributes.
-        self._call_size = CallSize(max_batches)
+        self._call_size = call_size
         self._timer: asyncio.TimerHandle | None = None
         self._stored_at = float("-inf")
 
@@ -127,7 +127,7 @@ class TierWriter:
             if not self.admits():
                 return
             with self._lock:
-                call = self._queue.start_next(self._call_size.batches)
+                call = self._queue.start_next(self._call_size.take)
                 if call is None:
                     return
                 for batch in call.batches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -87,21 +88,26 @@ class Queues(RuleBasedStateMachine):
 
     @rule(max_batches=st.integers(1, 4))
     def start_next(self, max_batches: int) -> None:
-        call = self.queue.start_next(max_batches)
+        asked: list[tuple[list[int], int]] = []
+
+        def take(sizes: Iterator[int], most: int) -> int:
+            asked.append((list(sizes), most))
+            return min(most, max_batches)
+
+        call = self.queue.start_next(take)
         waiting = self.oracle.at(BatchState.WAITING)
         free = self.oracle.free_slots(self.slots, self.spare)
         if not waiting or free <= 0:
             assert call is None
+            assert not asked
             return
         assert call is not None
-        oldest = waiting[: len(call.batches)]
+        ((sizes, most),) = asked
+        assert sizes == [sum(item.nbytes for item in batch.items) for batch in waiting]
+        assert (most - 1) * free < len(waiting) <= most * free, "the other free slots get as many"
+        oldest = waiting[: min(most, max_batches)]
         assert [batch.batch for batch in oldest] == list(call.batches), "the oldest, in order"
         assert call.items == [item for batch in oldest for item in batch.items]
-        assert 1 <= len(oldest) <= max_batches
-        left = len(waiting) - len(oldest)
-        assert left >= min(free, len(waiting)) - 1, "each other free slot finds a batch"
-        if len(oldest) < max_batches:
-            assert left <= (free - 1) * len(oldest), "the other free slots take the rest in calls of this size"
         for batch in oldest:
             batch.state = BatchState.RUNNING
         self.oracle.calls.append((call, oldest))
@@ -202,7 +208,7 @@ def test_a_call_with_several_late_batches_gives_up_one_slot() -> None:
     queue: StoreQueue[Item] = StoreQueue(1, 1, lambda item: item.nbytes)
     for deadline in (1, 1, 3, 3, 3):
         queue.prepared(queue.begin([Item(1)], deadline))
-    hung = queue.start_next(2)
+    hung = queue.start_next(lambda sizes, most: 2)
     assert hung is not None
     assert len(hung.batches) == 2
     assert len(queue.expire(1.0)) == 2
