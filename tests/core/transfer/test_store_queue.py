@@ -219,3 +219,12 @@ def test_a_call_with_several_late_batches_gives_up_one_slot() -> None:
     assert queue.start_next() is None, "its slot is the one that the second call has"
     queue.ended(second)
     assert queue.start_next() is not None
+
+
+def test_a_call_leaves_batches_for_the_other_free_slots() -> None:
+    queue: StoreQueue[Item] = StoreQueue(3, 0, lambda item: item.nbytes)
+    for number in range(5):
+        queue.prepared(queue.begin([Item(number + 1)], 1.0))
+    calls = [queue.start_next(lambda sizes, most: most) for _ in range(4)]
+    taken = [None if call is None else [item.nbytes for item in call.items] for call in calls]
+    assert taken == [[1, 2], [3, 4], [5], None]
