@@ -11,6 +11,7 @@ import math
 import os
 import resource
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
 from offload_core.config.loading import load_config
 from offload_core.memory.staging_pool import Lease, StagingPool
-from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS
+from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS, STORE_SHARE
 from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.io_loop import IoLoop
@@ -34,6 +35,8 @@ from offload_core.runtime.metrics import Counters
 from offload_core.runtime.threads import DaemonExecutor
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
+from offload_core.transfer.call_size import call_size_of
+from offload_core.transfer.store_queue import StoreBatch, StoreCall, StoreQueue
 
 MIB = 1024 * 1024
 CHUNK_BYTES = 2 * MIB
@@ -124,9 +127,9 @@ def _mark(number: int, index: int) -> bytes:
 
 
 class OurTier:
-    """One of our backends, used as the engine uses it: sealed and checked objects, in the engine's batches.
+    """One of our backends, used as the engine uses it: sealed and checked objects, in the engine's batches and calls.
 
-    As many batches run at once as in the engine.
+    As many calls run at once as in the engine, and as large ones as with the default staging memory.
 
     Args:
         checked: write and check headers and checksums; if false, call the backend alone.
@@ -153,7 +156,10 @@ class OurTier:
         self._pool = memory
         self._count = chunks * CHUNK_BYTES // payload_bytes
         self._payload_bytes = payload_bytes
-        self._at_once = max(1, min(BATCH_OBJECTS, BATCH_BYTES // payload_bytes))
+        self._at_once = max(1, min(BATCH_OBJECTS, -(-BATCH_BYTES // payload_bytes)))
+        share = int(config.settings.staging_bytes * STORE_SHARE)
+        self._store_size = call_size_of(self._tier, share, 2 * self._threads + 1)
+        self._load_size = call_size_of(self._tier, share, self._tier.load_slots.max_calls)
         self.nbytes = chunks * CHUNK_BYTES
         self._leases: list[Lease] = []
 
@@ -172,8 +178,7 @@ class OurTier:
     def store(self, number: int) -> Sample:
         objects = self._take(number)
         mark([staged.lease.view[HEADER_BYTES:] for staged in objects], number)
-        batches = self._batches(objects)
-        sample = timed(lambda: self._run(self._store_batch, batches, self._threads + int(self._checked)), self.nbytes)
+        sample = timed(lambda: self._io.submit(self._store_all(objects)).result(), self.nbytes)
         self._give_back()
         return sample
 
@@ -181,8 +186,7 @@ class OurTier:
         objects = self._take(number)
         payloads = [staged.lease.view[HEADER_BYTES:] for staged in objects]
         unmark(payloads)
-        batches = self._batches(objects)
-        sample = timed(lambda: self._run(self._load_batch, batches, 2 * self._threads), self.nbytes)
+        sample = timed(lambda: self._io.submit(self._load_all(objects)).result(), self.nbytes)
         check(self.name, payloads, number)
         self._give_back()
         return sample
@@ -190,38 +194,69 @@ class OurTier:
     def _batches(self, objects: list[StagedObject]) -> list[list[StagedObject]]:
         return [objects[start : start + self._at_once] for start in range(0, len(objects), self._at_once)]
 
-    def _run(self, work: Callable[[list[StagedObject]], Any], batches: list[list[StagedObject]], slots: int) -> None:
-        async def main() -> None:
-            self._slots = asyncio.Semaphore(slots)
-            await asyncio.gather(*map(work, batches))
+    async def _store_all(self, objects: list[StagedObject]) -> None:
+        """Seal the batches at once, and store them in calls that take the batches waiting by then."""
+        slots = self._threads + int(self._checked)
+        queue: StoreQueue[StagedObject] = StoreQueue(slots, 0, lambda staged: staged.lease.nbytes)
+        calls: list[asyncio.Task[None]] = []
 
-        self._io.submit(main()).result()
+        def start_calls() -> None:
+            while (call := queue.start_next(self._store_size.take)) is not None:
+                calls.append(asyncio.create_task(store(call)))
 
-    async def _store_batch(self, batch: list[StagedObject]) -> None:
+        async def prepare(batch: StoreBatch[StagedObject]) -> None:
+            if self._checked:
+                await asyncio.get_running_loop().run_in_executor(self._sealers, _seal_all, batch.items)
+            queue.prepared(batch)
+            start_calls()
+
+        async def store(call: StoreCall[StagedObject]) -> None:
+            started = time.monotonic()
+            await self._store_call(call.items)
+            self._store_size.ended(len(call.batches), time.monotonic() - started, worked=True)
+            queue.ended(call)
+            start_calls()
+
+        await asyncio.gather(*[prepare(queue.begin(batch, math.inf)) for batch in self._batches(objects)])
+        for call in calls:  # grows meanwhile
+            await call
+
+    async def _load_all(self, objects: list[StagedObject]) -> None:
+        """Load the batches as one job of the engine."""
+        left = deque(self._batches(objects))
+        fair = -(-len(left) // self._tier.load_slots.slots)
+
+        async def load_next() -> None:
+            async with self._tier.load_slots.held(math.inf):
+                count = self._load_size.take((sum(one.lease.nbytes for one in batch) for batch in left), fair)
+                call = [staged for _ in range(count) for staged in left.popleft()]
+                if call:
+                    started = time.monotonic()
+                    await self._load_call(call)
+                    self._load_size.ended(count, time.monotonic() - started, worked=True)
+
+        await asyncio.gather(*[load_next() for _ in range(len(left))])
+
+    async def _store_call(self, objects: list[StagedObject]) -> None:
         if self._checked:
-            await asyncio.get_running_loop().run_in_executor(self._sealers, _seal_all, batch)
-            async with self._slots:
-                stored = all(await self._tier.store(batch))
+            stored = all(await self._tier.store(objects))
         else:
-            keys, views = [staged.key for staged in batch], [staged.lease.view.toreadonly() for staged in batch]
-            async with self._slots:
-                reservation = await self._tier.backend.prepare_store(keys, list(map(len, views)))
-                outcomes = await self._tier.backend.store(keys, views)
-                await reservation.release()
+            keys, views = [staged.key for staged in objects], [staged.lease.view.toreadonly() for staged in objects]
+            reservation = await self._tier.backend.prepare_store(keys, list(map(len, views)))
+            outcomes = await self._tier.backend.store(keys, views)
+            await reservation.release()
             stored = set(outcomes) == {StoreOutcome.STORED}
         if not stored:
             raise SystemExit(f"{self.name}: the tier did not store some objects")
 
-    async def _load_batch(self, batch: list[StagedObject]) -> None:
+    async def _load_call(self, objects: list[StagedObject]) -> None:
         if self._checked:
-            async with self._tier.load_slots.held(math.inf):
-                outcomes = set(await self._tier.load(batch))
+            outcomes = set(await self._tier.load(objects))
         else:
-            keys, views = [staged.key for staged in batch], [staged.lease.view for staged in batch]
-            async with self._slots:
-                reservation = await self._tier.backend.prepare_load(keys)
-                outcomes = set(await self._tier.backend.load_into(keys, views))
-                await reservation.release()
+            keys, views = [staged.key for staged in objects], [staged.lease.view for staged in objects]
+            reservation = await self._tier.backend.prepare_load(keys)
+            outcomes = set(await self._tier.backend.load_into(keys, views))
+            await reservation.release()
         if outcomes != {LoadOutcome.HIT}:
             raise SystemExit(f"{self.name}: the tier did not load some objects: {outcomes}")
 

@@ -20,6 +20,9 @@ class CallSlots:
     """
 
     def __init__(self, slots: int, spare_slots: int) -> None:
+        self.slots = slots
+        self.max_calls = slots + spare_slots
+        """Maximum number of running calls, overdue ones included."""
         self._free = asyncio.Semaphore(slots)
         self._spare_slots = spare_slots
         self._overdue: list[object] = []  # calls past their deadlines that keep their slots

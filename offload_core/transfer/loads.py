@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile, zip_longest
+from itertools import chain, takewhile, zip_longest
 from typing import Literal
 
 from offload_core.api.backend import LoadOutcome
@@ -29,7 +29,10 @@ from offload_core.runtime.metrics import Counters
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject, in_batches
+from offload_core.transfer.call_size import call_size_of
 from offload_core.transfer.jobs import Job, JobState, JobTable
+
+_Batch = Sequence[TransferObject]
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,11 @@ class Loads:
         self._arrived = threading.Event()
         # Per tier, one batch at a time waits for leases: otherwise many small batches could starve a large one.
         self._lease_locks = {tier.name: asyncio.Lock() for tier in tiers}
+        self._call_sizes = {
+            tier.name: call_size_of(tier, shares[tier.name].loads.limit_bytes, tier.load_slots.max_calls)
+            for tier in tiers
+        }
+        """Per tier name; only the I/O loop uses them."""
 
     @property
     def has_active(self) -> bool:
@@ -241,54 +249,110 @@ class Loads:
 
     async def _load(self, job: Job, tier: Tier, objects: Sequence[TransferObject]) -> None:
         """Load a job's objects in batches, as many at once as the tier allows. Never cancelled."""
-        await run_all(self._load_batch(job, tier, batch) for batch in in_batches(objects, self._layouts))
-
-    async def _load_batch(self, job: Job, tier: Tier, batch: Sequence[TransferObject]) -> None:
-        """Load a batch, unless its job ends before a load slot is free. A cancelled batch ends when its call ends."""
-        staged: list[StagedObject] = []
-        outcomes: list[LoadOutcome | None] = []
+        left: deque[_Batch] = deque(in_batches(objects, self._layouts))
+        fair = -(-len(left) // tier.load_slots.slots)  # a short load is spread over all slots
         try:
-            async with tier.load_slots.held(job.deadline):
-                staged = await self._stage(job, tier, batch)
-                if staged:
-                    outcomes = await tier.load(staged)
+            await run_all(self._load_next(job, tier, left, fair) for _ in range(len(left)))
         finally:
-            for one in staged:
-                if one.scratch is not None:
-                    one.scratch.release()
-            self._jobs.release(job, _count_leases(staged))
-            late = job.ended  # release late leases here: an idle engine might never poll again
-            for index, item in enumerate(batch):
-                lease = staged[index].lease if index < len(staged) else None
-                hit = index < len(outcomes) and outcomes[index] is LoadOutcome.HIT
-                if lease is not None and (late or not hit):
-                    lease.release()
-                if late:
-                    self._counters.add("load_late", tier.name, int(hit))
-                else:
-                    self._arrivals.append(_Arrival(job.generation, tier.name, item.key, lease if hit else None))
-            self._arrived.set()
+            if left:
+                self._hand_over(job, tier, list(chain.from_iterable(left)), [], [])
 
-    async def _stage(self, job: Job, tier: Tier, batch: Sequence[TransferObject]) -> list[StagedObject]:
-        """Lease staging memory for a batch and note it in the job. Return nothing, without leases, for an ended job.
+    async def _load_next(self, job: Job, tier: Tier, left: deque[_Batch], most: int) -> None:
+        """Load the next batches in one call, unless the job ends before a load slot is free.
 
-        A cancelled call holds no leases.
+        If cancelled, it ends when its call ends.
+
+        Args:
+            left: the job's batches that no call has. Batches without staging memory return to it.
+            most: maximum number of batches to load.
+        """
+        async with tier.load_slots.held(job.deadline):
+            sizes = (sum(self._lease_sizes(tier, [batch])) for batch in left)
+            wanted = [left.popleft() for _ in range(self._call_sizes[tier.name].take(sizes, most))]
+            staged: list[StagedObject] = []
+            count = 0
+            try:
+                if wanted:
+                    count, staged = await self._stage(job, tier, wanted)
+            finally:
+                left.extendleft(reversed(wanted[count:]))
+            if count:
+                await self._call(job, tier, wanted[:count], staged)
+
+    async def _call(self, job: Job, tier: Tier, batches: Sequence[_Batch], staged: Sequence[StagedObject]) -> None:
+        """Load staged batches in one call. If cancelled, it ends when the call ends."""
+        outcomes: list[LoadOutcome | None] = []
+        started = time.monotonic()
+        try:
+            outcomes = await tier.load(staged)
+        finally:
+            seconds = time.monotonic() - started
+            self._call_sizes[tier.name].ended(len(batches), seconds, worked=LoadOutcome.HIT in outcomes)
+            self._hand_over(job, tier, list(chain.from_iterable(batches)), staged, outcomes)
+
+    def _hand_over(
+        self,
+        job: Job,
+        tier: Tier,
+        objects: Sequence[TransferObject],
+        staged: Sequence[StagedObject],
+        outcomes: Sequence[LoadOutcome | None],
+    ) -> None:
+        """Give loaded objects, and the failures of the others, to the engine thread.
+
+        Args:
+            staged: one per object; empty if there was no call.
+            outcomes: one per object; empty if there was no call or the call raised an error.
+        """
+        for one in staged:
+            if one.scratch is not None:
+                one.scratch.release()
+        self._jobs.release(job, _count_leases(staged))
+        late = job.ended  # release late leases here: an idle engine might never poll again
+        for index, item in enumerate(objects):
+            lease = staged[index].lease if index < len(staged) else None
+            hit = index < len(outcomes) and outcomes[index] is LoadOutcome.HIT
+            if lease is not None and (late or not hit):
+                lease.release()
+            if late:
+                self._counters.add("load_late", tier.name, int(hit))
+            else:
+                self._arrivals.append(_Arrival(job.generation, tier.name, item.key, lease if hit else None))
+        self._arrived.set()
+
+    async def _stage(self, job: Job, tier: Tier, batches: Sequence[_Batch]) -> tuple[int, list[StagedObject]]:
+        """Lease staging memory for the first batches and note it in the job.
+
+        It leases memory for as many batches as there is memory now. If there is not even memory for one, it waits. A
+        cancelled call holds no leases.
+
+        Returns:
+            The number of batches, and their objects; 0 for an ended job.
         """
         if not self._jobs.start(job):
-            return []
-        sizes = [object_bytes(self._layouts[item.key.pack].payload_bytes) for item in batch]
-        if tier.compresses:
-            sizes += sizes  # a second buffer for each object's compressed bytes
+            return 0, []
+        share = self._shares[tier.name].loads
         async with self._lease_locks[tier.name]:
-            leases = await self._staging.acquire_all(sizes, self._shares[tier.name].loads)
+            count, leases = len(batches), None
+            while count > 1 and leases is None:
+                leases = self._staging.try_acquire_all(self._lease_sizes(tier, batches[:count]), share)
+                count = count if leases is not None else count // 2
+            if leases is None:
+                leases = await self._staging.acquire_all(self._lease_sizes(tier, batches[:1]), share)
         if not self._jobs.hold(job, len(leases)):
             for lease in leases:
                 lease.release()
-            return []
-        return [
+            return 0, []
+        objects = list(chain.from_iterable(batches[:count]))
+        return count, [
             StagedObject(item.key, lease, scratch)
-            for item, lease, scratch in zip_longest(batch, leases[: len(batch)], leases[len(batch) :])
+            for item, lease, scratch in zip_longest(objects, leases[: len(objects)], leases[len(objects) :])
         ]
+
+    def _lease_sizes(self, tier: Tier, batches: Sequence[_Batch]) -> list[int]:
+        """Return the sizes in bytes of the leases for some batches: the objects', then those for compressed bytes."""
+        sizes = [object_bytes(self._layouts[item.key.pack].payload_bytes) for item in chain.from_iterable(batches)]
+        return sizes * (1 + tier.compresses)
 
 
 def _count_leases(staged: Sequence[StagedObject]) -> int:

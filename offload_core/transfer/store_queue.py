@@ -39,7 +39,7 @@ NEXT_STATES: Final[Mapping[BatchState, frozenset[BatchState]]] = {
 
 
 class StoreBatch(Generic[T]):
-    """Objects that go to the tier in one call. Any thread may read it; only its queue changes it.
+    """Objects with one deadline that go to the tier in one call. Any thread may read it; only its queue changes it.
 
     Args:
         age: smaller for an older batch.
@@ -56,12 +56,27 @@ class StoreBatch(Generic[T]):
         self.state = BatchState.PREPARING
         self.expired = False
         """True if its deadline passed while it was in the queue."""
+        self._call: StoreCall[T] | None = None
+        """Its call while it is running."""
 
     def _move(self, state: BatchState) -> None:
         if state not in NEXT_STATES[self.state]:
             good = ", ".join(sorted(other.value for other in NEXT_STATES[self.state])) or "none"
             raise RuntimeError(f"a batch that is {self.state.value} cannot be {state.value} next; it may be: {good}")
         self.state = state
+
+
+class StoreCall(Generic[T]):
+    """One call of the tier: the batches that share a slot, the oldest first."""
+
+    def __init__(self, batches: Sequence[StoreBatch[T]]) -> None:
+        self.batches = tuple(batches)
+        self._overdue = False
+
+    @property
+    def items(self) -> list[T]:
+        """The objects of all its batches, in order."""
+        return [item for batch in self.batches for item in batch.items]
 
 
 class StoreQueue(Generic[T]):
@@ -83,7 +98,7 @@ class StoreQueue(Generic[T]):
         self._waiting: list[StoreBatch[T]] = []  # in order of age
         self._waiting_bytes = 0
         self._running = 0
-        self._overdue = 0  # running batches that have missed their deadlines
+        self._overdue = 0  # running calls with a batch that has missed its deadline
 
     @property
     def next_deadline(self) -> float | None:
@@ -118,23 +133,34 @@ class StoreQueue(Generic[T]):
         self._waiting_bytes += self._batch_bytes(batch)
         return True
 
-    def start_next(self) -> StoreBatch[T] | None:
-        """Give the oldest waiting batch a slot; ``None`` if no batch waits or no slot is free."""
-        taken = self._running - min(self._overdue, self._spare_slots)
-        if not self._waiting or taken >= self._slots:
-            return None
-        batch = self._waiting.pop(0)
-        self._waiting_bytes -= self._batch_bytes(batch)
-        self._running += 1
-        batch._move(BatchState.RUNNING)
-        return batch
+    def start_next(self, take: Callable[[Iterator[int], int], int] = lambda sizes, most: 1) -> StoreCall[T] | None:
+        """Give the oldest waiting batches a slot; ``None`` if no batch waits or no slot is free.
 
-    def ended(self, batch: StoreBatch[T]) -> None:
-        """Note that the call of a batch has really ended: its slot is free."""
-        batch._move(BatchState.GONE)
-        self._on_time.pop(batch, None)
+        Args:
+            take: returns the number of batches in the call, at least 1. It is called with the charges of the waiting
+                batches, and with the number at which every other free slot gets as many.
+        """
+        free = self._slots - (self._running - min(self._overdue, self._spare_slots))
+        if not self._waiting or free <= 0:
+            return None
+        count = take(map(self._batch_bytes, self._waiting), -(-len(self._waiting) // free))
+        batches, self._waiting = self._waiting[:count], self._waiting[count:]
+        call = StoreCall(batches)
+        for batch in batches:
+            self._waiting_bytes -= self._batch_bytes(batch)
+            batch._move(BatchState.RUNNING)
+            batch._call = call
+        self._running += 1
+        return call
+
+    def ended(self, call: StoreCall[T]) -> None:
+        """Note that a call has really ended: its slot is free."""
+        for batch in call.batches:
+            batch._move(BatchState.GONE)
+            batch._call = None
+            self._on_time.pop(batch, None)
         self._running -= 1
-        self._overdue -= batch.expired
+        self._overdue -= call._overdue
 
     def expire(self, now: float) -> list[tuple[StoreBatch[T], BatchState]]:
         """Return newly expired batches, each with its state until now. A waiting batch leaves the queue."""
@@ -147,7 +173,8 @@ class StoreQueue(Generic[T]):
                 self._waiting.remove(batch)
                 self._waiting_bytes -= self._batch_bytes(batch)
                 batch._move(BatchState.GONE)
-            elif batch.state is BatchState.RUNNING:
+            elif batch._call is not None and not batch._call._overdue:
+                batch._call._overdue = True
                 self._overdue += 1
         return due
 

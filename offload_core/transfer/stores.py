@@ -31,6 +31,7 @@ from offload_core.runtime.threads import DaemonExecutor
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject, in_batches
+from offload_core.transfer.call_size import call_size_of
 from offload_core.transfer.jobs import JobTable
 from offload_core.transfer.pending_store import GatherBudget, PendingStore, StoreResult
 from offload_core.transfer.store_queue import StoreBatch
@@ -68,7 +69,19 @@ class Stores:
         self._lock = threading.Condition()
         """Guards the writers and their objects; notified when no object is left."""
         self._writers = [
-            TierWriter(tier, shares[tier.name], jobs=jobs, counters=counters, lock=self._lock, spawn=self._spawn)
+            TierWriter(
+                tier,
+                shares[tier.name],
+                call_size=call_size_of(
+                    tier,
+                    min(shares[tier.name].store_limit_bytes, (1 + tier.compresses) * gather_limit_bytes),
+                    2 * tier.config.io_threads + 1,  # with the overdue calls, whose slots other calls may use
+                ),
+                jobs=jobs,
+                counters=counters,
+                lock=self._lock,
+                spawn=self._spawn,
+            )
             for tier in tiers
         ]
         self._writer_of = {writer.name: writer for writer in self._writers}

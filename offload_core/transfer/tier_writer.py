@@ -11,14 +11,16 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from offload_core.memory.staging_shares import TierShare
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.tier import Tier
+from offload_core.transfer.call_size import CallSize
 from offload_core.transfer.jobs import Job, JobState, JobTable
 from offload_core.transfer.pending_store import PendingStore
-from offload_core.transfer.store_queue import BatchState, StoreBatch, StoreQueue
+from offload_core.transfer.store_queue import BatchState, StoreBatch, StoreCall, StoreQueue
 from offload_core.transfer.write_policy import WritePolicy
 
 _PAUSE_OF_SPARES_SECONDS = 5.0
@@ -29,6 +31,7 @@ class TierWriter:
     """All pending stores of one tier.
 
     Args:
+        call_size: the size of the tier's calls.
         lock: guards all writers and their objects.
         spawn: starts a coroutine on the I/O loop, from any thread.
     """
@@ -38,6 +41,7 @@ class TierWriter:
         tier: Tier,
         share: TierShare,
         *,
+        call_size: CallSize,
         jobs: JobTable,
         counters: Counters,
         lock: threading.Condition,
@@ -57,7 +61,9 @@ class TierWriter:
         self._queue: StoreQueue[PendingStore] = StoreQueue(
             threads + 1, spare_slots=threads, charge_bytes=lambda store: share.store_charge_bytes(store.nbytes)
         )
-        self._timer: asyncio.TimerHandle | None = None  # only the I/O loop uses this attribute and the next one
+        # Only the I/O loop uses these attributes.
+        self._call_size = call_size
+        self._timer: asyncio.TimerHandle | None = None
         self._stored_at = float("-inf")
         capabilities = tier.capabilities
         self.limits_spares = capabilities.bounded or capabilities.evicts
@@ -136,32 +142,37 @@ class TierWriter:
         self.start_calls()
 
     def start_calls(self) -> None:
-        """Start the tier's calls for waiting batches, as long as there are slots."""
+        """Start the tier's calls for waiting batches, as long as there are slots. A call may take several batches."""
         while self._queue.waiting_bytes:
             if not self.admits():
                 return
             with self._lock:
-                batch = self._queue.start_next()
-                if batch is None:
+                call = self._queue.start_next(self._call_size.take)
+                if call is None:
                     return
-                self._jobs.start(self._job_of[batch])
-            self._spawn(self._call(batch))
+                for batch in call.batches:
+                    self._jobs.start(self._job_of[batch])
+            self._spawn(self._call(call))
 
-    async def _call(self, batch: StoreBatch[PendingStore]) -> None:
-        """Store a batch. Never cancelled. At the end of the tier's call, also by an error, it holds nothing."""
+    async def _call(self, call: StoreCall[PendingStore]) -> None:
+        """Store batches. Never cancelled. At the end of the tier's call, also by an error, it holds nothing."""
         stored: list[bool] = []
+        started = time.monotonic()
         try:
-            stored = await self.tier.store([store.staged for store in batch.items])
+            stored = await self.tier.store([store.staged for store in call.items])
             if any(stored):
                 self._stored_at = time.monotonic()
             if self.limits_spares and any(
-                store.staged.spare and not there for store, there in zip(batch.items, stored, strict=True)
+                store.staged.spare and not there for store, there in zip(call.items, stored, strict=True)
             ):
                 self._spares_from = time.monotonic() + _PAUSE_OF_SPARES_SECONDS
         finally:
+            self._call_size.ended(len(call.batches), time.monotonic() - started, worked=any(stored))
+            results = iter(stored)
             with self._lock:
-                self._queue.ended(batch)
-                self._release(batch, stored)
+                self._queue.ended(call)
+                for batch in call.batches:
+                    self._release(batch, list(islice(results, len(batch.items))))
             self.start_calls()
 
     def _expire_batches(self) -> None:

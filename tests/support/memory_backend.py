@@ -92,6 +92,8 @@ class MemoryBackend(Backend[MemoryOptions]):
         self.objects: dict[ObjectKey, bytes] = {}
         self.faults: dict[str, object] = {}
         self.calls: list[str] = []
+        self.call_objects: dict[str, list[int]] = {"load_into": [], "store": []}
+        """Per kind of call, the number of objects in each call."""
         self.reserved = 0
         self.spare_keys: set[ObjectKey] = set()
         """Every key that was offered as a spare object."""
@@ -122,11 +124,13 @@ class MemoryBackend(Backend[MemoryOptions]):
         return self._result("contains", [key in self.objects for key in keys])
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
+        self.call_objects["load_into"].append(len(keys))
         await self.run_blocking(self.gates["load_into"].pass_through)
         outcomes = await self.run_blocking(lambda: list(map(self._load, keys, buffers)))
         return self._result("load_into", outcomes)
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
+        self.call_objects["store"].append(len(keys))
         await self.run_blocking(self.gates["store"].pass_through)
         assert all(buffer.readonly for buffer in buffers)
         self.objects.update((key, bytes(buffer)) for key, buffer in zip(keys, buffers, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from offload_backend_disk import DiskBackend, DiskOptions
@@ -83,9 +83,26 @@ class Rig:
         self.tiers.append(tier)
 
     def add_memory_tier(
-        self, name: str = "memory", *, prepare: Callable[[MemoryBackend], None] | None = None, **common: Any
+        self,
+        name: str = "memory",
+        *,
+        medium: Literal["host", "disk", "remote"] = "host",
+        prepare: Callable[[MemoryBackend], None] | None = None,
+        **common: Any,
     ) -> MemoryBackend:
-        config, made = memory_tier(name, prepare, **common)
+        """Add a tier.
+
+        Args:
+            prepare: gets the tier's backend before the tier opens.
+            common: configuration keys.
+        """
+
+        def set_up(backend: MemoryBackend) -> None:
+            backend.medium = medium
+            if prepare is not None:
+                prepare(backend)
+
+        config, made = memory_tier(name, set_up, **common)
         self.add_tier(config)
         self.backends[name] = made[0]
         return made[0]

@@ -70,4 +70,6 @@ def payload_bytes(object_bytes: int) -> int | None:
 
 def _head(name: str, buffer: memoryview) -> bytes:
     digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
-    return _HEAD.pack(_MAGIC, len(buffer), digest, xxhash.xxh3_64_intdigest(buffer))
+    checksum = xxhash.xxh3_64()
+    checksum.update(buffer)  # other threads can run meanwhile, unlike in xxhash's one-shot functions
+    return _HEAD.pack(_MAGIC, len(buffer), digest, checksum.intdigest())

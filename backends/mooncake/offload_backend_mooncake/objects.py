@@ -79,7 +79,7 @@ class Objects:
         return outcomes
 
     def store(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
-        """Write each buffer. Without room in time, an object is rejected.
+        """Write each buffer whose object is absent. Without room in time, an object is rejected.
 
         Raises:
             OSError: the master or an owner is gone.
@@ -87,7 +87,12 @@ class Objects:
         outcomes = [StoreOutcome.REJECTED] * len(names)
         end = time.monotonic() + self._full_wait_seconds
         for batch in rounds(names, [len(buffer) for buffer in buffers]):
-            left = batch
+            left = []
+            for index, is_there in zip(batch, self.contains([names[index] for index in batch]), strict=True):
+                if is_there:  # a put would report success, as if it had written the object
+                    outcomes[index] = StoreOutcome.ALREADY_PRESENT
+                else:
+                    left.append(index)
             while left:
                 stored = self._store([names[index] for index in left], [buffers[index] for index in left])
                 for index, is_stored in zip(left, stored, strict=True):

@@ -25,7 +25,7 @@ from tests.support.clusters.mooncake import MooncakeCluster
 from tests.support.polling import wait_until
 
 HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
-STORED, REJECTED = StoreOutcome.STORED, StoreOutcome.REJECTED
+STORED, REJECTED, ALREADY_PRESENT = StoreOutcome.STORED, StoreOutcome.REJECTED, StoreOutcome.ALREADY_PRESENT
 MIB = 1024 * 1024
 
 
@@ -52,6 +52,25 @@ def test_a_name_twice_in_a_batch_fills_every_buffer(
     arrays = [np.zeros(1000, np.uint8) for _ in range(2)]
     assert raw.get([f"{prefix}/raw"] * 2, arrays) == [1000, 1000]
     assert [array.any() for array in arrays] == [False, True], "Mooncake fills all buffers now: rounds can go"
+
+
+def test_a_put_of_a_present_object_reports_success_and_a_store_says_that_it_is_there(
+    shared_cluster: MooncakeCluster, mooncake: Mooncake, raw: RawClient, prefix: str
+) -> None:
+    data = os.urandom(1000)
+
+    async def work(backend: MooncakeBackend) -> None:
+        reservation = await backend.prepare_store([key(0), key(1)], [1000, 1000])
+        assert await store(backend, (0, data)) == [STORED]
+        assert list(reservation.outcomes) == [None, None]
+        await reservation.release()
+        assert await store(backend, (0, data[::-1]), (1, data), (1, data)) == [ALREADY_PRESENT, STORED, ALREADY_PRESENT]
+        assert await load_all(backend, [0, 1], 1000) == [(HIT, data)] * 2
+
+    run(mooncake(shared_cluster, prefix=prefix), work)
+    array = np.frombuffer(data, np.uint8)
+    assert raw.put([f"{prefix}/raw"], [array]) == [0]
+    assert raw.put([f"{prefix}/raw"], [array]) == [0], "Mooncake says now that it is there: one question can go"
 
 
 @pytest.mark.long

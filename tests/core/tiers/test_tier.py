@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
+from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
+from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
+from offload_core.tiers import compression
 from offload_core.tiers.health import MAX_QUIET_SECONDS
 from offload_core.tiers.opening import close_tiers
 from offload_core.tiers.tier import Tier
@@ -108,6 +111,25 @@ def test_a_damaged_object_is_deleted_and_counted_and_the_others_are_loaded(
     counted = rig.counted()
     assert (counted["load_corrupt"], counted["load_hits"]) == (1, 2)
     assert rig.load(1) == [MISS]
+
+
+def test_between_two_parts_of_a_large_batch_the_event_loop_serves_others(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compression, "_INLINE_CHECK_BYTES", 2 * OBJECT_BYTES)
+    turns: list[int | str] = []
+    verify = object_format.verify
+
+    def watched(view: memoryview, name: ObjectKey) -> None:
+        turns.append(int.from_bytes(name.chunk_hash, "big"))
+        asyncio.get_running_loop().call_soon(turns.append, "others")
+        verify(view, name)
+
+    monkeypatch.setattr(object_format, "verify", watched)
+    rig.put(*range(5))
+    _flip_a_payload_bit(rig.backend.objects)
+    assert rig.load(*range(5)) == [HIT, CORRUPT, HIT, HIT, HIT]
+    assert turns[:9] == [0, 1, "others", "others", 2, 3, "others", "others", 4]
 
 
 def test_a_hit_that_brought_nothing_is_corrupt(rig: Rig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from offload_core.transfer.store_queue import BatchState, StoreBatch, StoreQueue
+from offload_core.transfer.store_queue import BatchState, StoreBatch, StoreCall, StoreQueue
 
 
 @dataclass(eq=False)
@@ -30,9 +31,10 @@ class Expected:
 
 @dataclass
 class Oracle:
-    """All batches that were ever begun, in order of age, and nothing else."""
+    """All batches that were ever begun, in order of age, and the running calls."""
 
     batches: list[Expected] = field(default_factory=list)
+    calls: list[tuple[StoreCall[Item], list[Expected]]] = field(default_factory=list)
 
     def at(self, *states: BatchState) -> list[Expected]:
         return [batch for batch in self.batches if batch.state in states]
@@ -47,10 +49,9 @@ class Oracle:
                 if not batch.items:
                     batch.state = BatchState.GONE
 
-    def may_start(self, slots: int, spare: int) -> bool:
-        running = self.at(BatchState.RUNNING)
-        overdue = sum(batch.expired for batch in running)
-        return bool(self.waiting()) and len(running) - overdue < slots and len(running) < slots + spare
+    def free_slots(self, slots: int, spare: int) -> int:
+        overdue = sum(any(batch.expired for batch in batches) for _, batches in self.calls)
+        return min(slots - (len(self.calls) - overdue), slots + spare - len(self.calls))
 
 
 class Queues(RuleBasedStateMachine):
@@ -85,21 +86,39 @@ class Queues(RuleBasedStateMachine):
             assert self.queue.prepared(batch.batch, sealed=sealed) is waits
             batch.state = BatchState.WAITING if waits else BatchState.GONE
 
-    @rule()
-    def start_next(self) -> None:
-        started = self.queue.start_next()
-        if self.oracle.may_start(self.slots, self.spare):
-            oldest = self.oracle.at(BatchState.WAITING)[0]
-            assert started is oldest.batch
-            oldest.state = BatchState.RUNNING
-        else:
-            assert started is None
+    @rule(max_batches=st.integers(1, 4))
+    def start_next(self, max_batches: int) -> None:
+        asked: list[tuple[list[int], int]] = []
+
+        def take(sizes: Iterator[int], most: int) -> int:
+            asked.append((list(sizes), most))
+            return min(most, max_batches)
+
+        call = self.queue.start_next(take)
+        waiting = self.oracle.at(BatchState.WAITING)
+        free = self.oracle.free_slots(self.slots, self.spare)
+        if not waiting or free <= 0:
+            assert call is None
+            assert not asked
+            return
+        assert call is not None
+        ((sizes, most),) = asked
+        assert sizes == [sum(item.nbytes for item in batch.items) for batch in waiting]
+        assert (most - 1) * free < len(waiting) <= most * free, "the other free slots get as many"
+        oldest = waiting[: min(most, max_batches)]
+        assert [batch.batch for batch in oldest] == list(call.batches), "the oldest, in order"
+        assert call.items == [item for batch in oldest for item in batch.items]
+        for batch in oldest:
+            batch.state = BatchState.RUNNING
+        self.oracle.calls.append((call, oldest))
 
     @rule(index=st.integers(0, 9))
     def ended(self, index: int) -> None:
-        if (batch := self.batch(index, BatchState.RUNNING)) is not None:
-            self.queue.ended(batch.batch)
-            batch.state = BatchState.GONE
+        if self.oracle.calls:
+            call, batches = self.oracle.calls.pop(index % len(self.oracle.calls))
+            self.queue.ended(call)
+            for batch in batches:
+                batch.state = BatchState.GONE
 
     @rule(seconds=st.integers(0, 2))
     def time_passes(self, seconds: int) -> None:
@@ -161,12 +180,13 @@ def test_each_state_is_left_only_as_the_table_says() -> None:
     queue.prepared(batch)
     with pytest.raises(RuntimeError, match="a batch that is waiting cannot be waiting next; it may be: gone, running"):
         queue.prepared(batch)
-    assert queue.start_next() is batch
+    call = queue.start_next()
+    assert call is not None
     with pytest.raises(RuntimeError, match="a batch that is running cannot be waiting next; it may be: gone"):
         queue.prepared(batch)
-    queue.ended(batch)
+    queue.ended(call)
     with pytest.raises(RuntimeError, match="a batch that is gone cannot be gone next; it may be: none"):
-        queue.ended(batch)
+        queue.ended(call)
 
 
 def test_overdue_calls_give_up_as_many_slots_as_there_are_spare_ones() -> None:
@@ -182,3 +202,29 @@ def test_overdue_calls_give_up_as_many_slots_as_there_are_spare_ones() -> None:
     assert hung[0] is not None
     queue.ended(hung[0])
     assert queue.start_next() is not None
+
+
+def test_a_call_with_several_late_batches_gives_up_one_slot() -> None:
+    queue: StoreQueue[Item] = StoreQueue(1, 1, lambda item: item.nbytes)
+    for deadline in (1, 1, 3, 3, 3):
+        queue.prepared(queue.begin([Item(1)], deadline))
+    hung = queue.start_next(lambda sizes, most: 2)
+    assert hung is not None
+    assert len(hung.batches) == 2
+    assert len(queue.expire(1.0)) == 2
+    second = queue.start_next()
+    assert second is not None
+    assert queue.start_next() is None, "one hung call, one spare slot"
+    queue.ended(hung)
+    assert queue.start_next() is None, "its slot is the one that the second call has"
+    queue.ended(second)
+    assert queue.start_next() is not None
+
+
+def test_a_call_leaves_batches_for_the_other_free_slots() -> None:
+    queue: StoreQueue[Item] = StoreQueue(3, 0, lambda item: item.nbytes)
+    for number in range(5):
+        queue.prepared(queue.begin([Item(number + 1)], 1.0))
+    calls = [queue.start_next(lambda sizes, most: most) for _ in range(4)]
+    taken = [None if call is None else [item.nbytes for item in call.items] for call in calls]
+    assert taken == [[1, 2], [3, 4], [5], None]

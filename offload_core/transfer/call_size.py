@@ -1,0 +1,86 @@
+"""The size of a tier's calls, in batches.
+
+On a remote medium each call costs round trips, so that one call takes several batches. In host memory and on a local
+disk a call takes one batch: small calls let reads, checks and copies overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS
+from offload_core.objects.format import HEADER_BYTES
+from offload_core.tiers.tier import Tier
+
+CALL_BATCHES = 8
+"""Maximum number of batches in a large call."""
+CALL_BYTES = CALL_BATCHES * (BATCH_BYTES + BATCH_OBJECTS * HEADER_BYTES)
+"""Maximum number of bytes in a large call, with headers. A call of one batch may have more."""
+SHARE_OF_CALLS = 0.5
+"""Part of a tier's share of the staging memory that all its large calls together may hold, from 0 to 1."""
+QUICK_SECONDS = 0.25
+"""Limit for the duration of a large call. Slower tiers get smaller calls, which lose less at a deadline."""
+
+
+def max_call_bytes(share_bytes: int, calls: int, leases_per_object: int = 1) -> int:
+    """Return the maximum number of bytes that the leases of a call of several batches take.
+
+    Args:
+        share_bytes: size of the tier's share of the staging memory.
+        calls: number of calls that may hold memory of this share at once.
+        leases_per_object: 2 for a tier that compresses, else 1.
+    """
+    return min(leases_per_object * CALL_BYTES, int(share_bytes * SHARE_OF_CALLS) // calls)
+
+
+def call_size_of(tier: Tier, share_bytes: int, calls: int) -> CallSize:
+    """Return the size of calls on ``tier``; see :func:`max_call_bytes` for the other arguments."""
+    if tier.capabilities.medium != "remote":
+        return CallSize(most=1, max_bytes=0)
+    return CallSize(CALL_BATCHES, max_call_bytes(share_bytes, calls, 1 + tier.compresses))
+
+
+class CallSize:
+    """The number of batches in a tier's next call. For one thread.
+
+    It starts with one batch. Quick calls double it and slow calls halve it, so that a slow medium gets calls as small
+    as those on a disk.
+
+    Args:
+        most: its upper limit.
+        max_bytes: maximum number of bytes that the leases of a call of several batches take.
+    """
+
+    def __init__(self, most: int, max_bytes: int) -> None:
+        self._most = most
+        self._max_bytes = max_bytes
+        self.batches = 1
+        """The maximum number of batches in the next call."""
+
+    def take(self, sizes: Iterable[int], most: int) -> int:
+        """Return how many of the waiting batches the next call takes: at least one, if there is one.
+
+        Args:
+            sizes: bytes that the leases of each waiting batch take, in order.
+            most: upper limit, for example to leave batches for other calls.
+        """
+        count = total = 0
+        for nbytes in sizes:
+            total += nbytes
+            if count and (count >= min(most, self.batches) or total > self._max_bytes):
+                break
+            count += 1
+        return count
+
+    def ended(self, batches: int, seconds: float, *, worked: bool) -> None:
+        """Note the end of a call.
+
+        Args:
+            batches: number of batches in the call.
+            seconds: duration of the call.
+            worked: whether the call moved any object. A call that failed at once says nothing about the speed.
+        """
+        if seconds > QUICK_SECONDS:
+            self.batches = max(1, min(self.batches, batches) // 2)
+        elif worked and seconds <= QUICK_SECONDS / 2 and batches == self.batches:
+            self.batches = min(self._most, 2 * self.batches)

@@ -1,0 +1,100 @@
+"""The size of calls: bounds of large calls, and the sizes that follow from the speed of earlier calls."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS
+from offload_core.objects.format import object_bytes
+from offload_core.transfer.call_size import CALL_BYTES, QUICK_SECONDS, CallSize, max_call_bytes
+
+MIB = 1024 * 1024
+BATCH = object_bytes(2 * MIB)
+"""Bytes of a batch of one object of 2 MiB."""
+
+
+@given(st.integers(0, 2**40), st.integers(1, 600), st.integers(1, 2), st.lists(st.integers(1, 40 * MIB), max_size=20))
+def test_all_large_calls_together_leave_half_of_the_share(
+    share_bytes: int, calls: int, leases: int, sizes: list[int]
+) -> None:
+    size = grown(CallSize(8, max_call_bytes(share_bytes, calls, leases)))
+    count = size.take(iter(sizes), 20)
+    assert min(1, len(sizes)) <= count <= min(8, len(sizes)), "a call of one batch is possible with every pool"
+    if count > 1:
+        assert 2 * calls * sum(sizes[:count]) <= share_bytes
+        assert sum(sizes[:count]) <= leases * CALL_BYTES
+    if count < min(8, len(sizes)):
+        limit = max_call_bytes(share_bytes, calls, leases)
+        assert sum(sizes[: count + 1]) > limit, "no larger call has room"
+
+
+@given(st.integers(1, 8), st.lists(st.integers(1, 4 * MIB), min_size=1, max_size=20))
+def test_a_call_takes_no_more_than_its_fair_part(most: int, sizes: list[int]) -> None:
+    counts = [grown(CallSize(8, CALL_BYTES)).take(sizes, limit) for limit in range(1, most + 1)]
+    assert counts[0] == 1
+    assert all(count <= limit for limit, count in enumerate(counts, start=1))
+    assert all(after - before in (0, 1) for before, after in pairwise(counts))
+
+
+def test_known_sizes() -> None:
+    assert taken(256 * MIB, 3, BATCH) == 8, "one thread, the default pool, one tier"
+    assert taken(256 * MIB, 12, BATCH) == 5, "four threads"
+    assert taken(256 * MIB, 3, object_bytes(5 * MIB)) == 3, "large objects: a batch is one object"
+    assert taken(256 * MIB, 3, BATCH_OBJECTS * object_bytes(256 * 1024)) == 8, "eight small objects are a batch"
+    assert taken(256 * MIB, 3, 2 * object_bytes(BATCH_BYTES - 1)) == 4, "two objects that end beyond a batch's bytes"
+    assert taken(16 * MIB, 12, BATCH) == 1, "a small pool"
+
+
+def test_quick_calls_double_the_size_up_to_its_limit() -> None:
+    size = CallSize(6, CALL_BYTES)
+    sizes = []
+    for _ in range(5):
+        sizes.append(size.batches)
+        size.ended(size.batches, QUICK_SECONDS / 4, worked=True)
+    assert sizes == [1, 2, 4, 6, 6]
+
+
+def test_a_slow_call_halves_the_size() -> None:
+    size = grown(CallSize(8, CALL_BYTES))
+    size.ended(8, 2 * QUICK_SECONDS, worked=True)
+    assert size.batches == 4
+    size.ended(2, 2 * QUICK_SECONDS, worked=False)
+    assert size.batches == 1, "even two batches were too many"
+    size.ended(1, 2 * QUICK_SECONDS, worked=True)
+    assert size.batches == 1
+
+
+def test_calls_that_say_nothing_about_the_speed_change_nothing() -> None:
+    size = CallSize(8, CALL_BYTES)
+    size.ended(1, 0.0, worked=False)
+    assert size.batches == 1, "it failed at once"
+    size.ended(1, 0.75 * QUICK_SECONDS, worked=True)
+    assert size.batches == 1, "a call of two would be slow"
+    size.ended(1, 0.0, worked=True)
+    size.ended(1, 0.0, worked=True)
+    assert size.batches == 2, "the second one was small"
+
+
+@given(
+    st.integers(1, 8),
+    st.lists(st.tuples(st.integers(1, 8), st.sampled_from([0.0, 0.2, 0.3, 9.0]), st.booleans()), max_size=30),
+)
+def test_the_size_stays_within_its_bounds(most: int, calls: list[tuple[int, float, bool]]) -> None:
+    size = CallSize(most, CALL_BYTES)
+    for wanted, seconds, worked in calls:
+        size.ended(min(wanted, size.batches), seconds, worked=worked)
+        assert 1 <= size.batches <= most
+
+
+def grown(size: CallSize) -> CallSize:
+    for _ in range(4):
+        size.ended(size.batches, 0.0, worked=True)
+    return size
+
+
+def taken(share_bytes: int, calls: int, batch_bytes: int) -> int:
+    """Return the batches of the largest call."""
+    return grown(CallSize(8, max_call_bytes(share_bytes, calls))).take([batch_bytes] * 20, 20)
