@@ -114,8 +114,7 @@ def _counted_tokens(planner: HybridOffloadPlanner, at_least: int) -> int:
 
 
 def _pack_report(planner: HybridOffloadPlanner, pack: Pack, geometry: KVCacheGeometry, tokens: int) -> PackReport:
-    block_bytes = {index: group.block_bytes for index, group in geometry.indexed_groups()}
-    payload = sum(pack.stored_blocks(group) * block_bytes[group.index] for group in pack.groups)
+    payload = geometry.payload_bytes(pack)
     objects = geometry.ranks * sum(planner.ever_needed(pack, unit) for unit in range(pack.units_in(tokens)))
     return PackReport(
         name=pack.name,

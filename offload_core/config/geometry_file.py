@@ -24,7 +24,7 @@ from offload_core.api.errors import ConfigError
 from offload_core.config.file import read_keys
 from offload_core.config.problems import validate
 from offload_core.planning.hit_policy import HitPolicy
-from offload_core.planning.packs import GroupGeometry
+from offload_core.planning.packs import GroupGeometry, Pack
 from offload_core.planning.planner import HybridOffloadPlanner
 
 _POLICY = "full|state|(window|chunked) [1-9][0-9]*"
@@ -111,6 +111,11 @@ class KVCacheGeometry(_Keys):
     def indexed_groups(self) -> list[tuple[int, KVCacheGroup]]:
         """Return each group with its index."""
         return [(place if group.index is None else group.index, group) for place, group in enumerate(self.groups)]
+
+    def payload_bytes(self, pack: Pack) -> int:
+        """Return the bytes of one object of ``pack`` on one rank, without its header."""
+        block_bytes = {index: group.block_bytes for index, group in self.indexed_groups()}
+        return sum(pack.stored_blocks(group) * block_bytes[group.index] for group in pack.groups)
 
     def planner(self, hybrid_chunk_size: int | None) -> HybridOffloadPlanner:
         """Return the engine's plan for ``hybrid_chunk_size``; ``None`` is its default.

@@ -39,6 +39,11 @@ RUN_BY = {
         "$ offload-core check": "test_commands_run_as_shown",
         "$ vllm serve MODEL": "test_the_quickstart_serves_as_the_readme_does",
     },
+    "docs/sizing.md": {
+        "$ offload-core simulate": "test_commands_run_as_shown",
+        '{"timestamp"': "test_the_lines_in_the_document_are_a_trace",
+        '{"format"': "test_the_lines_in_the_document_are_a_trace",
+    },
     "docs/tiers.md": {"# offload.yaml": "test_configurations_of_the_documents_are_valid"},
     "plugins.md": {
         "from collections.abc import Sequence\n\nfrom pydantic": "test_plugin_example_works_as_shown",

@@ -29,6 +29,7 @@ from offload_core.plugins.registry import load_plugins, missing_requirements
 from offload_core.runtime.metrics import COUNTERS, GAUGES
 from tests.support.documents import blocks
 from tests.support.paths import ROOT
+from tests.support.prompt_traces import conversations, trace_of, write_trace
 
 README = (ROOT / "README.md").read_text()
 CONFIGURATION, CLI, SECURITY, QUICKSTART = (
@@ -138,6 +139,7 @@ def test_the_document_shows_every_command() -> None:
 def test_commands_run_as_shown(command: str, tmp_path: Path) -> None:
     (tmp_path / "offload.yaml").write_text(blocks(README, "yaml")[0])
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    write_trace(tmp_path / "trace.jsonl", trace_of(conversations(2, 2, 1000), 512))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

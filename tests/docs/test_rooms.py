@@ -18,7 +18,7 @@ from tests.support.source_files import imported, relative
 FLOORS = (
     ("api", "runtime"),
     ("planning", "objects", "plugins", "testing"),
-    ("memory",),
+    ("memory", "simulation"),
     ("config",),
     ("tiers",),
     ("lookup", "transfer", "cli"),

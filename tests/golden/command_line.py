@@ -19,6 +19,7 @@ from tests.golden.configurations import write_files
 from tests.golden.masks import ROOT, as_json, masked, measured
 from tests.golden.objects import KEY
 from tests.golden.subject import ObjectKey
+from tests.support.prompt_traces import conversations, trace_of, write_trace
 
 GEOMETRIES = sorted((ROOT / "examples" / "geometries").glob("*.yaml"))
 OTHER = "cd" * 32
@@ -41,6 +42,17 @@ CASES = {
         "plan missing.yaml --json",
         "plan bad.yaml --json",
         "plan",
+    ],
+    "simulate": [
+        "simulate trace.jsonl --geometry gpt-oss-20b.yaml --block-tokens 256 --capacity 100MiB,none --placement kept",
+        "simulate trace.jsonl --geometry qwen3-next-80b.yaml --chunk-size 544 --block-tokens 256 --json",
+        "simulate trace.jsonl --geometry gpt-oss-20b.yaml",
+        "simulate trace.jsonl --geometry gpt-oss-20b.yaml --json",
+        "simulate trace.jsonl --geometry gpt-oss-20b.yaml --block-tokens 256 --capacity large",
+        "simulate missing.jsonl --geometry gpt-oss-20b.yaml",
+        "simulate trace.jsonl --geometry bad.yaml --json",
+        "simulate trace.jsonl",
+        "simulate",
     ],
     "check": [
         "check offload.json",
@@ -175,6 +187,7 @@ def prepare(folder: Path) -> None:
     write_files(folder)
     for geometry in GEOMETRIES:
         shutil.copy(geometry, folder)
+    write_trace(folder / "trace.jsonl", trace_of(conversations(3, 4, 800), 256), header=False)
     (folder / "shared").mkdir()
     nvme = {"name": "nvme", "type": "disk", "path": "nvme"}
     shared = {"name": "shared", "type": "nfs", "url": f"file://{folder}/shared", "retry_seconds": 0}
@@ -246,7 +259,7 @@ def _document(document: Any) -> Any:
     if "tiers" in document:
         for tier in document["tiers"]:
             tier.get("bad", []).sort(key=lambda bad: str(bad["hash"]))
-    return masked(document, keep_floats="plans" in document)
+    return masked(document, keep_floats="plans" in document or "runs" in document)
 
 
 def _plugins(table: str) -> str:

@@ -1,0 +1,129 @@
+"""The simulator, compared with a program that knows only definitions."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload_core.planning.planner import GroupGeometry, HybridOffloadPlanner
+from offload_core.simulation.bounded_tier import BoundedTier
+from offload_core.simulation.path_rules import Placement, path_rules
+from offload_core.simulation.simulator import Simulation, SimulationResult
+from tests.core.simulation.brute_force import BruteForce, SimpleTier
+from tests.support.geometries import FULL, STATE, Geometry, geometries, window
+from tests.support.prompt_traces import Tokens, conversations, trace_of
+from tests.support.random_examples import examples
+
+PLACEMENTS: tuple[Placement, ...] = ("kept and spare", "kept", "everything")
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> list[Tokens]:
+    """Prompts of which many begin as an earlier one does."""
+    made: list[Tokens] = [()]
+    for _ in range(draw(st.integers(1, 10))):
+        before = draw(st.sampled_from(made))
+        head = before[: draw(st.integers(0, len(before)) | st.just(len(before)))]
+        made.append(head + tuple(draw(st.lists(st.integers(0, 1), min_size=1, max_size=40))))
+    return made[1:]
+
+
+def simulated(
+    planner: HybridOffloadPlanner,
+    prompts: list[Tokens],
+    placement: Placement,
+    *,
+    capacity: int | None = None,
+    block_tokens: int = 1,
+    sizes: dict[str, int] | None = None,
+    eviction: Any = "lru",
+) -> SimulationResult:
+    simulation = Simulation(
+        planner,
+        sizes or dict.fromkeys((pack.name for pack in planner.packs), 1),
+        block_tokens,
+        BoundedTier(capacity, eviction),
+        path_rules(placement, planner),
+    )
+    for request in trace_of(prompts, block_tokens).requests:
+        simulation.serve(request)
+    return simulation.result
+
+
+@examples(600)
+@given(geometries(), prompts(), st.sampled_from(PLACEMENTS), st.none() | st.integers(1, 60), st.data())
+def test_the_simulator_agrees_with_brute_force(
+    geometry: Geometry, prompts: list[Tokens], placement: Placement, capacity: int | None, data: st.DataObject
+) -> None:
+    planner = geometry.plan()
+    sizes = {pack.name: data.draw(st.integers(1, 4), label=pack.name) for pack in planner.packs}
+    block_tokens = data.draw(st.integers(1, 6), label="block_tokens")
+    tier = SimpleTier(capacity, sizes)
+    oracle = BruteForce(planner, tier, placement, block_tokens)
+    for prompt in prompts:
+        oracle.serve(prompt)
+    found = simulated(planner, prompts, placement, capacity=capacity, block_tokens=block_tokens, sizes=sizes)
+    assert (found.hit_tokens, found.input_tokens) == (sum(oracle.hits), sum(map(len, prompts)))
+    assert astuple(found.traffic) == (
+        len(tier.written), tier.bytes_of(tier.written), len(tier.read), tier.bytes_of(tier.read),
+        len(tier.evicted), tier.bytes_of(tier.evicted), tier.peak,
+    )  # fmt: skip
+
+
+@given(geometries(), prompts(), st.integers(1, 6), st.sampled_from(["lru", "slru"]))
+def test_without_a_limit_spare_objects_serve_as_much_as_everything(
+    geometry: Geometry, prompts: list[Tokens], block_tokens: int, eviction: str
+) -> None:
+    planner = geometry.plan()
+    spare, everything = (
+        simulated(planner, prompts, placement, block_tokens=block_tokens, eviction=eviction)
+        for placement in ("kept and spare", "everything")
+    )
+    assert spare.hit_tokens == everything.hit_tokens
+    assert spare.traffic.written_bytes == everything.traffic.written_bytes
+    assert spare.traffic.evicted_objects == 0
+
+
+def hybrid(*others: Any) -> HybridOffloadPlanner:
+    groups = [GroupGeometry(index, 16, policy) for index, policy in enumerate((FULL, *others))]
+    return HybridOffloadPlanner.build(groups, hash_block_size=16, max_model_len=4096, hybrid_chunk_size=16)
+
+
+@pytest.mark.parametrize("policy", [window(64), STATE], ids=str)
+def test_under_a_limit_kept_boundaries_serve_more_with_fewer_writes(policy: Any) -> None:
+    planner = hybrid(policy)
+    sizes = {pack.name: 1 if pack.policy.kind == "full" else 4 for pack in planner.packs}
+    prompts = conversations(12, 10, 64)
+    kept, everything = (
+        simulated(planner, prompts, placement, capacity=600, sizes=sizes)
+        for placement in ("kept and spare", "everything")
+    )
+    assert kept.hit_rate > everything.hit_rate
+    assert kept.traffic.written_bytes < everything.traffic.written_bytes / 2
+    assert kept.traffic.peak_bytes <= 600
+
+
+def test_a_junction_hits_from_its_second_sight_on() -> None:
+    planner = hybrid(STATE)
+    head = tuple(range(64))
+    paths = [head + tuple(range(100 * n, 100 * n + 64)) for n in range(1, 4)]
+    hits = [simulated(planner, paths[: n + 1], "kept").hit_tokens for n in range(3)]
+    assert hits == [0, 0, 64]
+
+
+def test_a_request_longer_than_the_model_allows_is_left_out() -> None:
+    result = simulated(hybrid(), [tuple(range(4097)), tuple(range(4096))], "kept")
+    assert (result.refused_requests, result.requests, result.input_tokens) == (1, 1, 4096)
+
+
+def test_an_object_larger_than_the_capacity_is_not_stored() -> None:
+    result = simulated(hybrid(), [tuple(range(32))] * 2, "everything", capacity=1, sizes={"full-u16": 2})
+    assert (result.hit_tokens, result.traffic.written_objects) == (0, 0)
+
+
+def test_no_request_gives_a_hit_rate_of_zero() -> None:
+    assert simulated(hybrid(), [], "kept").hit_rate == 0
