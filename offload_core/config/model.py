@@ -100,6 +100,12 @@ def _json_or_yaml(path: Path | None) -> Path | None:
     return path
 
 
+def _json_lines(path: Path | None) -> Path | None:
+    if path is not None and path.suffix not in (".jsonl", ".json"):
+        raise ValueError("the name must end in .jsonl or .json (the content is one JSON object per line)")
+    return path
+
+
 class _ChunkSettings(BaseModel):
     """The first keys at the top of the configuration."""
 
@@ -142,6 +148,17 @@ class OffloadSettings(Limits, _ChunkSettings):
         AfterValidator(_json_or_yaml),
         Field(description="File to which the engine writes its KV cache geometry at start, for `offload-core plan`."),
     ] = None
+    trace_file: Annotated[
+        Path | None,
+        AfterValidator(_json_lines),
+        Field(
+            description="New file for a trace of this engine's prompts, for `offload-core simulate`: times, lengths "
+            "and salted chunk ids, without any content."
+        ),
+    ] = None
+    trace_file_bytes: Annotated[
+        Bytes, Field(ge=_MIB, description="Largest size of the trace. Nothing more is recorded then.")
+    ] = 256 * _MIB
     backends: Annotated[list[BackendConfig], Field(min_length=1, description="The tiers, fastest first.")]
 
     @property

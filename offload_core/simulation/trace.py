@@ -12,7 +12,8 @@ The layout does not hold the number of tokens per block. A *header* as the first
 
     {"format": "offload-core trace", "version": 1, "block_tokens": 256}
 
-Other keys are ignored.
+An engine writes a line when the request has ended. So behind a header, the requests are put in the order of
+``timestamp``, their arrival in milliseconds. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ def _open(path: Path) -> TextIO:
 def _read(lines: TextIO, block_tokens: int | None, source: str) -> Trace:
     problems: list[str] = []
     requests: list[Request] = []
+    arrivals_ms: list[int] = []
     header: int | None = None
     predecessors = _Predecessors()
     for number, line in enumerate(lines, 1):
@@ -99,6 +101,8 @@ def _read(lines: TextIO, block_tokens: int | None, source: str) -> Trace:
             request = _request(content, block_tokens or header or MOONCAKE_BLOCK_TOKENS)
             predecessors.check(request.ids)
             requests.append(request)
+            in_order = header is None or "timestamp" not in content
+            arrivals_ms.append(0 if in_order else _integer(content, "timestamp", 0))
         except _BadLineError as error:
             problems.append(f"line {number}: {error}")
             if len(problems) == MAX_PROBLEMS:
@@ -108,6 +112,8 @@ def _read(lines: TextIO, block_tokens: int | None, source: str) -> Trace:
         problems.append("it has no request; write one JSON object per line")
     if problems:
         raise ConfigError(problems, source)
+    if header is not None:
+        requests = [requests[place] for place in sorted(range(len(requests)), key=arrivals_ms.__getitem__)]
     return Trace(block_tokens or header or MOONCAKE_BLOCK_TOKENS, requests)
 
 

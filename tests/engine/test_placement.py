@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from offload_core.objects.format import HEADER_BYTES
+from offload_core.simulation.trace import read_trace
 from tests.engine.labs import QUICK_LABS
 from tests.support.engine.lab import VOCABULARY, Lab, count, ours, served
 from tests.support.engine.spec import PromptSpec, Round, RunResult, compare
@@ -79,8 +80,15 @@ def _conversations() -> list[Round]:
 
 @pytest.mark.parametrize("model", ["gemma3", "qwen3_next", WINDOWS_ONLY], indirect=True)
 def test_a_junction_hits_from_its_second_sight_on(model: Lab, tmp_path: Path) -> None:
-    result = _run(model, _branches(4), tmp_path / "kv", placement="kept")
+    trace_file = tmp_path / "prompts.jsonl"
+    result = _run(model, _branches(4), tmp_path / "kv", placement="kept", trace_file=str(trace_file))
     assert _hits(result) == [[0], [0], [SHARED_TOKENS], [SHARED_TOKENS]]
+    trace = read_trace(trace_file)
+    *_, first, second, third, fourth = trace.requests
+    assert [one.input_tokens for one in (first, second, third, fourth)] == [1800, 1900, 2000, 2100]
+    shared = SHARED_TOKENS // trace.block_tokens
+    assert first.ids[:shared] == fourth.ids[:shared]
+    assert first.ids[shared] != fourth.ids[shared]
 
 
 @pytest.mark.parametrize("model", [*QUICK_LABS, WINDOWS_ONLY], indirect=True)

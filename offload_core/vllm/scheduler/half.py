@@ -20,6 +20,7 @@ from offload_core.planning.placement import PathPlacement
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
+from offload_core.simulation.trace_recorder import TraceRecorder
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.vllm.metadata import RequestLoad, StepMetadata, StepReport
 from offload_core.vllm.model.lora import AdapterIdentities
@@ -87,6 +88,9 @@ class SchedulerHalf:
             planner, self._tiers, lookups, self._ledger, self._block_holders, self._placement, self._ranks_namespaces
         )
         self._store_plan = StorePlan(planner, self._ledger, self._placement, prompt_only=settings.offload_prompt_only)
+        self._trace: TraceRecorder | None = None
+        if settings.trace_file is not None:
+            self._trace = TraceRecorder(settings.trace_file, planner.boundary_tokens, settings.trace_file_bytes)
         self._requests: dict[str, RequestState] = {}
         self._last_job_id = 0
         self._new_loads: list[RequestLoad] = []
@@ -205,6 +209,7 @@ class SchedulerHalf:
         self._block_holders.remove([request.request_id])
         if (state := self._requests.get(request.request_id)) is not None:
             self._placement.ended(state)
+            self._record(state)
         self._forget(request)
 
     def reset(self) -> None:
@@ -230,6 +235,8 @@ class SchedulerHalf:
         if self._io is not None:
             self._adapters.shutdown()
             self._placement.shutdown(self._io)
+            if self._trace is not None:
+                self._trace.close()
             close_tiers(self._tiers, self._io)
             self._io.release()
             self._io = None
@@ -257,6 +264,14 @@ class SchedulerHalf:
         if state is not None and state.job_id is not None:
             self._cancelled_jobs.append(state.job_id)
             self._offers.load_ended(state)
+
+    def _record(self, state: RequestState) -> None:
+        """Add a request that has ended to the trace, if there is one."""
+        if self._trace is not None:
+            request = state.request
+            hashes = self._placement.boundary_names(state, request.num_prompt_tokens)
+            output_tokens = request.num_tokens - request.num_prompt_tokens
+            self._trace.record(state.arrived, request.num_prompt_tokens, output_tokens, hashes)
 
     def _ranks_namespaces(self, adapter: str) -> tuple[str, ...]:
         """Return the namespace of each rank's keys, for an adapter's digest."""

@@ -69,7 +69,7 @@ class PlacementPlan:
     def begin(self, state: RequestState) -> None:
         """Note a new request. Without full attention, the boundaries of earlier prompts show where paths part."""
         if not self._has_attention:
-            names = self._boundary_names(state, state.request.num_prompt_tokens)
+            names = self.boundary_names(state, state.request.num_prompt_tokens)
             state.seen_tokens = self._planner.covered_tokens(self._history.see(names))
 
     def looked_up(self, state: RequestState, boundary_tokens: int, answers: Iterable[PrefixAnswer]) -> None:
@@ -95,7 +95,7 @@ class PlacementPlan:
         if state.options.store:
             tokens = min((next_unit * pack.unit_tokens for pack, next_unit in self._examined(state)), default=math.inf)
             tokens = min(tokens, len(state.request.block_hashes) * self._planner.hash_block_size)
-            path = state.path.touches(int(tokens), self._boundary_names(state, int(tokens)), self._history)
+            path = state.path.touches(int(tokens), self.boundary_names(state, int(tokens)), self._history)
         else:
             path = state.path.refreshing_touches(self._planner.storable_prefix(max(state.resumed_tokens, 0)))
         self._plan_touches(state, path, _LONGEST_DELAY_SECONDS)
@@ -125,10 +125,16 @@ class PlacementPlan:
         self._history.clear()
         self._planned.clear()
 
+    def boundary_names(self, state: RequestState, tokens: int) -> Sequence[bytes]:
+        """Return the names of the boundaries of a request's path that have hashes, up to ``tokens``."""
+        hashes = ChunkHashes(state.request.block_hashes, self._planner.boundary_tokens // self._planner.hash_block_size)
+        return hashes[: self._planner.chunk_count(tokens)]
+
     def _plan_touches(self, state: RequestState, path: Iterable[Touch], delay_seconds: float) -> None:
         if state.adapter is not None and not state.adapter.usable:
             return  # its objects have no names
-        touches = [ChunkTouch(state.ref(touch.pack, touch.unit), touch.spare) for touch in path]
+        spares = self._policy != "everything"
+        touches = [ChunkTouch(state.ref(touch.pack, touch.unit), touch.spare and spares) for touch in path]
         if touches and self._touches:
             self._planned.append(_PlannedTouches(touches, time.monotonic() + delay_seconds))
 
@@ -137,11 +143,6 @@ class PlacementPlan:
 
     def _examined(self, state: RequestState) -> Iterator[tuple[Pack, int]]:
         return ((pack, state.next_unit[pack.name]) for pack in self._planner.packs if pack.name in state.next_unit)
-
-    def _boundary_names(self, state: RequestState, tokens: int) -> Sequence[bytes]:
-        """Return the names of the boundaries of a request's path that have hashes, up to ``tokens``."""
-        hashes = ChunkHashes(state.request.block_hashes, self._planner.boundary_tokens // self._planner.hash_block_size)
-        return hashes[: self._planner.chunk_count(tokens)]
 
     def _keys(self, touches: Sequence[ChunkTouch]) -> tuple[list[ObjectKey], list[bool]]:
         """Return the keys of all ranks, and a flag for each."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -85,6 +86,8 @@ class RequestState:
     """The boundaries of its tokens that are worth keeping."""
     next_store_tokens: int = 0
     """The token count at which the next unexamined unit is complete."""
+    arrived: float = field(default_factory=time.monotonic)
+    """By the monotonic clock, in seconds."""
     resumed_tokens: int = 0
     """The prefix that the engine did not compute, its own and a loaded one."""
     seen_tokens: int = 0
