@@ -19,6 +19,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
+from offload_core.api.cancellation import to_the_end
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions, OptionsT
 
@@ -42,8 +43,8 @@ class Capabilities:
         sizes: ``prepare_load`` returns the size of each object in bytes (C19). Compressed objects need it.
         evicts: the medium evicts objects by itself, at any time. Presence is then a hint, a size may be ``None``, and
             a store may be ``REJECTED`` after ``prepare_store`` has granted it. It excludes ``bounded``.
-        spares: the backend knows *spare* objects, which are stored only into free capacity and evicted before all
-            others (C20), and :meth:`Backend.touch` sets the order of eviction (C21). It needs ``bounded``.
+        spares: the backend knows *spare* objects. They are stored only into free capacity and evicted before all
+            others (C20). :meth:`Backend.touch` sets the order of eviction (C21). It needs ``bounded``.
 
     Raises:
         ValueError: both ``bounded`` and ``evicts`` are declared, or ``spares`` without ``bounded``.
@@ -365,25 +366,6 @@ class Backend(ABC, Generic[OptionsT]):
         self.__running.add(future)
         future.add_done_callback(self.__running.discard)
         return await to_the_end(future)
-
-
-async def to_the_end(awaitable: Awaitable[T]) -> T:
-    """Await ``awaitable`` to its end; a cancellation goes through only then.
-
-    A thread cannot be stopped. If its task were cancelled at once, the thread would go on writing into a buffer that
-    belongs to another call by then (C7).
-    """
-    future = asyncio.ensure_future(awaitable)
-    cancelled = False
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        future.exception()  # retrieved, so that asyncio does not log it as lost
-        raise asyncio.CancelledError
-    return future.result()
 
 
 class Requirement(NamedTuple):

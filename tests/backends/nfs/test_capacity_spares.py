@@ -105,12 +105,15 @@ def test_spare_objects_take_no_capacity_while_a_kept_one_waits_for_an_eviction(w
 
 
 def test_a_process_that_has_not_heard_of_it_takes_no_capacity_for_spare_objects_either(world: World) -> None:
-    host, other = joined(world), joined(world)
-    put(host, *range(5))
-    other.do(other.bounded_store.refresh)
+    options = AccountOptions(1000, grace_seconds=GRACE, lease_seconds=LEASE, quota_unit_bytes=100)
+    host, other = joined(world, options), joined(world, options)
+    assert put(other, 50, size=10) == [STORED]
+    assert put(host, *range(4)) == [STORED] * 4
     assert put(host, 20, size=600) == [REJECTED]
-    assert put(other, 21, spare=True) == [REJECTED]
-    assert other.bounded_store.state.members[other.bounded_store.member_id].quota_bytes == 0
+    outcomes: list[StoreOutcome] = []
+    other.do(lambda: outcomes.extend(other.put([key(21), key(22)], [80, 80], [True, True])))
+    assert outcomes == [REJECTED] * 2
+    assert other.bounded_store.state.members[other.bounded_store.member_id].quota_bytes == 110
 
 
 def test_of_one_batch_the_kept_objects_get_capacity_first(world: World) -> None:

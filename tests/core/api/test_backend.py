@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from offload_core.api.backend import Backend, BackendContext, Capabilities, StoreOutcome, to_the_end
+from offload_core.api.backend import Backend, BackendContext, Capabilities, StoreOutcome
+from offload_core.api.cancellation import to_the_end
 from offload_core.api.wrapper import BackendWrapper
 from offload_core.runtime.threads import DaemonExecutor
 from tests.support.memory_backend import MemoryBackend, MemoryOptions, key

@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import ConfigDict, Field
 
-from offload_core.api.backend import BackendContext, LoadOutcome, StoreOutcome, StoreReservation, to_the_end
+from offload_core.api.backend import BackendContext, LoadOutcome, StoreOutcome, StoreReservation
+from offload_core.api.cancellation import to_the_end
 from offload_core.api.keys import ObjectKey
 from tests.testing.contract.reference import ReferenceBackend, ReferenceOptions, Reserved, ReservedStore
 
