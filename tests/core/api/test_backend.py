@@ -177,6 +177,11 @@ def test_c13_the_inherited_close_waits_for_what_run_blocking_runs(backend: Memor
     asyncio.run(main())
 
 
+def test_a_backend_without_a_limit_knows_no_spare_objects() -> None:
+    with pytest.raises(ValueError, match="without a limit nothing is evicted, so no object is spare"):
+        Capabilities(medium="host", persistent=False, shared=False, spares=True)
+
+
 def test_a_medium_cannot_both_evict_by_itself_and_keep_a_limit_of_the_backend() -> None:
     with pytest.raises(ValueError, match="declare bounded if the backend chooses the objects to evict, else evicts"):
         Capabilities(medium="remote", persistent=True, shared=True, bounded=True, evicts=True)
