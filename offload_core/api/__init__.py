@@ -10,8 +10,8 @@ from offload_core.api.backend import (
     StoredObject,
     StoreOutcome,
     StoreReservation,
-    to_the_end,
 )
+from offload_core.api.cancellation import to_the_end
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.errors import (
     BackendError,

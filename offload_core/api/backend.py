@@ -19,6 +19,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
+from offload_core.api.cancellation import to_the_end
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions, OptionsT
@@ -321,25 +322,6 @@ class Backend(ABC, Generic[OptionsT]):
         self.__running.add(future)
         future.add_done_callback(self.__running.discard)
         return await to_the_end(future)
-
-
-async def to_the_end(awaitable: Awaitable[T]) -> T:
-    """Await ``awaitable`` to its end; a cancellation goes through only then.
-
-    A thread cannot be stopped. If its task were cancelled at once, the thread would go on writing into a buffer that
-    belongs to another call by then (C7).
-    """
-    future = asyncio.ensure_future(awaitable)
-    cancelled = False
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        future.exception()  # retrieved, so that asyncio does not log it as lost
-        raise asyncio.CancelledError
-    return future.result()
 
 
 class Requirement(NamedTuple):

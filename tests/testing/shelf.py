@@ -31,9 +31,10 @@ class ShelfOptions(BackendOptions):
 
 @dataclass
 class Shelf:
-    """A medium: objects, oldest first, their pins, and the capacity that is promised."""
+    """A medium: objects, oldest first, their pins, the spare ones, and the capacity that is promised."""
 
     objects: dict[ObjectKey, bytes] = field(default_factory=dict)
+    spare: set[ObjectKey] = field(default_factory=set)
     pins: dict[ObjectKey, int] = field(default_factory=dict)
     promised: dict[int, int] = field(default_factory=dict)
 
@@ -74,7 +75,7 @@ class Promised(StoreReservation):
 class ShelfBackend(Backend[ShelfOptions]):
     """Every step that takes time on a medium is a call on a thread here, so that operations interleave."""
 
-    capabilities = Capabilities(medium="host", persistent=True, shared=True, bounded=True, lists=True)
+    capabilities = Capabilities(medium="host", persistent=True, shared=True, bounded=True, lists=True, spares=True)
 
     def __init__(self, options: ShelfOptions, context: BackendContext) -> None:
         super().__init__(options, context)
@@ -106,6 +107,7 @@ class ShelfBackend(Backend[ShelfOptions]):
         if len(found) != len(buffer):
             return LoadOutcome.CORRUPT
         buffer[:] = found
+        self.shelf.spare.discard(self.name_of(key))
         return LoadOutcome.HIT
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
@@ -146,16 +148,20 @@ class ShelfBackend(Backend[ShelfOptions]):
         await self.pause()
         evicted: list[ObjectKey] = []
         granted: dict[ObjectKey, list[int]] = {}
-        outcomes = [self._promise(key, size, evicted, granted) for key, size in zip(keys, nbytes, strict=True)]
+        flags = spare or [False] * len(keys)
+        outcomes = [
+            self._promise(key, size, is_spare, evicted, granted)
+            for key, size, is_spare in zip(keys, nbytes, flags, strict=True)
+        ]
         return Promised(self, outcomes, evicted, granted)
 
     def _promise(
-        self, key: ObjectKey, size: int, evicted: list[ObjectKey], granted: dict[ObjectKey, list[int]]
+        self, key: ObjectKey, size: int, spare: bool, evicted: list[ObjectKey], granted: dict[ObjectKey, list[int]]
     ) -> StoreOutcome | None:
         name = self.name_of(key)
         if name in self.shelf.objects:
             return StoreOutcome.ALREADY_PRESENT
-        for old in list(self.shelf.objects):
+        for old in [] if spare else sorted(self.shelf.objects, key=lambda one: one not in self.shelf.spare):
             if self.shelf.used + size <= self.options.capacity:
                 break
             if not self.is_pinned(old):
@@ -163,11 +169,19 @@ class ShelfBackend(Backend[ShelfOptions]):
                 evicted.append(old)
         if self.shelf.used + size > self.options.capacity:
             return StoreOutcome.REJECTED
+        (self.shelf.spare.add if spare else self.shelf.spare.discard)(name)
         number = next(self._numbers) + id(self)
         self.shelf.promised[number] = size
         self._mine.setdefault(name, []).append(number)
         granted.setdefault(name, []).append(number)
         return None
+
+    async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        await self.pause()
+        for key, is_spare in zip(map(self.name_of, keys), spare, strict=True):
+            if key in self.shelf.objects:
+                self.shelf.objects[key] = self.shelf.objects.pop(key)
+                (self.shelf.spare.add if is_spare else self.shelf.spare.discard)(key)
 
     def is_pinned(self, key: ObjectKey) -> bool:
         return self.shelf.pins.get(key, 0) > 0

@@ -12,8 +12,18 @@ from typing import Any
 
 import pytest
 from offload_backend_disk import DiskBackend, DiskOptions
+from offload_backend_disk.plugin import DISK
 
-from offload_core.api.backend import BackendContext, BackendType, LoadOutcome, StoreOutcome
+from offload_core.api.backend import (
+    Backend,
+    BackendContext,
+    BackendType,
+    LoadOutcome,
+    StoreOutcome,
+    StoreReservation,
+)
+from offload_core.api.keys import ObjectKey
+from offload_core.api.wrapper import BackendWrapper
 from offload_core.config.model import BackendConfig, TierConfig
 from offload_core.memory.staging_pool import StagingPool
 from offload_core.objects import format as object_format
@@ -405,3 +415,32 @@ def test_a_tier_over_a_medium_full_of_faults_never_brings_wrong_bytes(make_rig: 
         found = rig.load(*range(6))
     assert found == [HIT] * 6
     assert rig.load(*range(6)) == [HIT] * 6
+
+
+class WritesDownFlags(BackendWrapper):
+    def __init__(self, inner: Backend[Any]) -> None:
+        super().__init__(inner)
+        self.seen: list[tuple[Any, ...]] = []
+
+    async def prepare_store(self, keys: Sequence[ObjectKey], nbytes: Sequence[int], *spare: Any) -> StoreReservation:
+        self.seen.append(("prepare_store", *spare))
+        return await super().prepare_store(keys, nbytes)
+
+    async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        self.seen.append(("touch", keys, spare))
+
+
+def test_flags_and_touches_reach_the_inner_backend_but_no_flags_reach_an_older_one(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_backend(
+            DISK, {"path": tmp_path / "objects"}, wrap=lambda backend: WritesDownFlags(backend)
+        ) as backend:
+            assert isinstance(backend, WritesDownFlags)
+            for outer in (FaultyBackend(backend, FaultPlan([])), BackendWrapper(backend)):
+                await (await outer.prepare_store([key(1)], [3])).release()
+                await (await outer.prepare_store([key(1)], [3], [True])).release()
+                await outer.touch([key(1)], [True])
+                assert backend.seen == [("prepare_store",), ("prepare_store", [True]), ("touch", [key(1)], [True])]
+                backend.seen.clear()
+
+    asyncio.run(main())

@@ -13,7 +13,14 @@ import hypothesis
 import pytest
 from offload_backend_disk.plugin import offload_register_backends
 
-from offload_core.api.backend import BackendType, LoadOutcome, LoadReservation, StoreOutcome, StoreReservation
+from offload_core.api.backend import (
+    BackendContext,
+    BackendType,
+    LoadOutcome,
+    LoadReservation,
+    StoreOutcome,
+    StoreReservation,
+)
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.keys import ObjectKey
 from offload_core.testing.state_machine.machine import CAPACITY_BYTES, STATE_MACHINE_SETTINGS, check_with_state_machine
@@ -164,6 +171,32 @@ class PromisesTooMuch(ShelfBackend):
         return Promised(self, [StoreOutcome.REJECTED if full else None] * len(keys), [], {})
 
 
+class EvictsForSpareObjects(ShelfBackend):
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
+        return await super().prepare_store(keys, nbytes)
+
+
+class TouchesPresentObjectsOnly(ShelfBackend):
+    async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        for key in keys:
+            self.shelf.objects[key]
+
+
+class RemovesWhatBecomesSpare(ShelfBackend):
+    async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        for key, is_spare in zip(keys, spare, strict=True):
+            if is_spare:
+                self.shelf.objects.pop(key, None)
+
+
+class MakesWhatItTouches(ShelfBackend):
+    async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        for key in keys:
+            self.shelf.objects.setdefault(key, b"")
+
+
 class AnswersOutOfOrder(Unbounded):
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
         return sorted(await super().load_into(keys, buffers), key=lambda outcome: outcome.value)
@@ -247,6 +280,10 @@ BROKEN: list[tuple[type[ShelfBackend], str]] = [
     (LeaksPins, "C10"),
     (LeaksCapacityWhenCancelled, "C10|C5"),
     (PromisesTooMuch, "C11"),
+    (EvictsForSpareObjects, "C5"),
+    (TouchesPresentObjectsOnly, "C21"),
+    (RemovesWhatBecomesSpare, "C5|C9|C18"),
+    (MakesWhatItTouches, "C1|C2|C12|C16|C18|C19"),
     (AnswersOutOfOrder, "C1|C3|C5|C6|C16"),
     (AnswersOncePerKey, "C2"),
     (KeepsTheBuffer, "C1|C6"),
@@ -278,7 +315,10 @@ class EvictsByItself(Unbounded):
     """Loses an object now and then, and rejects some of the stores that it has granted."""
 
     capabilities = EVICTS
-    calls = itertools.count()
+
+    def __init__(self, options: ShelfOptions, context: BackendContext) -> None:
+        super().__init__(options, context)
+        self.calls = itertools.count()
 
     async def pause(self) -> None:
         await super().pause()

@@ -1,4 +1,4 @@
-"""The contract of a backend as a pytest class: a subclass of it tests clauses C1 to C19 of plugins.md.
+"""The contract of a backend as a pytest class: a subclass of it tests clauses C1 to C21 of plugins.md.
 
 A complete test file::
 
@@ -42,13 +42,21 @@ from offload_core.testing.contract.capacity import CAPACITY_BYTES, CapacityContr
 from offload_core.testing.contract.loop import LoopContract
 from offload_core.testing.contract.machine import MachineContract
 from offload_core.testing.contract.options import OptionsContract
+from offload_core.testing.contract.spares import SparesContract
 from offload_core.testing.contract.visibility import VisibilityContract
 from offload_core.testing.rig.clients import Rig
 
 
 class BackendContract(
-    BytesContract, VisibilityContract, BuffersContract, LoopContract, CapacityContract, OptionsContract, MachineContract
-):  # fmt: skip
+    BytesContract,
+    VisibilityContract,
+    BuffersContract,
+    LoopContract,
+    CapacityContract,
+    SparesContract,
+    OptionsContract,
+    MachineContract,
+):
     """Base of a backend's tests: set ``backend_type`` and write the fixture ``options``.
 
     You may also override:
@@ -123,6 +131,11 @@ class BackendContract(
         _needs(rig, "bounded")
         with Rig(self.backend_type, self.bounded_options(options, CAPACITY_BYTES)) as bounded:
             yield bounded
+
+    @pytest.fixture
+    def sparing_rig(self, bounded_rig: Rig) -> Rig:
+        """A rig whose medium has a limit of 1 MiB and knows spare objects."""
+        return _needs(bounded_rig, "spares")
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from offload_core.api.backend import Backend, LoadOutcome, LoadReservation, StoreOutcome, StoreReservation, to_the_end
+from offload_core.api.backend import Backend, LoadOutcome, LoadReservation, StoreOutcome, StoreReservation
+from offload_core.api.cancellation import to_the_end
 from offload_core.api.keys import ObjectKey
 from offload_core.api.wrapper import BackendWrapper
 from offload_core.testing.faults.plan import Call, Fault, FaultPlan, GoOn

@@ -9,7 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from offload_core.api.backend import LoadOutcome, StoreOutcome, to_the_end
+from offload_core.api.backend import LoadOutcome, StoreOutcome
+from offload_core.api.cancellation import to_the_end
 from offload_core.testing.faults.plan import ANSWERS, Call, Fault, GoOn
 
 

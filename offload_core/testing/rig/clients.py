@@ -217,9 +217,11 @@ class Client:
             await self._release(reservation)
 
     @asynccontextmanager
-    async def storing(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> AsyncIterator[StoreReservation]:
+    async def storing(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> AsyncIterator[StoreReservation]:
         """Hold a reservation for stores."""
-        reservation = await self.prepare_store(keys, nbytes)
+        reservation = await self.prepare_store(keys, nbytes, spare)
         try:
             yield reservation
         finally:
@@ -236,10 +238,11 @@ class Client:
         (outcome,) = await self.load([key], [memoryview(buffer)])
         return outcome, bytes(buffer)
 
-    async def store(self, objects: Mapping[ObjectKey, bytes]) -> list[StoreOutcome]:
+    async def store(self, objects: Mapping[ObjectKey, bytes], *, spare: bool = False) -> list[StoreOutcome]:
         """Store objects as the core does: reserve, store the wanted objects, release."""
         keys = list(objects)
-        async with self.storing(keys, [len(objects[key]) for key in keys]) as reservation:
+        flags = [True] * len(keys) if spare else []
+        async with self.storing(keys, [len(objects[key]) for key in keys], flags) as reservation:
             outcomes = list(reservation.outcomes)
             wanted = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is None]
             stored: dict[ObjectKey, StoreOutcome] = {}

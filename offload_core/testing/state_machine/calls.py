@@ -25,7 +25,7 @@ _FILL = 0x3A
 class Operation(NamedTuple):
     """One operation, as hypothesis draws and prints it."""
 
-    kind: Literal["store", "load", "contains", "delete"]
+    kind: Literal["store", "load", "contains", "delete", "touch"]
     slots: tuple[int, ...]
     contents: tuple[Content, ...] = ()
     """Contents of a store, parallel to ``slots``."""
@@ -34,23 +34,40 @@ class Operation(NamedTuple):
     client: int = 0
     cancel_after_turns: int | None = None
     """Turns of the event loop before the operation is cancelled; ``None`` lets it end."""
+    spare: tuple[bool, ...] = ()
+    """Flags of a store or a touch, parallel to ``slots``; empty if no object is spare."""
+
+
+def without_spares(operation: Operation) -> Operation:
+    """Return an operation for a backend that does not know spare objects."""
+    return operation._replace(kind="contains" if operation.kind == "touch" else operation.kind, spare=())
 
 
 @st.composite
 def operations(draw: st.DrawFn, max_client: int = 2) -> Operation:
     """Operations on batches with repeats, empty ones too; many are cancelled."""
-    kind = draw(st.sampled_from(["store", "store", "store", "load", "load", "load", "contains", "delete"]))
+    kind = draw(st.sampled_from(["store", "store", "store", "load", "load", "load", "contains", "delete", "touch"]))
     slots = tuple(draw(strategies.batches(st.integers(0, MAX_KEYS - 1), 4)))
     client = draw(st.integers(0, max_client))
     cancel = draw(st.sampled_from([None, None, None, 0, 1, 2, 3, 5, 8, 13, 16, 20, 24]))
     if kind == "store":
         contents = tuple(draw(strategies.contents(SIZES_BYTES)) for _ in slots)
-        return Operation("store", slots, contents, (), client, cancel)
+        return Operation("store", slots, contents, (), client, cancel, draw(_flags(len(slots))))
     if kind == "load":
         wrong = draw(st.sampled_from([False, False, False, True]))
         sizes = tuple(draw(st.sampled_from(SIZES_BYTES)) if wrong else None for _ in slots)
         return Operation("load", slots, (), sizes, client, cancel)
+    if kind == "touch":
+        slots = tuple(dict.fromkeys(slots))
+        spare = tuple(draw(st.booleans()) for _ in slots)
+        return Operation("touch", slots, (), (), client, cancel, spare)
     return Operation("contains" if kind == "contains" else "delete", slots, (), (), client, cancel)
+
+
+def _flags(count: int) -> st.SearchStrategy[tuple[bool, ...]]:
+    """Flags of a store: none, all, or some of the objects are spare."""
+    some = st.lists(st.booleans(), min_size=count, max_size=count).map(tuple)
+    return st.one_of(st.just(()), st.just((True,) * count), some)
 
 
 class OperationRun:
@@ -80,7 +97,11 @@ class OperationRun:
         data = [content.data() for content in operation.contents] or [bytes([_FILL]) * size for size in sizes_bytes]
         self.buffers = GuardedBuffers(data)
         pairs = zip(keys, operation.contents, strict=False)
-        self._stores = [StoreEvent(key, content, reserved=reserved) for key, content in pairs]
+        spare = operation.spare or (False,) * len(operation.contents)
+        self._stores = [
+            StoreEvent(key, content, reserved=reserved, spare=is_spare)
+            for (key, content), is_spare in zip(pairs, spare, strict=False)
+        ]
         self._loads = [LoadEvent(key, before) for key, before in zip(keys, data, strict=True)] if sizes_bytes else []
         self._lookups: list[LookupEvent] = []
         self._deletes = [DeleteEvent(key, cancelled=True) for key in keys] if operation.kind == "delete" else []
@@ -109,6 +130,8 @@ class OperationRun:
         elif kind == "contains":
             answers = check_parallel("contains", self._keys, await self._backend.contains(self._keys))
             self._lookups = [LookupEvent(key, bool(answer)) for key, answer in zip(self._keys, answers, strict=True)]
+        elif kind == "touch":
+            await self._backend.touch(self._keys, self.operation.spare)
         else:
             await self._backend.delete(self._keys)
             for event in self._deletes:
@@ -122,7 +145,8 @@ class OperationRun:
 
     async def _reserve_and_store(self) -> None:
         sizes = [content.size_bytes for content in self.operation.contents]
-        reservation = await self._backend.prepare_store(self._keys, sizes)
+        spare = [self.operation.spare] if self.operation.spare else []
+        reservation = await self._backend.prepare_store(self._keys, sizes, *spare)
         try:
             outcomes = check_parallel("prepare_store", self._keys, reservation.outcomes)
             for event, outcome in zip(self._stores, outcomes, strict=True):

@@ -33,6 +33,8 @@ class HeldReservation:
     reservation: LoadReservation | StoreReservation
     contents: list[Content] = field(default_factory=list)
     """Contents that a store reservation still waits for; empty after the store."""
+    spare: list[bool] = field(default_factory=list)
+    """Flags of the contents."""
     pinned: list[ObjectKey] = field(default_factory=list)
     reserved: dict[ObjectKey, int] = field(default_factory=dict)
     """Bytes per key that a store reservation has reserved; the oracle holds the same dictionary."""
@@ -177,7 +179,8 @@ class Example:
             for key, size in zip(keys, operation.sizes_bytes, strict=False)
         ]
         if not reserved:
-            self.oracle.request_capacity(content.size_bytes for content in operation.contents)
+            sizes_bytes = [content.size_bytes for content in operation.contents]
+            self.oracle.request_capacity(sizes_bytes, operation.spare)
         return OperationRun(operation, backend, keys, sizes, reserved=reserved)
 
     def _run_at_once(self, runs: Sequence[OperationRun]) -> None:
@@ -195,6 +198,8 @@ class Example:
         if operation.sizes_bytes:
             sizes = [f" into {size} bytes" if size is not None else "" for size in operation.sizes_bytes]
             names = [f"{name}{size}" for name, size in zip(names, sizes, strict=True)]
+        if operation.spare:
+            names = [f"{name}{' (spare)' * is_spare}" for name, is_spare in zip(names, operation.spare, strict=True)]
         cancelled = operation.cancel_after_turns
         suffix = "" if cancelled is None else f", cancelled after {cancelled} turns"
         client = f"client {operation.client % len(self.clients)}: " if len(self.clients) > 1 else ""
@@ -217,7 +222,7 @@ async def _run_all(runs: Sequence[OperationRun]) -> None:
             raise error
         if error is not None:
             kind = run.operation.kind
-            raise _raised("C12" if kind == "delete" else "C2", kind, error) from error
+            raise _raised({"delete": "C12", "touch": "C21"}.get(kind, "C2"), kind, error) from error
 
 
 def _raised(clause: str, words: str, error: BaseException) -> ContractError:

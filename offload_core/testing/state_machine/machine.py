@@ -1,8 +1,10 @@
 """A hypothesis state machine: random operations on a real backend, with every answer checked against an oracle.
 
-Clients of one medium store, load, look up, delete, list and hold reservations; they are also closed and opened again.
-Operations run alone or together, and some are cancelled half-way. :func:`check_with_state_machine` runs the machine.
-A failure names the clause and lists the steps that led to it, as few as hypothesis can find.
+Clients of one medium store, load, look up, delete, touch, list and hold reservations. They are also closed and opened
+again. Operations run alone or together, and some are cancelled half-way.
+
+:func:`check_with_state_machine` runs the machine. A failure names the clause and lists the
+steps that led to it, as few as hypothesis can find.
 """
 
 from __future__ import annotations
@@ -24,7 +26,14 @@ from hypothesis.stateful import (
 from offload_core.api.backend import Backend, BackendType, LoadReservation, StoredObject
 from offload_core.api.keys import ObjectKey
 from offload_core.testing import strategies
-from offload_core.testing.state_machine.calls import MAX_KEYS, SIZES_BYTES, Operation, check_parallel, operations
+from offload_core.testing.state_machine.calls import (
+    MAX_KEYS,
+    SIZES_BYTES,
+    Operation,
+    check_parallel,
+    operations,
+    without_spares,
+)
 from offload_core.testing.state_machine.example import Example, HeldReservation
 from offload_core.testing.state_machine.medium import Medium
 from offload_core.testing.state_machine.oracle import ContractError, LookupEvent, StoreEvent
@@ -83,6 +92,7 @@ _KEY = strategies.keys(packs=strategies.PACKS[:2], chunk_hashes=strategies.near_
 _SLOT = st.integers(0, MAX_KEYS - 1)
 _CLIENT = st.integers(0, MAX_CLIENTS - 1)
 _RESERVATION = st.integers(0, MAX_RESERVATIONS - 1)
+_SPARE = st.sampled_from([False, False, True])
 
 
 class BackendMachine(RuleBasedStateMachine):
@@ -116,12 +126,12 @@ class BackendMachine(RuleBasedStateMachine):
     @rule(operation=operations())
     def one(self, operation: Operation) -> None:
         """Run one operation."""
-        self._example.run_operations([operation])
+        self._run([operation])
 
     @rule(several=st.lists(operations(), min_size=2, max_size=4))
     def at_once(self, several: list[Operation]) -> None:
         """Run several operations at once."""
-        self._example.run_operations(several)
+        self._run(several)
 
     @precondition(lambda self: len(self._example.reservations) < MAX_RESERVATIONS)
     @rule(slots=strategies.batches(_SLOT, 4), client=_CLIENT)
@@ -142,28 +152,30 @@ class BackendMachine(RuleBasedStateMachine):
                     held.pinned.append(key)
 
     @precondition(lambda self: len(self._example.reservations) < MAX_RESERVATIONS)
-    @rule(objects=strategies.batches(st.tuples(_SLOT, strategies.contents(SIZES_BYTES)), 4), client=_CLIENT)
-    def prepare_store(self, objects: list[tuple[int, Content]], client: int) -> None:
+    @rule(objects=strategies.batches(st.tuples(_SLOT, strategies.contents(SIZES_BYTES), _SPARE), 4), client=_CLIENT)
+    def prepare_store(self, objects: list[tuple[int, Content, bool]], client: int) -> None:
         """Prepare a store and hold the reservation."""
         example, oracle = self._example, self._oracle
-        backend, keys = example.client(client), [example.key(slot) for slot, _ in objects]
-        contents = [content for _, content in objects]
+        backend, keys = example.client(client), [example.key(slot) for slot, _, _ in objects]
+        contents = [content for _, content, _ in objects]
         sizes = [content.size_bytes for content in contents]
-        oracle.request_capacity(sizes)
-        words = f"prepare_store({example.key_names(keys)}, {sizes})"
-        reservation = example.run_step(words, backend.prepare_store(keys, sizes))
+        spare = [is_spare and self._capabilities.spares for _, _, is_spare in objects]
+        oracle.request_capacity(sizes, spare)
+        flags = [spare] if any(spare) else []
+        words = f"prepare_store({', '.join(map(str, [example.key_names(keys), sizes, *flags]))})"
+        reservation = example.run_step(words, backend.prepare_store(keys, sizes, *flags))
         example.add_answer(str([outcome.name if outcome else "wanted" for outcome in reservation.outcomes]))
-        held = HeldReservation(backend, keys, reservation, contents)
+        held = HeldReservation(backend, keys, reservation, contents, spare)
         example.reservations.append(held)
         with example.explained():
             check_parallel("prepare_store", keys, reservation.outcomes)
             oracle.reserved.append(held.reserved)
             answered: list[StoreEvent] = []
-            for key, content, outcome in zip(keys, contents, reservation.outcomes, strict=True):
+            for key, content, is_spare, outcome in zip(keys, contents, spare, reservation.outcomes, strict=True):
                 if outcome is None:
                     held.reserved[key] = max(content.size_bytes, held.reserved.get(key, 0))
                 else:
-                    answered.append(StoreEvent(key, content, outcome))
+                    answered.append(StoreEvent(key, content, outcome, spare=is_spare))
             oracle.check_events(answered)
 
     @precondition(lambda self: self._example.reservations)
@@ -178,8 +190,14 @@ class BackendMachine(RuleBasedStateMachine):
         else:
             outcomes, held.contents, contents = held.reservation.outcomes, [], held.contents
             held.reserved.clear()  # the reserved capacity turns into objects
-            wanted = [(slot, c) for slot, c, out in zip(slots, contents, outcomes, strict=False) if out is None]
-            operation = Operation("store", tuple(slot for slot, _ in wanted), tuple(content for _, content in wanted))
+            offered = zip(slots, contents, held.spare, outcomes, strict=False)
+            wanted = [(slot, content, is_spare) for slot, content, is_spare, outcome in offered if outcome is None]
+            operation = Operation(
+                "store",
+                tuple(slot for slot, _, _ in wanted),
+                tuple(content for _, content, _ in wanted),
+                spare=tuple(is_spare for _, _, is_spare in wanted),
+            )
         self._example.run_reserved(operation, held.backend)
 
     @precondition(lambda self: self._example.reservations)
@@ -239,6 +257,10 @@ class BackendMachine(RuleBasedStateMachine):
                 self._check_and_delete_everything()
         finally:
             self._example.shut_down()
+
+    def _run(self, operations: list[Operation]) -> None:
+        known = operations if self._capabilities.spares else [without_spares(operation) for operation in operations]
+        self._example.run_operations(known)
 
     def _held(self, which: int) -> HeldReservation:
         return self._example.reservations[which % len(self._example.reservations)]

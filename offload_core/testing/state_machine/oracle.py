@@ -39,6 +39,7 @@ class StoreEvent:
     content: Content
     outcome: StoreOutcome | None = None
     reserved: bool = False
+    spare: bool = False
 
 
 @dataclass
@@ -128,10 +129,15 @@ class Oracle:
         """Return a size that the stored object may have; 17 bytes if no object can be there."""
         return min((content.size_bytes for content in self.allowed(key) if content is not None), default=17)
 
-    def request_capacity(self, sizes_bytes: Iterable[int]) -> None:
-        """Take up a request for capacity: a bounded medium may evict unpinned objects for it."""
+    def request_capacity(self, sizes_bytes: Sequence[int], spare: Sequence[bool] = ()) -> None:
+        """Take up a request for capacity: a bounded medium may evict unpinned objects for it.
+
+        Args:
+            sizes_bytes: the bytes of each object.
+            spare: one flag per object, or nothing. Nothing is evicted for spare objects (C20).
+        """
         self._requested_bytes += sum(size + OVERHEAD_BYTES for size in sizes_bytes)
-        if self.may_evict:
+        if self.may_evict and not (spare and all(spare)):
             for key in self._contents:
                 if not self.pins[key]:
                     self._contents[key] |= {None}
@@ -169,6 +175,7 @@ class Oracle:
         before = {event.key: self.allowed(event.key) for event in events}
         stores = {key: [e for e in events if isinstance(e, StoreEvent) and e.key == key] for key in before}
         deletes = {key: [e for e in events if isinstance(e, DeleteEvent) and e.key == key] for key in before}
+        evicting = self.may_evict and any(isinstance(event, StoreEvent) and not event.spare for event in events)
         for event in events:
             during = before[event.key] | {written.content for written in stores[event.key]}
             if deletes[event.key]:
@@ -187,7 +194,7 @@ class Oracle:
             elif isinstance(event, LookupEvent):
                 _check_lookup(event, during, loss)
         for key in before:
-            self._contents[key] = self._after(key, self._expected(key), stores[key], deletes[key])
+            self._contents[key] = self._after(key, self._expected(key), stores[key], deletes[key], evicting=evicting)
         if not any(isinstance(event, StoreEvent | DeleteEvent) for event in events):  # nothing changed meanwhile
             for event in events:
                 self._count_read(event)
@@ -260,11 +267,17 @@ class Oracle:
             )
 
     def _after(
-        self, key: ObjectKey, before: frozenset[Content | None], stores: list[StoreEvent], deletes: list[DeleteEvent]
+        self,
+        key: ObjectKey,
+        before: frozenset[Content | None],
+        stores: list[StoreEvent],
+        deletes: list[DeleteEvent],
+        *,
+        evicting: bool,
     ) -> frozenset[Content | None]:
         new = {written.content for written in stores if written.outcome in (StoreOutcome.STORED, None)}
         after = before | new
-        evictable = self.may_evict and not self.pins[key]
+        evictable = evicting and not self.pins[key]
         if deletes:
             sure = any(not deleted.cancelled for deleted in deletes) and not self.pins[key]
             return frozenset(new if sure else after) | {None}

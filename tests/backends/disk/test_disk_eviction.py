@@ -172,11 +172,12 @@ def test_a_spare_object_of_a_process_that_was_killed_is_spare(tmp_path: Path) ->
 def test_an_object_that_another_process_stored_as_spare_is_kept_if_a_killed_process_kept_it(tmp_path: Path) -> None:
     killed, account = open_account(tmp_path, 40, "killed"), open_account(tmp_path, 40)
     killed.finish_scan()
-    killed.reserve([(key(1), 10)])
-    store(account, tmp_path, 0, 1, spare=True)
+    killed.reserve([(key(0), 10)])
+    store(account, tmp_path, 0, spare=True)
     killed._processes.unregister()
     account.release_dead_reservations()
-    assert evicted_by(account, 20, 10, 10) == [0, 1]
+    store(account, tmp_path, 1, spare=True)
+    assert evicted_by(account, 20, 10, 10) == [1, 0]
     account.close()
 
 

@@ -6,12 +6,15 @@ import asyncio
 import json
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from offload_backend_nfs.capacity import usage_log
+from offload_backend_nfs.capacity.account_options import AccountOptions
+from offload_backend_nfs.capacity.quota import ObjectReservation
 from offload_backend_nfs.capacity.usage_log import UsageLog, recency
 
 from offload_core.api import EvictionOrder
@@ -19,7 +22,7 @@ from offload_core.api.backend import StoreOutcome
 from offload_core.api.keys import ObjectKey
 from tests.backends.nfs.conftest import Nfs, key
 from tests.backends.nfs.simulation import Host, World
-from tests.backends.nfs.test_capacity import GRACE, REJECTED, STORED, existing, joined, pass_time
+from tests.backends.nfs.test_capacity import GRACE, LEASE, REJECTED, STORED, existing, joined, pass_time
 
 ALREADY_PRESENT = StoreOutcome.ALREADY_PRESENT
 
@@ -33,9 +36,13 @@ def put(host: Host, *numbers: int, spare: bool = False, size: int = 100) -> list
     """Store objects one after the other, a second each."""
     outcomes: list[StoreOutcome] = []
     for number in numbers:
-        host.do(lambda number=number: outcomes.extend(host.put([key(number)], [size], [spare])))
+        host.do(partial(_put_one, host, key(number), size, spare, outcomes))
         host.world.seconds += 1
     return outcomes
+
+
+def _put_one(host: Host, one: ObjectKey, size: int, spare: bool, outcomes: list[StoreOutcome]) -> None:
+    outcomes += host.put([one], [size], [spare])
 
 
 def touch(host: Host, numbers: Sequence[int], spare: Sequence[bool]) -> None:
@@ -80,9 +87,10 @@ def test_unused_bytes_of_the_own_quota_are_no_capacity_for_spare_objects_above_t
 ) -> None:
     host = joined(world)
     put(host, *range(8))
-    reserved: list[object] = []
+    reserved: list[ObjectReservation | None] = []
     host.do(lambda: reserved.extend(host.bounded_store.reserve([key(50)], [120]).reservations))
-    host.do(lambda: host.bounded_store._quota.end(reserved[0], written=False))  # not settled yet
+    assert reserved[0] is not None
+    host.bounded_store._quota.end(reserved[0], written=False)  # not settled yet
     assert put(host, 20, spare=True) == [REJECTED]
     assert put(host, 21) == [STORED]
 
@@ -94,6 +102,18 @@ def test_spare_objects_take_no_capacity_while_a_kept_one_waits_for_an_eviction(w
     assert put(host, 21, spare=True) == [REJECTED]
     pass_time(world, [host], GRACE + 20)
     assert put(host, 20, size=600) == [STORED]
+
+
+def test_a_process_that_has_not_heard_of_it_takes_no_capacity_for_spare_objects_either(world: World) -> None:
+    options = AccountOptions(1000, grace_seconds=GRACE, lease_seconds=LEASE, quota_unit_bytes=100)
+    host, other = joined(world, options), joined(world, options)
+    assert put(other, 50, size=10) == [STORED]
+    assert put(host, *range(4)) == [STORED] * 4
+    assert put(host, 20, size=600) == [REJECTED]
+    outcomes: list[StoreOutcome] = []
+    other.do(lambda: outcomes.extend(other.put([key(21), key(22)], [80, 80], [True, True])))
+    assert outcomes == [REJECTED] * 2
+    assert other.bounded_store.state.members[other.bounded_store.member_id].quota_bytes == 110
 
 
 def test_of_one_batch_the_kept_objects_get_capacity_first(world: World) -> None:
@@ -116,7 +136,7 @@ def test_an_object_that_is_offered_as_spare_again_stays_as_it_is(world: World) -
 def test_touches_set_the_order_of_eviction_and_a_use_keeps_a_spare_object(world: World) -> None:
     housekeeper, other = joined(world), joined(world)
     put(housekeeper, *range(9))
-    touch(other, [5, 3, 4], [True, True, True])
+    touch(other, [5, 3, 4, 2], [True] * 4)
     touch(other, [1, 0], [False, False])
     other.bounded_store.mark_used([key(3)])
     pass_time(world, [housekeeper, other], 40)
@@ -163,18 +183,36 @@ def test_an_object_that_two_hosts_store_at_once_is_kept_if_either_keeps_it(world
     assert evict(world, [one, other], *range(3, 10)) == [0, 3, 4, 5, 6, 7, 8, 9]
 
 
-def test_an_object_that_is_stored_again_is_as_its_last_store_says(world: World) -> None:
+def test_an_object_that_another_host_stores_again_later_is_kept(world: World) -> None:
     host, other = joined(world), joined(world)
+    put(host, 10)
     put(host, 0, 1, spare=True)
-    put(other, 2, spare=True)
-    pass_time(world, [host, other], 40)
+    pass_time(world, [host, other], 40)  # the entries are flushed
+    other.do(lambda: other.discard([key(0)]))
+    assert put(other, 0) == [STORED]
+    assert put(host, *range(2, 8)) == [STORED] * 6
+    assert evict(world, [host, other], 8) == [0, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_an_object_that_is_stored_again_before_the_log_is_flushed_is_kept(world: World) -> None:
+    host = joined(world)
+    put(host, 10)
+    put(host, 0, 1, spare=True)
     host.do(lambda: host.discard([key(0)]))
-    other.do(lambda: other.discard([key(2)]))
-    assert put(host, 0) == [STORED]
-    pass_time(world, [host, other], 70)  # the other process does not know the entry, but a minute later the clocks tell
-    assert put(other, 2) == [STORED]
-    assert put(host, *range(3, 9)) == [STORED] * 6
-    assert evict(world, [host, other], 9) == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert put(host, 0, *range(2, 8)) == [STORED] * 7
+    assert evict(world, [host], 8) == [0, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_an_evicted_object_that_is_stored_again_at_once_is_kept(world: World) -> None:
+    host = joined(world, AccountOptions(1000, grace_seconds=0, lease_seconds=LEASE))
+    put(host, 0, 1, 2)
+    put(host, 3, 4, spare=True)
+    put(host, *range(5, 10))
+    host.do(host.bounded_store.step)
+    assert existing(world) == [0, 1, 2, 5, 6, 7, 8, 9]
+    assert put(host, 3, 10) == [STORED] * 2
+    host.do(host.bounded_store.step)
+    assert existing(world) == [2, 3, 5, 6, 7, 8, 9, 10]
 
 
 def test_a_negative_time_on_the_medium_stands_for_spare_and_the_latest_entry_counts(
@@ -236,7 +274,7 @@ def test_the_order_of_eviction_is_the_public_one(steps: list[tuple[str, int]]) -
             host.bounded_store.mark_used([key(number)])
             order.record_use(number)
         elif verb == "discard" and there:
-            host.do(lambda number=number: host.discard([key(number)]))
+            host.do(partial(host.discard, [key(number)]))
             order.remove(number)
     log = host.bounded_store._usage_log
     host.do(log.flush)
@@ -260,6 +298,9 @@ def test_the_backend_passes_on_flags_and_touches(nfs: Nfs, tmp_path: Path) -> No
             reservation = await backend.prepare_store([key(number)], [size], [number >= 5])
             if reservation.outcomes == (None,):
                 await backend.store([key(number)], [memoryview(bytes(size))])
+            else:
+                assert backend._reservations is not None
+                assert not backend._reservations._wake.is_set(), "an eviction for a spare object"
             await reservation.release()
         await backend.touch([key(0), key(8)], [True, False])
         assert list(await backend.contains([key(number) for number in range(10)])) == [True] * 9 + [False]

@@ -52,6 +52,16 @@ class TestShareWithALimit(TestShare):
         return {"url": f"file://{memory_folder}/objects", "capacity": "1GiB"}
 
 
+class TestShareThatEvictsAtOnce(TestShareWithALimit):
+    """The clauses about the order of eviction are checked in full here; else the grace lasts longer than the tests."""
+
+    machine_capacity_bytes = 1 << 30  # the machine does not know that a medium evicts in the background
+    machine_examples = 1
+
+    def bounded_options(self, options: Mapping[str, Any], capacity_bytes: int) -> dict[str, Any]:
+        return {**options, "capacity": capacity_bytes, "eviction_grace": 0}
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 class TestShareWithALimitAtLength(TestShareWithALimit):

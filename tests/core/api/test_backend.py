@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from offload_core.api.backend import Backend, BackendContext, StoreOutcome, to_the_end
+from offload_core.api.backend import Backend, BackendContext, StoreOutcome
+from offload_core.api.cancellation import to_the_end
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.wrapper import BackendWrapper
 from offload_core.runtime.threads import DaemonExecutor
@@ -175,6 +176,11 @@ def test_c13_the_inherited_close_waits_for_what_run_blocking_runs(backend: Memor
         await outermost.close()
 
     asyncio.run(main())
+
+
+def test_a_backend_without_a_limit_knows_no_spare_objects() -> None:
+    with pytest.raises(ValueError, match="without a limit nothing is evicted, so no object is spare"):
+        Capabilities(medium="host", persistent=False, shared=False, spares=True)
 
 
 def test_a_medium_cannot_both_evict_by_itself_and_keep_a_limit_of_the_backend() -> None:

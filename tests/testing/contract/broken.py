@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from offload_core.api.backend import BackendType
 from tests.testing.contract import broken_bytes as b
 from tests.testing.contract import broken_calls as c
+from tests.testing.contract import broken_order as o
 from tests.testing.contract.reference import ReferenceBackend, ReferenceOptions
 
 
@@ -335,5 +336,70 @@ BROKEN = [
         b.RemembersSizes,
         r"C19: prepare_load says \(1000,\) bytes of an object that was deleted and stored with 700",
         "c19_an_object_that_was_replaced_has_its_new_size",
+    ),
+    _backend(
+        o.EvictsForSpareObjects,
+        r"C20: spare objects were stored one by one, and \d+ of \d+ stored objects are gone",
+        "c20_a_spare_object_evicts_nothing",
+    ),
+    _backend(
+        o.EvictsSpareObjectsForSpareObjects,
+        r"C20: spare objects were stored one by one, and \d+ of \d+ stored objects are gone",
+        "c20_a_spare_object_evicts_nothing",
+    ),
+    _backend(
+        o.RejectsSpareObjects,
+        r"C20: 4 objects of 65536 bytes are stored under a limit of 1048576; of 32 spare ones only 0 were stored",
+        "c20_a_spare_object_evicts_nothing",
+        "c20_spare_objects_are_evicted_before_all_kept_ones",
+        "c20_a_spare_object_that_was_loaded_is_kept",
+    ),
+    _backend(
+        o.StoresSpareObjectsAsKeptOnes,
+        r"C20: the order of eviction should be: spare objects, older kept ones.* objects, \[1[12], 3.*\] are left",
+        "c20_spare_objects_are_evicted_before_all_kept_ones",
+        "c20_a_spare_object_that_was_loaded_is_kept",
+    ),
+    _backend(
+        o.LeavesLoadedObjectsSpare,
+        r"C20: the order of eviction should be: spare objects, .* \[11, 4, 1\] objects, \[0, 4, 0\] are left",
+        "c20_a_spare_object_that_was_loaded_is_kept",
+    ),
+    _backend(
+        o.IgnoresTouches,
+        r"C21: the order of eviction should be: objects .* are left",
+        "c21_touches_set_the_order_of_eviction",
+        "c21_a_touch_says_whether_an_object_is_spare",
+    ),
+    _backend(
+        o.TouchesTheLastKeyFirst,
+        r"C21: the order of eviction should be: objects .* are left",
+        "c21_touches_set_the_order_of_eviction",
+        "c21_a_touch_says_whether_an_object_is_spare",
+    ),
+    _backend(
+        o.TakesEveryTouchForAUse,
+        r"C21: the order of eviction should be: objects that a touch made spare, .* are left",
+        "c21_a_touch_says_whether_an_object_is_spare",
+    ),
+    _backend(
+        o.NeverKeepsWhatWasSpare,
+        r"C21: the order of eviction should be: objects that a touch made spare, .* are left",
+        "c21_a_touch_says_whether_an_object_is_spare",
+    ),
+    _backend(
+        o.TouchesPresentObjectsOnly,
+        r"C21: the backend raised KeyError: ",
+        "c21_a_touch_neither_makes_nor_loses_an_object",
+    ),
+    _backend(
+        o.MakesWhatItTouches,
+        r"C21: absent, 4 stored and absent objects were touched with spare=True; contains says \[True, ",
+        "c21_a_touch_neither_makes_nor_loses_an_object",
+    ),
+    _backend(
+        o.ClearsWhatItTouches,
+        r"C21: a touched object: byte 0 of 1000 is 0x00 in place of",
+        "c21_a_touch_neither_makes_nor_loses_an_object",
     ),
 ]

@@ -213,6 +213,7 @@ class BelievesItsIndex(ReferenceBackend):
         if found is None or found.nbytes != len(buffer):
             return super().load(key, buffer)
         buffer[: len(found.content)] = found.content
+        self.record_load(key)
         return LoadOutcome.HIT
 
 

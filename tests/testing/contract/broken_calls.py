@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import ConfigDict, Field
 
-from offload_core.api.backend import BackendContext, LoadOutcome, StoreOutcome, StoreReservation, to_the_end
+from offload_core.api.backend import BackendContext, LoadOutcome, StoreOutcome, StoreReservation
+from offload_core.api.cancellation import to_the_end
 from offload_core.api.keys import ObjectKey
 from tests.testing.contract.reference import ReferenceBackend, ReferenceOptions, Reserved, ReservedStore
 
@@ -182,8 +183,8 @@ class CountsABatchAtItsEnd(ReferenceBackend):
     async def prepare_store(self, keys: Keys, nbytes: Sequence[int], spare: Sequence[bool] = ()) -> StoreReservation:
         reservations = []
         hidden: list[tuple[ObjectKey, Reserved]] = []
-        for key, size in zip(keys, nbytes, strict=True):
-            reservations.append(await super().prepare_store([key], [size]))
+        for key, size, is_spare in zip(keys, nbytes, spare or [False] * len(keys), strict=True):
+            reservations.append(await super().prepare_store([key], [size], [is_spare]))
             if self.medium.reserved[key]:
                 hidden.append((key, self.medium.reserved[key].pop()))
         for key, reserved in hidden:

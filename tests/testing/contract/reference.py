@@ -34,6 +34,7 @@ class Stored:
     content: bytes | bytearray
     nbytes: int
     stored_at_seconds: float
+    spare: bool
 
 
 @dataclass(eq=False)
@@ -41,10 +42,11 @@ class Reserved:
     """Capacity that is reserved for one future store."""
 
     nbytes: int
+    spare: bool = False
 
 
 class Medium:
-    """Objects, their pins and the reserved capacity. Every method may be called from any thread."""
+    """Objects, least recently used first, their pins and the reserved capacity. All methods are for any thread."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -57,10 +59,10 @@ class Medium:
         return stored + sum(one.nbytes for reserved in self.reserved.values() for one in reserved)
 
     def evict_for(self, nbytes: int, capacity: int | None) -> tuple[bool, list[ObjectKey]]:
-        """Evict unpinned objects, the oldest first, if ``nbytes`` fit then; else evict none."""
+        """Evict unpinned objects, spare ones first, if ``nbytes`` fit then; else evict none."""
         evicted: list[ObjectKey] = []
         excess = 0 if capacity is None else self.used() + nbytes - capacity
-        for key, found in self.objects.items():
+        for key, found in sorted(self.objects.items(), key=lambda item: not item[1].spare):
             if excess <= 0:
                 break
             if not self.pins[key]:
@@ -75,9 +77,15 @@ class Medium:
     def commit(self, key: ObjectKey, content: bytes | bytearray) -> None:
         """Make an object visible; it uses the capacity that was reserved for it."""
         with self.lock:
-            if self.reserved[key]:
-                self.reserved[key].pop(0)
-            self.objects[key] = Stored(content, len(content), time.time())
+            spare = self.reserved[key].pop(0).spare if self.reserved[key] else False
+            self.objects[key] = Stored(content, len(content), time.time(), spare)
+
+    def touch(self, key: ObjectKey, *, spare: bool) -> None:
+        """Make an object the most recently used one, and spare or not."""
+        with self.lock:
+            if key in self.objects:
+                self.objects.move_to_end(key)
+                self.objects[key].spare = spare
 
 
 MEDIA: defaultdict[str, Medium] = defaultdict(Medium)
@@ -104,7 +112,9 @@ class ReservedStore(StoreReservation):
 
 
 class ReferenceBackend(Backend[ReferenceOptions]):
-    capabilities = Capabilities(medium="host", persistent=True, shared=True, bounded=True, lists=True, sizes=True)
+    capabilities = Capabilities(
+        medium="host", persistent=True, shared=True, bounded=True, lists=True, sizes=True, spares=True
+    )
 
     async def open(self) -> None:
         self.medium = MEDIA[self.options.medium]
@@ -140,7 +150,11 @@ class ReferenceBackend(Backend[ReferenceOptions]):
         if len(found.content) != len(buffer):
             return LoadOutcome.CORRUPT
         buffer[:] = found.content
+        self.record_load(key)
         return LoadOutcome.HIT
+
+    def record_load(self, key: ObjectKey) -> None:
+        self.medium.touch(key, spare=False)
 
     async def prepare_store(
         self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
@@ -149,17 +163,27 @@ class ReferenceBackend(Backend[ReferenceOptions]):
         evicted: list[ObjectKey] = []
         granted: list[tuple[ObjectKey, Reserved]] = []
         with self.medium.lock:
-            for key, size in zip(keys, nbytes, strict=True):
+            for key, size, is_spare in zip(keys, nbytes, spare or [False] * len(keys), strict=True):
                 if key in self.medium.objects:
                     outcomes.append(StoreOutcome.ALREADY_PRESENT)
                     continue
-                fits, gone = self.medium.evict_for(size, self.options.capacity)
+                fits, gone = self.make_room(size, is_spare)
                 evicted += gone
                 outcomes.append(None if fits else StoreOutcome.REJECTED)
                 if fits:
-                    granted.append((key, Reserved(size)))
+                    granted.append((key, Reserved(size, is_spare)))
                     self.medium.reserved[key].append(granted[-1][1])
         return ReservedStore(outcomes, evicted, lambda: self.give_back(granted))
+
+    def make_room(self, nbytes: int, is_spare: bool) -> tuple[bool, list[ObjectKey]]:
+        capacity = self.options.capacity
+        if is_spare and capacity is not None and self.medium.used() + nbytes > capacity:
+            return False, []
+        return self.medium.evict_for(nbytes, capacity)
+
+    async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        for key, is_spare in zip(keys, spare, strict=True):
+            self.medium.touch(key, spare=is_spare)
 
     def give_back(self, granted: Sequence[tuple[ObjectKey, Reserved]]) -> None:
         with self.medium.lock:

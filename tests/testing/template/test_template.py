@@ -83,6 +83,7 @@ def test_it_passes_the_whole_contract(clean: CleanEnvironment, template: Path, s
     skipped = re.findall(r"^SKIPPED .*?: (.*)$", done.stdout, re.MULTILINE)
     assert sorted(skipped) == [
         "capability lists is declared",
+        *["capability spares is not declared" for name in contract_tests() if re.match("test_c2[01]_", name)],
         "no method damage(self, options, key) that cuts an object short",
     ]
     (passed,) = re.findall(r"(\d+) passed", done.stdout)

@@ -5,9 +5,9 @@ regularly writes them to a small file. The evicting process takes the latest of 
 uses. So the order of eviction is exact up to two errors: the interval between writes, and the difference between the
 hosts' clocks.
 
-The log also holds which objects are spare. On the medium, a negative time stands for a touch that made an object spare.
-Older releases take such an object for one that was never used. The latest entry of an object counts, as long as it is
-not older than the object itself. Storage and hosts have clocks of their own, so a minute's difference is tolerated.
+The log also says which objects are spare. On the medium, a negative time stands for a touch that made an object spare.
+Older releases take such an object for one that was never used. The latest entry of an object counts. An entry that is
+more than ten seconds older than the object does not: its object was deleted, and stored again since.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MERGE_INTERVAL_SECONDS = 120.0
 _MERGE_AT_FILES = 64
 _MAX_KEYS = 131_072
 """Keys whose last use is remembered, the latest ones. For any other object its storage time counts."""
-_CLOCK_TOLERANCE_SECONDS = 60.0
+_CLOCK_TOLERANCE_SECONDS = 10.0
 _TICK_SECONDS = 1e-6
 
 
