@@ -85,7 +85,10 @@ class KeepBoundaries:
 
 
 class StoreEverything:
-    """Store all objects alike. Touch the loaded ones and the stored ones, the deepest first."""
+    """Store all objects alike. Touch the loaded ones and the stored ones, the deepest first.
+
+    Objects of one depth are touched in the order of the planner's packs.
+    """
 
     def __init__(self, planner: HybridOffloadPlanner) -> None:
         self._packs = planner.packs

@@ -120,7 +120,8 @@ class BruteForce:
             for boundary in superseded:
                 del self.kept_boundaries[self._prefix(path, boundary)]
         for end in range(len(path), 0, -1):
-            for pack in sorted(self.planner.packs, key=lambda pack: pack.policy.kind == "full"):
+            last = "full" if self.placement != "everything" else ""
+            for pack in sorted(self.planner.packs, key=lambda pack: pack.policy.kind == last):
                 if end % pack.unit_tokens:
                     continue
                 name = (pack.name, self._prefix(path, end))
