@@ -28,6 +28,8 @@ COMMANDS = {
     "faults_breaker": "faults --only breaker --samples 500",
     "faults_two_tiers": "faults --only two-tiers",
     "codecs": "codecs",
+    "placement": "placement build/traces/agentic-60.jsonl.gz:256 build/traces/mooncake-conversation.jsonl.gz "
+    "build/traces/mooncake-synthetic.jsonl.gz",
 }
 """The command of each result, without ``python -m benchmarks.`` and without ``--json``."""
 

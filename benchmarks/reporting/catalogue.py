@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.reporting import drawings, drawings_backends, findings, rows, tables
+from benchmarks.reporting import drawings, drawings_backends, findings, placement, rows, tables
 from benchmarks.reporting.document import RESULTS_FOLDER, ROOT, Document, read
 from benchmarks.reporting.style import drawn
 
@@ -100,4 +100,5 @@ CATALOGUE = (
         drawings.faults_two_tiers, 2.8,
     ),
     Entry("codecs", rows.Codecs, tables.codecs, findings.codecs, drawings_backends.codecs, 3.6),
+    Entry("placement", rows.Placement, placement.tables, placement.finding, placement.draw, 6.0),
 )  # fmt: skip

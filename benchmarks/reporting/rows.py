@@ -342,3 +342,23 @@ class Codecs(Results):
     zstd_version: str
     payload_bytes: int
     compression: list[Compression]
+
+
+class Placed(Row):
+    """One simulation of a tier that serves a trace."""
+
+    trace: str
+    geometry: str
+    capacity_gb: Figure | None
+    """In units of 10^9 bytes; ``None`` for no limit."""
+    rule: str
+    hit_rate: Figure
+    written_tb: Figure | None
+    """In units of 10^12 bytes; ``None`` for a bound, which stores nothing."""
+
+
+class Placement(Results):
+    """Results of ``benchmarks.placement``."""
+
+    benchmark = "placement"
+    runs: list[Placed]

@@ -8,8 +8,8 @@ Kept boundaries of a path are:
 
 * the *replay boundary*, the deepest one that the same prompt can resume from, since its last token is always computed;
 * the *end*, the deepest boundary of all tokens, from which the next turn of a conversation resumes;
-* *junctions*, where an earlier path has parted from this one. A lookup shows them: full attention is found deeper than
-  windows or states. The objects of that boundary are then stored as they are computed.
+* *junctions*, where an earlier path has parted from this one. The history shows them, and a lookup does: full attention
+  is found deeper than windows or states. The objects of that boundary are then stored as they are computed.
 
 The idea is that of Marconi (Pan et al., MLSys 2025, arXiv 2411.19379): keep ends, and junctions at their second
 sight. The next turn of a conversation *supersedes* the kept boundaries of the turn before: they become
@@ -23,7 +23,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from offload_core.planning.packs import Pack
-from offload_core.planning.planner import HybridOffloadPlanner
+from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth
 
 MAX_BOUNDARIES = 1 << 16
 """Boundaries that a history remembers, of each kind; about 10 MiB. The ones used longest ago are forgotten first."""
@@ -100,6 +100,24 @@ class PathPlacement:
     def add_junction(self, tokens: int) -> None:
         """Keep the deepest boundary at or below ``tokens``, because several paths have it."""
         self._junctions.add(self._planner.storable_prefix(tokens))
+
+    def find_junction(self, found: PrefixDepth, names: Sequence[Hashable], history: BoundaryHistory) -> None:
+        """Keep the boundary at which earlier paths part from this one, unless the lookup has found it usable.
+
+        The history knows this boundary, also if the attention there was evicted. If the history does not know the
+        path, the depth of full attention shows the boundary. If it is where a single earlier path ends, this path only
+        continues the other one, and no junction is there.
+
+        Args:
+            found: the result of the lookup.
+            names: of all boundaries of the path, the shallowest first.
+        """
+        step = self._planner.boundary_tokens
+        common = min(history.see(names) * step, self.replay_tokens)
+        if any(pack.policy.kind == "full" for pack in self._planner.packs):
+            common = max(common, found.attention_tokens)
+        if common > found.usable_tokens and history.is_shared(names[common // step - 1]) is not False:
+            self.add_junction(common)
 
     def keeps(self, pack: Pack, unit: int) -> bool:
         """Return whether a kept boundary needs ``unit``.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from offload_core.planning.packs import Pack
 from offload_core.planning.placement import BoundaryHistory, PathPlacement, Touch
 from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth
 
 Placement = Literal["kept and spare", "kept", "everything"]
+PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
 
 class Storing(Enum):
@@ -65,19 +66,14 @@ class KeepBoundaries:
         *,
         with_spares: bool,
     ) -> None:
-        self._planner = planner
         self._path = PathPlacement(planner, prompt_tokens)
         self._names = names
         self._history = history
         self._otherwise = Storing.SPARE if with_spares else Storing.NOT
 
     def start(self, found: PrefixDepth) -> None:
-        """See :meth:`PathRule.start`. Without full attention, only the history shows a junction."""
-        common_tokens = found.attention_tokens
-        if not any(pack.policy.kind == "full" for pack in self._planner.packs):
-            common_tokens = self._history.see(self._names) * self._planner.boundary_tokens
-        if common_tokens > found.usable_tokens:
-            self._path.add_junction(common_tokens)
+        """See :meth:`PathRule.start`."""
+        self._path.find_junction(found, self._names, self._history)
 
     def storing(self, pack: Pack, unit: int) -> Storing:
         """See :meth:`PathRule.storing`."""
@@ -89,7 +85,10 @@ class KeepBoundaries:
 
 
 class StoreEverything:
-    """Store all objects alike. Touch the loaded ones and the stored ones, the deepest first."""
+    """Store all objects alike. Touch the loaded ones and the stored ones, the deepest first.
+
+    Objects of one depth are touched in the order of the planner's packs.
+    """
 
     def __init__(self, planner: HybridOffloadPlanner) -> None:
         self._packs = planner.packs

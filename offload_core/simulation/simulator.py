@@ -74,11 +74,11 @@ class Simulation:
         if request.input_tokens > planner.max_model_len:
             result.refused_requests += 1
             return
-        tokens = request.input_tokens - request.input_tokens % self._block_tokens
-        prompt_tokens = min(request.input_tokens, tokens + 1)  # the last token is always computed
+        tokens = request.named_tokens(self._block_tokens)
+        limit = request.loadable_tokens(self._block_tokens)
         objects = self._names.objects(request.ids, tokens)
-        path = self._new_path(prompt_tokens, self._names.boundaries(request.ids, planner.boundary_tokens, tokens))
-        found = self._search(objects, prompt_tokens - 1)
+        path = self._new_path(limit + 1, self._names.boundaries(request.ids, planner.boundary_tokens, tokens))
+        found = self._search(objects, limit)
         path.start(found)
         for pack in planner.packs:
             needed = pack.needed_units(0, found.usable_tokens)

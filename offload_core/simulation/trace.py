@@ -41,6 +41,14 @@ class Request(NamedTuple):
     ids: tuple[int, ...]
     """Of the blocks of the prompt, in order."""
 
+    def named_tokens(self, block_tokens: int) -> int:
+        """Return the tokens in whole blocks. The id of a part of a block stands for one prompt, not for a prefix."""
+        return self.input_tokens - self.input_tokens % block_tokens
+
+    def loadable_tokens(self, block_tokens: int) -> int:
+        """Return the tokens in whole blocks without the last token of the prompt, which is always computed."""
+        return min(self.named_tokens(block_tokens), self.input_tokens - 1)
+
 
 class Trace(NamedTuple):
     """The requests of a trace, in the order of their arrival."""

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_core.planning.placement import BoundaryHistory, PathPlacement, Touch
-from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner, Pack
+from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner, Pack, PrefixDepth
 from tests.support.geometries import FULL, STATE, Geometry, geometries, window
 
 CHUNK = 16
@@ -137,6 +137,55 @@ def test_paths_of_windows_only_are_compared_by_the_boundaries_seen() -> None:
     assert history.see(names(0, 1, 2)) == 0
     assert history.see(names(0, 1, 5, 6)) == 2
     assert history.see(names(7, 1, 2)) == 0
+
+
+def found_at(history: BoundaryHistory, usable: int, attention: int, *tokens: int) -> set[int]:
+    """The window's units that a prompt of these chunks and one token keeps after a lookup with this result."""
+    path = PathPlacement(HYBRID, CHUNK * len(tokens) + 1)
+    path.find_junction(PrefixDepth(usable, attention), names(*tokens), history)
+    return {unit for unit in range(len(tokens)) if path.keeps(WINDOW_PACK, unit)}
+
+
+def test_attention_without_windows_shows_a_junction() -> None:
+    assert found_at(BoundaryHistory(), 0, 32, 0, 1, 2, 3) == {1, 3}
+    assert found_at(BoundaryHistory(), 32, 32, 0, 1, 2, 3) == {3}
+
+
+def test_the_history_shows_a_junction_whose_attention_was_evicted() -> None:
+    history = BoundaryHistory()
+    assert found_at(history, 0, 0, 0, 1, 2, 3) == {3}
+    assert found_at(history, 0, 0, 0, 1, 8, 9) == {1, 3}
+    assert found_at(history, 0, 16, 0, 1, 8, 7) == {2, 3}
+    assert found_at(history, 32, 32, 0, 1, 5, 6) == {3}
+
+
+def test_a_path_that_only_continues_another_has_no_junction() -> None:
+    history = BoundaryHistory()
+    first = PathPlacement(HYBRID, 33)
+    first.find_junction(PrefixDepth(0, 0), names(0, 1), history)
+    first.touches(33, names(0, 1), history)
+    assert found_at(history, 0, 32, 0, 1, 2, 3) == {3}
+    PathPlacement(HYBRID, 65).touches(65, names(0, 1, 2, 3), history)
+    assert found_at(history, 0, 32, 0, 1, 8, 9) == {1, 3}, "the end was superseded, so another path parts there"
+
+
+def test_without_full_attention_only_the_history_shows_a_junction() -> None:
+    planner = plan(window(CHUNK + 1))
+    history = BoundaryHistory()
+    for tokens, kept in (((0, 1, 2), {2}), ((0, 1, 8), {1, 2})):
+        path = PathPlacement(planner, 49)
+        path.find_junction(PrefixDepth(0, 48), names(*tokens), history)
+        assert {unit for unit in range(3) if path.keeps(planner.packs[0], unit)} == kept
+
+
+def test_the_replay_boundary_is_as_deep_as_a_junction_can_be() -> None:
+    history = BoundaryHistory()
+    history.see(names(0, 1, 2))
+    path = PathPlacement(HYBRID, 48)
+    path.find_junction(PrefixDepth(0, 0), names(0, 1, 2), history)
+    assert windows(path.touches(48, names(0, 1, 2), history)) == {1: False, 2: False}
+    assert history.is_shared((0, 1)) is True
+    assert history.is_shared((0, 1, 2)) is False
 
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 9), max_size=30))

@@ -73,7 +73,8 @@ class BruteForce:
         boundaries = range(self.planner.boundary_tokens, whole + 1, self.planner.boundary_tokens)
         usable = max((b for b in boundaries if b < prompt_tokens and self._satisfied(path, b)), default=0)
         common = self._common_tokens(path, boundaries, prompt_tokens)
-        junctions = {common} if common > usable else set()
+        continues = self.kept_boundaries.get(self._prefix(path, common)) is False
+        junctions = {common} if common > usable and not continues else set()
         for pack in self.planner.packs:
             for end in reversed(self._ends(pack, usable)):
                 if self._needs(pack, end, usable):
@@ -99,13 +100,13 @@ class BruteForce:
         return path[: -(-tokens // self.block_tokens) * self.block_tokens], tokens
 
     def _common_tokens(self, path: Tokens, boundaries: range, prompt_tokens: int) -> int:
-        full = [pack for pack in self.planner.packs if pack.policy.kind == "full"]
-        if full:
-            deep = (b for b in boundaries if b < prompt_tokens and all(self._pack_satisfied(p, path, b) for p in full))
-            return max(deep, default=0)
-        common = max((b for b in boundaries if self._prefix(path, b) in self.seen), default=0)
+        """Return the deepest boundary that an earlier path had too, or where attention is present."""
+        loadable = [b for b in boundaries if b < prompt_tokens]
+        common = max((b for b in loadable if self._prefix(path, b) in self.seen), default=0)
         self.seen |= {self._prefix(path, b) for b in boundaries}
-        return common
+        full = [pack for pack in self.planner.packs if pack.policy.kind == "full"]
+        deep = (b for b in loadable if full and all(self._pack_satisfied(pack, path, b) for pack in full))
+        return max(common, *deep, 0)
 
     def _touches(self, path: Tokens, usable: int, kept: set[int], junctions: set[int]) -> Iterator[tuple[Name, bool]]:
         superseded: set[int] = set()
@@ -119,7 +120,8 @@ class BruteForce:
             for boundary in superseded:
                 del self.kept_boundaries[self._prefix(path, boundary)]
         for end in range(len(path), 0, -1):
-            for pack in sorted(self.planner.packs, key=lambda pack: pack.policy.kind == "full"):
+            last = "full" if self.placement != "everything" else ""
+            for pack in sorted(self.planner.packs, key=lambda pack: pack.policy.kind == last):
                 if end % pack.unit_tokens:
                     continue
                 name = (pack.name, self._prefix(path, end))

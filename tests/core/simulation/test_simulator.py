@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_core.planning.planner import GroupGeometry, HybridOffloadPlanner
+from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.simulation.bounded_tier import BoundedTier
 from offload_core.simulation.path_rules import Placement, path_rules
 from offload_core.simulation.simulator import Simulation, SimulationResult
@@ -61,7 +61,30 @@ def test_the_simulator_agrees_with_brute_force(
 ) -> None:
     planner = geometry.plan()
     sizes = {pack.name: data.draw(st.integers(1, 4), label=pack.name) for pack in planner.packs}
-    block_tokens = data.draw(st.integers(1, 6), label="block_tokens")
+    compare(planner, prompts, placement, capacity, data.draw(st.integers(1, 6), label="block_tokens"), sizes)
+
+
+@pytest.mark.parametrize("policy", [window(5), STATE], ids=str)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("capacity", [20, 30, 45, 70])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_simulator_agrees_with_brute_force_on_conversations_under_a_limit(
+    policy: HitPolicy, placement: Placement, capacity: int, seed: int
+) -> None:
+    groups = (GroupGeometry(0, 2, FULL), GroupGeometry(1, 2, policy))
+    planner = Geometry(groups, 2, 2).plan()
+    sizes = {pack.name: 1 if pack.policy.kind == "full" else 2 for pack in planner.packs}
+    compare(planner, conversations(4, 5, 6, seed), placement, capacity, 2, sizes)
+
+
+def compare(
+    planner: HybridOffloadPlanner,
+    prompts: list[Tokens],
+    placement: Placement,
+    capacity: int | None,
+    block_tokens: int,
+    sizes: dict[str, int],
+) -> None:
     tier = SimpleTier(capacity, sizes)
     oracle = BruteForce(planner, tier, placement, block_tokens)
     for prompt in prompts:
