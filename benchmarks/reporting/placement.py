@@ -73,7 +73,8 @@ def finding(results: Placement) -> str:
     count = len(cells(results))
     return (
         f"`kept and spare` serves at least as much as the better of the other two in {count - len(worse(results))} of "
-        f"{count} cases; under a limit it writes {written[len(written) // 2]:.0%} of the bytes of `everything` (median)"
+        f"{count} cases, within 0.1 points; under a limit it writes {written[len(written) // 2]:.0%} of the bytes of "
+        "`everything` (median)"
     )
 
 
@@ -88,13 +89,13 @@ def draw(figure: Figure, results: Placement) -> None:
             for rule in RULES:
                 rates = [row.hit_rate for row in rows if row.rule == rule]
                 axes.plot(range(len(rates)), rates, "o-", color=COLOURS[rule], label=rule, markersize=3)
-            labels = ["no limit" if capacity is None else f"{capacity:g}" for capacity in capacities]
+            labels = ["none" if capacity is None else f"{capacity:g}" for capacity in capacities]
             axes.set_xticks(range(len(capacities)), labels)
             axes.set_title(f"{trace}, {geometry}")
             axes.set_ylim(0, 1)
             y_grid(axes)
     for axes in panels[-1]:
-        axes.set_xlabel("capacity, GB")
+        axes.set_xlabel("limit of capacity, GB")
     panels[0][0].set_ylabel("hit rate")
     panels[1][0].set_ylabel("hit rate")
     panels[0][0].legend(loc="lower right", fontsize=7)
