@@ -25,9 +25,10 @@ class StockRule:
     def __init__(self, planner: HybridOffloadPlanner, tokens: int) -> None:
         self._path = PathPlacement(planner, tokens)
 
-    def start(self, found: PrefixDepth) -> None:
+    def start(self, found: PrefixDepth) -> Iterable[Touch]:
         if found.attention_tokens > found.usable_tokens:
             self._path.add_junction(found.attention_tokens)
+        return ()
 
     def storing(self, pack: Pack, unit: int) -> Storing:
         return Storing.KEPT if self._path.keeps(pack, unit) else Storing.NOT

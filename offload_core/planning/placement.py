@@ -101,7 +101,7 @@ class PathPlacement:
         """Keep the deepest boundary at or below ``tokens``, because several paths have it."""
         self._junctions.add(self._planner.storable_prefix(tokens))
 
-    def find_junction(self, found: PrefixDepth, names: Sequence[Hashable], history: BoundaryHistory) -> None:
+    def find_junction(self, found: PrefixDepth, names: Sequence[Hashable], seen: int, history: BoundaryHistory) -> None:
         """Keep the boundary at which earlier paths part from this one, unless the lookup has found it usable.
 
         The history knows this boundary, also if the attention there was evicted. If the history does not know the
@@ -111,9 +111,10 @@ class PathPlacement:
         Args:
             found: the result of the lookup.
             names: of all boundaries of the path, the shallowest first.
+            seen: number of leading boundaries that earlier paths had too, by :meth:`BoundaryHistory.see`.
         """
         step = self._planner.boundary_tokens
-        common = min(history.see(names) * step, self.replay_tokens)
+        common = min(seen * step, self.replay_tokens)
         if any(pack.policy.kind == "full" for pack in self._planner.packs):
             common = max(common, found.attention_tokens)
         if common > found.usable_tokens and history.is_shared(names[common // step - 1]) is not False:
@@ -164,6 +165,21 @@ class PathPlacement:
         for boundary in kept:
             history.keep(names[boundary // step - 1], junction=boundary in self._junctions)
         return self._in_touch_order(end, kept, superseded)
+
+    def touches_of_all(self, resumed_tokens: int, tokens: int) -> list[Touch]:
+        """Return the objects that were loaded or stored, in the order of :meth:`touches`, if none of them is spare.
+
+        Args:
+            resumed_tokens: the prefix that was loaded.
+            tokens: number of tokens whose objects were stored or found.
+        """
+        end = self._planner.storable_prefix(tokens)
+        touches = [
+            Touch(pack, unit, False)
+            for pack in self._planner.packs
+            for unit in range(pack.needed_units(0, resumed_tokens).start, pack.units_in(end))
+        ]
+        return sorted(touches, key=_depth, reverse=True)
 
     def refreshing_touches(self, boundary_tokens: int) -> list[Touch]:
         """Return the objects that a boundary needs, in the same order. For a request that stores nothing."""

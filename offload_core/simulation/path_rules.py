@@ -25,8 +25,8 @@ class Storing(Enum):
 class PathRule(Protocol):
     """Decisions about one path."""
 
-    def start(self, found: PrefixDepth) -> None:
-        """Note the result of the lookup."""
+    def start(self, found: PrefixDepth) -> Iterable[Touch]:
+        """Note the result of the lookup, and return the objects to touch at once."""
 
     def storing(self, pack: Pack, unit: int) -> Storing:
         """Return the way to store an object that was computed."""
@@ -42,7 +42,7 @@ MakePathRule = Callable[[int, Sequence[int]], PathRule]
 def path_rules(placement: Placement, planner: HybridOffloadPlanner) -> MakePathRule:
     """Return the maker of rules for ``placement``. All paths have one history."""
     if placement == "everything":
-        return lambda tokens, names: StoreEverything(planner)
+        return lambda tokens, names: StoreEverything(planner, tokens)
     history = BoundaryHistory()
     with_spares = placement == "kept and spare"
     return lambda tokens, names: KeepBoundaries(planner, tokens, names, history, with_spares=with_spares)
@@ -71,9 +71,10 @@ class KeepBoundaries:
         self._history = history
         self._otherwise = Storing.SPARE if with_spares else Storing.NOT
 
-    def start(self, found: PrefixDepth) -> None:
+    def start(self, found: PrefixDepth) -> Iterable[Touch]:
         """See :meth:`PathRule.start`."""
-        self._path.find_junction(found, self._names, self._history)
+        self._path.find_junction(found, self._names, self._history.see(self._names), self._history)
+        return self._path.head_touches(found.attention_tokens)
 
     def storing(self, pack: Pack, unit: int) -> Storing:
         """See :meth:`PathRule.storing`."""
@@ -85,18 +86,16 @@ class KeepBoundaries:
 
 
 class StoreEverything:
-    """Store all objects alike. Touch the loaded ones and the stored ones, the deepest first.
+    """Store all objects alike. Touch the loaded ones and the stored ones."""
 
-    Objects of one depth are touched in the order of the planner's packs.
-    """
-
-    def __init__(self, planner: HybridOffloadPlanner) -> None:
-        self._packs = planner.packs
+    def __init__(self, planner: HybridOffloadPlanner, prompt_tokens: int) -> None:
+        self._path = PathPlacement(planner, prompt_tokens)
         self._loaded_tokens = 0
 
-    def start(self, found: PrefixDepth) -> None:
+    def start(self, found: PrefixDepth) -> Iterable[Touch]:
         """See :meth:`PathRule.start`."""
         self._loaded_tokens = found.usable_tokens
+        return self._path.head_touches(found.attention_tokens)
 
     def storing(self, pack: Pack, unit: int) -> Storing:
         """See :meth:`PathRule.storing`."""
@@ -104,9 +103,4 @@ class StoreEverything:
 
     def touches(self, tokens: int) -> Iterable[Touch]:
         """See :meth:`PathRule.touches`."""
-        touched = [
-            Touch(pack, unit, False)
-            for pack in self._packs
-            for unit in range(pack.needed_units(0, self._loaded_tokens).start, pack.units_in(tokens))
-        ]
-        return sorted(touched, key=lambda touch: touch.pack.tokens_in(touch.unit + 1), reverse=True)
+        return self._path.touches_of_all(self._loaded_tokens, tokens)

@@ -16,9 +16,10 @@ These facts of a real engine are left out:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from offload_core.planning.placement import Touch
 from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth, UnitRange
 from offload_core.simulation.bounded_tier import BoundedTier, Traffic
 from offload_core.simulation.object_names import ObjectNames
@@ -79,7 +80,7 @@ class Simulation:
         objects = self._names.objects(request.ids, tokens)
         path = self._new_path(limit + 1, self._names.boundaries(request.ids, planner.boundary_tokens, tokens))
         found = self._search(objects, limit)
-        path.start(found)
+        self._touch(objects, path.start(found))
         for pack in planner.packs:
             needed = pack.needed_units(0, found.usable_tokens)
             deepest_first = reversed(objects[pack.name][needed.start : needed.stop])
@@ -91,11 +92,14 @@ class Simulation:
                 storing = path.storing(pack, unit)
                 if storing is not Storing.NOT:
                     self._tier.store(name, self._object_bytes[pack.name], spare=storing is Storing.SPARE)
-        for pack, unit, spare in path.touches(tokens):
-            self._tier.touch(objects[pack.name][unit], spare=spare)
+        self._touch(objects, path.touches(tokens))
         result.requests += 1
         result.input_tokens += request.input_tokens
         result.hit_tokens += found.usable_tokens
+
+    def _touch(self, objects: Mapping[str, Sequence[int]], touches: Iterable[Touch]) -> None:
+        for pack, unit, spare in touches:
+            self._tier.touch(objects[pack.name][unit], spare=spare)
 
     def _search(self, objects: Mapping[str, Sequence[int]], limit_tokens: int) -> PrefixDepth:
         holds = self._tier.holds

@@ -14,7 +14,7 @@ from offload_core.lookup.prefix_query import PrefixAnswer
 from offload_core.planning.chunk_keys import ChunkHashes
 from offload_core.planning.packs import Pack
 from offload_core.planning.placement import BoundaryHistory, Touch
-from offload_core.planning.planner import HybridOffloadPlanner
+from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.tiers.tier import Tier
 from offload_core.vllm.compat import keep_state_at
@@ -50,11 +50,10 @@ class PlacementPlan:
         self._policy = policy
         self._planner = planner
         self._ledger = ledger
-        self._touches = any(tier.capabilities.spares for tier in tiers)
+        self._any_spares = any(tier.capabilities.spares for tier in tiers)
         self._shared_tiers = [tier for tier in tiers if tier.capabilities.shared]
         self._ranks_namespaces = ranks_namespaces
         self._history = BoundaryHistory()
-        self._has_attention = any(pack.policy.kind == "full" for pack in planner.packs)
         self._has_states = any(pack.policy.kind == "state" for pack in planner.packs)
         self._planned: list[_PlannedTouches] = []
 
@@ -67,23 +66,21 @@ class PlacementPlan:
         return self._policy != "everything" and not state.path.keeps(pack, unit)
 
     def begin(self, state: RequestState) -> None:
-        """Note a new request. Without full attention, the boundaries of earlier prompts show where paths part."""
-        if not self._has_attention:
-            names = self.boundary_names(state, state.request.num_prompt_tokens)
-            state.seen_tokens = self._planner.covered_tokens(self._history.see(names))
+        """Note a new request: the boundaries of earlier prompts show where its path parts from theirs."""
+        names = self.boundary_names(state, state.request.num_prompt_tokens)
+        state.seen_boundaries = self._history.see(names)
 
     def looked_up(self, state: RequestState, boundary_tokens: int, answers: Iterable[PrefixAnswer]) -> None:
-        """Note how deep a prefix the tiers have. Full attention beyond the usable boundary shows a junction.
+        """Note how deep a prefix the tiers have, which may show a junction.
 
         Args:
             boundary_tokens: the deepest usable boundary.
         """
-        deepest = state.seen_tokens
-        if self._has_attention:
-            deepest = max((answer.attention_tokens for answer in answers), default=0)
-            self._plan_touches(state, state.path.head_touches(deepest), delay_seconds=0.0)
-        if deepest > boundary_tokens:
-            state.path.add_junction(deepest)
+        attention_tokens = max((answer.attention_tokens for answer in answers), default=0)
+        names = self.boundary_names(state, state.request.num_prompt_tokens)
+        depth = PrefixDepth(boundary_tokens, attention_tokens)
+        state.path.find_junction(depth, names, state.seen_boundaries, self._history)
+        self._plan_touches(state, state.path.head_touches(attention_tokens), delay_seconds=0.0)
 
     def keep_state_at_junction(self, state: RequestState) -> None:
         """Ask the engine for the recurrent state at the deepest junction, which it would not keep for itself."""
@@ -95,7 +92,7 @@ class PlacementPlan:
         if state.options.store:
             tokens = min((next_unit * pack.unit_tokens for pack, next_unit in self._examined(state)), default=math.inf)
             tokens = min(tokens, len(state.request.block_hashes) * self._planner.hash_block_size)
-            path = state.path.touches(int(tokens), self.boundary_names(state, int(tokens)), self._history)
+            path = self._touches(state, int(tokens))
         else:
             path = state.path.refreshing_touches(self._planner.storable_prefix(max(state.resumed_tokens, 0)))
         self._plan_touches(state, path, _LONGEST_DELAY_SECONDS)
@@ -130,12 +127,16 @@ class PlacementPlan:
         hashes = ChunkHashes(state.request.block_hashes, self._planner.boundary_tokens // self._planner.hash_block_size)
         return hashes[: self._planner.chunk_count(tokens)]
 
+    def _touches(self, state: RequestState, tokens: int) -> list[Touch]:
+        if self._policy == "everything":
+            return state.path.touches_of_all(state.resumed_tokens, tokens)
+        return state.path.touches(tokens, self.boundary_names(state, tokens), self._history)
+
     def _plan_touches(self, state: RequestState, path: Iterable[Touch], delay_seconds: float) -> None:
         if state.adapter is not None and not state.adapter.usable:
             return  # its objects have no names
-        spares = self._policy != "everything"
-        touches = [ChunkTouch(state.ref(touch.pack, touch.unit), touch.spare and spares) for touch in path]
-        if touches and self._touches:
+        touches = [ChunkTouch(state.ref(touch.pack, touch.unit), touch.spare) for touch in path]
+        if touches and self._any_spares:
             self._planned.append(_PlannedTouches(touches, time.monotonic() + delay_seconds))
 
     def _is_pending(self, touch: ChunkTouch) -> bool:

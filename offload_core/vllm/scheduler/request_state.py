@@ -90,8 +90,8 @@ class RequestState:
     """By the monotonic clock, in seconds."""
     resumed_tokens: int = 0
     """The prefix that the engine did not compute, its own and a loaded one."""
-    seen_tokens: int = 0
-    """For a model without full attention: the prefix that an earlier prompt had too."""
+    seen_boundaries: int = 0
+    """Number of leading boundaries of its prompt that an earlier prompt had too."""
     lookup: Lookup | None = None
     offer: Offer | None = None
     answered: bool = False

@@ -142,7 +142,7 @@ def test_paths_of_windows_only_are_compared_by_the_boundaries_seen() -> None:
 def found_at(history: BoundaryHistory, usable: int, attention: int, *tokens: int) -> set[int]:
     """The window's units that a prompt of these chunks and one token keeps after a lookup with this result."""
     path = PathPlacement(HYBRID, CHUNK * len(tokens) + 1)
-    path.find_junction(PrefixDepth(usable, attention), names(*tokens), history)
+    path.find_junction(PrefixDepth(usable, attention), names(*tokens), history.see(names(*tokens)), history)
     return {unit for unit in range(len(tokens)) if path.keeps(WINDOW_PACK, unit)}
 
 
@@ -162,7 +162,7 @@ def test_the_history_shows_a_junction_whose_attention_was_evicted() -> None:
 def test_a_path_that_only_continues_another_has_no_junction() -> None:
     history = BoundaryHistory()
     first = PathPlacement(HYBRID, 33)
-    first.find_junction(PrefixDepth(0, 0), names(0, 1), history)
+    first.find_junction(PrefixDepth(0, 0), names(0, 1), history.see(names(0, 1)), history)
     first.touches(33, names(0, 1), history)
     assert found_at(history, 0, 32, 0, 1, 2, 3) == {3}
     PathPlacement(HYBRID, 65).touches(65, names(0, 1, 2, 3), history)
@@ -174,7 +174,7 @@ def test_without_full_attention_only_the_history_shows_a_junction() -> None:
     history = BoundaryHistory()
     for tokens, kept in (((0, 1, 2), {2}), ((0, 1, 8), {1, 2})):
         path = PathPlacement(planner, 49)
-        path.find_junction(PrefixDepth(0, 48), names(*tokens), history)
+        path.find_junction(PrefixDepth(0, 48), names(*tokens), history.see(names(*tokens)), history)
         assert {unit for unit in range(3) if path.keeps(planner.packs[0], unit)} == kept
 
 
@@ -182,7 +182,7 @@ def test_the_replay_boundary_is_as_deep_as_a_junction_can_be() -> None:
     history = BoundaryHistory()
     history.see(names(0, 1, 2))
     path = PathPlacement(HYBRID, 48)
-    path.find_junction(PrefixDepth(0, 0), names(0, 1, 2), history)
+    path.find_junction(PrefixDepth(0, 0), names(0, 1, 2), history.see(names(0, 1, 2)), history)
     assert windows(path.touches(48, names(0, 1, 2), history)) == {1: False, 2: False}
     assert history.is_shared((0, 1)) is True
     assert history.is_shared((0, 1, 2)) is False

@@ -73,6 +73,7 @@ class BruteForce:
         boundaries = range(self.planner.boundary_tokens, whole + 1, self.planner.boundary_tokens)
         usable = max((b for b in boundaries if b < prompt_tokens and self._satisfied(path, b)), default=0)
         common = self._common_tokens(path, boundaries, prompt_tokens)
+        self._touch_head(path, boundaries, prompt_tokens)
         continues = self.kept_boundaries.get(self._prefix(path, common)) is False
         junctions = {common} if common > usable and not continues else set()
         for pack in self.planner.packs:
@@ -108,6 +109,16 @@ class BruteForce:
         deep = (b for b in loadable if full and all(self._pack_satisfied(pack, path, b) for pack in full))
         return max(common, *deep, 0)
 
+    def _touch_head(self, path: Tokens, boundaries: range, prompt_tokens: int) -> None:
+        """Touch the full attention up to the deepest boundary at which it is present."""
+        full = [pack for pack in self.planner.packs if pack.policy.kind == "full"]
+        loadable = [b for b in boundaries if b < prompt_tokens]
+        attention = max((b for b in loadable if all(self._pack_satisfied(pack, path, b) for pack in full)), default=0)
+        for end in range(attention, 0, -1):
+            for pack in full:
+                if end % pack.unit_tokens == 0:
+                    self.tier.use((pack.name, self._prefix(path, end)), spare=False)
+
     def _touches(self, path: Tokens, usable: int, kept: set[int], junctions: set[int]) -> Iterator[tuple[Name, bool]]:
         superseded: set[int] = set()
         if self.placement != "everything":
@@ -120,8 +131,7 @@ class BruteForce:
             for boundary in superseded:
                 del self.kept_boundaries[self._prefix(path, boundary)]
         for end in range(len(path), 0, -1):
-            last = "full" if self.placement != "everything" else ""
-            for pack in sorted(self.planner.packs, key=lambda pack: pack.policy.kind == last):
+            for pack in sorted(self.planner.packs, key=lambda pack: pack.policy.kind == "full"):
                 if end % pack.unit_tokens:
                     continue
                 name = (pack.name, self._prefix(path, end))
