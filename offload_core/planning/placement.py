@@ -110,7 +110,7 @@ class PathPlacement:
 
         Args:
             found: the result of the lookup.
-            names: of all boundaries of the path, the shallowest first.
+            names: of all boundaries of the path, the shallowest first, at least up to the depth of the lookup.
             seen: number of leading boundaries that earlier paths had too, by :meth:`BoundaryHistory.see`.
         """
         step = self._planner.boundary_tokens

@@ -19,7 +19,7 @@ from tests.support.engine.lab import ours
 TierKeys = dict[str, Any]
 
 _MIB = 1024 * 1024
-SMALL_BYTES = 4 * _MIB
+SMALL_BYTES = 8 * _MIB
 """The limit of the media that evict: a fraction of what the tests store."""
 
 

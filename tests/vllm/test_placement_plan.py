@@ -99,6 +99,16 @@ def test_the_windows_of_a_junction_are_kept_at_its_second_sight(make: Make) -> N
     assert half.matched(half.follow(branch("c", 3, family=2))) == 48
 
 
+def test_a_preempted_request_looks_up_its_generated_tokens_too(make: Make) -> None:
+    half = make(FULL, WINDOW, placement="kept")
+    assert half.matched(half.follow(request("a", tokens=160))) == 0
+    half.store(a=160)
+    preempted = branch("b", 6, family=1, tokens=160)
+    preempted.num_prompt_tokens = 40
+    assert half.matched(half.follow(preempted)) == 0
+    assert 5 in spare_of(half.store(b=160)), "it parts from the other one behind its prompt"
+
+
 def test_without_full_attention_a_junction_is_found_by_the_prompts_seen(make: Make) -> None:
     half = make(WINDOW, placement="kept")
     assert half.matched(half.follow(request("a"))) == 0

@@ -77,7 +77,7 @@ class PlacementPlan:
             boundary_tokens: the deepest usable boundary.
         """
         attention_tokens = max((answer.attention_tokens for answer in answers), default=0)
-        names = self.boundary_names(state, state.request.num_prompt_tokens)
+        names = self.boundary_names(state, state.request.num_tokens)  # more than the prompt after a preemption
         depth = PrefixDepth(boundary_tokens, attention_tokens)
         state.path.find_junction(depth, names, state.seen_boundaries, self._history)
         self._plan_touches(state, state.path.head_touches(attention_tokens), delay_seconds=0.0)
