@@ -20,10 +20,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from offload_core.planning.packs import Pack
 from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth
+
+PlacementPolicy = Literal["kept and spare", "kept", "everything"]
+"""The objects to store: kept ones, and spare ones into free capacity; only kept ones; or all of them alike."""
 
 MAX_BOUNDARIES = 1 << 16
 """Boundaries that a history remembers, of each kind; about 10 MiB. The ones used longest ago are forgotten first."""

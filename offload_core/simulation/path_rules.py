@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import Literal, Protocol, get_args
+from typing import Protocol, get_args
 
 from offload_core.planning.packs import Pack
-from offload_core.planning.placement import BoundaryHistory, PathPlacement, Touch
+from offload_core.planning.placement import BoundaryHistory, PathPlacement, PlacementPolicy, Touch
 from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth
 
-Placement = Literal["kept and spare", "kept", "everything"]
-PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
+PLACEMENTS: tuple[PlacementPolicy, ...] = get_args(PlacementPolicy)
 
 
 class Storing(Enum):
@@ -39,7 +38,7 @@ MakePathRule = Callable[[int, Sequence[int]], PathRule]
 """Makes the rule of one path, from the number of its tokens and the names of its boundaries."""
 
 
-def path_rules(placement: Placement, planner: HybridOffloadPlanner) -> MakePathRule:
+def path_rules(placement: PlacementPolicy, planner: HybridOffloadPlanner) -> MakePathRule:
     """Return the maker of rules for ``placement``. All paths have one history."""
     if placement == "everything":
         return lambda tokens, names: StoreEverything(planner, tokens)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from offload_core.api.eviction_order import EvictionPolicy
+from offload_core.planning.placement import PlacementPolicy
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.simulation.bounded_tier import BoundedTier
-from offload_core.simulation.path_rules import Placement, path_rules
+from offload_core.simulation.path_rules import path_rules
 from offload_core.simulation.simulator import Simulation, SimulationResult
 from offload_core.simulation.trace import Trace
 
@@ -23,7 +24,7 @@ _POLL_SECONDS = 0.1
 class Run(NamedTuple):
     """One simulation: a tier without objects, which serves the whole trace."""
 
-    placement: Placement
+    placement: PlacementPolicy
     capacity_bytes: int | None
     """``None`` for no limit."""
 

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from offload_core.api.keys import ObjectKey
-from offload_core.config.model import PlacementPolicy
 from offload_core.lookup.chunk_ledger import ChunkLedger
 from offload_core.lookup.prefix_query import PrefixAnswer
 from offload_core.planning.chunk_keys import ChunkHashes
 from offload_core.planning.packs import Pack
-from offload_core.planning.placement import BoundaryHistory, Touch
+from offload_core.planning.placement import BoundaryHistory, PlacementPolicy, Touch
 from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.tiers.tier import Tier

@@ -17,8 +17,9 @@ from benchmarks.reporting.placement import RULES, cells, worse
 from benchmarks.reporting.rows import Placed, Placement
 from offload_core.planning.planner import GroupGeometry, HybridOffloadPlanner
 from offload_core.simulation.bounded_tier import BoundedTier
+from offload_core.simulation.path_rules import PLACEMENTS
 from offload_core.simulation.simulator import Simulation
-from tests.core.simulation.test_simulator import PLACEMENTS, hybrid, prompts, simulated
+from tests.core.simulation.test_simulator import hybrid, prompts, simulated
 from tests.support.geometries import FULL, STATE, Geometry, geometries, window
 from tests.support.paths import ROOT
 from tests.support.prompt_traces import Tokens, conversations, trace_of, write_trace

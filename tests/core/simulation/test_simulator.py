@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload_core.planning.placement import PlacementPolicy
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.simulation.bounded_tier import BoundedTier
-from offload_core.simulation.path_rules import Placement, path_rules
+from offload_core.simulation.path_rules import PLACEMENTS, path_rules
 from offload_core.simulation.simulator import Simulation, SimulationResult
 from tests.core.simulation.brute_force import BruteForce, SimpleTier
 from tests.support.geometries import FULL, STATE, Geometry, geometries, window
 from tests.support.prompt_traces import Tokens, conversations, trace_of
 from tests.support.random_examples import examples
-
-PLACEMENTS: tuple[Placement, ...] = ("kept and spare", "kept", "everything")
 
 
 @st.composite
@@ -35,7 +34,7 @@ def prompts(draw: st.DrawFn) -> list[Tokens]:
 def simulated(
     planner: HybridOffloadPlanner,
     prompts: list[Tokens],
-    placement: Placement,
+    placement: PlacementPolicy,
     *,
     capacity: int | None = None,
     block_tokens: int = 1,
@@ -57,7 +56,7 @@ def simulated(
 @examples(600)
 @given(geometries(), prompts(), st.sampled_from(PLACEMENTS), st.none() | st.integers(1, 60), st.data())
 def test_the_simulator_agrees_with_brute_force(
-    geometry: Geometry, prompts: list[Tokens], placement: Placement, capacity: int | None, data: st.DataObject
+    geometry: Geometry, prompts: list[Tokens], placement: PlacementPolicy, capacity: int | None, data: st.DataObject
 ) -> None:
     planner = geometry.plan()
     sizes = {pack.name: data.draw(st.integers(1, 4), label=pack.name) for pack in planner.packs}
@@ -69,7 +68,7 @@ def test_the_simulator_agrees_with_brute_force(
 @pytest.mark.parametrize("capacity", [20, 30, 45, 70])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_simulator_agrees_with_brute_force_on_conversations_under_a_limit(
-    policy: HitPolicy, placement: Placement, capacity: int, seed: int
+    policy: HitPolicy, placement: PlacementPolicy, capacity: int, seed: int
 ) -> None:
     groups = (GroupGeometry(0, 2, FULL), GroupGeometry(1, 2, policy))
     planner = Geometry(groups, 2, 2).plan()
@@ -80,7 +79,7 @@ def test_the_simulator_agrees_with_brute_force_on_conversations_under_a_limit(
 def compare(
     planner: HybridOffloadPlanner,
     prompts: list[Tokens],
-    placement: Placement,
+    placement: PlacementPolicy,
     capacity: int | None,
     block_tokens: int,
     sizes: dict[str, int],
