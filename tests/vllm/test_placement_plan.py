@@ -199,6 +199,17 @@ def test_the_head_that_a_lookup_finds_is_touched_at_once(make: Make) -> None:
     assert half.touched() == [(FULL_NAME, 2, False), (FULL_NAME, 1, False), (FULL_NAME, 0, False)]
 
 
+def test_of_two_touches_of_a_chunk_in_a_step_the_last_counts(make: Make) -> None:
+    half = make(FULL, WINDOW)
+    first, second = half.follow(request("a")), half.follow(branch("b", 3, family=1))
+    half.store(a=80, b=80)
+    half.finish(first)
+    half.finish(second)
+    touches = half.touched()
+    assert len(touches) == 7 + 7 - 3
+    assert touches[-3:] == [(FULL_NAME, 2, False), (FULL_NAME, 1, False), (FULL_NAME, 0, False)]
+
+
 def test_a_request_that_stores_nothing_refreshes_what_it_has_loaded(make: Make) -> None:
     half = make(FULL, WINDOW)
     half.follow(request("a"))

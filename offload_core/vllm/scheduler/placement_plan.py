@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from offload_core.api.keys import ObjectKey
 from offload_core.lookup.chunk_ledger import ChunkLedger
 from offload_core.lookup.prefix_query import PrefixAnswer
-from offload_core.planning.chunk_keys import ChunkHashes
+from offload_core.planning.chunk_keys import ChunkHashes, ChunkRef
 from offload_core.planning.packs import Pack
 from offload_core.planning.placement import BoundaryHistory, PlacementPolicy, Touch
 from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth
@@ -97,17 +97,22 @@ class PlacementPlan:
         self._plan_touches(state, path, _LONGEST_DELAY_SECONDS)
 
     def take_touches(self) -> list[ChunkTouch]:
-        """Return the planned touches that wait for no store. The workers make them before their next stores."""
+        """Return the planned touches that wait for no store. The workers make them before their next stores.
+
+        Of several touches of one chunk, only the last counts.
+        """
         now = time.monotonic()
-        touches: list[ChunkTouch] = []
+        touches: dict[ChunkRef, ChunkTouch] = {}
         waiting: list[_PlannedTouches] = []
         for planned in self._planned:
             if now < planned.due and any(map(self._is_pending, planned.touches)):
                 waiting.append(planned)
             else:
-                touches += planned.touches
+                for touch in planned.touches:
+                    touches.pop(touch.chunk, None)  # so that it moves to the end
+                    touches[touch.chunk] = touch
         self._planned = waiting
-        return touches
+        return list(touches.values())
 
     def shutdown(self, io: IoLoop) -> None:
         """Make the remaining touches, on the tiers that the scheduler half sees: there is no next step."""
@@ -132,10 +137,9 @@ class PlacementPlan:
         return state.path.touches(tokens, self.boundary_names(state, tokens), self._history)
 
     def _plan_touches(self, state: RequestState, path: Iterable[Touch], delay_seconds: float) -> None:
-        if state.adapter is not None and not state.adapter.usable:
-            return  # its objects have no names
-        touches = [ChunkTouch(state.ref(touch.pack, touch.unit), touch.spare) for touch in path]
-        if touches and self._any_spares:
+        has_names = state.adapter is None or state.adapter.usable
+        if self._any_spares and has_names:
+            touches = [ChunkTouch(state.ref(touch.pack, touch.unit), touch.spare) for touch in path]
             self._planned.append(_PlannedTouches(touches, time.monotonic() + delay_seconds))
 
     def _is_pending(self, touch: ChunkTouch) -> bool:
