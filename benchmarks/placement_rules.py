@@ -48,7 +48,6 @@ def best_possible_hit_tokens(
 
     * All chunks of full attention have one size, for which the rule gives the most hits on chunks.
     * A real hit of *n* chunks finds each of them, so no rule can have more hit tokens.
-    * A shallow chunk is used whenever a deeper one of its path is. So the kept chunks of a path are its first ones.
 
     The bound is not tight: a real tier must also hold the windows or states of each boundary that it serves.
 
@@ -91,11 +90,14 @@ _NEVER = 1 << 60
 
 
 def _next_uses(paths: list[tuple[list[int], int]]) -> list[list[int]]:
-    """Return, for each chunk of each path, the number of the next request that can load it."""
+    """Return, for each chunk of each path, the number of the next request that has it, if that one can load it.
+
+    A request that has a chunk and cannot load it computes it anew. To hold the chunk until then would gain nothing.
+    """
     later: dict[int, int] = {}
     found: list[list[int]] = []
     for number in reversed(range(len(paths))):
         path, usable = paths[number]
         found.append([later.get(name, _NEVER) for name in path])
-        later.update(dict.fromkeys(path[:usable], number))
+        later.update((name, number if depth < usable else _NEVER) for depth, name in enumerate(path))
     return found[::-1]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.placement_rules import StockRule, best_possible_hit_tokens
@@ -61,6 +61,7 @@ def exhaustive(prompts: list[Tokens], slots: int) -> int:
 
 
 @examples(200)
+@example([(0, 0), (1,), (1, 0), (0,), (0, 0, 0)], 2)  # a chunk that is computed anew before its next load
 @given(
     st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6), st.integers(0, 3)
 )
