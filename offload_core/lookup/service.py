@@ -81,6 +81,10 @@ class Lookup:
         answer = best.get()
         return best.name, self.query.computed_tokens if answer is None else answer.boundary_tokens
 
+    def attention_tokens(self) -> int:
+        """Return the deepest boundary at which some tier has all packs of full attention, as far as is known now."""
+        return max((answer.attention_tokens for answer in self.answers().values()), default=0)
+
     def missing(self) -> set[ChunkRef]:
         """Return the chunks of the query that no tier has.
 

@@ -33,7 +33,7 @@ MAX_BOUNDARIES = 1 << 16
 
 
 class Touch(NamedTuple):
-    """An object of a path whose request has ended, and whether the object is spare from now on."""
+    """An object to make the most recently used one, and whether it is spare from now on."""
 
     pack: Pack
     unit: int

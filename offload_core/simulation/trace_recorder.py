@@ -73,7 +73,7 @@ class TraceRecorder:
             closing = self._executor.submit(self._close)
             with contextlib.suppress(TimeoutError):
                 closing.result(_CLOSE_SECONDS)
-            self._executor.shutdown()
+        self._executor.shutdown()
 
     def _open(self, header: dict[str, object]) -> None:
         for number in count(1):

@@ -13,7 +13,7 @@ from offload_core.lookup.prefix_query import PrefixQuery
 from offload_core.lookup.service import Lookup, LookupService
 from offload_core.lookup.waiting_time import WaitReason
 from offload_core.planning.chunk_keys import ChunkHashes, ChunkRef
-from offload_core.planning.planner import HybridOffloadPlanner
+from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth
 from offload_core.tiers.tier import Tier
 from offload_core.vllm.scheduler.block_holders import BlockHolders
 from offload_core.vllm.scheduler.placement_plan import PlacementPlan
@@ -212,11 +212,10 @@ class LoadOffers:
         if self._ledger.any_arriving(missing, lookup.started) and not self._lookup_time_is_over(state):
             return None
         tier, boundary = lookup.best()
-        answers = lookup.answers().values()
+        attention_tokens = lookup.attention_tokens()
         if self._ledger.not_found(missing):  # store evicted chunks again, with all chunks behind them
-            attention = max((answer.attention_tokens for answer in answers), default=0) if self._has_attention else 0
-            self._ledger.forget(state.refs_behind(self._planner, attention))
-        self._placement.looked_up(state, boundary, answers)
+            self._ledger.forget(state.refs_behind(self._planner, attention_tokens if self._has_attention else 0))
+        self._placement.looked_up(state, PrefixDepth(boundary, attention_tokens))
         return Offer(lookup.query.computed_tokens, boundary, tier, time.monotonic() + _OFFER_LIFE_SECONDS)
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from offload_core.api.keys import ObjectKey
 from offload_core.lookup.chunk_ledger import ChunkLedger
-from offload_core.lookup.prefix_query import PrefixAnswer
 from offload_core.planning.chunk_keys import ChunkHashes, ChunkRef
 from offload_core.planning.packs import Pack
 from offload_core.planning.placement import BoundaryHistory, PlacementPolicy, Touch
@@ -69,17 +68,11 @@ class PlacementPlan:
         names = self.boundary_names(state, state.request.num_prompt_tokens)
         state.seen_boundaries = self._history.see(names)
 
-    def looked_up(self, state: RequestState, boundary_tokens: int, answers: Iterable[PrefixAnswer]) -> None:
-        """Note how deep a prefix the tiers have, which may show a junction.
-
-        Args:
-            boundary_tokens: the deepest usable boundary.
-        """
-        attention_tokens = max((answer.attention_tokens for answer in answers), default=0)
+    def looked_up(self, state: RequestState, found: PrefixDepth) -> None:
+        """Note how deep a prefix the tiers have, which may show a junction."""
         names = self.boundary_names(state, state.request.num_tokens)  # more than the prompt after a preemption
-        depth = PrefixDepth(boundary_tokens, attention_tokens)
-        state.path.find_junction(depth, names, state.seen_boundaries, self._history)
-        self._plan_touches(state, state.path.head_touches(attention_tokens), delay_seconds=0.0)
+        state.path.find_junction(found, names, state.seen_boundaries, self._history)
+        self._plan_touches(state, state.path.head_touches(found.attention_tokens), delay_seconds=0.0)
 
     def keep_state_at_junction(self, state: RequestState) -> None:
         """Ask the engine for the recurrent state at the deepest junction, which it would not keep for itself."""
