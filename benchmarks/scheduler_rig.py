@@ -41,7 +41,7 @@ from offload_core.config.model import BackendConfig, OffloadConfig, OffloadSetti
 from offload_core.objects.fingerprint import fingerprint
 from offload_core.planning.chunk_keys import object_keys
 from offload_core.tiers.changes import TierChange
-from offload_core.vllm.metadata import StepReport
+from offload_core.vllm.metadata import StepReport, WorkerIdentity
 from offload_core.vllm.model.groups import build_planner
 from offload_core.vllm.scheduler.half import SchedulerHalf
 from tests.support import tiny_models
@@ -237,8 +237,9 @@ class OurHalf:
         tier = TierConfig(entry, BackendType("set", Recorded, SetOptions), SetOptions())
         settings = OffloadSettings(hybrid_chunk_size=geometry.hybrid_chunk_size, backends=[entry])
         self.planner = build_planner(vllm_config, geometry.kv_cache_config(), geometry.hybrid_chunk_size)
-        self._half = SchedulerHalf(OffloadConfig(settings, (tier,)), self.planner, {}, num_ranks=1, num_blocks=1 << 20)
-        self._half.set_layouts({0: {}})
+        config = OffloadConfig(settings, (tier,))
+        self._half = SchedulerHalf(config, self.planner, {}, num_ranks=1, num_blocks=1 << 20, step_tokens=1 << 13)
+        self._half.set_workers({0: WorkerIdentity({}, {})})
         self.backend = made[0]
         self._shared = shared
         self._namespace = fingerprint({"reset": "", "rank": 0, "layout": {}})  # the half's name for its only rank

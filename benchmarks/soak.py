@@ -64,6 +64,7 @@ def spec(name: str, folder: Path, capacity: str) -> RunSpec:
             "kv_connector_extra_config": {
                 "hybrid_chunk_size": model["block_size"],
                 "load_timeout_seconds_per_mib": 0,
+                "load_when": "always",
                 "backends": [tier],
             },
         },

@@ -22,6 +22,7 @@ from offload_core.plugins.registry import PluginRegistry
 _MIB = 1024 * 1024
 
 WritePolicyName = Literal["every", "second-touch", "never"]
+LoadPolicy = Literal["cheaper", "always"]
 Compression = Literal["none", "zstd", "zstd-planes"]
 CODECS: dict[Compression, Codec] = {"none": Codec.NONE, "zstd": Codec.ZSTD, "zstd-planes": Codec.ZSTD_PLANES}
 """The codec of each value of ``compression``."""
@@ -43,7 +44,7 @@ class _TierIdentity(BaseModel):
         Field(
             gt=0,
             strict=True,
-            description="Preference for loads: the tier with the highest matched tokens times weight serves a load.",
+            description="Preference for loads: the tier with the most seconds saved times weight serves a load.",
             examples=[10],
         ),
     ] = 1.0
@@ -129,6 +130,14 @@ class _ChunkSettings(BaseModel):
             examples=["kept"],
         ),
     ] = "kept and spare"
+    load_when: Annotated[
+        LoadPolicy,
+        Field(
+            description="Load only when that is expected to be `cheaper` in seconds than to compute, or `always`. With "
+            "`always`, the tier with the highest matched tokens times weight serves a load.",
+            examples=["always"],
+        ),
+    ] = "cheaper"
     staging_bytes: Annotated[
         Bytes, Field(ge=_MIB, description="Host memory for objects between the KV cache and the tiers.")
     ] = 512 * _MIB

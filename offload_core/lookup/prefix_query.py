@@ -54,9 +54,8 @@ class TierAnswer:
         deadline: by the monotonic clock.
     """
 
-    def __init__(self, name: str, load_weight: float, answer: Future[PrefixAnswer | None], deadline: float) -> None:
+    def __init__(self, name: str, answer: Future[PrefixAnswer | None], deadline: float) -> None:
         self.name = name
-        self.load_weight = load_weight
         self.deadline = deadline
         self.answered_at: float | None = None
         self._answer = answer

@@ -2,8 +2,8 @@
 
 Local media are asked about every object that can decide the answer; :mod:`.query_in_rounds` asks remote ones for hints.
 
-The tier with the highest matched tokens times ``load_weight`` serves the load. A request waits until some tier has a
-prefix to load. Then it waits for a short grace period, while another tier could still do better.
+The tier whose load has the highest worth (:mod:`.load_choice`) serves it. A request waits until some tier has a prefix
+to load. Then it waits for a short grace period, while another tier could still do better.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from itertools import accumulate
 
 from offload_core.api.keys import ObjectKey
 from offload_core.lookup.known_objects import KnownObjects
+from offload_core.lookup.load_choice import LoadChoice
 from offload_core.lookup.prefix_query import PrefixAnswer, PrefixQuery, TierAnswer
 from offload_core.lookup.query_in_rounds import query_in_rounds
 from offload_core.lookup.tier_index import TierIndex
@@ -34,6 +35,8 @@ class Lookup:
         reachable_tokens: the deepest boundary that any tier could answer.
         grace_seconds: longest wait for other tiers after one has a prefix to load.
         started: time of the query, by the monotonic clock.
+        choice: the worth of a load.
+        all_asked: whether every tier was asked.
     """
 
     def __init__(
@@ -43,12 +46,17 @@ class Lookup:
         reachable_tokens: int,
         grace_seconds: float,
         started: float,
+        choice: LoadChoice,
+        *,
+        all_asked: bool,
     ) -> None:
         self.query = query
         self.started = started
         self._answers = tuple(answers)
         self._reachable_tokens = reachable_tokens
         self._grace_seconds = grace_seconds
+        self._choice = choice
+        self._all_asked = all_asked
 
     def done(self) -> bool:
         """Return whether the lookup has its result. One of these conditions is enough:
@@ -63,23 +71,39 @@ class Lookup:
             return True
         best, first_hit = 0.0, now
         for tier in self._answers:
-            score = self._score(tier)
-            if score > 0:
-                best = max(best, score)
+            worth = self._worth(tier)
+            if worth > 0:
+                best = max(best, worth)
                 first_hit = min(first_hit, tier.answered_at or now)
         if best == 0:
             return False
-        could_be = self._reachable_tokens - self.query.computed_tokens
-        return now >= first_hit + self._grace_seconds or all(could_be * t.load_weight <= best for t in still_open)
+        could_be = (self._choice.worth(tier.name, self.query, self._reachable_tokens) for tier in still_open)
+        return now >= first_hit + self._grace_seconds or all(worth <= best for worth in could_be)
 
     def best(self) -> tuple[str, int]:
-        """Return the tier with the highest matched tokens times weight, the first of equals, and its boundary.
+        """Return the tier whose load has the highest worth, the first of equals, and the boundary to load to.
 
-        A tier without an answer has no match. If no tier has a match, the boundary is the computed prefix.
+        A tier without an answer has no match. If no tier has a match that pays, the boundary is the computed prefix.
         """
-        best = max(self._answers, key=self._score)
-        answer = best.get()
-        return best.name, self.query.computed_tokens if answer is None else answer.boundary_tokens
+        best = max(self._answers, key=self._worth)
+        if self._worth(best) <= 0:
+            return best.name, self.query.computed_tokens
+        return best.name, self._choice.boundary(best.name, self.query, self._boundary(best))
+
+    def declined(self) -> str | None:
+        """Return the tier with the deepest match, if no tier's match pays; ``None`` if one pays, or none matches."""
+        deepest = max(self._answers, key=self._boundary)
+        if self._boundary(deepest) <= self.query.computed_tokens or self.best()[1] > self.query.computed_tokens:
+            return None
+        return deepest.name
+
+    def seconds(self) -> dict[str, tuple[float, bool]]:
+        """Return, per tier, the seconds until its answer, or until now, and whether it has answered."""
+        now = time.monotonic()
+        return {
+            tier.name: ((tier.answered_at or now) - self.started, tier.answered_at is not None)
+            for tier in self._answers
+        }
 
     def attention_tokens(self) -> int:
         """Return the deepest boundary at which some tier has all packs of full attention, as far as is known now."""
@@ -88,12 +112,12 @@ class Lookup:
     def missing(self) -> set[ChunkRef]:
         """Return the chunks of the query that no tier has.
 
-        A tier without an answer at its deadline is left out. While some tier may still answer, no chunk is missing,
-        since that tier may have it.
+        A tier without an answer at its deadline is left out. While some tier may still answer, or was not asked, no
+        chunk is missing, since that tier may have it.
         """
         now = time.monotonic()
         answers = [answer for tier in self._answers if (answer := tier.get()) is not None]
-        if not answers or any(tier.is_open(now) for tier in self._answers):
+        if not answers or not self._all_asked or any(tier.is_open(now) for tier in self._answers):
             return set()
         return set.intersection(*(set(answer.missing) for answer in answers))
 
@@ -101,9 +125,12 @@ class Lookup:
         """Return the answers until now, per tier."""
         return {tier.name: answer for tier in self._answers if (answer := tier.get()) is not None}
 
-    def _score(self, tier: TierAnswer) -> float:
+    def _boundary(self, tier: TierAnswer) -> int:
         answer = tier.get()
-        return 0.0 if answer is None else (answer.boundary_tokens - self.query.computed_tokens) * tier.load_weight
+        return self.query.computed_tokens if answer is None else answer.boundary_tokens
+
+    def _worth(self, tier: TierAnswer) -> float:
+        return self._choice.worth(tier.name, self.query, self._boundary(tier))
 
 
 class LookupService:
@@ -113,6 +140,7 @@ class LookupService:
         grace_seconds: see :class:`Lookup`.
         indexes: index per tier name, for tiers whose medium this process cannot see.
         unavailable: names of tiers that serve no loads for now; read at the start of each lookup.
+        choice: the worth of a load. By default the matched tokens times ``load_weight``.
     """
 
     def __init__(
@@ -124,6 +152,7 @@ class LookupService:
         indexes: Mapping[str, TierIndex] | None = None,
         grace_seconds: float = 0.0,
         unavailable: Collection[str] = (),
+        choice: LoadChoice | None = None,
     ) -> None:
         self._io = io
         self._tiers = tuple(tiers)
@@ -132,27 +161,35 @@ class LookupService:
         self._grace_seconds = grace_seconds
         self._counters = counters
         self._unavailable = unavailable
+        self._choice = choice or LoadChoice("always", planner, tiers, planner.max_model_len)
         self._known = {tier.name: KnownObjects() for tier in tiers if _asks_in_rounds(tier)}
         self._answered = threading.Event()
 
-    def start(self, query: PrefixQuery, max_wait_seconds: float = math.inf) -> Lookup:
-        """Query every available tier. The others give no answer, at once.
+    def start(
+        self, query: PrefixQuery, max_wait_seconds: float = math.inf, names: Collection[str] | None = None
+    ) -> Lookup:
+        """Query the tiers. Those that are not available give no answer, at once.
 
         Args:
+            names: the tiers to query; by default all.
             max_wait_seconds: longest wait of the caller, if shorter than the tiers' deadlines. An answer after it does
                 not count as a timeout of the tier.
         """
         started = time.monotonic()
         answers = []
         for tier in self._tiers:
+            if names is not None and tier.name not in names:
+                continue
             timeout_seconds = tier.limits.lookup_timeout_seconds
             answer = self._answer(tier, query, started + timeout_seconds)
             wanted_until = started + min(timeout_seconds, max_wait_seconds)
-            answers.append(TierAnswer(tier.name, tier.load_weight, answer, wanted_until))
+            answers.append(TierAnswer(tier.name, answer, wanted_until))
             answer.add_done_callback(log_unexpected)
             answer.add_done_callback(lambda _: self._answered.set())
         reachable_tokens = self._planner.storable_prefix(query.limit_tokens)
-        return Lookup(query, answers, reachable_tokens, self._grace_seconds, started)
+        all_asked = len(answers) == len(self._tiers)
+        choice = self._choice
+        return Lookup(query, answers, reachable_tokens, self._grace_seconds, started, choice, all_asked=all_asked)
 
     def wait_for_answer(self, seconds: float) -> None:
         """Wait until some tier answers, at most ``seconds``. For a step in which the engine has no other work."""

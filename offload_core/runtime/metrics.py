@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import defaultdict
 
 COUNTERS = {
     "lookup_hits": "objects that a lookup found",
     "lookup_misses": "objects that a lookup did not find",
     "lookup_failures": "lookups that failed, timed out or were refused under load; they count as misses",
     "lookup_timeouts": "calls of lookups that missed their deadline",
+    "lookups_declined": "lookups not begun, because even the deepest hit would take longer than to compute",
+    "lookup_wait_seconds": "seconds that requests waited for lookups",
+    "loads_declined": "loads not begun, because they were expected to take longer than to compute",
+    "load_wait_seconds": "seconds that requests waited for their loads",
+    "prefill_seconds_saved": "seconds of prefill saved by complete loads, as estimated from the engine's steps",
     "load_hits": "objects loaded and verified",
     "load_missing": "objects that a lookup found and the load did not",
     "load_corrupt": "objects with a wrong checksum, key or size; they are deleted",
@@ -60,15 +65,15 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: Counter[tuple[str, str]] = Counter()
+        self._counts: dict[tuple[str, str], float] = defaultdict(int)
 
-    def add(self, name: str, tier: str, amount: int = 1) -> None:
+    def add(self, name: str, tier: str, amount: float = 1) -> None:
         """Add ``amount`` to the counter or gauge ``name`` of ``tier``.
 
         Args:
             name: a key of :data:`COUNTERS` or :data:`GAUGES`.
             tier: the tier's name.
-            amount: negative for gauges only.
+            amount: negative for gauges only; whole unless the counter's name ends in ``seconds``.
 
         Raises:
             KeyError: there is no counter or gauge ``name``.
@@ -79,8 +84,8 @@ class Counters:
             with self._lock:
                 self._counts[name, tier] += amount
 
-    def take(self) -> dict[tuple[str, str], int]:
+    def take(self) -> dict[tuple[str, str], float]:
         """Return the counts since the last call, and start again from zero. The count of a gauge is its change."""
         with self._lock:
-            counts, self._counts = self._counts, Counter()
+            counts, self._counts = self._counts, defaultdict(int)
         return {key: count for key, count in counts.items() if count}

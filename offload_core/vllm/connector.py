@@ -88,6 +88,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             identity,
             vllm_config.parallel_config.world_size,
             kv_cache_config.num_blocks,
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            pipelined=bool(vllm_config.scheduler_config.async_scheduling),
             loads=loads,
             stores=stores,
         )
@@ -140,8 +142,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Send the layout of this worker's KV cache to the scheduler half."""
-        return WorkerIdentity(self._worker.layout)
+        """Send the layout of this worker's KV cache, and its objects' sizes, to the scheduler half."""
+        return WorkerIdentity(self._worker.layout, self._worker.object_bytes)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's loads. They end between steps."""
@@ -189,9 +191,9 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take every worker's layout."""
-        self._scheduler.set_layouts(
-            {tp_rank: item.layout for (_, tp_rank), item in metadata.items() if isinstance(item, WorkerIdentity)}
+        """Take every worker's layout and the sizes of its objects."""
+        self._scheduler.set_workers(
+            {tp_rank: item for (_, tp_rank), item in metadata.items() if isinstance(item, WorkerIdentity)}
         )
 
     def on_new_request(self, request: Request) -> None:

@@ -113,6 +113,12 @@ class StepReport(KVConnectorWorkerMetadata):
 
 @dataclass
 class WorkerIdentity(KVConnectorHandshakeMetadata):
-    """The layout of a worker's KV cache, which only the worker knows; part of the rank's fingerprint."""
+    """What only a worker knows.
+
+    Args:
+        layout: the layout of its KV cache, part of the rank's fingerprint.
+        object_bytes: per pack name, the bytes of one of its objects, uncompressed.
+    """
 
     layout: dict[str, Json]
+    object_bytes: dict[str, int]

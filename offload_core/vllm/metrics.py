@@ -20,7 +20,7 @@ class HybridOffloadStats(KVConnectorStats):
     """
 
     @classmethod
-    def from_counts(cls, counts: dict[tuple[str, str], int]) -> HybridOffloadStats:
+    def from_counts(cls, counts: dict[tuple[str, str], float]) -> HybridOffloadStats:
         """Return statistics from the counts of :meth:`offload_core.runtime.metrics.Counters.take`."""
         return cls({_SEPARATOR.join(key): count for key, count in counts.items()})
 

@@ -166,7 +166,7 @@ class Rig:
     def all_leases_are_back(self) -> None:
         self.step_until(lambda: self.staging.used_bytes == 0)
 
-    def counted(self, name: str, tier: str = "memory") -> int:
+    def counted(self, name: str, tier: str = "memory") -> float:
         counts = self.counters.take()
         for (other, of), count in counts.items():
             if (other, of) != (name, tier):

@@ -16,7 +16,7 @@ from offload_core.api.keys import ObjectKey
 from offload_core.config.model import OffloadConfig, OffloadSettings
 from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
-from offload_core.vllm.metadata import StepMetadata, StepReport
+from offload_core.vllm.metadata import StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.scheduler.half import SchedulerHalf
 from tests.support.memory_backend import MemoryBackend, memory_tier
 
@@ -53,6 +53,7 @@ class Half:
         self.patience_seconds = options.pop("patience_seconds", SECONDS)
         policies = options.pop("policies", (HitPolicy("full"),))
         roles = {name: options.pop(name) for name in ("loads", "stores") if name in options}
+        options = {"load_when": "always", **options}
         tier, made = memory_tier(prepare=prepare)
         settings = OffloadSettings(
             backends=[tier.common], lookup_timeout_seconds=self.patience_seconds, hybrid_chunk_size=BLOCK, **options
@@ -64,8 +65,10 @@ class Half:
             hybrid_chunk_size=BLOCK,
         )
         config = OffloadConfig(settings, (tier,))
-        self.half = SchedulerHalf(config, planner, {"model": "m"}, num_ranks=1, num_blocks=100, **roles)
-        self.half.set_layouts({0: {}})
+        self.half = SchedulerHalf(
+            config, planner, {"model": "m"}, num_ranks=1, num_blocks=100, step_tokens=4096, **roles
+        )
+        self.half.set_workers({0: WorkerIdentity({}, {})})
         self.states: dict[str, list[tuple[int, int, int]]] = {}
         """The recurrent states that the engine hands over in the next step."""
         self.backend: MemoryBackend = made[0]
@@ -87,6 +90,8 @@ class Half:
         output: Any = SimpleNamespace(
             total_num_scheduled_tokens=sum(scheduled.values()),
             num_scheduled_tokens=scheduled,
+            scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=0) for name in scheduled],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
             kv_connector_block_state=SimpleNamespace(
                 get_block_ids=lambda _: (list(range(1, 100)),) * len(self.half._planner.groups),
                 boundary_state_offloads=self.states,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from offload_core.api.errors import PlanError
 from offload_core.config.model import OffloadConfig
 from offload_core.lookup.chunk_ledger import ChunkLedger
+from offload_core.lookup.load_choice import LoadChoice
 from offload_core.lookup.service import LookupService
 from offload_core.lookup.tier_index import TierIndex
 from offload_core.objects.fingerprint import Json, fingerprint
@@ -22,13 +23,14 @@ from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.simulation.trace_recorder import TraceRecorder
 from offload_core.tiers.opening import close_tiers, open_tiers
-from offload_core.vllm.metadata import RequestLoad, StepMetadata, StepReport
+from offload_core.vllm.metadata import RequestLoad, StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.model.lora import AdapterIdentities
 from offload_core.vllm.scheduler.block_holders import BlockHolders
 from offload_core.vllm.scheduler.load_offers import LoadOffers
 from offload_core.vllm.scheduler.load_plan import plan_load
 from offload_core.vllm.scheduler.placement_plan import PlacementPlan
 from offload_core.vllm.scheduler.request_state import RequestOptions, RequestState
+from offload_core.vllm.scheduler.step_times import StepTimes
 from offload_core.vllm.scheduler.store_plan import StorePlan
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ class SchedulerHalf:
     Args:
         identity: the part of the fingerprint that all ranks share.
         num_blocks: number of blocks in the engine's pool.
+        step_tokens: most tokens that the engine computes in one step.
+        pipelined: whether the engine schedules a step before the one before it has ended.
         loads: whether this engine loads, according to its ``kv_role``.
         stores: whether this engine stores.
     """
@@ -54,7 +58,9 @@ class SchedulerHalf:
         identity: dict[str, Json],
         num_ranks: int,
         num_blocks: int,
+        step_tokens: int,
         *,
+        pipelined: bool = False,
         loads: bool = True,
         stores: bool = True,
     ) -> None:
@@ -63,7 +69,7 @@ class SchedulerHalf:
         self._identity = identity
         self._num_ranks = num_ranks
         self._engine_options = RequestOptions(load=loads, store=stores)
-        self._layouts: dict[int, dict[str, Json]] = {}
+        self._workers: dict[int, WorkerIdentity] = {}
         self._namespaces: dict[str, tuple[str, ...]] = {}
         self._reset_salt = ""
         self.counters = Counters()
@@ -71,6 +77,8 @@ class SchedulerHalf:
         self._tiers = open_tiers(config, self._io, self.counters, only_shared=True)
         self._ranks_refusing_loads: Counter[str] = Counter()
         self._indexes = {tier.name: TierIndex() for tier in self._tiers if not tier.capabilities.shared}
+        self._choice = LoadChoice(settings.load_when, planner, self._tiers, step_tokens)
+        self._step_times = StepTimes(self._choice.prefill, pipelined=pipelined)
         lookups = LookupService(
             self._io,
             self._tiers,
@@ -79,13 +87,22 @@ class SchedulerHalf:
             self._indexes,
             settings.lookup_grace_seconds,
             self._ranks_refusing_loads,
+            self._choice,
         )
         self._adapters = AdapterIdentities(settings.lookup_timeout_seconds)
         self._ledger = ChunkLedger(num_ranks, settings.lookup_timeout_seconds)
         self._block_holders = BlockHolders(num_blocks - 1)  # one block is vLLM's null block
         self._placement = PlacementPlan(settings.placement, planner, self._ledger, self._tiers, self._ranks_namespaces)
         self._offers = LoadOffers(
-            planner, self._tiers, lookups, self._ledger, self._block_holders, self._placement, self._ranks_namespaces
+            planner,
+            self._tiers,
+            lookups,
+            self._choice,
+            self._ledger,
+            self._block_holders,
+            self._placement,
+            self._ranks_namespaces,
+            self.counters,
         )
         self._store_plan = StorePlan(planner, self._ledger, self._placement, prompt_only=settings.offload_prompt_only)
         self._trace: TraceRecorder | None = None
@@ -97,9 +114,10 @@ class SchedulerHalf:
         self._cancelled_jobs: list[int] = []
         self._finished_with_failed_load: set[str] = set()
 
-    def set_layouts(self, layouts: dict[int, dict[str, Json]]) -> None:
-        """Take each rank's layout, which completes every rank's identity."""
-        self._layouts = layouts
+    def set_workers(self, workers: dict[int, WorkerIdentity]) -> None:
+        """Take each rank's layout, which completes every rank's identity, and the sizes of its objects."""
+        self._workers = workers
+        self._choice.object_bytes = next(iter(workers.values())).object_bytes if workers else {}
         self._namespaces.clear()
 
     def on_new_request(self, request: Request) -> None:
@@ -153,6 +171,7 @@ class SchedulerHalf:
 
     def build_step(self, output: SchedulerOutput) -> StepMetadata:
         """Return the workers' loads and stores of this step."""
+        self._step_times.begin(output)
         idle = output.total_num_scheduled_tokens == 0
         self._offers.no_longer_recomputed(output.num_scheduled_tokens.keys())
         self._block_holders.remove(output.num_scheduled_tokens.keys())
@@ -183,6 +202,7 @@ class SchedulerHalf:
             failed: requests among them whose load has failed.
             report: the workers' report, if any.
         """
+        self._step_times.end()
         if report is not None:
             self._take_report(report)
         for request_id in finished:
@@ -276,7 +296,7 @@ class SchedulerHalf:
     def _ranks_namespaces(self, adapter: str) -> tuple[str, ...]:
         """Return the namespace of each rank's keys, for an adapter's digest."""
         if adapter not in self._namespaces:
-            missing = [rank for rank in range(self._num_ranks) if rank not in self._layouts]
+            missing = [rank for rank in range(self._num_ranks) if rank not in self._workers]
             if missing:
                 raise PlanError(
                     f"workers {missing} did not report the layout of their KV cache, so their objects have no names; "
@@ -286,7 +306,7 @@ class SchedulerHalf:
             if adapter:
                 extra["adapter"] = adapter
             self._namespaces[adapter] = tuple(
-                fingerprint({**self._identity, **extra, "rank": rank, "layout": self._layouts[rank]})
+                fingerprint({**self._identity, **extra, "rank": rank, "layout": self._workers[rank].layout})
                 for rank in range(self._num_ranks)
             )
         return self._namespaces[adapter]

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from offload_core.api.keys import ObjectKey
 from offload_core.lookup.chunk_ledger import ChunkLedger
+from offload_core.lookup.load_choice import LoadChoice
 from offload_core.lookup.prefix_query import PrefixQuery
 from offload_core.lookup.service import Lookup, LookupService
 from offload_core.lookup.waiting_time import WaitReason
 from offload_core.planning.chunk_keys import ChunkHashes, ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth
+from offload_core.runtime.metrics import Counters
 from offload_core.tiers.tier import Tier
 from offload_core.vllm.scheduler.block_holders import BlockHolders
 from offload_core.vllm.scheduler.placement_plan import PlacementPlan
@@ -28,6 +30,7 @@ class LoadOffers:
     """Offers loads and follows them to their end. All methods run on the engine thread.
 
     Args:
+        choice: the worth of a load; the same one that the lookups use.
         block_holders: requests that hold blocks for a load; the caller keeps them up to date.
         ranks_namespaces: returns the namespace of each rank's keys, for an adapter's digest.
     """
@@ -37,13 +40,17 @@ class LoadOffers:
         planner: HybridOffloadPlanner,
         tiers: Sequence[Tier],
         lookups: LookupService,
+        choice: LoadChoice,
         ledger: ChunkLedger,
         block_holders: BlockHolders,
         placement: PlacementPlan,
         ranks_namespaces: Callable[[str], tuple[str, ...]],
+        counters: Counters,
     ) -> None:
         self._planner = planner
         self._lookups = lookups
+        self._choice = choice
+        self._counters = counters
         self._ledger = ledger
         self._block_holders = block_holders
         self._placement = placement
@@ -73,6 +80,8 @@ class LoadOffers:
     def load_begins(self, state: RequestState, chunks: Sequence[ChunkRef]) -> None:
         """Note that the engine has accepted the offer: the request waits for a load of ``chunks``."""
         self._recomputing.discard(state.request.request_id)  # the engine has found blocks for another load of it
+        offer, job_id = _load_of(state)
+        self._choice.load_begins(offer.tier, job_id, offer.computed_tokens, state.resumed_tokens)
         state.loading = chunks
         self._chunks_loading.update(chunks)
         state.wait.begin("load")
@@ -80,17 +89,18 @@ class LoadOffers:
 
     def load_incomplete(self, state: RequestState) -> None:
         """Decide, after a load that failed or got only a part, whether to offer another one."""
-        assert state.offer is not None
-        self._lookups.doubt(state.offer.tier, self._first_ranks_keys(state.loading))
-        in_time = state.wait.seconds("load") < self._load_seconds[state.offer.tier]
+        offer, _ = _load_of(state)
+        in_time = state.wait.seconds("load") < self._load_seconds[offer.tier]
+        self._end_load(state, measured=not in_time)  # a load that missed its deadline says how slow the tier is
+        self._lookups.doubt(offer.tier, self._first_ranks_keys(state.loading))
         state.offers_left = _OFFERS_AFTER_FAILURE if in_time and not state.failed_once else 0
         state.failed_once = True
         state.not_loaded |= self.excluded_chunks(state)
 
     def excluded_chunks(self, state: RequestState) -> frozenset[tuple[str, ChunkRef]]:
         """Return the chunks of the request's load that this load, or another one from the same tier, did not get."""
-        assert state.offer is not None, "an offer lasts until its load has ended"
-        return self._ledger.excluded & {(state.offer.tier, ref) for ref in state.loading}
+        offer, _ = _load_of(state)
+        return self._ledger.excluded & {(offer.tier, ref) for ref in state.loading}
 
     def stored(self, refs: Iterable[ChunkRef]) -> None:
         """Note chunks that some tier has stored. Stores from before a reset are under names that are no longer used."""
@@ -98,11 +108,17 @@ class LoadOffers:
 
     def load_complete(self, state: RequestState) -> None:
         """Note that the request's load got every chunk."""
-        assert state.offer is not None, "an offer lasts until its load has ended"
-        self._lookups.learn(state.offer.tier, self._first_ranks_keys(state.loading))
+        offer, _ = _load_of(state)
+        self._end_load(state, measured=True)
+        saved = self._choice.prefill_seconds_saved(
+            offer.computed_tokens, state.resumed_tokens, state.request.num_tokens
+        )
+        self._counters.add("prefill_seconds_saved", offer.tier, max(0.0, saved))
+        self._lookups.learn(offer.tier, self._first_ranks_keys(state.loading))
 
     def load_ended(self, state: RequestState) -> None:
         """Forget the request's load."""
+        self._end_load(state, measured=False)
         state.wait.end()
         state.partial_load = False
         self._chunks_loading -= Counter(state.loading)
@@ -148,7 +164,6 @@ class LoadOffers:
                 return self._ask_again(state, "lookup")
             state.offer = self._choose_offer(state, state.lookup)
             if state.offer is None:
-                self._start_lookup(state, computed_tokens)
                 return self._ask_again(state, "lookup")
         boundary = state.offer.boundary_tokens
         if boundary > computed_tokens and state.wait.seconds("load") >= self._load_seconds[state.offer.tier]:
@@ -179,6 +194,18 @@ class LoadOffers:
         self._storage_awaited = True
         return None
 
+    def _end_load(self, state: RequestState, *, measured: bool) -> None:
+        """Tell the choice that a load has ended, unless it knows that already."""
+        offer, job_id = _load_of(state)
+        seconds = self._choice.load_ends(offer.tier, job_id, measured=measured)
+        self._counters.add("load_wait_seconds", offer.tier, seconds)
+
+    def _count_declined(self, state: RequestState, counter: str, tier: str) -> None:
+        """Count a request once, however often the engine asks about it."""
+        if not state.declined:
+            state.declined = True
+            self._counters.add(counter, tier)
+
     def _lookup_time_is_over(self, state: RequestState) -> bool:
         return state.wait.seconds("lookup") >= self._lookup_seconds
 
@@ -199,24 +226,44 @@ class LoadOffers:
             adapter=adapter,
             excluded=self._ledger.excluded | state.not_loaded,
         )
-        state.lookup = self._lookups.start(query, self._lookup_seconds - state.wait.seconds("lookup"))
+        tiers = self._choice.tiers_to_ask(query)
+        patience = min(self._lookup_seconds, self._choice.longest_wait(query, tiers)) - state.wait.seconds("lookup")
+        if patience <= 0:
+            if not tiers:
+                self._count_declined(state, "lookups_declined", "all")
+            return False
+        state.lookup = self._lookups.start(query, patience, tiers)
         return True
 
     def _choose_offer(self, state: RequestState, lookup: Lookup) -> Offer | None:
-        """Choose the tier with the highest matched tokens times weight; ``None`` to look up again.
+        """Choose the tier whose load has the highest worth; ``None`` to look up again.
 
         It looks up again, for a short while, if a missing chunk is on its way to the tiers.
         """
         state.lookup = None
         missing = lookup.missing()
-        if self._ledger.any_arriving(missing, lookup.started) and not self._lookup_time_is_over(state):
+        computed_tokens = lookup.query.computed_tokens
+        arriving = self._ledger.any_arriving(missing, lookup.started) and not self._lookup_time_is_over(state)
+        if arriving and self._start_lookup(state, computed_tokens):
             return None
+        self._counters.add("lookup_wait_seconds", "all", time.monotonic() - lookup.started)
+        for name, (seconds, answered) in lookup.seconds().items():
+            self._choice.lookup_ended(name, seconds, answered=answered)
         tier, boundary = lookup.best()
+        if (declining := lookup.declined()) is not None:
+            self._count_declined(state, "loads_declined", declining)
         attention_tokens = lookup.attention_tokens()
         if self._ledger.not_found(missing):  # store evicted chunks again, with all chunks behind them
             self._ledger.forget(state.refs_behind(self._planner, attention_tokens if self._has_attention else 0))
         self._placement.looked_up(state, PrefixDepth(boundary, attention_tokens))
-        return Offer(lookup.query.computed_tokens, boundary, tier, time.monotonic() + _OFFER_LIFE_SECONDS)
+        return Offer(computed_tokens, boundary, tier, time.monotonic() + _OFFER_LIFE_SECONDS)
+
+
+def _load_of(state: RequestState) -> tuple[Offer, int]:
+    """Return the offer and the job of the request's load. Both last until the load has ended."""
+    assert state.offer is not None
+    assert state.job_id is not None
+    return state.offer, state.job_id
 
 
 def _may_load(state: RequestState) -> bool:

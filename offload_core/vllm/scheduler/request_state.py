@@ -106,6 +106,8 @@ class RequestState:
     """True if some rank's load has ended early and the engine uses the arrived part."""
     failed_once: bool = False
     """True if a load has failed or got only a part; one more may be offered."""
+    declined: bool = False
+    """True if a lookup or a load was not begun for it, because it was expected to take longer than to compute."""
     offers_left: int = 0
     """After a failed load: number of further offers. The engine may have no free blocks for an offer."""
 

@@ -19,6 +19,7 @@ from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import StagingPool
 from offload_core.memory.staging_size import STORE_SHARE, staging_problem
 from offload_core.objects.fingerprint import Json
+from offload_core.objects.format import object_bytes
 from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.io_loop import IoLoop
@@ -67,6 +68,7 @@ class WorkerHalf:
         self._failed_requests: set[str] = set()
         self._report = StepReport()
         self.layout: dict[str, Json] = {}
+        self.object_bytes: dict[str, int] = {}
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Build the canonical caches and open the tiers.
@@ -87,6 +89,7 @@ class WorkerHalf:
         chunk_size, uses = self._planner.hybrid_chunk_size, settings.staging_uses
         if problem := staging_problem(settings.staging_bytes, largest, chunk_size, uses):
             raise ConfigError([problem])
+        self.object_bytes = {name: object_bytes(layout.payload_bytes) for name, layout in layouts.items()}
         self.layout = {"layers": worker_identity(self._vllm_config, kv_caches), "pages": caches.describe()}
         if settings.geometry_file is not None and self._rank == 0:
             geometry = engine_geometry(self._vllm_config, self._kv_cache_config, self._planner, caches)

@@ -37,7 +37,7 @@ def test_an_unknown_counter_is_a_defect() -> None:
 
 def test_no_count_is_lost_while_others_take() -> None:
     counters = Counters()
-    taken = 0
+    taken = 0.0
 
     def count() -> None:
         for _ in range(5000):

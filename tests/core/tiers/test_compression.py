@@ -107,7 +107,7 @@ class Rig:
         assert self.pool.used_bytes == 0
         return found
 
-    def counted(self) -> dict[str, int]:
+    def counted(self) -> dict[str, float]:
         return {name: count for (name, tier), count in self.counters.take().items() if tier == "tier"}
 
 

@@ -72,7 +72,7 @@ class Rig:
 
     def total(self, counter: str) -> int:
         for (name, _), count in self.counters.take().items():
-            self._totals[name] += count
+            self._totals[name] += int(count)
         return self._totals[counter]
 
 

@@ -140,7 +140,7 @@ def test_a_tier_counts_its_stuck_threads_while_they_are(io: IoLoop, counters: Co
     gate = made[0].gates["contains"]
     gate.shut()
     lookup = io.submit(tier.lookup([key(1)], within_seconds=SECONDS))
-    stuck = 0
+    stuck = 0.0
 
     def count(expected: int) -> bool:
         nonlocal stuck

@@ -55,7 +55,7 @@ class Rig(StagedObjects):
     def store(self, *numbers: int) -> list[bool]:
         return list(self.run(self.tier.store([self.sealed(number) for number in numbers])))
 
-    def counted(self) -> dict[str, int]:
+    def counted(self) -> dict[str, float]:
         return {name: count for (name, tier), count in self.counters.take().items() if tier == "memory"}
 
 

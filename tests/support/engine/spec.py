@@ -164,7 +164,7 @@ def logged_problems(lines: Iterable[str]) -> list[str]:
 def disk_transfer_config(folder: Path, **extra_config: Any) -> dict[str, Any]:
     """Return a ``kv_transfer_config`` of our connector with one ``disk`` tier on ``folder``; more keys are added.
 
-    A lookup may take 30 seconds, so that a test sees no miss on a machine that is busy with other work.
+    A lookup may take 30 seconds and a load as long as it wants, so that a test sees no miss on a busy machine.
     """
     return {
         "kv_connector": "HybridOffloadConnector",
@@ -172,6 +172,7 @@ def disk_transfer_config(folder: Path, **extra_config: Any) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "lookup_timeout_seconds": 30,
+            "load_when": "always",
             "backends": [{"name": "disk", "type": "disk", "path": str(folder)}],
             **extra_config,
         },

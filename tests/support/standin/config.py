@@ -34,7 +34,7 @@ def make_vllm_config(
                 "kv_connector": "HybridOffloadConnector",
                 "kv_connector_module_path": "offload_core.vllm",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": connector,
+                "kv_connector_extra_config": {"load_when": "always", **connector},
                 **transfer,
             }
         )

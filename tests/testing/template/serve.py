@@ -26,7 +26,7 @@ def main(folder: Path) -> None:
         "kv_connector": "HybridOffloadConnector",
         "kv_connector_module_path": "offload_core.vllm",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"lookup_timeout_seconds": 30, "backends": [tier]},
+        "kv_connector_extra_config": {"lookup_timeout_seconds": 30, "load_when": "always", "backends": [tier]},
     }
     for name in ("first", "second"):
         spec = RunSpec(
