@@ -1,4 +1,4 @@
-"""Engines for ``benchmarks.faults``: several live at once, each in a process of its own, and one works at a time.
+"""Engines that live at the same time, each in a process of its own, of which one works at a time.
 
 So all engines see the same machine within a fraction of a second, and drift cancels.
 """
@@ -9,7 +9,7 @@ import itertools
 import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import faults_plugin
+from offload_core.testing.faults.plan import Inject
 from tests.support.engine.spec import PromptResult, PromptSpec, Round, RunSpec, run_environment
 
 START_SECONDS = 180.0
@@ -40,12 +41,13 @@ class Order:
     """Order to an engine's process, which executes all parts that are set, in this order.
 
     Args:
-        fault: the fault of the victim's medium from now on: ``none``, ``hung``, or ``slow`` with a number of seconds.
+        fault: the fault of the victim's medium from now on: ``none``, ``hung``, ``slow`` with a number of seconds, or
+            ``far`` with a number of seconds and one of bytes per second.
         prompts: requests to submit together, after emptying the engine's own prefix cache.
         metrics: whether the answer holds the present value of every metric.
     """
 
-    fault: tuple[str, float] | None = None
+    fault: tuple[str, *tuple[float, ...]] | None = None
     prompts: Sequence[PromptSpec] = ()
     metrics: bool = False
 
@@ -163,8 +165,14 @@ def _do(session: Any, number: int, order: Order) -> Answer:
     from tests.support.engine.engine_run import engine_metrics
 
     if order.fault is not None:
-        kind, seconds = order.fault
-        faults_plugin.inject({"none": [], "slow": faults_plugin.slow(seconds), "hung": faults_plugin.hung()}[kind])
+        kind, *numbers = order.fault
+        kinds: dict[str, Callable[..., Sequence[Inject]]] = {
+            "none": lambda *_: [],
+            "slow": faults_plugin.slow,
+            "hung": lambda *_: faults_plugin.hung(),
+            "far": faults_plugin.far,
+        }
+        faults_plugin.inject(kinds[kind](*numbers))
     prompts: Sequence[PromptResult] = ()
     if order.prompts:
         batch = Round(name="batch", prompts=list(order.prompts), reset_prefix_cache_before=True, one_at_a_time=False)

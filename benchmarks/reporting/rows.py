@@ -55,6 +55,28 @@ class Ttft(Results):
     first_tokens: list[FirstToken]
 
 
+class Crossing(Row):
+    """Time to first token of a stored prompt from one tier; the ratio compares ours with the better of the others."""
+
+    latency_ms: Figure
+    mb_per_second: Figure
+    tokens: int
+    compute_p50_ms: Figure
+    load_p50_ms: Figure
+    ours_p50_ms: Figure
+    ours_p90_ms: Figure
+    loaded: Figure
+    """Share of our measured requests that were loaded."""
+    ratio: Figure
+
+
+class Crossover(Results):
+    """Results of ``benchmarks.crossover``."""
+
+    benchmark = "crossover"
+    rows: list[Crossing]
+
+
 class Lookup(Row):
     """Answers to one question in one geometry; ratios compare our medians with stock's."""
 

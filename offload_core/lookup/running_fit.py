@@ -7,13 +7,16 @@ from itertools import product
 
 _KEPT_PER_OBSERVATION = 0.9
 _HALF_LIFE_SECONDS = 60.0
+_MOST_TIMES_EXPECTED = 10.0
+_KEPT_AS_OLD = 0.5
 
 
 class RunningFit:
     """Least squares over recent observations: seconds as a sum of features, each times a coefficient of at least zero.
 
     An observation counts by its relative error, so that short and long ones matter alike. Each later observation takes
-    10 % of its weight, and each minute half of it.
+    10 % of its weight, and each minute half of it. One that follows others closely counts as ten times the expectation
+    at most, so that a single stall does not outweigh them.
 
     Args:
         reluctance: one positive number per feature. It decides only what the observations leave open. If a single
@@ -40,24 +43,33 @@ class RunningFit:
             seconds: more than zero.
             now: by a monotonic clock.
         """
-        kept = 1.0
         expected = seconds
         if self._coefficients is not None:
             kept = _KEPT_PER_OBSERVATION * 0.5 ** ((now - self._observed_at) / _HALF_LIFE_SECONDS)
             expected = self.seconds(features) or seconds
-        weight = 1 / (expected * seconds)  # an observation far above or far below the expectation counts alike
+            if kept > _KEPT_AS_OLD:
+                seconds = min(seconds, _MOST_TIMES_EXPECTED * expected)
+            self._scale(kept)
+        weight = 1 / (expected * min(expected, seconds))
         for row, x in enumerate(features):
-            self._targets[row] = kept * self._targets[row] + weight * x * seconds
+            self._targets[row] += weight * x * seconds
             for column, y in enumerate(features):
-                self._products[row][column] = kept * self._products[row][column] + weight * x * y
+                self._products[row][column] += weight * x * y
         self._observed_at = now
         self._coefficients = self._solve()
+        if (growth := self.seconds(features) / expected) > 1:
+            self._scale(growth**-2)  # errors are relative to the expectation, so earlier ones have become smaller
 
     def seconds(self, features: Sequence[float]) -> float:
         """Return the expected seconds; zero before the first observation."""
         if self._coefficients is None:
             return 0.0
         return sum(c * x for c, x in zip(self._coefficients, features, strict=True))
+
+    def _scale(self, factor: float) -> None:
+        """Multiply the weight of all observations."""
+        self._targets = [factor * target for target in self._targets]
+        self._products = [[factor * product for product in row] for row in self._products]
 
     def _solve(self) -> tuple[float, ...]:
         """Return the coefficients with the least squared error among all with none below zero.

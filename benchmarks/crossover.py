@@ -1,0 +1,180 @@
+"""Time to first token from slow tiers: always load, never load, and what the engine chooses by its own measurements.
+
+The model is a Gemma 3 of six layers with seeded random weights; it computes on one thread. Every prompt is on a
+``disk`` tier, whose lookups and loads are delayed and whose loads share a link of a stated speed. Three engines live at
+once and take turns with each prompt, so that all see the same machine:
+
+- "compute": no connector;
+- "load": ``load_when: always``;
+- "ours": ``load_when: cheaper``.
+
+The engines begin anew for each tier. Warm-up: two new prompts of each length, then two rounds of the stored prompts. A
+ratio compares ours with the better of the other two, medians of the measured rounds. The aim is 1.05.
+
+    python -m benchmarks.crossover [--latency-ms 1 10 100 500] [--mb-per-second 10 100 1000] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.faults_plugin import VICTIM
+from benchmarks.faults_rig import DISTRIBUTION, LiveEngine, Order, prepare_environment, write_distribution
+from benchmarks.faults_setup import folder_with
+from benchmarks.reporting.document import Run, add_json_option
+from benchmarks.reporting.rows import Crossing, Crossover, percentile
+from tests.support import tiny_models
+from tests.support.engine.spec import PromptResult, PromptSpec, Round, RunSpec, disk_transfer_config, run_in_process
+
+LENGTHS = (300, 1000, 3000, 8000)
+VOCABULARY = 1024
+SHAPE = tiny_models.Gemma3Shape(hidden_size=256, head_dim=64, intermediate_size=512, vocab_size=VOCABULARY)
+CHUNK_TOKENS = 128
+DEADLINE_SECONDS = 60
+AIM = 1.05
+WARM_UP_ROUNDS = 2
+MAX_LOGPROB_GAP = 1e-3
+
+
+def prompt(length: int, seed: int) -> PromptSpec:
+    tokens = tiny_models.prompt_token_ids(length, seed=seed, vocab_size=VOCABULARY)
+    return PromptSpec(name=str(length), token_ids=tokens, max_tokens=1)
+
+
+def spec(model: Path, folder: Path, load_when: str | None, *plugins: str) -> RunSpec:
+    """Return an engine; without ``load_when`` it has no connector."""
+    tier = {"name": VICTIM, "type": "disk", "path": str(folder)}
+    transfer = disk_transfer_config(
+        folder,
+        backends=[tier],
+        hybrid_chunk_size=CHUNK_TOKENS,
+        load_timeout_seconds=DEADLINE_SECONDS,
+        load_when=load_when,
+        required_plugins=list(plugins),
+    )
+    return RunSpec(
+        model=str(model), dtype="float32", max_model_len=8192, max_num_batched_tokens=2048,
+        kv_cache_memory_bytes=1 << 29, kv_transfer_config=transfer if load_when else None,
+    )  # fmt: skip
+
+
+@contextmanager
+def engines(model: Path, stored: Path, place: Path) -> Iterator[dict[str, LiveEngine]]:
+    """Start the three engines."""
+    site = place / "site"
+    write_distribution(site)
+    specs = {
+        "compute": spec(model, place, None),
+        "load": spec(model, folder_with(stored, place / "load"), "always", DISTRIBUTION),
+        "ours": spec(model, folder_with(stored, place / "ours"), "cheaper", DISTRIBUTION),
+    }
+    with ExitStack() as stack:
+        live = {name: LiveEngine(name, one, site) for name, one in specs.items()}
+        for engine in live.values():
+            stack.callback(engine.stop)
+        for engine in live.values():
+            engine.wait_until_started()
+        yield live
+
+
+def ask(live: dict[str, LiveEngine], one: PromptSpec) -> dict[str, PromptResult]:
+    """Return each engine's answer to a prompt; stop if one differs, since a fast wrong answer is no result."""
+    answers = {name: engine.tell(Order(prompts=[one])).prompts[0] for name, engine in live.items()}
+    computed = answers["compute"]
+    for name, answer in answers.items():
+        gap = abs(answer.logprobs[0] - computed.logprobs[0])
+        if answer.token_ids != computed.token_ids or gap > MAX_LOGPROB_GAP:
+            raise SystemExit(f"{name}: a prompt of {one.name} tokens starts with another token or probability")
+    return answers
+
+
+def measure(live: dict[str, LiveEngine], latency_ms: float, mb_per_second: float, rounds: int) -> list[Crossing]:
+    """Return a row for each length of prompt."""
+    for name in ("load", "ours"):
+        live[name].tell(Order(fault=("far", latency_ms / 1e3, mb_per_second * 1e6)))
+    for length in LENGTHS:
+        for seed in range(2):
+            ask(live, prompt(length, seed=1000 * length + 1 + seed))
+    for _ in range(WARM_UP_ROUNDS):
+        for length in LENGTHS:
+            ask(live, prompt(length, seed=length))
+    times: dict[tuple[int, str], list[float]] = defaultdict(list)
+    served: dict[int, list[int]] = defaultdict(list)
+    for _ in range(rounds):
+        for length in LENGTHS:
+            for name, answer in ask(live, prompt(length, seed=length)).items():
+                times[length, name].append(1e3 * answer.ttft_seconds)
+                if name == "ours":
+                    served[length].append(answer.external_cached_tokens)
+    rows = []
+    for length in LENGTHS:
+        compute, load, ours = (percentile(times[length, name], 50) for name in ("compute", "load", "ours"))
+        rows.append(
+            Crossing(
+                latency_ms=latency_ms,
+                mb_per_second=mb_per_second,
+                tokens=length,
+                compute_p50_ms=compute,
+                load_p50_ms=load,
+                ours_p50_ms=ours,
+                ours_p90_ms=percentile(times[length, "ours"], 90),
+                loaded=sum(tokens > 0 for tokens in served[length]) / rounds,
+                ratio=ours / min(compute, load),
+            )
+        )
+    return rows
+
+
+def table_of(rows: Sequence[Crossing]) -> Table:
+    table = Table(title="Time to first token of stored prompts, ms")
+    for column in ("tier", "tokens", "compute p50", "load p50", "ours p50", "ours p90", "loaded", "ratio"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        figures = (row.compute_p50_ms, row.load_p50_ms, row.ours_p50_ms, row.ours_p90_ms)
+        tier = f"{row.latency_ms:g} ms, {row.mb_per_second:g} MB/s"
+        cells = [f"{figure:.1f}" for figure in figures]
+        table.add_row(tier, str(row.tokens), *cells, f"{row.loaded:.0%}", f"{row.ratio:.2f}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--latency-ms", type=float, nargs="+", default=[1, 10, 100, 500])
+    parser.add_argument("--mb-per-second", type=float, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--rounds", type=int, default=5, help="measured requests per tier and length")
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    run = Run(arguments)
+    console = Console(width=120)
+    rows: list[Crossing] = []
+    with tempfile.TemporaryDirectory(prefix="offload-core-bench-") as name:
+        folder = Path(name)
+        model = tiny_models.write_gemma3(folder / "model", dtype="float32", shape=SHAPE)
+        fill = spec(model, folder / "stored", "always")
+        fill.rounds = [Round(name="fill", prompts=[prompt(length, seed=length) for length in LENGTHS])]
+        assert fill.kv_transfer_config is not None
+        run_in_process(fill, timeout_seconds=600, fresh_interpreter=True)
+        prepare_environment(fill)
+        for latency in arguments.latency_ms:
+            for speed in arguments.mb_per_second:
+                place = folder / f"{latency:g}-{speed:g}"
+                with engines(model, folder / "stored", place) as live:
+                    rows += measure(live, latency, speed, arguments.rounds)
+                console.print(table_of(rows[-len(LENGTHS) :]))
+    console.print(table_of(rows))
+    worst = max(row.ratio for row in rows)
+    within = sum(row.ratio <= AIM for row in rows)
+    console.print(f"{within} of {len(rows)} within {AIM} (aim: all); worst {worst:.2f}")
+    run.write(Crossover(rows=rows))
+
+
+if __name__ == "__main__":
+    main()
