@@ -84,6 +84,7 @@ class Entry:
 
 CATALOGUE = (
     Entry("ttft", rows.Ttft, tables.ttft, findings.ttft, drawings.ttft, 3.2),
+    Entry("crossover", rows.Crossover, tables.crossover, findings.crossover, drawings.crossover, 4.2),
     Entry("scheduler", rows.Scheduler, tables.scheduler, findings.scheduler, drawings.scheduler, 3.7),
     Entry("scheduler_own", rows.Scheduler, tables.scheduler, findings.scheduler, drawings.scheduler, 3.7),
     Entry("backends", rows.Backends, tables.backends, findings.backends, drawings_backends.backends, 8.5),

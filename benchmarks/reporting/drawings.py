@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from benchmarks.reporting.rows import Faults, FaultyFirstToken, Scheduler, Ttft
+from benchmarks.reporting.rows import Crossover, Faults, FaultyFirstToken, Scheduler, Ttft
 from benchmarks.reporting.style import BLUE, GREEN, GREY, ORANGE, RED, x_grid, y_grid
 from benchmarks.reporting.tables import cold_lookups, tokens
 
@@ -33,6 +33,35 @@ def ttft(figure: Figure, results: Ttft) -> None:
         f"time to first token, ms, prompts of {results.prompt_tokens:,} tokens\n"
         "bar: p50, line: to p99; in brackets: p50 beside the local prefix cache"
     )
+
+
+def crossover(figure: Figure, results: Crossover) -> None:
+    """Draw a panel for each speed of the link, with a line for each latency and a dashed one for compute."""
+    speeds = sorted({row.mb_per_second for row in results.rows})
+    panels: Sequence[Axes] = np.atleast_1d(figure.subplots(1, len(speeds), sharey=True)).tolist()
+    for axes, speed in zip(panels, speeds, strict=True):
+        mine = [row for row in results.rows if row.mb_per_second == speed]
+        latencies = sorted({row.latency_ms for row in mine})
+        for latency, colour in zip(latencies, (GREEN, BLUE, ORANGE, RED), strict=False):
+            rows = [row for row in mine if row.latency_ms == latency]
+            lengths = [row.tokens for row in rows]
+            axes.plot(lengths, [row.load_p50_ms for row in rows], color=colour, ls=":", label=f"load, {latency:g} ms")
+            axes.plot(
+                lengths, [row.ours_p50_ms for row in rows], color=colour, marker="o", label=f"ours, {latency:g} ms"
+            )
+        rows = [row for row in mine if row.latency_ms == latencies[0]]
+        compute = [float(np.median([row.compute_p50_ms for row in mine if row.tokens == one.tokens])) for one in rows]
+        axes.plot([row.tokens for row in rows], compute, color=GREY, ls="--", label="compute")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xticks([row.tokens for row in rows], [f"{row.tokens:,}" for row in rows])
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter(PLAIN)
+        axes.set_title(f"{speed:,.0f} MB/s")
+        axes.set_xlabel("tokens of the prompt")
+        y_grid(axes)
+    panels[0].set_ylabel("first token, p50, ms")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
 
 
 def scheduler(figure: Figure, results: Scheduler) -> None:

@@ -9,6 +9,7 @@ from benchmarks.reporting.rows import (
     Codecs,
     Compression,
     CpuMemory,
+    Crossover,
     DiskCapacity,
     DiskScan,
     Faults,
@@ -32,6 +33,17 @@ def ttft(results: Ttft) -> str:
     return (
         f"From a cold disk the first token comes {p50['recompute'] / cold:.0f} times sooner than by recompute; "
         f"it takes {cold / p50['local prefix cache']:.2f} times as long as from the local prefix cache"
+    )
+
+
+def crossover(results: Crossover) -> str:
+    """Compare ours with the better of loading and computing, and with the worse."""
+    aim, rows = 1.05, results.rows
+    spared = max(max(row.compute_p50_ms, row.load_p50_ms) / row.ours_p50_ms for row in rows)
+    return (
+        f"In {sum(row.ratio <= aim for row in rows)} of {len(rows)} cases the first token comes within {aim} times the "
+        f"better of load and compute (worst: {max(row.ratio for row in rows):.2f}); the other choice costs up to "
+        f"{spared:.0f} times as much"
     )
 
 
