@@ -1,4 +1,4 @@
-"""The scheduler half's beliefs about chunks: present, pending, or excluded."""
+"""The scheduler half's beliefs about chunks: present, pending, absent, or excluded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ChunkLedger:
     """Beliefs about chunks, so that no chunk is copied twice and no bad hit is offered again (invariant I5).
 
     A chunk is *present* from the begin of its store, or once it was loaded. Its store is *pending* until every rank has
-    reported the end. After a load did not get a chunk from a tier, the chunk is *excluded* there for a minute, or until
+    reported the end. It is *absent* after a store that failed on some rank. After a load did not get a chunk from a tier, the chunk is *excluded* there for a minute, or until
     it is stored again. All beliefs may be forgotten at any time. Then a chunk is offered to the tiers once more, and
     they report that they have it.
 
@@ -30,6 +30,7 @@ class ChunkLedger:
         self._max_pending_seconds = max_pending_seconds
         self._present: OrderedDict[ChunkRef, float] = OrderedDict()  # time of the end of its store, or 0
         self._pending: dict[ChunkRef, tuple[int, float]] = {}
+        self._absent: OrderedDict[ChunkRef, None] = OrderedDict()
         self._excluded: dict[tuple[str, ChunkRef], float] = {}
 
     def is_present(self, ref: ChunkRef) -> bool:
@@ -38,6 +39,10 @@ class ChunkLedger:
             return False
         self._present.move_to_end(ref)
         return True
+
+    def is_absent(self, ref: ChunkRef) -> bool:
+        """Return whether the last store of ``ref`` is known to have failed. ``False`` if nothing is known."""
+        return ref in self._absent
 
     def is_pending(self, ref: ChunkRef) -> bool:
         """Return whether the store of ``ref`` has begun and not ended on every rank."""
@@ -57,6 +62,9 @@ class ChunkLedger:
         """
         for ref in not_stored:
             self._present.pop(ref, None)
+            self._absent[ref] = None
+            if len(self._absent) > _MAX_PRESENT_CHUNKS:
+                self._absent.popitem(last=False)
         stored_again: set[ChunkRef] = set()
         for ref, ranks in ended.items():
             left, until = self._pending.get(ref, (0, 0.0))
@@ -117,9 +125,11 @@ class ChunkLedger:
         """Forget everything."""
         self._present.clear()
         self._pending.clear()
+        self._absent.clear()
         self._excluded.clear()
 
     def _add_present(self, ref: ChunkRef, since: float) -> None:
+        self._absent.pop(ref, None)
         self._present[ref] = since
         self._present.move_to_end(ref)
         if len(self._present) > _MAX_PRESENT_CHUNKS:

@@ -130,6 +130,23 @@ def test_the_engine_is_asked_to_keep_the_state_at_a_junction(make: Make) -> None
     assert spare_of(half.step(b=96), STATE_NAME) == {2: False, 3: True, 4: False}
 
 
+def test_what_lies_behind_a_missing_chunk_is_spare_until_that_chunk_is_stored(make: Make) -> None:
+    half = make(FULL, WINDOW)
+    item = half.follow(request("a"))
+    step = half.step(a=80)
+    (missing,) = (one.chunk for one in step.stores if one.chunk.pack == FULL_NAME and one.chunk.chunk_hash[1] == 2)
+    half.report([one.chunk for one in step.stores], not_stored={missing})
+    half.finish(item)
+    touched = half.touched()
+    assert {(pack, unit) for pack, unit, spare in touched if not spare} == {(FULL_NAME, 0), (FULL_NAME, 1)}
+    assert {(pack, unit) for pack, unit, spare in touched if spare} > {(FULL_NAME, 3), (FULL_NAME, 4), (WINDOW_NAME, 4)}
+
+    again = half.follow(request("b"))
+    assert [one.chunk for one in half.store(b=80).stores] == [missing]
+    half.finish(again)
+    assert {(pack, unit) for pack, unit, spare in half.touched() if spare} == set()
+
+
 def test_a_request_is_touched_from_its_end_to_its_head(make: Make) -> None:
     half = make(FULL, WINDOW)
     item = half.follow(request("a"))

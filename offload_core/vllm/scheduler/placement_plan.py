@@ -53,6 +53,7 @@ class PlacementPlan:
         self._ranks_namespaces = ranks_namespaces
         self._history = BoundaryHistory()
         self._has_states = any(pack.policy.kind == "state" for pack in planner.packs)
+        self._attention = {pack.name for pack in planner.packs if pack.policy.kind == "full"}
         self._planned: list[_PlannedTouches] = []
 
     def stores(self, state: RequestState, pack: Pack, unit: int) -> bool:
@@ -101,7 +102,7 @@ class PlacementPlan:
             if now < planned.due and any(map(self._is_pending, planned.touches)):
                 waiting.append(planned)
             else:
-                for touch in planned.touches:
+                for touch in self._spare_behind_gap(planned.touches):
                     touches.pop(touch.chunk, None)  # so that it moves to the end
                     touches[touch.chunk] = touch
         self._planned = waiting
@@ -134,6 +135,19 @@ class PlacementPlan:
         if self._any_spares and has_names:
             touches = [ChunkTouch(state.ref(touch.pack, touch.unit), touch.spare) for touch in path]
             self._planned.append(_PlannedTouches(touches, time.monotonic() + delay_seconds))
+
+    def _spare_behind_gap(self, touches: Sequence[ChunkTouch]) -> list[ChunkTouch]:
+        """Make everything spare that lies behind a missing chunk of full attention, since no prefix can reach it.
+
+        Args:
+            touches: of one path, the deepest first.
+        """
+        marked: list[ChunkTouch] = []
+        gap = False
+        for touch in reversed(touches):
+            gap = gap or (touch.chunk.pack in self._attention and self._ledger.is_absent(touch.chunk))
+            marked.append(touch._replace(spare=True) if gap else touch)
+        return marked[::-1]
 
     def _is_pending(self, touch: ChunkTouch) -> bool:
         return self._ledger.is_pending(touch.chunk)

@@ -94,3 +94,15 @@ def test_clear_forgets_everything(ledger: ChunkLedger) -> None:
     assert not ledger.is_present(ref(1))
     assert not ledger.any_arriving([ref(1)], NEVER)
     assert not ledger.excluded
+
+
+def test_a_chunk_is_absent_from_a_failed_store_until_the_next_one(ledger: ChunkLedger) -> None:
+    assert not ledger.is_absent(ref(1)), "nothing is known"
+    ledger.store_started(ref(1))
+    ledger.stores_ended({ref(1): 1}, {ref(1)})
+    assert ledger.is_absent(ref(1))
+    ledger.store_started(ref(1))
+    assert not ledger.is_absent(ref(1))
+    ledger.stores_ended({ref(1): 2}, {ref(1)})
+    ledger.loaded([ref(1)])
+    assert not ledger.is_absent(ref(1)), "another engine has stored it"
