@@ -16,9 +16,9 @@ class ChunkLedger:
     """Beliefs about chunks, so that no chunk is copied twice and no bad hit is offered again (invariant I5).
 
     A chunk is *present* from the begin of its store, or once it was loaded. Its store is *pending* until every rank has
-    reported the end. It is *absent* after a store that failed on some rank. After a load did not get a chunk from a tier, the chunk is *excluded* there for a minute, or until
-    it is stored again. All beliefs may be forgotten at any time. Then a chunk is offered to the tiers once more, and
-    they report that they have it.
+    reported the end. It is *absent* after a store that failed on some rank. After a load did not get a chunk from a
+    tier, the chunk is *excluded* there for a minute, or until it is stored again. All beliefs may be forgotten at any
+    time. Then a chunk is offered to the tiers once more, and they report that they have it.
 
     Args:
         num_ranks: ranks that report on each store.
