@@ -58,7 +58,10 @@ class _Query:
         limit = await self._depth()
         if limit is None:
             return None
-        search = self._planner.search(self._query.computed_tokens, limit, _FIRST_BATCH_UNITS)
+        query = self._query
+        search = self._planner.search(
+            query.computed_tokens, limit, _FIRST_BATCH_UNITS, local_attention_tokens=query.local_attention_tokens
+        )
         try:
             ranges = next(search)
             while True:
@@ -104,7 +107,7 @@ class _Query:
 
     def _units_to_search(self, pack: Pack) -> range:
         """Return the units of a pack between the deepest known one and the first that must not be loaded."""
-        first = self._query.computed_tokens // pack.unit_tokens
+        first = max(self._query.computed_tokens, self._query.local_attention_tokens) // pack.unit_tokens
         end = pack.units_in(self._planner.storable_prefix(self._query.limit_tokens))
         if self._excluded and pack.policy.kind == "full":
             excluded = next((unit for unit in range(first, end) if self._ref(pack, unit) in self._excluded), None)
