@@ -67,6 +67,28 @@ def keep_state_at(request: Request, boundary_tokens: int) -> None:
         request.shared_prefix_boundary = boundary_tokens
 
 
+def can_report_attention_alone(kv_cache_config: KVCacheConfig) -> bool:
+    """Return whether the engine can report the depth of full attention if it lacks the recurrent states there.
+
+    This came with 0.32. It reports the depth of the first group, so all groups of full attention must be alike.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    if (0, 0) < _release() < (0, 32):
+        return False
+    if not hasattr(KVConnectorBase_V1, "supports_divergent_local_hybrid_hits"):
+        return False
+    specs = [
+        kv_cache_config.kv_cache_groups[index].kv_cache_spec for index in kv_cache_config.prefix_cacheable_group_ids
+    ]
+    attention = [spec for spec in specs if not isinstance(spec, MambaSpec)]
+    return hasattr(KVCacheManager, "get_computed_blocks_for_connector") and all(
+        spec == attention[0] for spec in attention
+    )
+
+
 def prefix_replay_tokens(spec: KVCacheSpec) -> int:
     """Return the number of a hit's tokens that the group computes again; 0.30 has no such groups."""
     return int(getattr(spec, "prefix_replay_tokens", 0))

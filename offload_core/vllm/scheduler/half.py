@@ -24,6 +24,7 @@ from offload_core.simulation.trace_recorder import TraceRecorder
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.vllm.metadata import RequestLoad, StepMetadata, StepReport
 from offload_core.vllm.model.lora import AdapterIdentities
+from offload_core.vllm.scheduler.backfill import Backfill
 from offload_core.vllm.scheduler.block_holders import BlockHolders
 from offload_core.vllm.scheduler.load_offers import LoadOffers
 from offload_core.vllm.scheduler.load_plan import plan_load
@@ -32,6 +33,7 @@ from offload_core.vllm.scheduler.request_state import RequestOptions, RequestSta
 from offload_core.vllm.scheduler.store_plan import StorePlan
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -84,8 +86,16 @@ class SchedulerHalf:
         self._ledger = ChunkLedger(num_ranks, settings.lookup_timeout_seconds)
         self._block_holders = BlockHolders(num_blocks - 1)  # one block is vLLM's null block
         self._placement = PlacementPlan(settings.placement, planner, self._ledger, self._tiers, self._ranks_namespaces)
+        self._backfill = Backfill(planner)
         self._offers = LoadOffers(
-            planner, self._tiers, lookups, self._ledger, self._block_holders, self._placement, self._ranks_namespaces
+            planner,
+            self._tiers,
+            lookups,
+            self._ledger,
+            self._block_holders,
+            self._placement,
+            self._backfill,
+            self._ranks_namespaces,
         )
         self._store_plan = StorePlan(planner, self._ledger, self._placement, prompt_only=settings.offload_prompt_only)
         self._trace: TraceRecorder | None = None
@@ -101,6 +111,16 @@ class SchedulerHalf:
         """Take each rank's layout, which completes every rank's identity."""
         self._layouts = layouts
         self._namespaces.clear()
+
+    def bind_block_pool(self, block_pool: BlockPool) -> None:
+        """Use the engine's block pool to load states alone, if this engine loads."""
+        if self._engine_options.load:
+            self._backfill.bind(block_pool)
+
+    @property
+    def expects_attention_alone(self) -> bool:
+        """Whether the engine should report the depth of its full attention in the next question."""
+        return self._backfill.expects_attention_alone
 
     def on_new_request(self, request: Request) -> None:
         """Start to follow a request, unless the request's and the engine's options exclude both loads and stores."""
@@ -150,6 +170,7 @@ class SchedulerHalf:
         load = RequestLoad(state.job_id, request.request_id, offer.tier, tuple(chunks or ()), chunks is None, waited)
         self._new_loads.append(load)
         self._offers.load_begins(state, [item.chunk for item in load.chunks])
+        self.counters.add("backfills", offer.tier, int(offer.backfill))
 
     def build_step(self, output: SchedulerOutput) -> StepMetadata:
         """Return the workers' loads and stores of this step."""
@@ -261,6 +282,7 @@ class SchedulerHalf:
 
     def _forget(self, request: Request) -> None:
         state = self._requests.pop(request.request_id, None)
+        self._backfill.forget(request.request_id)
         if state is not None and state.job_id is not None:
             self._cancelled_jobs.append(state.job_id)
             self._offers.load_ended(state)

@@ -62,14 +62,16 @@ class Offer:
     """An offer to the engine: to load the prefix up to ``boundary_tokens`` from ``tier``.
 
     Args:
-        computed_tokens: prefix that the engine holds itself.
+        computed_tokens: prefix that the engine holds itself; with ``backfill``, its full attention only.
         expires: end of the offer, by the monotonic clock in seconds.
+        backfill: whether the engine must ask about its full attention alone.
     """
 
     computed_tokens: int
     boundary_tokens: int
     tier: str
     expires: float
+    backfill: bool = False
 
 
 @dataclass
@@ -108,6 +110,8 @@ class RequestState:
     """True if a load has failed or got only a part; one more may be offered."""
     offers_left: int = 0
     """After a failed load: number of further offers. The engine may have no free blocks for an offer."""
+    unanswered_backfills: int = 0
+    """Number of questions that came from another depth than the one its backfill needs."""
 
     def ref(self, pack: Pack, unit: int) -> ChunkRef:
         """Return the chunk of this request at a unit's index."""

@@ -1,0 +1,98 @@
+"""Backfill: where the engine holds full attention deeper than recurrent states, a load brings only the states.
+
+An engine evicts a request's states before its attention. Then it can go on only from an earlier state, or from none,
+although most of the bytes are still there. vLLM can be told to report the depth of attention in place of the depth of
+both. The load then begins at that depth and brings the state at its end. Two more rules of vLLM matter:
+
+- A load has at least one block of every group. So if the state belongs at a depth that local attention covers, the
+  engine first forgets the last block of attention before it. That block is loaded with the state.
+- vLLM asks the connector for its choice before it looks at a request, and does not name the request. So the choice is
+  "both", except between the decision to backfill a request and the next question about it. Other requests that are
+  asked in between may get the depth of attention too. They get no load that begins there unless it brings a state.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from offload_core.planning.planner import HybridOffloadPlanner
+from offload_core.vllm.scheduler.local_cache import LocalCache, LocalPrefix, has_only_attention_and_states
+from offload_core.vllm.scheduler.request_state import Offer, RequestState
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+_MAX_UNANSWERED = 2
+
+
+class Backfill:
+    """Decides where loads begin. All methods run on the engine thread.
+
+    It does nothing until :meth:`bind` is called.
+    """
+
+    def __init__(self, planner: HybridOffloadPlanner) -> None:
+        self._planner = planner
+        self._cache: LocalCache | None = None
+        self._expected: dict[str, float] = {}
+        """Requests whose next question should be about attention alone, and the ends of their offers."""
+
+    def bind(self, block_pool: BlockPool) -> None:
+        """Use the engine's block pool, if the model has only full attention and recurrent states."""
+        if has_only_attention_and_states(self._planner):
+            self._cache = LocalCache(block_pool, self._planner)
+
+    @property
+    def expects_attention_alone(self) -> bool:
+        """Whether the engine should report the depth of attention in the next question."""
+        return any(time.monotonic() < until for until in self._expected.values())
+
+    def local_prefix(self, state: RequestState, computed_tokens: int) -> LocalPrefix:
+        """Return the prefix that the engine holds for a request.
+
+        Args:
+            computed_tokens: the prefix in the engine's question.
+        """
+        if self._cache is None:
+            return LocalPrefix(computed_tokens, computed_tokens)
+        local = self._cache.prefix(state.request, computed_tokens)
+        if state.unanswered_backfills >= _MAX_UNANSWERED:
+            return LocalPrefix(local.computed_tokens, local.computed_tokens)
+        return local
+
+    def begin_of_load(self, state: RequestState, local: LocalPrefix, boundary_tokens: int) -> int | None:
+        """Return the depth in tokens at which the load to a boundary should begin.
+
+        A result of ``local.computed_tokens`` means a load as without backfill.
+
+        Returns:
+            ``None`` if the boundary was found on condition of a backfill, and there will be none for this request.
+        """
+        if self._cache is None or boundary_tokens <= local.computed_tokens:
+            return local.computed_tokens
+        begin = min(local.attention_tokens, boundary_tokens - self._planner.hash_block_size)
+        if self._objects(begin, boundary_tokens) >= self._objects(local.computed_tokens, boundary_tokens):
+            return local.computed_tokens
+        if begin < local.attention_tokens and not self._cache.forget_attention(state.request, boundary_tokens):
+            state.unanswered_backfills = _MAX_UNANSWERED
+            return None
+        return begin
+
+    def expect(self, state: RequestState, offer: Offer) -> None:
+        """Note that a request's offer waits for a question from its own beginning."""
+        if offer.backfill:
+            self._expected[state.request.request_id] = offer.expires
+
+    def asked(self, state: RequestState, computed_tokens: int) -> None:
+        """Note a question about a request. After a few expected ones that do not come, it gets no backfill."""
+        until = self._expected.pop(state.request.request_id, 0.0)
+        if time.monotonic() < until and state.offer is not None and state.offer.computed_tokens != computed_tokens:
+            state.unanswered_backfills += 1
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._expected.pop(request_id, None)
+
+    def _objects(self, computed_tokens: int, boundary_tokens: int) -> int:
+        return sum(len(pack.needed_units(computed_tokens, boundary_tokens)) for pack in self._planner.packs)
