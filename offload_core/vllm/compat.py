@@ -70,7 +70,8 @@ def keep_state_at(request: Request, boundary_tokens: int) -> None:
 def can_report_attention_alone(kv_cache_config: KVCacheConfig) -> bool:
     """Return whether the engine can report the depth of full attention if it lacks the recurrent states there.
 
-    This came with 0.32. It reports the depth of the first group, so all groups of full attention must be alike.
+    This came with 0.32. It looks groups of one spec up together, so there must be one spec of recurrent groups and one
+    of all others.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -80,13 +81,13 @@ def can_report_attention_alone(kv_cache_config: KVCacheConfig) -> bool:
         return False
     if not hasattr(KVConnectorBase_V1, "supports_divergent_local_hybrid_hits"):
         return False
-    specs = [
-        kv_cache_config.kv_cache_groups[index].kv_cache_spec for index in kv_cache_config.prefix_cacheable_group_ids
-    ]
-    attention = [spec for spec in specs if not isinstance(spec, MambaSpec)]
-    return hasattr(KVCacheManager, "get_computed_blocks_for_connector") and all(
-        spec == attention[0] for spec in attention
-    )
+    if not hasattr(KVCacheManager, "get_computed_blocks_for_connector"):
+        return False
+    groups = kv_cache_config.kv_cache_groups
+    specs = [groups[index].kv_cache_spec for index in kv_cache_config.prefix_cacheable_group_ids]
+    recurrent = [spec for spec in specs if isinstance(spec, MambaSpec)]
+    others = [spec for spec in specs if not isinstance(spec, MambaSpec)]
+    return all(spec == kind[0] for kind in (recurrent, others) for spec in kind)
 
 
 def prefix_replay_tokens(spec: KVCacheSpec) -> int:

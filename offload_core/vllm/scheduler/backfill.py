@@ -61,22 +61,18 @@ class Backfill:
             return LocalPrefix(local.computed_tokens, local.computed_tokens)
         return local
 
-    def begin_of_load(self, state: RequestState, local: LocalPrefix, boundary_tokens: int) -> int | None:
-        """Return the depth in tokens at which the load to a boundary should begin.
+    def begin_of_load(self, state: RequestState, local: LocalPrefix, boundary_tokens: int) -> int:
+        """Return the depth in tokens at which the load to a boundary begins; prepare the local cache for it.
 
-        A result of ``local.computed_tokens`` means a load as without backfill.
-
-        Returns:
-            ``None`` if the boundary was found on condition of a backfill, and there will be none for this request.
+        It is ``local.computed_tokens`` for a load as without backfill, which is the choice if both load the same.
         """
         if self._cache is None or boundary_tokens <= local.computed_tokens:
             return local.computed_tokens
         begin = min(local.attention_tokens, boundary_tokens - self._planner.hash_block_size)
         if self._objects(begin, boundary_tokens) >= self._objects(local.computed_tokens, boundary_tokens):
             return local.computed_tokens
-        if begin < local.attention_tokens and not self._cache.forget_attention(state.request, boundary_tokens):
-            state.unanswered_backfills = _MAX_UNANSWERED
-            return None
+        if begin < local.attention_tokens:
+            self._cache.forget_attention(state.request, boundary_tokens)
         return begin
 
     def expect(self, state: RequestState, offer: Offer) -> None:

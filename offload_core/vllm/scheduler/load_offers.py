@@ -154,7 +154,7 @@ class LoadOffers:
                 return self._ask_again(state, "lookup")
             state.offer = self._choose_offer(state, state.lookup, local)
             if state.offer is None:
-                self._start_lookup(state, self._backfill.local_prefix(state, computed_tokens))
+                self._start_lookup(state, local)
                 return self._ask_again(state, "lookup")
         boundary = state.offer.boundary_tokens
         if boundary <= local.computed_tokens:
@@ -218,8 +218,7 @@ class LoadOffers:
     def _choose_offer(self, state: RequestState, lookup: Lookup, local: LocalPrefix) -> Offer | None:
         """Choose the tier with the highest matched tokens times weight; ``None`` to look up again.
 
-        It looks up again, for a short while, if a missing chunk is on its way to the tiers. It also does so if the load
-        has to begin earlier than the lookup did.
+        It looks up again, for a short while, if a missing chunk is on its way to the tiers.
         """
         state.lookup = None
         missing = lookup.missing()
@@ -229,10 +228,8 @@ class LoadOffers:
         attention_tokens = lookup.attention_tokens()
         if self._ledger.not_found(missing):  # store evicted chunks again, with all chunks behind them
             self._ledger.forget(state.refs_behind(self._planner, attention_tokens if self._has_attention else 0))
-        begin = self._backfill.begin_of_load(state, local, boundary)
-        if begin is None:
-            return None
         self._placement.looked_up(state, PrefixDepth(boundary, attention_tokens))
+        begin = self._backfill.begin_of_load(state, local, boundary)
         expires = time.monotonic() + _OFFER_LIFE_SECONDS
         return Offer(begin, boundary, tier, expires, backfill=begin > local.computed_tokens)
 

@@ -48,26 +48,19 @@ class LocalCache:
         resumable = depth
         while resumable and not self._holds(request, resumable - 1, self._state_groups):
             resumable -= 1
-        if resumable < depth and any(
-            self._holds(request, block, [group]) for block in range(depth, end) for group in self._state_groups
-        ):
+        if resumable < depth and any(self._holds(request, block, self._state_groups) for block in range(depth, end)):
             depth = resumable
         return LocalPrefix(resumable * self._block_tokens, depth * self._block_tokens)
 
-    def forget_attention(self, request: Request, boundary_tokens: int) -> bool:
-        """Remove the last block of attention before a boundary from the prefix cache, but not from requests.
+    def forget_attention(self, request: Request, boundary_tokens: int) -> None:
+        """Remove the last block of attention before a boundary from the prefix cache.
 
-        Returns:
-            ``False`` if a request uses the block, because others will probably want it soon.
+        Requests that use the block keep it.
         """
         block_hash = request.block_hashes[boundary_tokens // self._block_tokens - 1]
         group = self._attention_groups[0]  # without one group's block there is no hit in the others
-        while (held := self._pool.get_cached_block(block_hash, [group])) is not None:
-            (block,) = held
-            if block.ref_cnt:
-                return False
-            self._pool.evict_blocks({block.block_id})
-        return True
+        while blocks := self._pool.get_cached_block(block_hash, [group]):  # there may be several with these tokens
+            self._pool.evict_blocks({block.block_id for block in blocks})
 
     def _holds(self, request: Request, block: int, groups: list[int]) -> bool:
         return self._pool.get_cached_block(request.block_hashes[block], groups) is not None

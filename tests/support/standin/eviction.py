@@ -21,9 +21,9 @@ def groups(kv_cache_config: KVCacheConfig, kind: str) -> list[int]:
     return [index for index, spec in enumerate(specs) if isinstance(spec, KINDS[kind])]
 
 
-def evict(pool: BlockPool, kv_cache_config: KVCacheConfig, kind: str) -> int:
-    """Evict all cached blocks of a kind of group; returns their number."""
-    chosen = groups(kv_cache_config, kind)
+def evict(pool: BlockPool, kv_cache_config: KVCacheConfig, kind: str, max_groups: int | None = None) -> int:
+    """Evict all cached blocks of a kind of group, or of the first groups of that kind; returns their number."""
+    chosen = groups(kv_cache_config, kind)[:max_groups]
     ids = {
         block.block_id
         for block in pool.blocks
