@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from offload_core.vllm.connector import HybridOffloadConnector
-from offload_core.vllm.scheduler import half
+from offload_core.vllm.scheduler.load_plan import plan_load
 from tests.standin.rig import Rig
 from tests.standin.scripted_disk import Script
 from tests.standin.test_geometries import slow_and_unreliable
+from tests.support.local_eviction import evict, evict_path
 from tests.support.standin.cache import WrongBytesError
 from tests.support.standin.engine import StandInEngine
-from tests.support.standin.eviction import evict, evict_path
 from tests.support.standin.geometries import MODELS
 from tests.support.standin.workload import drive, make_workload, reference
 
@@ -204,13 +205,11 @@ def test_an_engine_that_always_reports_attention_alone(rig: Rig, monkeypatch: py
 
 
 def test_a_state_that_is_claimed_and_not_loaded_is_seen(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_load = half.plan_load
-
     def without_states(*args: Any) -> Any:
         return [item for item in plan_load(*args) or () if not item.chunk.pack.startswith("state")]
 
     engine = engine_with(rig)
-    monkeypatch.setattr(half, "plan_load", without_states)
+    monkeypatch.setattr("offload_core.vllm.scheduler.half.plan_load", without_states)
     with pytest.raises(WrongBytesError, match=f"the state after {LONG * BLOCK} tokens is not in"):
         rig.run(engine, prompt(LONG))
     for request in engine.unfinished():
@@ -257,6 +256,26 @@ def test_a_load_that_fails_ends_in_the_right_output(rig: Rig, fault: str) -> Non
     (again,) = rig.run(engine, prompt(LONG))
     assert engine.outputs[again] == reference(tuple(prompt(LONG)), 4)
     assert engine.counters["recomputed_requests|all"] > 0
+
+
+def test_a_model_with_windows_too_gets_no_backfill(rig: Rig) -> None:
+    model = MODELS["qwen3_next"]()
+    full = model.layers["model.layers.3"]
+    assert isinstance(full, FullAttentionSpec)
+    window = SlidingWindowSpec(
+        block_size=BLOCK, num_kv_heads=full.num_kv_heads, head_size=full.head_size, dtype=full.dtype, sliding_window=640
+    )
+    layers = {f"model.layers.{i}": window if i % 4 == 0 else model.layers[f"model.layers.{i}"] for i in range(4)}
+    engine = rig.engine(dataclasses.replace(model, layers=layers, num_blocks=80))
+    rig.run(engine, prompt(LONG))
+    for kinds in (("states",), ("windows",), ("states", "windows")):
+        for kind in kinds:
+            evict_locally(engine, kind)
+        engine.counters.clear()
+        (again,) = rig.run(engine, prompt(LONG))
+        assert engine.outputs[again] == reference(tuple(prompt(LONG)), 4)
+        assert engine.served[again].external_tokens == LONG * BLOCK
+        assert engine.counters["backfills|disk"] == 0
 
 
 def evicting(rig: Rig, engine: StandInEngine, seed: int) -> Any:

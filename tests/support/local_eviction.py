@@ -10,6 +10,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSp
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
 KINDS = {"attention": FullAttentionSpec, "states": MambaSpec, "windows": SlidingWindowSpec}
@@ -22,7 +23,7 @@ def groups(kv_cache_config: KVCacheConfig, kind: str) -> list[int]:
 
 
 def evict(pool: BlockPool, kv_cache_config: KVCacheConfig, kind: str, max_groups: int | None = None) -> int:
-    """Evict all cached blocks of a kind of group, or of the first groups of that kind; returns their number."""
+    """Evict all cached blocks of a kind of group, or of the first groups of that kind; return their number."""
     chosen = groups(kv_cache_config, kind)[:max_groups]
     ids = {
         block.block_id
@@ -34,7 +35,7 @@ def evict(pool: BlockPool, kv_cache_config: KVCacheConfig, kind: str, max_groups
 
 
 def evict_path(pool: BlockPool, kv_cache_config: KVCacheConfig, kind: str, request: Request, first_token: int) -> int:
-    """Evict the blocks of a kind of group that hold a request's tokens from ``first_token`` on; returns their number."""
+    """Evict the blocks that hold a request's tokens from ``first_token`` on in a kind of group; return their number."""
     ids = {
         block.block_id
         for group in groups(kv_cache_config, kind)
@@ -46,7 +47,7 @@ def evict_path(pool: BlockPool, kv_cache_config: KVCacheConfig, kind: str, reque
     return len(ids)
 
 
-def _path(pool: BlockPool, request: Request, group: int, block_tokens: int, first_token: int) -> Iterator[object]:
+def _path(pool: BlockPool, request: Request, group: int, block_tokens: int, first_token: int) -> Iterator[KVCacheBlock]:
     factor = block_tokens // pool.hash_block_size
     for index in range(first_token // block_tokens, len(request.block_hashes) // factor):
         yield from pool.get_cached_block(request.block_hashes[(index + 1) * factor - 1], [group]) or ()
