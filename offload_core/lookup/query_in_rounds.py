@@ -53,6 +53,7 @@ class _Query:
         self._left = MAX_QUESTIONS
         self._missing: list[ChunkRef] = []
         self._excluded = {ref for name, ref in query.excluded if name == tier.name}
+        self._attention_packs = {pack.name for pack in planner.packs if pack.policy.kind == "full"}
 
     async def answer(self) -> PrefixAnswer | None:
         limit = await self._depth()
@@ -120,17 +121,16 @@ class _Query:
     async def _present(self, parts: Sequence[UnitRange]) -> list[list[bool]] | None:
         """Return the presence of units, one list per part; ``None`` after the deadline.
 
-        Units of full attention are present, because the search ends where they do. Other units beyond the allowed
-        number of questions count as missing, the lowest ones first.
+        Units of full attention are present, because the search ends where they do. Below local attention, the other
+        units of a boundary speak for them. Units beyond the allowed number of questions count as missing, the lowest
+        ones first.
         """
         present: dict[tuple[Pack, int], bool] = {}
         unknown: list[tuple[Pack, int]] = []
         for place in ((part.pack, unit) for part in parts for unit in part.units):
-            if place[0].policy.kind == "full":
-                present[place] = True
-            elif self._ref(*place) in self._excluded:
+            if self._excluded and self._ref(*place) in self._excluded:
                 self._missing.append(self._ref(*place))
-            elif self._key(*place) in self._known:
+            elif place[0].name in self._attention_packs or self._key(*place) in self._known:
                 present[place] = True
             else:
                 unknown.append(place)

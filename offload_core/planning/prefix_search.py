@@ -6,7 +6,7 @@ downwards from the deepest candidate.
 
 The engine may hold full attention deeper than windows or states, because it evicted these. Then the first part begins
 where its attention ends. The second part goes on below that depth. There a boundary also needs the last unit of full
-attention before it, because the engine takes only loads of at least one block of every group.
+attention before it, because the engine takes no load without one.
 
 In both directions the batches grow: a miss costs little, and a long hit takes few round trips. The search asks about no
 unit twice, and its work is linear in the number of these units.

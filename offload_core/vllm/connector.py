@@ -207,7 +207,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Whether the next question should be about local full attention alone, since a load brings the states."""
+        """True if the next question should be about local full attention alone, because a load brings the states."""
         return self._scheduler_half is not None and self._scheduler_half.expects_attention_alone
 
     def on_new_request(self, request: Request) -> None:

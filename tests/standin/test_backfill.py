@@ -104,6 +104,24 @@ def test_an_earlier_boundary_has_the_only_state(rig: Rig) -> None:
     check(engine, again, prompt(LONG), SHORT - 1, 1, 2)
 
 
+def test_the_state_is_kept_where_local_attention_ends(rig: Rig) -> None:
+    engine = engine_with(rig, SHORT, LONG)
+    states_on_disk(rig.kv)[-1].unlink()
+    turn = [*prompt(LONG), *range(100, 100 + BLOCK)]
+    (request,) = rig.run(engine, turn)
+    check(engine, request, turn, SHORT - 1, 1, 2)
+    (again,) = rig.run(engine, prompt(LONG))
+    check(engine, again, prompt(LONG), LONG, 0, 2)
+
+
+def test_a_loaded_state_stays_in_the_local_cache(rig: Rig) -> None:
+    engine = engine_with(rig)
+    turns = [[*prompt(LONG), *range(first, first + BLOCK)] for first in (100, 200)]
+    for turn, local in zip(turns, (LONG - 1, LONG), strict=True):
+        (request,) = rig.run(engine, turn)
+        check(engine, request, turn, local, LONG - local, 2)
+
+
 def test_without_any_state_everything_is_computed(rig: Rig) -> None:
     engine = engine_with(rig)
     for path in states_on_disk(rig.kv):
@@ -160,13 +178,13 @@ def test_two_requests_with_one_prefix_load_it_once(rig: Rig) -> None:
     assert engine.counters["load_hits|disk"] == 2
 
 
-def test_requests_that_part_behind_the_boundary(rig: Rig) -> None:
+def test_requests_that_part_behind_the_boundary_load_its_state_once(rig: Rig) -> None:
     engine = engine_with(rig)
     turns = [[*prompt(LONG), *range(first, first + BLOCK)] for first in (100, 200, 300)]
     requests = rig.run(engine, *turns)
     assert [engine.outputs[request] for request in requests] == [reference(tuple(turn), 4) for turn in turns]
-    assert {engine.served[request].local_tokens for request in requests} == {(LONG - 1) * BLOCK}
-    assert engine.counters["load_hits|disk"] == 2 * len(turns)
+    assert [engine.served[request].external_tokens for request in requests] == [BLOCK, 0, 0]
+    assert engine.counters["load_hits|disk"] == 2
 
 
 def test_attention_that_a_running_request_uses_is_loaded_again(rig: Rig) -> None:

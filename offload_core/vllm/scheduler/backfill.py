@@ -1,8 +1,8 @@
 """Backfill: where the engine holds full attention deeper than recurrent states, a load brings only the states.
 
 An engine evicts a request's states before its attention. Then it can go on only from an earlier state, or from none,
-although most of the bytes are still there. vLLM can be told to report the depth of attention in place of the depth of
-both. The load then begins at that depth and brings the state at its end. Two more rules of vLLM matter:
+although most of the bytes are still there. A connector can let vLLM report the depth of attention in place of the depth
+of both. The load then begins at that depth and brings the state at its end. Two more rules of vLLM matter:
 
 - A load has at least one block of every group. So if the state belongs at a depth that local attention covers, the
   engine first forgets the last block of attention before it. That block is loaded with the state.
@@ -45,7 +45,7 @@ class Backfill:
 
     @property
     def expects_attention_alone(self) -> bool:
-        """Whether the engine should report the depth of attention in the next question."""
+        """True if the engine should report the depth of attention in the next question."""
         return any(time.monotonic() < until for until in self._expected.values())
 
     def local_prefix(self, state: RequestState, computed_tokens: int) -> LocalPrefix:

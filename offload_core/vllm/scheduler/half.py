@@ -22,6 +22,7 @@ from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.simulation.trace_recorder import TraceRecorder
 from offload_core.tiers.opening import close_tiers, open_tiers
+from offload_core.vllm.compat import keep_state_at
 from offload_core.vllm.metadata import RequestLoad, StepMetadata, StepReport
 from offload_core.vllm.model.lora import AdapterIdentities
 from offload_core.vllm.scheduler.backfill import Backfill
@@ -119,7 +120,7 @@ class SchedulerHalf:
 
     @property
     def expects_attention_alone(self) -> bool:
-        """Whether the engine should report the depth of its full attention in the next question."""
+        """True if the engine should report the depth of its full attention in the next question."""
         return self._backfill.expects_attention_alone
 
     def on_new_request(self, request: Request) -> None:
@@ -144,6 +145,9 @@ class SchedulerHalf:
             return 0
         matched = self._offers.matched_tokens(state, computed_tokens)
         self._placement.keep_state_at_junction(state)
+        if matched and state.offer is not None and state.offer.backfill:
+            # The engine sees a junction at the end of its attention, but not if it was asked about attention alone.
+            keep_state_at(request, state.offer.local_attention_tokens)
         return matched
 
     def load_tier(self, request_id: str) -> str | None:

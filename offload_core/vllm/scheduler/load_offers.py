@@ -231,7 +231,8 @@ class LoadOffers:
         self._placement.looked_up(state, PrefixDepth(boundary, attention_tokens))
         begin = self._backfill.begin_of_load(state, local, boundary)
         expires = time.monotonic() + _OFFER_LIFE_SECONDS
-        return Offer(begin, boundary, tier, expires, backfill=begin > local.computed_tokens)
+        attention_tokens = local.attention_tokens if begin > local.computed_tokens else 0
+        return Offer(begin, boundary, tier, expires, attention_tokens)
 
 
 def _may_load(state: RequestState) -> bool:

@@ -62,16 +62,21 @@ class Offer:
     """An offer to the engine: to load the prefix up to ``boundary_tokens`` from ``tier``.
 
     Args:
-        computed_tokens: prefix that the engine holds itself; with ``backfill``, its full attention only.
+        computed_tokens: prefix that the engine holds itself; for a backfill, its full attention only.
         expires: end of the offer, by the monotonic clock in seconds.
-        backfill: whether the engine must ask about its full attention alone.
+        local_attention_tokens: for a backfill, the depth of full attention that the engine held before; else 0.
     """
 
     computed_tokens: int
     boundary_tokens: int
     tier: str
     expires: float
-    backfill: bool = False
+    local_attention_tokens: int = 0
+
+    @property
+    def backfill(self) -> bool:
+        """True if the engine must ask about its full attention alone."""
+        return self.local_attention_tokens > 0
 
 
 @dataclass
