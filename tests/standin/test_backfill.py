@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,18 @@ def test_attention_that_a_running_request_uses_is_loaded_again(rig: Rig) -> None
     check(engine, again, prompt(LONG), LONG - 1, 1, 2)
     rig.drain(engine)
     assert engine.outputs[running] == reference(tuple(prompt(LONG)), 200)
+
+
+def test_steps_may_outlast_an_offer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload_core.vllm.scheduler.load_offers._OFFER_LIFE_SECONDS", 0.05)
+    engine = engine_with(rig)
+    request = engine.add(prompt(LONG), 4)
+    connector = engine.connector
+    assert isinstance(connector, HybridOffloadConnector)
+    rig.step_until(engine, lambda: connector.supports_divergent_local_hybrid_hits)
+    time.sleep(0.1)
+    rig.drain(engine)
+    check(engine, request, prompt(LONG), LONG - 1, 1, 2)
 
 
 def test_an_engine_that_never_reports_attention_alone_loads_as_without_backfill(

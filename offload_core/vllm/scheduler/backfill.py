@@ -13,7 +13,6 @@ of both. The load then begins at that depth and brings the state at its end. Two
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from offload_core.planning.planner import HybridOffloadPlanner
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
 _MAX_UNANSWERED = 2
+_PATIENCE_STEPS = 8
 
 
 class Backfill:
@@ -35,8 +35,8 @@ class Backfill:
     def __init__(self, planner: HybridOffloadPlanner) -> None:
         self._planner = planner
         self._cache: LocalCache | None = None
-        self._expected: dict[str, float] = {}
-        """Requests whose next question should be about attention alone, and the ends of their offers."""
+        self._expected: dict[str, int] = {}
+        """Requests whose next question should be about attention alone, and the steps until others matter more."""
 
     def bind(self, block_pool: BlockPool) -> None:
         """Use the engine's block pool, if the model has only full attention and recurrent states."""
@@ -46,7 +46,7 @@ class Backfill:
     @property
     def expects_attention_alone(self) -> bool:
         """True if the engine should report the depth of attention in the next question."""
-        return any(time.monotonic() < until for until in self._expected.values())
+        return bool(self._expected)
 
     def local_prefix(self, state: RequestState, computed_tokens: int) -> LocalPrefix:
         """Return the prefix that the engine holds for a request.
@@ -78,13 +78,23 @@ class Backfill:
     def expect(self, state: RequestState, offer: Offer) -> None:
         """Note that a request's offer waits for a question from its own beginning."""
         if offer.backfill:
-            self._expected[state.request.request_id] = offer.expires
+            self._expected[state.request.request_id] = _PATIENCE_STEPS
 
-    def asked(self, state: RequestState, computed_tokens: int) -> None:
-        """Note a question about a request. After a few expected ones that do not come, it gets no backfill."""
-        until = self._expected.pop(state.request.request_id, 0.0)
-        if time.monotonic() < until and state.offer is not None and state.offer.computed_tokens != computed_tokens:
-            state.unanswered_backfills += 1
+    def is_expected(self, state: RequestState, computed_tokens: int) -> bool:
+        """Return whether a question about a request is the expected one; from now on, none is expected.
+
+        After a few questions that came from another depth, the request gets no backfill.
+        """
+        if self._expected.pop(state.request.request_id, None) is None or state.offer is None:
+            return False
+        if state.offer.computed_tokens == computed_tokens:
+            return True
+        state.unanswered_backfills += 1
+        return False
+
+    def end_step(self) -> None:
+        """End an engine step. A request that the engine does not ask about for some steps holds up no other."""
+        self._expected = {request_id: steps - 1 for request_id, steps in self._expected.items() if steps > 1}
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""

@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from offload_core.api.keys import ObjectKey
 from offload_core.lookup.chunk_ledger import ChunkLedger
@@ -131,6 +132,7 @@ class LoadOffers:
         if may_wait and self._storage_awaited:
             self._lookups.wait_for_answer(_IDLE_WAIT_SECONDS)
         self._storage_awaited = False
+        self._backfill.end_step()
 
     def _matched_tokens(self, state: RequestState, computed_tokens: int) -> int | None:
         if not _may_load(state):
@@ -139,7 +141,8 @@ class LoadOffers:
             return 0  # the local prefix ends inside a block, which may be shared and must not be written to
         if state.adapter is not None and not state.adapter.usable:
             return self._ask_again(state, "lookup") if state.adapter.pending else 0
-        self._backfill.asked(state, computed_tokens)
+        if state.offer and self._backfill.is_expected(state, computed_tokens):  # a step may outlast an offer
+            state.offer = replace(state.offer, expires=time.monotonic() + _OFFER_LIFE_SECONDS)
         local = self._backfill.local_prefix(state, computed_tokens)
         if state.offer and not _still_valid(state.offer, local):
             state.offer = None
@@ -178,7 +181,8 @@ class LoadOffers:
             return None  # another request already loads them; soon they are in the local prefix cache
         if asked_tokens != computed_tokens:
             self._backfill.expect(state, state.offer)
-            return self._ask_again(state, "lookup")
+            state.wait.end()  # the engine's next question needs no storage
+            return None
         return boundary - computed_tokens
 
     def _first_ranks_keys(self, refs: Iterable[ChunkRef]) -> Iterator[ObjectKey]:
