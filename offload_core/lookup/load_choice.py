@@ -116,12 +116,20 @@ class LoadChoice:
         rest = self.prefill.seconds(boundary_tokens, tokens)
         if without is None or rest is None:
             return math.inf
-        nbytes = self._bytes(query.computed_tokens, boundary_tokens)
+        nbytes = self._bytes(query.computed_tokens, boundary_tokens, query.local_attention_tokens)
         load = self._loads[tier].seconds(nbytes)
         return without - rest - load if load < self._tiers[tier].limits.load_seconds(nbytes) else -math.inf
 
-    def _bytes(self, computed_tokens: int, boundary_tokens: int) -> int:
-        return sum(
-            len(pack.needed_units(computed_tokens, boundary_tokens)) * self.object_bytes.get(pack.name, 0)
-            for pack in self._planner.packs
-        )
+    def _bytes(self, computed_tokens: int, boundary_tokens: int, local_attention_tokens: int = 0) -> int:
+        """Return the bytes of a load.
+
+        Args:
+            local_attention_tokens: prefix whose full attention needs no load, but for the last unit before a boundary.
+        """
+        nbytes = 0
+        for pack in self._planner.packs:
+            begin = computed_tokens
+            if pack.policy.kind == "full":
+                begin = max(begin, min(local_attention_tokens, boundary_tokens - pack.unit_tokens))
+            nbytes += len(pack.needed_units(begin, boundary_tokens)) * self.object_bytes.get(pack.name, 0)
+        return nbytes

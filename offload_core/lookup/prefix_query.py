@@ -21,6 +21,7 @@ class PrefixQuery:
         limit_tokens: deepest prefix of use.
         adapter: see :class:`ChunkRef`.
         excluded: pairs of a tier's name and a chunk that counts as missing there.
+        local_attention_tokens: see :meth:`HybridOffloadPlanner.search`.
     """
 
     hashes: Mapping[str, Sequence[bytes]]
@@ -29,6 +30,7 @@ class PrefixQuery:
     limit_tokens: int
     adapter: str = ""
     excluded: Collection[tuple[str, ChunkRef]] = ()
+    local_attention_tokens: int = 0
 
 
 @dataclass(frozen=True)

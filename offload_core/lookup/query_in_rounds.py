@@ -53,12 +53,16 @@ class _Query:
         self._left = MAX_QUESTIONS
         self._missing: list[ChunkRef] = []
         self._excluded = {ref for name, ref in query.excluded if name == tier.name}
+        self._attention_packs = {pack.name for pack in planner.packs if pack.policy.kind == "full"}
 
     async def answer(self) -> PrefixAnswer | None:
         limit = await self._depth()
         if limit is None:
             return None
-        search = self._planner.search(self._query.computed_tokens, limit, _FIRST_BATCH_UNITS)
+        query = self._query
+        search = self._planner.search(
+            query.computed_tokens, limit, _FIRST_BATCH_UNITS, local_attention_tokens=query.local_attention_tokens
+        )
         try:
             ranges = next(search)
             while True:
@@ -104,7 +108,7 @@ class _Query:
 
     def _units_to_search(self, pack: Pack) -> range:
         """Return the units of a pack between the deepest known one and the first that must not be loaded."""
-        first = self._query.computed_tokens // pack.unit_tokens
+        first = max(self._query.computed_tokens, self._query.local_attention_tokens) // pack.unit_tokens
         end = pack.units_in(self._planner.storable_prefix(self._query.limit_tokens))
         if self._excluded and pack.policy.kind == "full":
             excluded = next((unit for unit in range(first, end) if self._ref(pack, unit) in self._excluded), None)
@@ -117,17 +121,16 @@ class _Query:
     async def _present(self, parts: Sequence[UnitRange]) -> list[list[bool]] | None:
         """Return the presence of units, one list per part; ``None`` after the deadline.
 
-        Units of full attention are present, because the search ends where they do. Other units beyond the allowed
-        number of questions count as missing, the lowest ones first.
+        Units of full attention are present, because the search ends where they do. Below local attention, the other
+        units of a boundary speak for them. Units beyond the allowed number of questions count as missing, the lowest
+        ones first.
         """
         present: dict[tuple[Pack, int], bool] = {}
         unknown: list[tuple[Pack, int]] = []
         for place in ((part.pack, unit) for part in parts for unit in part.units):
-            if place[0].policy.kind == "full":
-                present[place] = True
-            elif self._ref(*place) in self._excluded:
+            if self._excluded and self._ref(*place) in self._excluded:
                 self._missing.append(self._ref(*place))
-            elif self._key(*place) in self._known:
+            elif place[0].name in self._attention_packs or self._key(*place) in self._known:
                 present[place] = True
             else:
                 unknown.append(place)

@@ -271,7 +271,9 @@ def _prefix_search(
 ) -> Generator[Sequence[UnitRange], Sequence[Sequence[bool]], PrefixAnswer]:
     """Run the planner's search without the excluded chunks, and collect the missing ones."""
     missing: list[ChunkRef] = []
-    search = planner.search(query.computed_tokens, query.limit_tokens)
+    search = planner.search(
+        query.computed_tokens, query.limit_tokens, local_attention_tokens=query.local_attention_tokens
+    )
     try:
         ranges = next(search)
         while True:

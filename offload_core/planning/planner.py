@@ -218,7 +218,13 @@ class HybridOffloadPlanner:
         first_boundary = self.storable_prefix(pack.tokens_in(unit + 1) + self.boundary_tokens - 1)
         return unit in pack.needed_units(0, first_boundary)
 
-    def search(self, computed_tokens: int, limit_tokens: int, first_batch_units: int = FIRST_BATCH_UNITS) -> Search:
+    def search(
+        self,
+        computed_tokens: int,
+        limit_tokens: int,
+        first_batch_units: int = FIRST_BATCH_UNITS,
+        local_attention_tokens: int = 0,
+    ) -> Search:
         """Search for the deepest boundary at which every pack is satisfied (invariant I6).
 
         The search is a generator. It yields a tuple of :class:`UnitRange`; send it one sequence of flags for each. It
@@ -230,8 +236,13 @@ class HybridOffloadPlanner:
             limit_tokens: length of the deepest prefix that may be used. It is at most the token count minus one,
                 because the last token is always computed. It does not exceed the tokens that the engine has hashed.
             first_batch_units: units of each pack in the first question, unless a boundary needs more.
+            local_attention_tokens: length of the prefix whose full attention the engine holds locally. It is more than
+                ``computed_tokens`` if the engine has evicted windows or states. Boundaries up to this length need only
+                the last unit of full attention before them.
         """
-        return search(self.packs, self.boundary_tokens, computed_tokens, limit_tokens, first_batch_units)
+        return search(
+            self.packs, self.boundary_tokens, computed_tokens, limit_tokens, first_batch_units, local_attention_tokens
+        )
 
     def usable_prefix(self, present: Mapping[str, Sequence[bool]], computed_tokens: int, limit_tokens: int) -> int:
         """Return the usable boundary that :meth:`search` finds if the presence of objects is known beforehand.

@@ -4,6 +4,10 @@ Packs of full attention limit the depth. The search therefore asks about all of 
 upwards until a unit is missing. The other packs need only the units just below a boundary. The search asks about these
 downwards from the deepest candidate.
 
+The engine may hold full attention deeper than windows or states, because it evicted these. Then the first part begins
+where its attention ends. The second part goes on below that depth. There a boundary also needs the last unit of full
+attention before it, because the engine takes no load without one.
+
 In both directions the batches grow: a miss costs little, and a long hit takes few round trips. The search asks about no
 unit twice, and its work is linear in the number of these units.
 """
@@ -11,13 +15,17 @@ unit twice, and its work is linear in the number of these units.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from offload_core.planning.hit_policy import HitPolicy
 from offload_core.planning.packs import Pack
 
 FIRST_BATCH_UNITS = 16
 """Units of each pack in the first question, by default."""
 _BATCH_GROWTH = 16
+_LAST_UNIT = HitPolicy("state")
+"""The policy of a pack of which a boundary needs only the unit that ends there."""
 _ABSENT = b"\0"
 _PRESENT = b"\1"
 
@@ -47,6 +55,7 @@ def search(
     computed_tokens: int,
     limit_tokens: int,
     first_batch_units: int = FIRST_BATCH_UNITS,
+    local_attention_tokens: int = 0,
 ) -> Search:
     """Search for the deepest boundary in ``(computed_tokens, limit_tokens]`` at which every pack is satisfied.
 
@@ -55,15 +64,17 @@ def search(
 
     Args:
         first_batch_units: units of each pack in the first question, unless a boundary needs more.
+        local_attention_tokens: see :meth:`HybridOffloadPlanner.search`.
 
     Raises:
         ValueError: an answer does not have the shape of its question.
     """
     candidate = limit_tokens - limit_tokens % boundary_tokens
     full = [pack for pack in packs if pack.policy.kind == "full"]
-    next_unit = [computed_tokens // pack.unit_tokens for pack in full]
+    held_tokens = max(computed_tokens, local_attention_tokens)
+    next_unit = [held_tokens // pack.unit_tokens for pack in full]
     batch_units = first_batch_units
-    while candidate > computed_tokens:
+    while candidate > held_tokens:
         ends = [min(first + batch_units, pack.units_in(candidate)) for pack, first in zip(full, next_unit, strict=True)]
         asked = tuple(
             UnitRange(pack, range(first, end))
@@ -78,12 +89,20 @@ def search(
                 candidate = _boundary_within(pack.tokens_in(units.start + missing), candidate, boundary_tokens)
         next_unit = ends
         batch_units *= _BATCH_GROWTH
-    attention_tokens = candidate = max(candidate, computed_tokens)
+    held_boundary = held_tokens if held_tokens == computed_tokens else held_tokens - held_tokens % boundary_tokens
+    attention_tokens = candidate = max(candidate, held_boundary)
     downward = [
         _DownwardSearch(pack, boundary_tokens, computed_tokens, candidate, first_batch_units)
         for pack in packs
         if pack.policy.kind != "full"
     ]
+    if held_tokens > computed_tokens:
+        downward += (
+            _DownwardSearch(
+                replace(pack, policy=_LAST_UNIT), boundary_tokens, computed_tokens, held_boundary, first_batch_units
+            )
+            for pack in full
+        )
     while candidate > computed_tokens:
         limit = min((pack_search.upper_limit(candidate) for pack_search in downward), default=candidate)
         if limit < candidate:

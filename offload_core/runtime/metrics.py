@@ -22,6 +22,7 @@ COUNTERS = {
     "load_timeouts": "loads that missed their deadline",
     "load_late": "objects that arrived after their load was given up; they are dropped",
     "load_partial": "incomplete loads of which the engine used the objects up to the first gap",
+    "backfills": "loads that begin at the end of local full attention, because the engine has evicted the states there",
     "jobs": "jobs begun: a load of one request, or a batch of stores on one tier",
     "jobs_done": "jobs that moved all their objects",
     "jobs_failed": "jobs that did not move all their objects",

@@ -67,6 +67,29 @@ def keep_state_at(request: Request, boundary_tokens: int) -> None:
         request.shared_prefix_boundary = boundary_tokens
 
 
+def can_report_attention_alone(kv_cache_config: KVCacheConfig) -> bool:
+    """Return whether the engine can report the depth of full attention if it lacks the recurrent states there.
+
+    This came with 0.32. It looks groups of one spec up together, so there must be one spec of recurrent groups and one
+    of all others.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    if (0, 0) < _release() < (0, 32):
+        return False
+    if not hasattr(KVConnectorBase_V1, "supports_divergent_local_hybrid_hits"):
+        return False
+    if not hasattr(KVCacheManager, "get_computed_blocks_for_connector"):
+        return False
+    groups = kv_cache_config.kv_cache_groups
+    specs = [groups[index].kv_cache_spec for index in kv_cache_config.prefix_cacheable_group_ids]
+    recurrent = [spec for spec in specs if isinstance(spec, MambaSpec)]
+    others = [spec for spec in specs if not isinstance(spec, MambaSpec)]
+    return all(spec == kind[0] for kind in (recurrent, others) for spec in kind)
+
+
 def prefix_replay_tokens(spec: KVCacheSpec) -> int:
     """Return the number of a hit's tokens that the group computes again; 0.30 has no such groups."""
     return int(getattr(spec, "prefix_replay_tokens", 0))

@@ -21,7 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from offload_core.api.errors import ConfigError
 from offload_core.config.loading import load_config
 from offload_core.transfer.write_policy import nothing_stored_problem
-from offload_core.vllm.compat import adapt_to_installed_vllm, cache_hit_source, version_problem
+from offload_core.vllm.compat import (
+    adapt_to_installed_vllm,
+    cache_hit_source,
+    can_report_attention_alone,
+    version_problem,
+)
 from offload_core.vllm.metadata import StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.metrics import HybridOffloadPromMetrics, HybridOffloadStats
 from offload_core.vllm.model.groups import build_planner, handed_over
@@ -32,6 +37,7 @@ from offload_core.vllm.worker.half import WorkerHalf
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -195,6 +201,16 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.set_workers(
             {tp_rank: item for (_, tp_rank), item in metadata.items() if isinstance(item, WorkerIdentity)}
         )
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Take the engine's block pool, to see where its full attention is deeper than its states."""
+        if can_report_attention_alone(self._kv_cache_config):
+            self._scheduler.bind_block_pool(gpu_block_pool)
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """True if the next question should be about local full attention alone, because a load brings the states."""
+        return self._scheduler_half is not None and self._scheduler_half.expects_attention_alone
 
     def on_new_request(self, request: Request) -> None:
         """Start to follow a request."""

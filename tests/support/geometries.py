@@ -37,11 +37,11 @@ def needs(policy: HitPolicy, token: int, boundary: int) -> bool:
 
 
 def drive(
-    planner: HybridOffloadPlanner, there: Callable[[Pack, int], bool], computed: int, limit: int
+    planner: HybridOffloadPlanner, there: Callable[[Pack, int], bool], computed: int, limit: int, attention: int = 0
 ) -> tuple[int, list[tuple[UnitRange, ...]]]:
     """Run a search with the answers of ``there``; returns the boundary that it found and its questions."""
     questions: list[tuple[UnitRange, ...]] = []
-    search = planner.search(computed, limit)
+    search = planner.search(computed, limit, local_attention_tokens=attention)
     try:
         questions.append(next(search))
         while True:

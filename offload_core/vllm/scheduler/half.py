@@ -23,8 +23,10 @@ from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.simulation.trace_recorder import TraceRecorder
 from offload_core.tiers.opening import close_tiers, open_tiers
+from offload_core.vllm.compat import keep_state_at
 from offload_core.vllm.metadata import RequestLoad, StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.model.lora import AdapterIdentities
+from offload_core.vllm.scheduler.backfill import Backfill
 from offload_core.vllm.scheduler.block_holders import BlockHolders
 from offload_core.vllm.scheduler.load_offers import LoadOffers
 from offload_core.vllm.scheduler.load_plan import plan_load
@@ -34,6 +36,7 @@ from offload_core.vllm.scheduler.step_times import StepTimes
 from offload_core.vllm.scheduler.store_plan import StorePlan
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -93,6 +96,7 @@ class SchedulerHalf:
         self._ledger = ChunkLedger(num_ranks, settings.lookup_timeout_seconds)
         self._block_holders = BlockHolders(num_blocks - 1)  # one block is vLLM's null block
         self._placement = PlacementPlan(settings.placement, planner, self._ledger, self._tiers, self._ranks_namespaces)
+        self._backfill = Backfill(planner)
         self._offers = LoadOffers(
             planner,
             self._tiers,
@@ -101,6 +105,7 @@ class SchedulerHalf:
             self._ledger,
             self._block_holders,
             self._placement,
+            self._backfill,
             self._ranks_namespaces,
             self.counters,
         )
@@ -119,6 +124,16 @@ class SchedulerHalf:
         self._workers = workers
         self._choice.object_bytes = next(iter(workers.values())).object_bytes if workers else {}
         self._namespaces.clear()
+
+    def bind_block_pool(self, block_pool: BlockPool) -> None:
+        """Use the engine's block pool to load states alone, if this engine loads."""
+        if self._engine_options.load:
+            self._backfill.bind(block_pool)
+
+    @property
+    def expects_attention_alone(self) -> bool:
+        """True if the engine should report the depth of its full attention in the next question."""
+        return self._backfill.expects_attention_alone
 
     def on_new_request(self, request: Request) -> None:
         """Start to follow a request, unless the request's and the engine's options exclude both loads and stores."""
@@ -142,6 +157,9 @@ class SchedulerHalf:
             return 0
         matched = self._offers.matched_tokens(state, computed_tokens)
         self._placement.keep_state_at_junction(state)
+        if matched and state.offer is not None and state.offer.backfill:
+            # The engine sees a junction at the end of its attention, but not if it was asked about attention alone.
+            keep_state_at(request, state.offer.local_attention_tokens)
         return matched
 
     def load_tier(self, request_id: str) -> str | None:
@@ -168,6 +186,7 @@ class SchedulerHalf:
         load = RequestLoad(state.job_id, request.request_id, offer.tier, tuple(chunks or ()), chunks is None, waited)
         self._new_loads.append(load)
         self._offers.load_begins(state, [item.chunk for item in load.chunks])
+        self.counters.add("backfills", offer.tier, int(offer.backfill))
 
     def build_step(self, output: SchedulerOutput) -> StepMetadata:
         """Return the workers' loads and stores of this step."""
@@ -281,6 +300,7 @@ class SchedulerHalf:
 
     def _forget(self, request: Request) -> None:
         state = self._requests.pop(request.request_id, None)
+        self._backfill.forget(request.request_id)
         if state is not None and state.job_id is not None:
             self._cancelled_jobs.append(state.job_id)
             self._offers.load_ended(state)

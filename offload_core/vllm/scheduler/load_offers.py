@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from offload_core.api.keys import ObjectKey
 from offload_core.lookup.chunk_ledger import ChunkLedger
@@ -17,7 +18,9 @@ from offload_core.planning.chunk_keys import ChunkHashes, ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.tier import Tier
+from offload_core.vllm.scheduler.backfill import Backfill
 from offload_core.vllm.scheduler.block_holders import BlockHolders
+from offload_core.vllm.scheduler.local_cache import LocalPrefix
 from offload_core.vllm.scheduler.placement_plan import PlacementPlan
 from offload_core.vllm.scheduler.request_state import Offer, RequestState
 
@@ -44,6 +47,7 @@ class LoadOffers:
         ledger: ChunkLedger,
         block_holders: BlockHolders,
         placement: PlacementPlan,
+        backfill: Backfill,
         ranks_namespaces: Callable[[str], tuple[str, ...]],
         counters: Counters,
     ) -> None:
@@ -54,6 +58,7 @@ class LoadOffers:
         self._ledger = ledger
         self._block_holders = block_holders
         self._placement = placement
+        self._backfill = backfill
         self._ranks_namespaces = ranks_namespaces
         self._block_alignment_tokens = math.lcm(*(g.block_size_tokens for pack in planner.packs for g in pack.groups))
         self._has_attention = any(pack.policy.kind == "full" for pack in planner.packs)
@@ -110,9 +115,7 @@ class LoadOffers:
         """Note that the request's load got every chunk."""
         offer, _ = _load_of(state)
         self._end_load(state, measured=True)
-        saved = self._choice.prefill_seconds_saved(
-            offer.computed_tokens, state.resumed_tokens, state.request.num_tokens
-        )
+        saved = self._choice.prefill_seconds_saved(offer.local_tokens, state.resumed_tokens, state.request.num_tokens)
         self._counters.add("prefill_seconds_saved", offer.tier, max(0.0, saved))
         self._lookups.learn(offer.tier, self._first_ranks_keys(state.loading))
 
@@ -143,6 +146,7 @@ class LoadOffers:
         if may_wait and self._storage_awaited:
             self._lookups.wait_for_answer(_IDLE_WAIT_SECONDS)
         self._storage_awaited = False
+        self._backfill.end_step()
 
     def _matched_tokens(self, state: RequestState, computed_tokens: int) -> int | None:
         if not _may_load(state):
@@ -151,21 +155,27 @@ class LoadOffers:
             return 0  # the local prefix ends inside a block, which may be shared and must not be written to
         if state.adapter is not None and not state.adapter.usable:
             return self._ask_again(state, "lookup") if state.adapter.pending else 0
-        if state.offer and not _still_valid(state.offer, computed_tokens):
+        if state.offer and self._backfill.is_expected(state, computed_tokens):  # a step may outlast an offer
+            state.offer = replace(state.offer, expires=time.monotonic() + _OFFER_LIFE_SECONDS)
+        local = self._backfill.local_prefix(state, computed_tokens)
+        if state.offer and not _still_valid(state.offer, local):
             state.offer = None
             if state.answered and not state.failed_once:  # it had no free blocks: that was no wait for storage
                 state.wait.reset("lookup")
         if state.offer is None:
-            stale = state.lookup is None or state.lookup.query.computed_tokens != computed_tokens
-            if stale and (self._lookup_time_is_over(state) or not self._start_lookup(state, computed_tokens)):
+            stale = state.lookup is None or not _answers_for(state.lookup.query, local)
+            if stale and (self._lookup_time_is_over(state) or not self._start_lookup(state, local)):
                 return 0
             assert state.lookup is not None
             if not state.lookup.done():
                 return self._ask_again(state, "lookup")
-            state.offer = self._choose_offer(state, state.lookup)
+            state.offer = self._choose_offer(state, state.lookup, local)
             if state.offer is None:
                 return self._ask_again(state, "lookup")
         boundary = state.offer.boundary_tokens
+        if boundary <= local.computed_tokens:
+            return 0  # a local prefix without states at its end is then shortened by the engine
+        asked_tokens, computed_tokens = computed_tokens, state.offer.computed_tokens
         if boundary > computed_tokens and state.wait.seconds("load") >= self._load_seconds[state.offer.tier]:
             return 0
         if boundary > computed_tokens and self._recomputing:
@@ -182,6 +192,10 @@ class LoadOffers:
         ):
             state.wait.begin("load")
             return None  # another request already loads them; soon they are in the local prefix cache
+        if asked_tokens != computed_tokens:
+            self._backfill.expect(state, state.offer)
+            state.wait.end()  # the engine's next question needs no storage
+            return None
         return boundary - computed_tokens
 
     def _first_ranks_keys(self, refs: Iterable[ChunkRef]) -> Iterator[ObjectKey]:
@@ -209,22 +223,23 @@ class LoadOffers:
     def _lookup_time_is_over(self, state: RequestState) -> bool:
         return state.wait.seconds("lookup") >= self._lookup_seconds
 
-    def _start_lookup(self, state: RequestState, computed_tokens: int) -> bool:
+    def _start_lookup(self, state: RequestState, local: LocalPrefix) -> bool:
         """Ask the tiers for the depth of their prefix; returns ``False`` if no chunk is worth a question."""
         request = state.request
         hashes = request.block_hashes
         # The last token is always computed, and tokens without a block hash have no key yet.
         limit = min(request.num_tokens - 1, len(hashes) * self._planner.hash_block_size)
-        if self._planner.storable_prefix(limit) <= computed_tokens:
+        if self._planner.storable_prefix(limit) <= local.computed_tokens:
             return False
         adapter = state.adapter.digest if state.adapter else ""
         query = PrefixQuery(
             hashes={pack.name: ChunkHashes(hashes, pack.hash_factor) for pack in self._planner.packs},
             namespaces=self._ranks_namespaces(adapter),
-            computed_tokens=computed_tokens,
+            computed_tokens=local.computed_tokens,
             limit_tokens=limit,
             adapter=adapter,
             excluded=self._ledger.excluded | state.not_loaded,
+            local_attention_tokens=local.attention_tokens,
         )
         tiers = self._choice.tiers_to_ask(query)
         patience = min(self._lookup_seconds, self._choice.longest_wait(query, tiers)) - state.wait.seconds("lookup")
@@ -235,16 +250,15 @@ class LoadOffers:
         state.lookup = self._lookups.start(query, patience, tiers)
         return True
 
-    def _choose_offer(self, state: RequestState, lookup: Lookup) -> Offer | None:
+    def _choose_offer(self, state: RequestState, lookup: Lookup, local: LocalPrefix) -> Offer | None:
         """Choose the tier whose load has the highest worth; ``None`` to look up again.
 
         It looks up again, for a short while, if a missing chunk is on its way to the tiers.
         """
         state.lookup = None
         missing = lookup.missing()
-        computed_tokens = lookup.query.computed_tokens
         arriving = self._ledger.any_arriving(missing, lookup.started) and not self._lookup_time_is_over(state)
-        if arriving and self._start_lookup(state, computed_tokens):
+        if arriving and self._start_lookup(state, local):
             return None
         self._counters.add("lookup_wait_seconds", "all", time.monotonic() - lookup.started)
         for name, (seconds, answered) in lookup.seconds().items():
@@ -256,7 +270,10 @@ class LoadOffers:
         if self._ledger.not_found(missing):  # store evicted chunks again, with all chunks behind them
             self._ledger.forget(state.refs_behind(self._planner, attention_tokens if self._has_attention else 0))
         self._placement.looked_up(state, PrefixDepth(boundary, attention_tokens))
-        return Offer(computed_tokens, boundary, tier, time.monotonic() + _OFFER_LIFE_SECONDS)
+        begin = self._backfill.begin_of_load(state, local, boundary)
+        expires = time.monotonic() + _OFFER_LIFE_SECONDS
+        attention_tokens = local.attention_tokens if begin > local.computed_tokens else 0
+        return Offer(begin, boundary, tier, expires, local.computed_tokens, attention_tokens)
 
 
 def _load_of(state: RequestState) -> tuple[Offer, int]:
@@ -274,5 +291,11 @@ def _may_load(state: RequestState) -> bool:
     )
 
 
-def _still_valid(offer: Offer, computed_tokens: int) -> bool:
-    return offer.computed_tokens == computed_tokens and time.monotonic() < offer.expires
+def _still_valid(offer: Offer, local: LocalPrefix) -> bool:
+    begin = local.attention_tokens if offer.backfill else local.computed_tokens
+    return offer.computed_tokens == begin and time.monotonic() < offer.expires
+
+
+def _answers_for(query: PrefixQuery, local: LocalPrefix) -> bool:
+    """Return whether the answer to a query is right for a local prefix. Attention may be deeper than it was."""
+    return query.computed_tokens == local.computed_tokens and query.local_attention_tokens <= local.attention_tokens

@@ -62,14 +62,23 @@ class Offer:
     """An offer to the engine: to load the prefix up to ``boundary_tokens`` from ``tier``.
 
     Args:
-        computed_tokens: prefix that the engine holds itself.
+        computed_tokens: prefix that the engine holds itself; for a backfill, its full attention only.
         expires: end of the offer, by the monotonic clock in seconds.
+        local_tokens: prefix from which the engine would go on without the load.
+        local_attention_tokens: for a backfill, the depth of full attention that the engine held before; else 0.
     """
 
     computed_tokens: int
     boundary_tokens: int
     tier: str
     expires: float
+    local_tokens: int
+    local_attention_tokens: int = 0
+
+    @property
+    def backfill(self) -> bool:
+        """True if the engine must ask about its full attention alone."""
+        return self.local_attention_tokens > 0
 
 
 @dataclass
@@ -110,6 +119,8 @@ class RequestState:
     """True if a lookup or a load was not begun for it, because it was expected to take longer than to compute."""
     offers_left: int = 0
     """After a failed load: number of further offers. The engine may have no free blocks for an offer."""
+    unanswered_backfills: int = 0
+    """Number of questions that came from another depth than the one its backfill needs."""
 
     def ref(self, pack: Pack, unit: int) -> ChunkRef:
         """Return the chunk of this request at a unit's index."""

@@ -206,6 +206,14 @@ def test_if_any_boundary_pays_none_is_better_than_the_deepest(
         assert worths[-1] >= max(worths) - 1e-9
 
 
+def test_local_attention_needs_no_bytes_but_its_last_unit() -> None:
+    setup = Setup(FULL, HitPolicy("state"))
+    setup.measured("slow", 0.0, 0.9e-3)
+    whole = setup.choice.worth("slow", setup.query(), 160)
+    backfill = PrefixQuery({}, ("ab",), 0, 160, local_attention_tokens=160)
+    assert setup.choice.worth("slow", backfill, 160) == pytest.approx(whole + 9 * 0.9e-3, rel=0.25)
+
+
 def test_prefill_seconds_grow_with_steps_tokens_and_attention() -> None:
     clock = Clock()
     prefill = PrefillSeconds(512, clock)

@@ -75,12 +75,13 @@ class Prompt:
         known: KnownObjects | None = None,
         *,
         computed: int = 0,
+        attention: int = 0,
         ranks: tuple[str, ...] = RANKS[:1],
         excluded: Collection[tuple[str, ChunkRef]] = (),
         deadline: float = NEVER,
     ) -> PrefixAnswer | None:
         tier.rounds.clear()
-        query = PrefixQuery(self.hashes, ranks, computed, self.tokens - 1, excluded=excluded)
+        query = PrefixQuery(self.hashes, ranks, computed, self.tokens - 1, "", excluded, attention)
         memory = KnownObjects() if known is None else known
         return asyncio.run(query_in_rounds(cast("Tier", tier), self.planner, query, memory, deadline))
 
@@ -149,6 +150,18 @@ def test_without_holes_the_answer_is_the_usable_prefix(geometry: Geometry, data:
     found = boundary(prompt.ask(tier, computed=computed))
     assert found == exact or (found < exact and tier.questions >= MAX_QUESTIONS)
     assert tier.questions <= MAX_QUESTIONS
+
+
+@pytest.mark.parametrize("stored", [68 * 1024, 100 * 1024])
+def test_local_attention_deeper_than_the_states(tier: RemoteTier, stored: int) -> None:
+    prompt = Prompt(PLANNERS["states"], PROMPT_TOKENS)
+    tier.objects = prompt.keys(stored)
+    assert boundary(prompt.ask(tier, computed=1024, attention=80 * 1024)) == stored
+    assert tier.questions <= MAX_QUESTIONS
+    head = {key for key in prompt.keys(60 * 1024) if key.pack.startswith("full")}
+    tier.objects -= head
+    assert boundary(prompt.ask(tier, computed=1024, attention=80 * 1024)) == stored, "the engine holds the head"
+    assert len(tier.rounds) <= 3
 
 
 def test_what_was_found_once_is_not_asked_about_again(tier: RemoteTier) -> None:

@@ -19,8 +19,11 @@ def there(present: Present, pack: Pack, unit: int) -> bool:
     return unit < len(present[pack.name]) and present[pack.name][unit]
 
 
-def deepest_usable(geometry: Geometry, present: Present, computed: int, limit: int) -> int:
-    """Walk back token by token to a boundary of which every needed token is in an object that is there."""
+def deepest_usable(geometry: Geometry, present: Present, computed: int, limit: int, attention: int = 0) -> int:
+    """Walk back token by token to a boundary of which every needed token is in an object that is there.
+
+    Full attention is needed only behind the ``attention`` tokens that the engine holds, and at the boundary itself.
+    """
     planner = geometry.plan()
     units = {group: geometry.unit_tokens(group, planner.hybrid_chunk_size) for group in geometry.groups}
     pack_of = {group: pack for pack in planner.packs for group in pack.groups}
@@ -30,6 +33,7 @@ def deepest_usable(geometry: Geometry, present: Present, computed: int, limit: i
             for group in geometry.groups
             for token in range(computed, boundary)
             if needs(group.policy, token, boundary)
+            if group.policy != FULL or token >= min(attention, boundary - 1)
         ):
             return boundary
     return computed
@@ -74,6 +78,20 @@ def test_the_usable_prefix_is_neither_deeper_nor_shallower_than_the_definition(
     planner = geometry.plan()
     found, _ = drive(planner, lambda pack, unit: there(present, pack, unit), computed, limit)
     assert found == deepest_usable(geometry, present, computed, limit)
+
+
+@examples(600)
+@given(drawn=searches(), data=st.data())
+def test_with_deeper_local_attention_only_the_last_unit_of_it_is_needed(
+    drawn: tuple[Geometry, Present, int, int], data: st.DataObject
+) -> None:
+    geometry, present, computed, limit = drawn
+    planner = geometry.plan()
+    attention = data.draw(st.integers(computed, limit))
+    found, questions = drive(planner, lambda pack, unit: there(present, pack, unit), computed, limit, attention)
+    assert found == deepest_usable(geometry, present, computed, limit, attention)
+    asked = Counter((pack.name, unit) for question in questions for pack, units in question for unit in units)
+    assert all(count == 1 for count in asked.values())
 
 
 @examples(200)
