@@ -1,4 +1,4 @@
-"""Time to first token from slow tiers: always load, never load, and what the engine chooses by its own measurements.
+"""Time to first token from slow tiers: always load, never load, and the engine's choice by its own measurements.
 
 The model is a Gemma 3 of six layers with seeded random weights; it computes on one thread. Every prompt is on a
 ``disk`` tier, whose lookups and loads are delayed and whose loads share a link of a stated speed. Three engines live at

@@ -44,7 +44,7 @@ class Link(Fault):
 
     bytes_per_second: float
     free_at: list[float] = field(default_factory=lambda: [0.0])
-    """When the bytes of all earlier calls have arrived, by the monotonic clock."""
+    """The time at which the bytes of all earlier calls have arrived, by the monotonic clock."""
     operations: ClassVar[Collection[str]] = ("load_into",)
     per_object: ClassVar[bool] = False
 

@@ -1,4 +1,4 @@
-"""Whether a load pays, and from which tier: expected seconds to the first token, compute included."""
+"""The choice to load or to compute, and of the tier: by expected seconds to the first token."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class LoadChoice:
     """The worth of a load. For the engine thread.
 
     With ``always``, it is the number of matched tokens times ``load_weight``. With ``cheaper``, it is the number of
-    seconds that the load saves, times ``load_weight``: the prefill without the load, less the load, less the prefill
-    of the rest. A load that is expected to miss its deadline saves nothing. Before the engine's first prefill, every
+    saved seconds times ``load_weight``. Saved is the prefill without the load, less the load, less the prefill of the
+    rest. A load that is expected to miss its deadline saves nothing. Before the engine's first prefill, every
     load pays. A tier's first load is expected to take no time.
 
     Of one tier's boundaries only the deepest is considered. With seconds that grow linearly with the bytes, no other is

@@ -19,7 +19,7 @@ class RunningFit:
     at most, so that a single stall does not outweigh them.
 
     Args:
-        reluctance: one positive number per feature. It decides only what the observations leave open. If a single
+        reluctance: one positive number per feature. It matters only where the observations leave a choice. If a single
             observation could be explained by two features, the one with the lower number explains more of it.
     """
 

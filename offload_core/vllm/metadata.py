@@ -113,7 +113,7 @@ class StepReport(KVConnectorWorkerMetadata):
 
 @dataclass
 class WorkerIdentity(KVConnectorHandshakeMetadata):
-    """What only a worker knows.
+    """The facts that only a worker knows.
 
     Args:
         layout: the layout of its KV cache, part of the rank's fingerprint.
