@@ -106,7 +106,7 @@ def test_plugin_example_is_proved_as_shown(
     proof = [block for block in blocks if "(BackendContract)" in block][number]
     pytester.makepyfile(offload_memory=blocks[0], test_offload_memory=proof)
     monkeypatch.delitem(sys.modules, "offload_memory", raising=False)
-    monkeypatch.setattr(BackendContract, "machine_examples", 50)  # of 200
+    monkeypatch.setattr(BackendContract, "machine_examples", 20)  # of 200
     pytester.syspathinsert()
     result = pytester.runpytest_inprocess("-k", "" if machine else "not state_machine").parseoutcomes()
     skipped = {"test_c05": 2, "test_c06": 1, "test_c09": 2, "test_c10": 5, "test_c11": 3, "test_c16": 1}
@@ -124,7 +124,7 @@ def test_plugin_example_runs_on_the_harness(
 ) -> None:
     blocks = _blocks(PLUGINS, "python")
     (example,) = (block for block in blocks if f"def {test}(" in block)
-    pytester.makepyfile(offload_memory=blocks[0], test_harness=example.replace("max_examples=1000", "max_examples=50"))
+    pytester.makepyfile(offload_memory=blocks[0], test_harness=example.replace("max_examples=1000", "max_examples=20"))
     monkeypatch.delitem(sys.modules, "offload_memory", raising=False)
     pytester.syspathinsert()
     pytester.runpytest_inprocess().assert_outcomes(passed=1)

@@ -76,11 +76,21 @@ def _token_gaps(lab: Lab, workloads: list[Workload], result: RunResult, **engine
     }
 
 
-def one_at_a_time(seed: int) -> Workload:
-    """The requests of a random workload; each arrives when the one before has ended, and none shares a prefix."""
+def one_at_a_time(seed: int, max_tokens: int | None = None) -> Workload:
+    """The requests of a random workload; each arrives when the one before has ended, and none shares a prefix.
+
+    Args:
+        max_tokens: the most tokens that a request generates; ``None`` for those of the random workload.
+    """
     workload = random_workload(seed, abort_share=0.0)
     requests = [
-        item.model_copy(update={"arrival_step": 10_000 * place, "cache_salt": item.name})
+        item.model_copy(
+            update={
+                "arrival_step": 10_000 * place,
+                "cache_salt": item.name,
+                "max_tokens": min(item.max_tokens, max_tokens or item.max_tokens),
+            }
+        )
         for place, item in enumerate(workload.requests)
     ]
     return workload.model_copy(update={"requests": requests})

@@ -202,7 +202,7 @@ def test_a_rank_whose_part_is_missing_is_a_miss_for_all(rig: Rig, model: StandIn
     assert external(engine, request) == 2 * model.chunk_tokens, "both parts are stored again"
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_random_work_on_two_ranks(rig: Rig, model: StandInModel, seed: int) -> None:
     work = make_workload(model, seed, aborts=4, resets=2)
     calls = {"contains": 2, "load_into": 6, "store": 6}

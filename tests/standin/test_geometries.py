@@ -9,6 +9,8 @@ from tests.standin.scripted_disk import Script
 from tests.support.standin.geometries import MODELS, StandInModel
 from tests.support.standin.workload import make_workload, reference
 
+LONG_SEEDS = [pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2)]
+
 
 @pytest.fixture(params=list(MODELS))
 def model(request: pytest.FixtureRequest) -> StandInModel:
@@ -49,7 +51,7 @@ def test_the_next_lifetime_is_served_to_the_deepest_boundary(rig: Rig, model: St
     assert second.outputs[request] == reference(tuple(prompt), 4)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *LONG_SEEDS])
 def test_random_work(rig: Rig, model: StandInModel, seed: int) -> None:
     work = make_workload(model, seed, salts=2)
     first = rig.engine(model, Script(seed, hold_steps={"contains": 2, "load_into": 6, "store": 6}))
@@ -62,7 +64,7 @@ def test_random_work(rig: Rig, model: StandInModel, seed: int) -> None:
     assert sum(second.served[request].external_tokens for request in asked) > 0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *LONG_SEEDS])
 def test_random_work_with_aborts_resets_and_an_unreliable_disk(rig: Rig, model: StandInModel, seed: int) -> None:
     work = make_workload(model, seed, aborts=8, resets=4, salts=2)
     for life in range(2):

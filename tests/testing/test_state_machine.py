@@ -361,12 +361,12 @@ def test_a_medium_may_evict_by_itself_only_if_it_says_so() -> None:
 @pytest.mark.parametrize(
     ("backend", "clauses"),
     [
-        (IgnoresThePack, "C1|C2|C6|C12|C16|C18"),
+        pytest.param(IgnoresThePack, "C1|C2|C6|C12|C16|C18", marks=pytest.mark.long),  # seconds each, as below
         (FindsWhatWasDeleted, "C1|C12|C16|C18"),
         (Tears, "C1|C6"),
         (AnswersOncePerKey, "C2"),
         (KeepsTheBuffer, "C1|C6"),
-        (WritesAfterCancellation, "C7"),
+        pytest.param(WritesAfterCancellation, "C7", marks=pytest.mark.long),
         (ClearsTheBufferOfAMiss, "C3"),
         (HitsWithAPrefix, "C1|C6"),
         (ListsTwice, "C18"),

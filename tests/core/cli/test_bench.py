@@ -18,7 +18,7 @@ SMALL = ["--object-size", "64KiB", "--objects", "20"]
 def test_every_operation_has_throughput_and_percentiles(site: Site) -> None:
     kept = site.put("nvme", key(1), b"an engine's object")
     config = site.configure({"name": "nvme"}, {"name": "shared"})
-    done = site.run("bench", config, *SMALL, "--concurrency", "3", "--json")
+    done = site.invoke("bench", config, *SMALL, "--concurrency", "3", "--json")
     assert done.code == 0, done.err
     assert [tier["tier"] for tier in done.json["tiers"]] == ["nvme", "shared"]
     nvme = done.json["tiers"][0]
@@ -35,7 +35,7 @@ def test_every_operation_has_throughput_and_percentiles(site: Site) -> None:
 
 
 def test_the_table_shows_rates_in_readable_units(site: Site) -> None:
-    done = site.run("bench", site.configure({"name": "nvme"}), *SMALL)
+    done = site.invoke("bench", site.configure({"name": "nvme"}), *SMALL)
     assert done.code == 0
     rows = [line.split() for line in done.out.splitlines()[2:]]
     assert [row[:3] for row in rows] == [["nvme", name, "20"] for name in ("store", "lookup", "load")]
@@ -67,7 +67,7 @@ def test_a_broken_tier_is_named_and_left_clean_and_the_others_are_measured(
 
 
 def test_on_a_full_disk_everything_is_removed_again(site: Site, small_disk: Path) -> None:
-    done = site.run("bench", site.configure({"name": "full", "path": str(small_disk)}), *SMALL)
+    done = site.invoke("bench", site.configure({"name": "full", "path": str(small_disk)}), *SMALL)
     assert done.code == 1
     assert "tier 'full': store: rejected; is there capacity for 20 objects?" in done.err
     assert files_under(small_disk) == []

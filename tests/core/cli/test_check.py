@@ -25,7 +25,7 @@ def test_healthy_tiers_are_shown_with_their_latencies(site: Site) -> None:
     kept = site.put("nvme", key(1), b"an engine's object")
     before = kept.read_bytes()
     config = site.configure({"name": "nvme"}, {"name": "shared"})
-    done = site.run("check", config)
+    done = site.invoke("check", config)
     assert (done.code, done.err) == (0, "")
     rows = [line.split() for line in done.out.splitlines()[2:]]
     assert [row[:3] for row in rows] == [["nvme", "disk", "ok"], ["shared", "disk", "ok"]]
@@ -36,7 +36,7 @@ def test_healthy_tiers_are_shown_with_their_latencies(site: Site) -> None:
 
 
 def test_json_holds_latencies_in_seconds(site: Site) -> None:
-    done = site.run("check", site.configure({"name": "nvme"}), "--json")
+    done = site.invoke("check", site.configure({"name": "nvme"}), "--json")
     assert (done.code, done.err) == (0, "")
     (tier,) = done.json["tiers"]
     assert (tier["tier"], tier["type"], tier["ok"], tier["error"]) == ("nvme", "disk", True, None)

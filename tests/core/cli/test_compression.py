@@ -32,13 +32,13 @@ def put_compressed(site: Site, number: int, codec: Codec, raw_checksum: bytes | 
 def test_verify_decompresses_whatever_the_tier_is_set_to(site: Site, configured: str) -> None:
     sizes = [put_compressed(site, number, codec) for number, codec in ((1, Codec.ZSTD), (2, Codec.ZSTD_PLANES))]
     config = site.configure({"name": "nvme", "compression": configured})
-    done = site.run("verify", config, "--json")
+    done = site.invoke("verify", config, "--json")
     assert done.code == 0, done.err
     (tier,) = done.json["tiers"]
     assert (tier["verified_objects"], tier["verified_bytes"], tier["bad"]) == (2, sum(sizes), [])
     assert all(size < object_bytes(len(PAYLOAD)) for size in sizes)
     put_compressed(site, 3, Codec.ZSTD_PLANES, raw_checksum=bytes(16))
-    done = site.run("verify", config, "--json", "--delete")
+    done = site.invoke("verify", config, "--json", "--delete")
     assert done.code == 1
     (bad,) = done.json["tiers"][0]["bad"]
     assert bad["reason"] == "codec 2: the raw checksum does not match the decoded bytes"
@@ -48,9 +48,9 @@ def test_verify_decompresses_whatever_the_tier_is_set_to(site: Site, configured:
 @pytest.mark.parametrize("compression", ["zstd", "zstd-planes"])
 def test_check_and_bench_use_the_tier_as_it_is_configured(site: Site, compression: str) -> None:
     config = site.configure({"name": "nvme", "compression": compression})
-    done = site.run("check", config)
+    done = site.invoke("check", config)
     assert done.code == 0, done.err
-    done = site.run("bench", config, "--object-size", "64KiB", "--objects", "8", "--json")
+    done = site.invoke("bench", config, "--object-size", "64KiB", "--objects", "8", "--json")
     assert done.code == 0, done.err
     operations = done.json["tiers"][0]["operations"]
     assert operations["store"]["bytes"] == operations["load"]["bytes"] == 8 * (64 * 1024 + HEADER_BYTES)
@@ -58,6 +58,6 @@ def test_check_and_bench_use_the_tier_as_it_is_configured(site: Site, compressio
 
 
 def test_compression_on_a_backend_that_tells_no_sizes_is_an_error_of_the_tier(site: Site) -> None:
-    done = site.run("check", site.configure({"name": "bad", "type": "odd", "compression": "zstd"}, {"name": "good"}))
+    done = site.invoke("check", site.configure({"name": "bad", "type": "odd", "compression": "zstd"}, {"name": "good"}))
     assert done.code == 1
     assert "cannot compress, since its backend does not say how large stored objects are" in done.err

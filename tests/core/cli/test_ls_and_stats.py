@@ -21,7 +21,7 @@ def config(site: Site) -> str:
 
 
 def test_ls_shows_every_object_with_its_size_and_age(site: Site, config: str) -> None:
-    done = site.run("ls", config)
+    done = site.invoke("ls", config)
     assert (done.code, done.err) == (0, "")
     rows = sorted(line.split() for line in done.out.splitlines()[2:])
     assert [row[:6] for row in rows] == [
@@ -35,7 +35,7 @@ def test_ls_shows_every_object_with_its_size_and_age(site: Site, config: str) ->
 
 
 def test_ls_as_json_has_whole_names_and_numbers(site: Site, config: str) -> None:
-    done = site.run("ls", config, "--json")
+    done = site.invoke("ls", config, "--json")
     assert (done.code, done.err) == (0, "")
     found = {entry["hash"]: entry for entry in done.json["objects"]}
     assert set(found) == {"01" * 32, "02" * 32, "03" * 32}
@@ -82,7 +82,7 @@ def test_ls_refuses_what_is_no_fingerprint(site: Site, config: str) -> None:
 
 def test_stats_add_up_per_tier_fingerprint_and_pack(site: Site, config: str) -> None:
     site.put("nvme", key(4), bytes(8000), age_seconds=10)
-    done = site.run("stats", config, "--json")
+    done = site.invoke("stats", config, "--json")
     assert (done.code, done.err) == (0, "")
     nvme, shared = done.json["tiers"]
     kinds = {(kind["fingerprint"], kind["pack"]): (kind["objects"], kind["bytes"]) for kind in nvme["kinds"]}
@@ -99,7 +99,7 @@ def test_stats_add_up_per_tier_fingerprint_and_pack(site: Site, config: str) -> 
 
 
 def test_stats_as_a_table_have_a_row_for_all_of_a_tier(site: Site, config: str) -> None:
-    done = site.run("stats", config)
+    done = site.invoke("stats", config)
     assert (done.code, done.err) == (0, "")
     rows = [line.split() for line in done.out.splitlines()[2:]]
     assert [row[:4] for row in rows] == [

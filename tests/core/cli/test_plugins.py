@@ -20,12 +20,12 @@ def test_plugins_are_listed_with_what_they_provide(site: Site) -> None:
 
 def test_a_plugin_that_failed_is_shown_with_its_reason(site: Site) -> None:
     site.install("broken", "a_module_that_does_not_exist")
-    done = site.run("plugins")
+    done = site.invoke("plugins")
     assert done.code == 0
     (line,) = [line for line in done.out.splitlines() if line.startswith("broken")]
     assert "broken-plugin" in line
     assert "ModuleNotFoundError: No module named 'a_module_that_does_not_exist'" in line
-    plugins = site.run("plugins", "--json").json["plugins"]
+    plugins = site.invoke("plugins", "--json").json["plugins"]
     assert [plugin["name"] for plugin in plugins if plugin["error"]] == ["broken"]
     assert f"1 of {len(plugins)} plugins failed" in done.err
 
@@ -39,7 +39,7 @@ def test_strict_makes_a_failed_plugin_an_error(site: Site) -> None:
 
 
 def test_schema_knows_the_keys_of_the_plugins(site: Site) -> None:
-    done = site.run("schema")
+    done = site.invoke("schema")
     assert (done.code, done.err) == (0, "")
     assert "staging_bytes" in done.json["properties"]
     assert "an I/O error" in json.dumps(done.json)
@@ -58,10 +58,10 @@ def offload_register_backends():
 
 
 def test_the_command_that_installs_a_missing_module_is_printed(site: Site) -> None:
-    assert "missing" not in site.run("plugins").out.splitlines()[0]
+    assert "missing" not in site.invoke("plugins").out.splitlines()[0]
     site.install("needy", "needy_plugin")
     (site.plugins / "needy_plugin.py").write_text(NEEDY)
-    done = site.run("plugins")
+    done = site.invoke("plugins")
     assert done.code == 0
     (line,) = [line for line in done.out.splitlines() if line.startswith("needy")]
     assert "the Python module 'no_such_module' is not installed; run: pip install it" in line

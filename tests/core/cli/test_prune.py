@@ -73,12 +73,12 @@ def test_the_oldest_go_first_in_whatever_order_they_are_listed() -> None:
 
 
 def test_a_dry_run_shows_what_would_go_and_deletes_nothing(site: Site, config: str) -> None:
-    done = site.run("prune", config, "--older-than", "2h30m", "--dry-run")
+    done = site.invoke("prune", config, "--older-than", "2h30m", "--dry-run")
     assert (done.code, done.err) == (0, "")
     assert "would go" in done.out
     assert done.out.splitlines()[2].split() == ["nvme", "5", "24.9", "KiB", "3", "14.9", "KiB", "0", "0", "B"]
     assert left(site) == {1, 2, 3, 4, 5}
-    document = site.run("prune", config, "--older-than", "2h30m", "--dry-run", "--json").json
+    document = site.invoke("prune", config, "--older-than", "2h30m", "--dry-run", "--json").json
     assert document["dry_run"] is True
     assert [(t["selected_objects"], t["removed_objects"]) for t in document["tiers"]] == [(3, 0), (0, 0)]
 
@@ -88,7 +88,7 @@ def test_without_a_terminal_yes_is_needed(site: Site, config: str) -> None:
     assert (done.code, done.out) == (2, "")
     assert "give --yes to delete, or --dry-run to preview" in done.err
     assert left(site) == {1, 2, 3, 4, 5}
-    assert site.run("prune", config, "--older-than", "90m", "--yes").code == 0
+    assert site.invoke("prune", config, "--older-than", "90m", "--yes").code == 0
     assert left(site) == {1}
 
 

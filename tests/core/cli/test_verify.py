@@ -31,10 +31,10 @@ def test_sound_objects_are_counted(site: Site) -> None:
         site.put("nvme", key(number), os.urandom(1000))
     (site.path("nvme") / "foreign.kv").write_text("not an object")
     config = site.configure({"name": "nvme"})
-    done = site.run("verify", config)
+    done = site.invoke("verify", config)
     assert (done.code, done.out) == (0, "")
     assert done.err == "tier 'nvme': 5 objects with 24.9 KiB are sound, 0 damaged\n"
-    (tier,) = site.run("verify", config, "--json").json["tiers"]
+    (tier,) = site.invoke("verify", config, "--json").json["tiers"]
     assert (tier["verified_objects"], tier["verified_bytes"], tier["bad"]) == (5, 5 * object_bytes(1000), [])
 
 
@@ -47,7 +47,7 @@ def test_every_kind_of_damage_is_found_and_deleted_only_when_asked(site: Site) -
     empty.write_bytes(b"")
     renamed.write_bytes(sealed(key(77), b"another object"))
     config = site.configure({"name": "nvme"}, {"name": "shared"})
-    done = site.run("verify", config, "--json")
+    done = site.invoke("verify", config, "--json")
     assert done.code == 1
     assert "tier 'nvme': 1 objects with 4.0 KiB are sound, 5 damaged" in done.err
     reasons = {int(bad["hash"][:2]): bad["reason"] for bad in done.json["tiers"][0]["bad"]}
@@ -60,13 +60,13 @@ def test_every_kind_of_damage_is_found_and_deleted_only_when_asked(site: Site) -
     }
     assert all(bad["damaged"] and bad["fingerprint"] == FIRST for bad in done.json["tiers"][0]["bad"])
     assert len(site.files("nvme")) == 6
-    deleting = site.run("verify", config, "--delete")
+    deleting = site.invoke("verify", config, "--delete")
     assert deleting.code == 1
     assert "5 damaged (5 deleted)" in deleting.err
     (line,) = [line for line in deleting.out.splitlines() if key(1).path in line]
     assert line.endswith("the payload's checksum does not match its 500 bytes")
     assert site.files("nvme") == [sound]
-    assert site.run("verify", config).code == 0
+    assert site.invoke("verify", config).code == 0
 
 
 def test_what_the_backend_calls_corrupt_is_damaged(site: Site) -> None:

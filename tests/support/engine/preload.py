@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import warnings
 from pathlib import Path
 
 MODULES = (
@@ -33,12 +34,28 @@ MODULES = (
     "offload_backend_nixl.plugin",
 )
 
+
+def _nothing() -> None:
+    """Take the place of a function of which a run needs nothing."""
+
+
 for _name in MODULES:
     importlib.import_module(_name)
 
-# Engine start and shutdown collect garbage eight times; without the freeze each would walk all modules.
+from vllm.platforms import current_platform  # noqa: E402
+
+# At each start a worker looks through all modules for the kernels that it replaces. Once is enough: its forks see the
+# replacements, and so does each module that they import later. Older versions of vLLM have no such function.
+if (_replace_kernels := getattr(current_platform, "register_triton_kernel_overrides", None)) is not None:
+    with warnings.catch_warnings(action="ignore"):  # each look at torch finds what is deprecated there
+        _replace_kernels()
+    type(current_platform).register_triton_kernel_overrides = staticmethod(_nothing)
+
+# Engine start and shutdown collect garbage eight times; without the freeze each would walk all modules. At its shutdown
+# vLLM lifts the freeze, so that a fork would touch, and with it copy, every object that it shares with the server.
 gc.collect()
 gc.freeze()
+gc.unfreeze = _nothing
 
 # The server prints nothing of interest at its own end; a run brings its own output.
 with Path(os.devnull).open("wb") as _null:
