@@ -17,11 +17,11 @@ from offload_core.config.limits import LimitOverrides, Limits
 from offload_core.memory.staging_size import StagingUse, staging_uses
 from offload_core.objects.format import Codec
 from offload_core.planning.placement import PlacementPolicy
+from offload_core.planning.write_policy import WritePolicyName
 from offload_core.plugins.registry import PluginRegistry
 
 _MIB = 1024 * 1024
 
-WritePolicyName = Literal["every", "second-touch", "never"]
 LoadPolicy = Literal["cheaper", "always"]
 Compression = Literal["none", "zstd", "zstd-planes"]
 CODECS: dict[Compression, Codec] = {"none": Codec.NONE, "zstd": Codec.ZSTD, "zstd-planes": Codec.ZSTD_PLANES}

@@ -15,13 +15,13 @@ from itertools import islice
 from typing import Any
 
 from offload_core.memory.staging_shares import TierShare
+from offload_core.planning.write_policy import WritePolicy
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.call_size import CallSize
 from offload_core.transfer.jobs import Job, JobState, JobTable
 from offload_core.transfer.pending_store import PendingStore
 from offload_core.transfer.store_queue import BatchState, StoreBatch, StoreCall, StoreQueue
-from offload_core.transfer.write_policy import WritePolicy
 
 _PAUSE_OF_SPARES_SECONDS = 5.0
 """After a tier had no capacity for a spare object, none is copied for it for this time."""

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from offload_core.api.errors import ConfigError
 from offload_core.config.loading import load_config
-from offload_core.transfer.write_policy import nothing_stored_problem
+from offload_core.planning.write_policy import nothing_stored_problem
 from offload_core.vllm.compat import (
     adapt_to_installed_vllm,
     cache_hit_source,

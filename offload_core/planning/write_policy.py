@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Literal
 
-from offload_core.api.keys import ObjectKey
-from offload_core.config.model import WritePolicyName
+WritePolicyName = Literal["every", "second-touch", "never"]
+"""The values of ``write_policy``."""
 
 USAGE_LOG_KEYS = 1 << 16
 """Maximum number of keys in a tier's usage log, about 20 MiB; the least recently used key is forgotten first."""
@@ -32,15 +32,15 @@ class WritePolicy:
         self.name = name
         self._usage_log_keys = usage_log_keys
         self._lock = threading.Lock()
-        self._usage_log: OrderedDict[ObjectKey, _Usage] = OrderedDict()
+        self._usage_log: OrderedDict[Hashable, _Usage] = OrderedDict()
 
-    def takes_offered(self, key: ObjectKey) -> bool:
+    def takes_offered(self, key: Hashable) -> bool:
         """Log the offer of a store; return whether the tier takes it."""
         if self.name != "second-touch":
             return self.name == "every"
         return self._log_use(key) != "once"
 
-    def takes_loaded(self, key: ObjectKey, *, promoted: bool) -> bool:
+    def takes_loaded(self, key: Hashable, *, promoted: bool) -> bool:
         """Log a load of the object from another tier; return whether this tier takes the object.
 
         Args:
@@ -50,14 +50,14 @@ class WritePolicy:
             return promoted and self.name == "every"
         return self._log_use(key) == "again"
 
-    def has_stored(self, key: ObjectKey) -> None:
+    def has_stored(self, key: Hashable) -> None:
         """Note that the tier has the object, so that loads of it from other tiers do not offer it again."""
         if self.name == "second-touch":
             with self._lock:
                 if key in self._usage_log:
                     self._usage_log[key] = "and stored"
 
-    def _log_use(self, key: ObjectKey) -> _Usage:
+    def _log_use(self, key: Hashable) -> _Usage:
         with self._lock:
             before = self._usage_log.get(key)
             now: _Usage = "once" if before is None else "and stored" if before == "and stored" else "again"

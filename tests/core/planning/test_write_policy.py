@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_core.api.keys import ObjectKey
-from offload_core.transfer.write_policy import WritePolicy, nothing_stored_problem
+from offload_core.planning.write_policy import WritePolicy, nothing_stored_problem
 from tests.support.memory_backend import key
 
 LOG_KEYS = 3
