@@ -38,6 +38,7 @@ from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.simulation.bounded_tier import BoundedTier
 from offload_core.simulation.path_rules import PLACEMENTS, MakePathRule, path_rules
 from offload_core.simulation.simulator import Simulation, SimulationResult
+from offload_core.simulation.tier_stack import TierStack
 from offload_core.simulation.trace import Trace, read_trace
 
 MAX_MODEL_LEN = 1 << 20
@@ -85,7 +86,7 @@ def simulated(trace: Trace, name: str, capacity_bytes: int | None, rule: str) ->
     """Serve a trace from one tier."""
     planner, sizes = model(name)
     tier = BoundedTier(capacity_bytes, "lru")
-    simulation = Simulation(planner, sizes, trace.block_tokens, tier, _rules(rule, planner))
+    simulation = Simulation(planner, sizes, trace.block_tokens, TierStack.of_one(tier), _rules(rule, planner))
     for request in trace.requests:
         simulation.serve(request)
     return simulation.result

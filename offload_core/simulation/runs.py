@@ -13,20 +13,43 @@ from typing import NamedTuple
 from offload_core.api.eviction_order import EvictionPolicy
 from offload_core.planning.placement import PlacementPolicy
 from offload_core.planning.planner import HybridOffloadPlanner
+from offload_core.planning.write_policy import WritePolicy, WritePolicyName
 from offload_core.simulation.bounded_tier import BoundedTier
 from offload_core.simulation.path_rules import path_rules
 from offload_core.simulation.simulator import Simulation, SimulationResult
+from offload_core.simulation.tier_stack import StackedTier, TierStack
 from offload_core.simulation.trace import Trace
 
 _POLL_SECONDS = 0.1
 
 
+class TierRules(NamedTuple):
+    """One tier of a simulation, as in a configuration; see :class:`StackedTier`."""
+
+    name: str = "tier"
+    capacity_bytes: int | None = None
+    """``None`` for no limit."""
+    eviction: EvictionPolicy = "lru"
+    write_policy: WritePolicyName = "every"
+    promote: bool = True
+    load_weight: float = 1.0
+
+    def empty_tier(self) -> StackedTier:
+        """Return the tier, without objects."""
+        return StackedTier(
+            BoundedTier(self.capacity_bytes, self.eviction),
+            self.name,
+            WritePolicy(self.write_policy),
+            self.promote,
+            self.load_weight,
+        )
+
+
 class Run(NamedTuple):
-    """One simulation: a tier without objects, which serves the whole trace."""
+    """One simulation: tiers without objects, which serve the whole trace. The fastest tier comes first."""
 
     placement: PlacementPolicy
-    capacity_bytes: int | None
-    """``None`` for no limit."""
+    tiers: tuple[TierRules, ...]
 
 
 @dataclass(frozen=True)
@@ -40,13 +63,12 @@ class Subject:
     trace: Trace
     planner: HybridOffloadPlanner
     object_bytes: dict[str, int]
-    eviction: EvictionPolicy
 
     def simulate(self, run: Run, on_request: Callable[[int], bool]) -> SimulationResult:
         """Serve the trace. ``on_request`` gets the number of requests so far; if it returns ``True``, the run stops."""
-        tier = BoundedTier(run.capacity_bytes, self.eviction)
+        stack = TierStack([tier.empty_tier() for tier in run.tiers])
         rules = path_rules(run.placement, self.planner)
-        simulation = Simulation(self.planner, self.object_bytes, self.trace.block_tokens, tier, rules)
+        simulation = Simulation(self.planner, self.object_bytes, self.trace.block_tokens, stack, rules)
         for number, request in enumerate(self.trace.requests, 1):
             simulation.serve(request)
             if on_request(number):

@@ -1,8 +1,8 @@
-"""The simulation of one tier. Requests are served one after the other, each at once.
+"""The simulation of tiers. Requests are served one after the other, each at once.
 
-Per request: the planner searches for the deepest usable boundary among the objects of the tier. The objects that this
-boundary needs are loaded. The others of the prompt are stored in the order in which an engine computes them. At the end
-the objects are touched.
+Per request: the planner searches for the deepest usable boundary among the objects of each tier. The best tier loads
+the objects that this boundary needs. The others of the prompt are stored in the order in which an engine computes them.
+At the end the objects are touched.
 
 These facts of a real engine are left out:
 
@@ -16,27 +16,38 @@ These facts of a real engine are left out:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload_core.planning.placement import Touch
 from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth, UnitRange
-from offload_core.simulation.bounded_tier import BoundedTier, Traffic
+from offload_core.simulation.bounded_tier import Traffic
 from offload_core.simulation.object_names import ObjectNames
 from offload_core.simulation.path_rules import MakePathRule, Storing
+from offload_core.simulation.tier_stack import TierCounts, TierStack
 from offload_core.simulation.trace import Request
 
 
 @dataclass
 class SimulationResult:
-    """Counts over all requests so far."""
+    """Counts over all requests so far.
 
-    traffic: Traffic
+    Args:
+        tiers: by the tier's name.
+    """
+
+    tiers: dict[str, TierCounts]
     requests: int = 0
     input_tokens: int = 0
     hit_tokens: int = 0
     refused_requests: int = 0
     """Requests longer than ``max_model_len``. They are in no other count."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """The traffic of the only tier."""
+        (counts,) = self.tiers.values()
+        return counts.traffic
 
     @property
     def hit_rate(self) -> float:
@@ -45,7 +56,7 @@ class SimulationResult:
 
 
 class Simulation:
-    """One tier, which serves one request after the other.
+    """Tiers that serve one request after the other.
 
     Args:
         object_bytes: of one object, by the name of its pack, on all ranks together.
@@ -58,16 +69,16 @@ class Simulation:
         planner: HybridOffloadPlanner,
         object_bytes: Mapping[str, int],
         block_tokens: int,
-        tier: BoundedTier,
+        stack: TierStack,
         new_path: MakePathRule,
     ) -> None:
         self._planner = planner
         self._names = ObjectNames(planner.packs, block_tokens)
         self._block_tokens = block_tokens
         self._object_bytes = object_bytes
-        self._tier = tier
+        self._stack = stack
         self._new_path = new_path
-        self.result = SimulationResult(tier.traffic)
+        self.result = SimulationResult({tier.name: tier.counts for tier in stack.tiers})
 
     def serve(self, request: Request) -> None:
         """Serve the next request."""
@@ -79,30 +90,31 @@ class Simulation:
         limit = request.loadable_tokens(self._block_tokens)
         objects = self._names.objects(request.ids, tokens)
         path = self._new_path(limit + 1, self._names.boundaries(request.ids, planner.boundary_tokens, tokens))
-        found = self._search(objects, limit)
+        source, found = self._stack.search(lambda holds: self._search(holds, objects, limit))
         self._touch(objects, path.start(found))
         for pack in planner.packs:
             needed = pack.needed_units(0, found.usable_tokens)
-            deepest_first = reversed(objects[pack.name][needed.start : needed.stop])
-            self._tier.load(deepest_first, self._object_bytes[pack.name])
+            deepest_first = objects[pack.name][needed.start : needed.stop][::-1]
+            self._stack.load(source, deepest_first, self._object_bytes[pack.name])
+        source.counts.hit_tokens += found.usable_tokens
         for _, index, unit in self._computed_units(objects, found.usable_tokens):
             pack = planner.packs[index]
             name = objects[pack.name][unit]
-            if not self._tier.holds(name) and planner.ever_needed(pack, unit):
+            if not self._stack.holds(name) and planner.ever_needed(pack, unit):
                 storing = path.storing(pack, unit)
                 if storing is not Storing.NOT:
-                    self._tier.store(name, self._object_bytes[pack.name], spare=storing is Storing.SPARE)
+                    self._stack.store(name, self._object_bytes[pack.name], spare=storing is Storing.SPARE)
         self._touch(objects, path.touches(tokens))
         result.requests += 1
         result.input_tokens += request.input_tokens
         result.hit_tokens += found.usable_tokens
 
     def _touch(self, objects: Mapping[str, Sequence[int]], touches: Iterable[Touch]) -> None:
-        for pack, unit, spare in touches:
-            self._tier.touch(objects[pack.name][unit], spare=spare)
+        self._stack.touch((objects[pack.name][unit], spare) for pack, unit, spare in touches)
 
-    def _search(self, objects: Mapping[str, Sequence[int]], limit_tokens: int) -> PrefixDepth:
-        holds = self._tier.holds
+    def _search(
+        self, holds: Callable[[int], bool], objects: Mapping[str, Sequence[int]], limit_tokens: int
+    ) -> PrefixDepth:
         search = self._planner.search(0, limit_tokens)
         try:
             asked: tuple[UnitRange, ...] = next(search)

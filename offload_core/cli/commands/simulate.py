@@ -1,9 +1,9 @@
-"""``offload-core simulate``: the hits and bytes of a tier on recorded prompts, by capacity."""
+"""``offload-core simulate``: the hits and bytes of tiers on recorded prompts, by capacity."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -17,9 +17,11 @@ from offload_core.cli.curve_plot import Curve, Point, curve_plot
 from offload_core.cli.output import human_bytes, note, print_json, print_table, progress
 from offload_core.cli.session import EXIT_TROUBLE, EXIT_USAGE
 from offload_core.config.geometry_file import KVCacheGeometry, load_geometry
+from offload_core.config.loading import load_config
+from offload_core.config.model import OffloadConfig
 from offload_core.objects.format import object_bytes
 from offload_core.planning.planner import HybridOffloadPlanner
-from offload_core.simulation.runs import Run, Subject, simulate_all
+from offload_core.simulation.runs import Run, Subject, TierRules, simulate_all
 from offload_core.simulation.simulator import SimulationResult
 from offload_core.simulation.trace import Trace, read_trace
 
@@ -70,18 +72,33 @@ def simulate(
             help="the model's KV cache groups, as for `offload-core plan`",
         ),
     ],
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="simulate the tiers, the placement and the chunk size of this configuration, in place of one tier",
+        ),
+    ] = None,
+    tier: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="with --config: the tier that --capacity is for; by default the last one"),
+    ] = None,
     capacity: Annotated[
-        str, typer.Option(metavar="SIZES", help="capacities of the tier, such as 100GiB,200GiB,none; none is no limit")
-    ] = _NO_LIMIT,
+        str | None,
+        typer.Option(
+            metavar="SIZES",
+            help="capacities of the tier, such as 100GiB,200GiB,none; none is no limit (the default without --config)",
+        ),
+    ] = None,
     placement: Annotated[
         list[_Placement] | None,
         typer.Option(
             metavar="PLACEMENT",
-            help="objects to store: 'kept and spare' (the default), 'kept' or 'everything'; repeat the option to "
-            "compare several",
+            help="objects to store: 'kept and spare', 'kept' or 'everything'; repeat the option to compare several; by "
+            "default that of the configuration, or 'kept and spare'",
         ),
     ] = None,
-    eviction: Annotated[_Eviction, typer.Option(help="the tier's eviction")] = _Eviction.LRU,
+    eviction: Annotated[_Eviction, typer.Option(help="the tier's eviction, without --config")] = _Eviction.LRU,
     chunk_size: Annotated[
         int | None,
         typer.Option(metavar="TOKENS", help="plan with this hybrid_chunk_size instead of the geometry's"),
@@ -99,22 +116,29 @@ def simulate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate a tier on recorded prompts: hit rate, bytes and evictions, by capacity.
+    """Simulate a tier, or those of a configuration, on recorded prompts: hit rate, bytes and evictions, by capacity.
 
-    The planner, the placement and the order of eviction are those that serve. The tier begins without objects. Its
-    capacity is for the objects of all ranks together.
+    The planner, the placement, the write policies and the order of eviction are those that serve. The tiers begin
+    without objects. A capacity is for the objects of all ranks together.
 
     The engine's own prefix cache is left out, so the real tier serves fewer tokens. Generated tokens are left out too.
 
     Exits with 1 if no request of the trace can be simulated, and with 2 if a file or an option is wrong.
 
+    With several tiers, the tier with the highest matched tokens times `load_weight` serves, because a trace has no
+    times of loads. A tier's hit rate counts the tokens that it serves.
+
     Example: `offload-core simulate trace.jsonl.gz --geometry geometry.json --capacity 100GiB,200GiB,400GiB,none`
     """
-    capacities = _capacities(capacity)
+    capacities = None if capacity is None else _capacities(capacity)
+    if tier is not None and config is None:
+        raise typer.BadParameter("it names a tier of a configuration; add --config FILE", param_hint="'--tier'")
     try:
+        settings = None if config is None else load_config({"config_file": str(config)})
         model = load_geometry(geometry)
         prompts = read_trace(trace, block_tokens)
-        planner = model.planner(chunk_size or model.hybrid_chunk_size)
+        chunk_tokens = chunk_size or (settings and settings.settings.hybrid_chunk_size) or model.hybrid_chunk_size
+        planner = model.planner(chunk_tokens)
     except (ConfigError, PlanError) as error:
         note(str(error))
         if as_json:
@@ -122,20 +146,51 @@ def simulate(
         raise typer.Exit(EXIT_USAGE) from None
     for warning in planner.warnings:
         note(f"warning: {warning}")
-    placements = dict.fromkeys(placement or [_Placement.KEPT_AND_SPARE])
-    runs = [Run(one.value, limit) for one in placements for limit in capacities]
-    results = _simulated(Subject(prompts, planner, _stored_bytes(model, planner), eviction.value), runs)
+    configured = _Placement.KEPT_AND_SPARE if settings is None else _Placement(settings.settings.placement)
+    tiers, varied = (
+        ((TierRules(eviction=eviction.value),), 0) if settings is None else _configured_tiers(settings, tier)
+    )
+    stacks = [tiers] if capacities is None else [_with_capacity(tiers, varied, limit) for limit in capacities]
+    placements = dict.fromkeys(placement or [configured])
+    runs = [Run(one.value, stack) for one in placements for stack in stacks]
+    results = _simulated(Subject(prompts, planner, _stored_bytes(model, planner)), runs)
     if refused := results[0].refused_requests:
         note(f"{refused} requests are longer than max_model_len = {planner.max_model_len} and were left out")
     if as_json:
-        print_json(_document(trace, geometry, prompts, planner, runs, results, eviction))
+        print_json(_document(trace, geometry, prompts, planner, runs, results))
     else:
-        columns = ("placement", "capacity|", "hit rate|", "written|", "read|", "evicted|", "objects evicted|", "peak|")
-        print_table(columns, map(_row, runs, results))
+        columns = ("capacity|", "hit rate|", "written|", "read|", "evicted|", "objects evicted|", "peak|")
+        first = ("placement", "tier") if len(tiers) > 1 else ("placement",)
+        print_table(
+            (*first, *columns), (row for run, result in zip(runs, results, strict=True) for row in _rows(run, result))
+        )
     if plot is not None:
-        _draw(plot, f"{trace.name}, {model.model or geometry.name}", runs, results)
+        _draw(plot, f"{trace.name}, {model.model or geometry.name}", runs, results, varied)
     if not results[0].requests:
         raise typer.Exit(EXIT_TROUBLE)
+
+
+def _configured_tiers(config: OffloadConfig, name: str | None) -> tuple[tuple[TierRules, ...], int]:
+    """Return the tiers of a configuration, and the place of the one whose capacity varies."""
+    tiers = tuple(
+        TierRules(
+            name=one.common.name,
+            capacity_bytes=getattr(one.options, "capacity", None),
+            eviction=getattr(one.options, "eviction", "lru"),
+            write_policy=one.common.write_policy,
+            promote=one.common.promote,
+            load_weight=one.common.load_weight,
+        )
+        for one in config.tiers
+    )
+    names = [one.name for one in tiers]
+    if name is not None and name not in names:
+        raise typer.BadParameter(f"there is no tier {name!r}; the tiers are {', '.join(names)}", param_hint="'--tier'")
+    return tiers, len(tiers) - 1 if name is None else names.index(name)
+
+
+def _with_capacity(tiers: tuple[TierRules, ...], place: int, capacity: int | None) -> tuple[TierRules, ...]:
+    return (*tiers[:place], tiers[place]._replace(capacity_bytes=capacity), *tiers[place + 1 :])
 
 
 def _simulated(subject: Subject, runs: Sequence[Run]) -> list[SimulationResult]:
@@ -149,16 +204,20 @@ def _stored_bytes(model: KVCacheGeometry, planner: HybridOffloadPlanner) -> dict
     return {pack.name: object_bytes(model.payload_bytes(pack)) * model.ranks for pack in planner.packs}
 
 
-def _row(run: Run, result: SimulationResult) -> list[object]:
-    traffic = result.traffic
-    return [
-        run.placement,
-        _label(run.capacity_bytes),
-        f"{result.hit_rate:.1%}",
-        *map(human_bytes, (traffic.written_bytes, traffic.read_bytes, traffic.evicted_bytes)),
-        f"{traffic.evicted_objects:,}",
-        human_bytes(traffic.peak_bytes),
-    ]
+def _rows(run: Run, result: SimulationResult) -> Iterator[list[object]]:
+    """Yield a row for each tier."""
+    for tier in run.tiers:
+        counts = result.tiers[tier.name]
+        traffic = counts.traffic
+        yield [
+            run.placement,
+            *([tier.name] if len(run.tiers) > 1 else []),
+            _label(tier.capacity_bytes),
+            f"{counts.hit_tokens / max(1, result.input_tokens):.1%}",
+            *map(human_bytes, (traffic.written_bytes, traffic.read_bytes, traffic.evicted_bytes)),
+            f"{traffic.evicted_objects:,}",
+            human_bytes(traffic.peak_bytes),
+        ]
 
 
 def _label(capacity_bytes: int | None) -> str:
@@ -172,7 +231,6 @@ def _document(
     planner: HybridOffloadPlanner,
     runs: Sequence[Run],
     results: Sequence[SimulationResult],
-    eviction: _Eviction,
 ) -> dict[str, object]:
     return {
         "trace": str(trace),
@@ -182,24 +240,33 @@ def _document(
         "requests": results[0].requests,
         "refused_requests": results[0].refused_requests,
         "input_tokens": results[0].input_tokens,
-        "eviction": eviction.value,
         "runs": [
             {
                 "placement": run.placement,
-                "capacity_bytes": run.capacity_bytes,
                 "hit_rate": result.hit_rate,
                 "hit_tokens": result.hit_tokens,
-                **dataclasses.asdict(result.traffic),
+                "tiers": [
+                    {
+                        "tier": tier.name,
+                        "capacity_bytes": tier.capacity_bytes,
+                        "eviction": tier.eviction,
+                        "hit_tokens": result.tiers[tier.name].hit_tokens,
+                        **dataclasses.asdict(result.tiers[tier.name].traffic),
+                    }
+                    for tier in run.tiers
+                ],
             }
             for run, result in zip(runs, results, strict=True)
         ],
     }
 
 
-def _draw(path: Path, title: str, runs: Sequence[Run], results: Sequence[SimulationResult]) -> None:
+def _draw(path: Path, title: str, runs: Sequence[Run], results: Sequence[SimulationResult], varied: int) -> None:
+    """Draw the hit rates of all tiers together, by the capacity of the tier that varies."""
     curves: dict[str, list[Point]] = {}
     for run, result in zip(runs, results, strict=True):
-        point = Point(run.capacity_bytes, _label(run.capacity_bytes), result.hit_rate)
+        capacity_bytes = run.tiers[varied].capacity_bytes
+        point = Point(capacity_bytes, _label(capacity_bytes), result.hit_rate)
         curves.setdefault(run.placement, []).append(point)
     try:
         path.write_text(curve_plot(title, [Curve(name, points) for name, points in curves.items()]))

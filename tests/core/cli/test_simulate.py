@@ -48,8 +48,12 @@ def simulate(*words: object, code: int = 0) -> Any:
 
 
 def simulated(*words: object) -> dict[str, Any]:
+    """Return the document; what its only tier has is beside what its run has."""
     document = json.loads(simulate(*words, "--json").stdout)
     assert isinstance(document, dict)
+    for run in document["runs"]:
+        if len(run["tiers"]) == 1:
+            run |= run["tiers"][0]
     return document
 
 
@@ -61,7 +65,8 @@ def test_the_document_has_one_entry_per_placement_and_capacity(trace: Path, geom
     assert [(run["placement"], run["capacity_bytes"]) for run in found["runs"]] == [
         (placement, capacity) for placement in ("everything", "kept") for capacity in (300 << 10, 1 << 20, None)
     ]
-    assert (found["block_tokens"], found["hybrid_chunk_size"], found["eviction"]) == (16, 16, "lru")
+    assert (found["block_tokens"], found["hybrid_chunk_size"]) == (16, 16)
+    assert {run["eviction"] for run in found["runs"]} == {"lru"}
     assert found["requests"] == len(PROMPTS)
     assert found["input_tokens"] == sum(map(len, PROMPTS))
     for run in found["runs"]:
@@ -73,6 +78,50 @@ def test_the_document_has_one_entry_per_placement_and_capacity(trace: Path, geom
     limited, _, unlimited = found["runs"][:3]
     assert limited["hit_rate"] < unlimited["hit_rate"]
     assert limited["evicted_objects"] > unlimited["evicted_objects"] == 0
+
+
+def configuration(tmp_path: Path, **keys: Any) -> Path:
+    path = tmp_path / "offload.json"
+    ram = {"name": "ram", "type": "cpu", "capacity": "100KiB", "eviction": "slru", "load_weight": 10}
+    disk = {"name": "disk", "type": "disk", "path": str(tmp_path / "kv"), "write_policy": "second-touch"}
+    path.write_text(json.dumps({"backends": [ram, disk], **keys}))
+    return path
+
+
+def test_the_tiers_of_a_configuration_are_simulated_together(trace: Path, geometry: Path, tmp_path: Path) -> None:
+    config = configuration(tmp_path, placement="kept", hybrid_chunk_size=32)
+    found = simulated(trace, "--geometry", geometry, "--config", config)
+    (run,) = found["runs"]
+    ram, disk = run["tiers"]
+    assert (found["hybrid_chunk_size"], run["placement"]) == (32, "kept")
+    assert [(tier["tier"], tier["capacity_bytes"], tier["eviction"]) for tier in run["tiers"]] == [
+        ("ram", 100 << 10, "slru"), ("disk", None, "lru"),
+    ]  # fmt: skip
+    assert ram["evicted_objects"] > 0
+    assert 0 < disk["written_objects"] < ram["written_objects"], "the second use decides"
+    assert run["hit_tokens"] == ram["hit_tokens"] + disk["hit_tokens"]
+    assert not (tmp_path / "kv").exists(), "nothing is opened"
+    table = simulate(trace, "--geometry", geometry, "--config", config).stdout
+    assert re.search(r"^kept +ram +100.0 KiB .*\nkept +disk +no limit ", table, re.MULTILINE), table
+
+
+def test_the_capacity_of_one_tier_of_a_configuration_varies(trace: Path, geometry: Path, tmp_path: Path) -> None:
+    words = [trace, "--geometry", geometry, "--config", configuration(tmp_path), "--capacity", "50KiB,none"]
+    last = simulated(*words)["runs"]
+    assert [[tier["capacity_bytes"] for tier in run["tiers"]] for run in last] == [
+        [100 << 10, 50 << 10], [100 << 10, None],
+    ]  # fmt: skip
+    named = simulated(*words, "--tier", "ram")["runs"]
+    assert [[tier["capacity_bytes"] for tier in run["tiers"]] for run in named] == [[50 << 10, None], [None, None]]
+    assert named[0]["hit_tokens"] <= named[1]["hit_tokens"]
+    assert "there is no tier 'rum'; the tiers are ram, disk" in simulate(*words, "--tier", "rum", code=2).stderr
+    refused = simulate(trace, "--geometry", geometry, "--tier", "ram", code=2).stderr
+    assert "it names a tier of a configuration; add --config FILE" in refused
+
+
+def test_a_bad_configuration_is_refused(trace: Path, geometry: Path, tmp_path: Path) -> None:
+    config = configuration(tmp_path, placement="kepd")
+    assert "placement: 'kepd'" in simulate(trace, "--geometry", geometry, "--config", config, code=2).stderr
 
 
 def test_without_options_the_tier_has_no_limit_and_knows_spare_objects(trace: Path, geometry: Path) -> None:
@@ -108,7 +157,7 @@ def test_the_ranks_share_the_capacity(tmp_path: Path, trace: Path) -> None:
 def test_the_chunk_size_and_the_eviction_are_options(trace: Path, geometry: Path) -> None:
     words = (trace, "--geometry", geometry, "--capacity", "300KiB")
     found = simulated(*words, "--chunk-size", 64, "--eviction", "slru")
-    assert (found["hybrid_chunk_size"], found["eviction"]) == (64, "slru")
+    assert (found["hybrid_chunk_size"], found["runs"][0]["eviction"]) == (64, "slru")
     assert found["runs"] != simulated(*words, "--chunk-size", 64)["runs"] != simulated(*words)["runs"]
 
 

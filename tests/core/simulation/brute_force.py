@@ -16,10 +16,18 @@ Name = tuple[str, Prefix]
 
 @dataclass
 class SimpleTier:
-    """LRU with spare objects. The last of each list is the one used last."""
+    """LRU with spare objects. The last of each list is the one used last.
+
+    Args:
+        uses: per object, the number of its uses until it was stored, and ``None`` afterwards; for second-touch.
+    """
 
     capacity: int | None
     sizes: dict[str, int]
+    write_policy: str = "every"
+    promote: bool = True
+    load_weight: float = 1.0
+    uses: dict[Name, int | None] = field(default_factory=dict)
     spare: list[Name] = field(default_factory=list)
     kept: list[Name] = field(default_factory=list)
     read: list[Name] = field(default_factory=list)
@@ -40,6 +48,29 @@ class SimpleTier:
                 (self.spare if spare else self.kept).append(name)
                 return
 
+    def offered(self, name: Name, *, spare: bool) -> None:
+        """A store is offered, which is a use: from the second one on, second-touch takes it."""
+        before = self.uses.get(name, 0)
+        self.uses[name] = None if before is None else before + 1
+        if self.write_policy == "every" or (self.write_policy == "second-touch" and before != 0):
+            self.store(name, spare=spare)
+            if self.holds(name):
+                self.uses[name] = None
+
+    def loaded_elsewhere(self, name: Name, *, from_slower: bool) -> None:
+        """Another tier has served the object, which is a use. A tier that had it once takes it by promotion only."""
+        before = self.uses.get(name, 0)
+        self.uses[name] = None if before is None else before + 1
+        if self.write_policy == "second-touch":
+            wanted = before is not None and before >= 1
+        else:
+            wanted = self.write_policy == "every" and from_slower
+        if wanted and (self.promote or not from_slower):
+            if not self.holds(name):
+                self.store(name, spare=False)
+            if self.holds(name):
+                self.uses[name] = None
+
     def store(self, name: Name, *, spare: bool) -> None:
         size = self.sizes[name[0]]
         if self.capacity is not None:
@@ -59,7 +90,7 @@ class BruteForce:
     """Serves prompts as the placement's definition says."""
 
     planner: HybridOffloadPlanner
-    tier: SimpleTier
+    tiers: list[SimpleTier]
     placement: str
     block_tokens: int
     kept_boundaries: dict[Prefix, bool] = field(default_factory=dict)
@@ -71,7 +102,11 @@ class BruteForce:
         whole = len(prompt) // self.block_tokens * self.block_tokens
         path, prompt_tokens = prompt[:whole], min(len(prompt), whole + 1)
         boundaries = range(self.planner.boundary_tokens, whole + 1, self.planner.boundary_tokens)
-        usable = max((b for b in boundaries if b < prompt_tokens and self._satisfied(path, b)), default=0)
+        loadable = [b for b in boundaries if b < prompt_tokens]
+        depths = [max((b for b in loadable if self._satisfied(tier, path, b)), default=0) for tier in self.tiers]
+        worths = [depth * tier.load_weight for depth, tier in zip(depths, self.tiers, strict=True)]
+        best = worths.index(max(worths))
+        usable = depths[best]
         common = self._common_tokens(path, boundaries, prompt_tokens)
         self._touch_head(path, boundaries, prompt_tokens)
         continues = self.kept_boundaries.get(self._prefix(path, common)) is False
@@ -79,8 +114,7 @@ class BruteForce:
         for pack in self.planner.packs:
             for end in reversed(self._ends(pack, usable)):
                 if self._needs(pack, end, usable):
-                    self.tier.use((pack.name, self._prefix(path, end)), spare=False)
-                    self.tier.read.append((pack.name, self._prefix(path, end)))
+                    self._load((pack.name, self._prefix(path, end)), best)
         replay = (prompt_tokens - 1) // self.planner.boundary_tokens * self.planner.boundary_tokens
         for pack, end in self._in_order_of_completion(usable, whole):
             name = (pack.name, self._prefix(path, end))
@@ -88,14 +122,28 @@ class BruteForce:
             is_kept |= any(self._needs(pack, end, b) for b in {replay, *junctions})
             is_spare = self.placement != "everything" and not is_kept
             if (
-                not self.tier.holds(name)
+                not any(tier.holds(name) for tier in self.tiers)
                 and self._ever_needed(pack, end)
                 and not (is_spare and self.placement == "kept")
             ):
-                self.tier.store(name, spare=is_spare)
+                for tier in self.tiers:
+                    tier.offered(name, spare=is_spare)
         for name, spare in self._touches(path, usable, {replay, *boundaries[-1:], *junctions} - {0}, junctions):
-            self.tier.use(name, spare=spare)
+            self._use(name, spare=spare)
         self.hits.append(usable)
+
+    def _load(self, name: Name, source: int) -> None:
+        for place, tier in enumerate(self.tiers):
+            if place == source:
+                tier.use(name, spare=False)
+                tier.read.append(name)
+        for place, tier in enumerate(self.tiers):
+            if place != source:
+                tier.loaded_elsewhere(name, from_slower=place < source)
+
+    def _use(self, name: Name, *, spare: bool) -> None:
+        for tier in self.tiers:
+            tier.use(name, spare=spare)
 
     def _prefix(self, path: Tokens, tokens: int) -> Prefix:
         return path[: -(-tokens // self.block_tokens) * self.block_tokens], tokens
@@ -106,18 +154,23 @@ class BruteForce:
         common = max((b for b in loadable if self._prefix(path, b) in self.seen), default=0)
         self.seen |= {self._prefix(path, b) for b in boundaries}
         full = [pack for pack in self.planner.packs if pack.policy.kind == "full"]
-        deep = (b for b in loadable if full and all(self._pack_satisfied(pack, path, b) for pack in full))
+        deep = (b for b in loadable if full and self._has_attention(path, b))
         return max(common, *deep, 0)
+
+    def _has_attention(self, path: Tokens, boundary: int) -> bool:
+        """Return whether some tier has all of full attention up to a boundary."""
+        full = [pack for pack in self.planner.packs if pack.policy.kind == "full"]
+        return any(all(self._pack_satisfied(tier, pack, path, boundary) for pack in full) for tier in self.tiers)
 
     def _touch_head(self, path: Tokens, boundaries: range, prompt_tokens: int) -> None:
         """Touch the full attention up to the deepest boundary at which it is present."""
         full = [pack for pack in self.planner.packs if pack.policy.kind == "full"]
         loadable = [b for b in boundaries if b < prompt_tokens]
-        attention = max((b for b in loadable if all(self._pack_satisfied(pack, path, b) for pack in full)), default=0)
+        attention = max((b for b in loadable if self._has_attention(path, b)), default=0)
         for end in range(attention, 0, -1):
             for pack in full:
                 if end % pack.unit_tokens == 0:
-                    self.tier.use((pack.name, self._prefix(path, end)), spare=False)
+                    self._use((pack.name, self._prefix(path, end)), spare=False)
 
     def _touches(self, path: Tokens, usable: int, kept: set[int], junctions: set[int]) -> Iterator[tuple[Name, bool]]:
         superseded: set[int] = set()
@@ -146,12 +199,12 @@ class BruteForce:
                 elif any(self._needs(pack, end, boundary) for boundary in superseded):
                     yield name, True
 
-    def _satisfied(self, path: Tokens, boundary: int) -> bool:
-        return all(self._pack_satisfied(pack, path, boundary) for pack in self.planner.packs)
+    def _satisfied(self, tier: SimpleTier, path: Tokens, boundary: int) -> bool:
+        return all(self._pack_satisfied(tier, pack, path, boundary) for pack in self.planner.packs)
 
-    def _pack_satisfied(self, pack: Pack, path: Tokens, boundary: int) -> bool:
+    def _pack_satisfied(self, tier: SimpleTier, pack: Pack, path: Tokens, boundary: int) -> bool:
         ends = [end for end in self._ends(pack, boundary) if self._needs(pack, end, boundary)]
-        return all(self.tier.holds((pack.name, self._prefix(path, end))) for end in ends)
+        return all(tier.holds((pack.name, self._prefix(path, end))) for end in ends)
 
     def _in_order_of_completion(self, computed: int, whole: int) -> Iterator[tuple[Pack, int]]:
         for end in range(computed + 1, whole + 1):

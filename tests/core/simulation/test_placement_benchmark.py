@@ -19,6 +19,7 @@ from offload_core.planning.planner import GroupGeometry, HybridOffloadPlanner
 from offload_core.simulation.bounded_tier import BoundedTier
 from offload_core.simulation.path_rules import PLACEMENTS
 from offload_core.simulation.simulator import Simulation
+from offload_core.simulation.tier_stack import TierStack
 from tests.core.simulation.test_simulator import hybrid, prompts, simulated
 from tests.support.geometries import FULL, STATE, Geometry, geometries, window
 from tests.support.paths import ROOT
@@ -84,7 +85,7 @@ def test_stocks_rule_stores_replay_boundaries_and_junctions() -> None:
     paths = [head + tuple(range(100 * n, 100 * n + 40)) for n in range(1, 4)]
     sizes = {pack.name: 1 for pack in planner.packs}
     tier = BoundedTier(None, "lru")
-    simulation = Simulation(planner, sizes, 1, tier, lambda tokens, names: StockRule(planner, tokens))
+    simulation = Simulation(planner, sizes, 1, TierStack.of_one(tier), lambda tokens, names: StockRule(planner, tokens))
     hits = []
     for request in trace_of([*paths, paths[0]], 1).requests:
         simulation.serve(request)

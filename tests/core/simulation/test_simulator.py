@@ -13,7 +13,9 @@ from offload_core.planning.placement import PlacementPolicy
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.simulation.bounded_tier import BoundedTier
 from offload_core.simulation.path_rules import PLACEMENTS, path_rules
+from offload_core.simulation.runs import Run, Subject, TierRules
 from offload_core.simulation.simulator import Simulation, SimulationResult
+from offload_core.simulation.tier_stack import TierStack
 from tests.core.simulation.brute_force import BruteForce, SimpleTier
 from tests.support.geometries import FULL, STATE, Geometry, geometries, window
 from tests.support.prompt_traces import Tokens, conversations, trace_of
@@ -45,7 +47,7 @@ def simulated(
         planner,
         sizes or dict.fromkeys((pack.name for pack in planner.packs), 1),
         block_tokens,
-        BoundedTier(capacity, eviction),
+        TierStack.of_one(BoundedTier(capacity, eviction)),
         path_rules(placement, planner),
     )
     for request in trace_of(prompts, block_tokens).requests:
@@ -85,7 +87,7 @@ def compare(
     sizes: dict[str, int],
 ) -> None:
     tier = SimpleTier(capacity, sizes)
-    oracle = BruteForce(planner, tier, placement, block_tokens)
+    oracle = BruteForce(planner, [tier], placement, block_tokens)
     for prompt in prompts:
         oracle.serve(prompt)
     found = simulated(planner, prompts, placement, capacity=capacity, block_tokens=block_tokens, sizes=sizes)
@@ -94,6 +96,39 @@ def compare(
         len(tier.written), tier.bytes_of(tier.written), len(tier.read), tier.bytes_of(tier.read),
         len(tier.evicted), tier.bytes_of(tier.evicted), tier.peak,
     )  # fmt: skip
+
+
+RULES = st.builds(
+    TierRules,
+    capacity_bytes=st.none() | st.integers(1, 60),
+    write_policy=st.sampled_from(["every", "second-touch", "never"]),
+    promote=st.booleans(),
+    load_weight=st.sampled_from([0.5, 1.0, 2.0]),
+)
+
+
+@examples(400)
+@given(geometries(), prompts(), st.sampled_from(PLACEMENTS), st.lists(RULES, min_size=2, max_size=3), st.data())
+def test_several_tiers_agree_with_brute_force(
+    geometry: Geometry, prompts: list[Tokens], placement: PlacementPolicy, rules: list[TierRules], data: st.DataObject
+) -> None:
+    planner = geometry.plan()
+    sizes = {pack.name: data.draw(st.integers(1, 4), label=pack.name) for pack in planner.packs}
+    tiers = [
+        SimpleTier(rule.capacity_bytes, sizes, rule.write_policy, rule.promote, rule.load_weight) for rule in rules
+    ]
+    oracle = BruteForce(planner, tiers, placement, 1)
+    for prompt in prompts:
+        oracle.serve(prompt)
+    named = tuple(rule._replace(name=str(place)) for place, rule in enumerate(rules))
+    subject = Subject(trace_of(prompts, 1), planner, sizes)
+    found = subject.simulate(Run(placement, named), lambda _: False)
+    assert found.hit_tokens == sum(oracle.hits) == sum(counts.hit_tokens for counts in found.tiers.values())
+    for counts, tier in zip(found.tiers.values(), tiers, strict=True):
+        assert astuple(counts.traffic) == (
+            len(tier.written), tier.bytes_of(tier.written), len(tier.read), tier.bytes_of(tier.read),
+            len(tier.evicted), tier.bytes_of(tier.evicted), tier.peak,
+        )  # fmt: skip
 
 
 @given(geometries(), prompts(), st.integers(1, 6), st.sampled_from(["lru", "slru"]))
