@@ -59,13 +59,17 @@ class LoadSeconds:
         """Note the seconds of a lookup.
 
         Args:
-            answered: whether the tier has answered. If not, a lookup takes at least these seconds.
+            answered: whether the tier has answered. If not, a lookup is expected to take at least twice these seconds:
+                else a request would wait for the next one just as long, and again in vain.
         """
-        if not answered and seconds <= self._lookup_seconds:
-            return
-        if self._looked_up_at is None:
+        if not answered:
+            if 2 * seconds <= self._lookup_seconds:
+                return
+            self._lookup_seconds = 2 * seconds
+        elif self._looked_up_at is None:
             self._lookup_seconds = seconds
-        self._lookup_seconds += _NEW_LOOKUP_SHARE * (seconds - self._lookup_seconds)
+        else:
+            self._lookup_seconds += _NEW_LOOKUP_SHARE * (seconds - self._lookup_seconds)
         self._looked_up_at = self._clock()
 
     def lookup_seconds(self) -> float:

@@ -166,6 +166,13 @@ def test_a_lookup_that_takes_longer_than_a_hit_saves_is_not_begun() -> None:
     assert setup.choice.tiers_to_ask(setup.query()) == ["fast", "slow"], "it may have become fast"
 
 
+def test_a_lookup_that_was_waited_for_in_vain_is_not_begun_again() -> None:
+    setup = Setup()
+    worth = setup.choice.longest_wait(setup.query(), ["slow"])
+    setup.choice.lookup_ended("slow", worth, answered=False)
+    assert "slow" not in setup.choice.tiers_to_ask(setup.query())
+
+
 def test_a_load_that_would_miss_its_deadline_does_not_pay() -> None:
     setup = Setup()
     setup.choice.prefill.observe([(0, 160)], 500.0)
