@@ -162,7 +162,7 @@ def test_a_lookup_that_takes_longer_than_a_hit_saves_is_not_begun() -> None:
     setup.choice.lookup_ended("fast", 1e-3, answered=False)  # says nothing: it may take longer
     assert setup.choice.tiers_to_ask(setup.query()) == []
     assert setup.choice.tiers_to_ask(setup.query(1601)) == ["fast", "slow"]
-    setup.clock.now += 600
+    setup.clock.now += 900
     assert setup.choice.tiers_to_ask(setup.query()) == ["fast", "slow"], "it may have become fast"
 
 
