@@ -41,8 +41,10 @@ def read_samples(source: str) -> list[Sample]:
     """
     try:
         samples = list(_parsed(_text(source)))
+    except urllib.error.HTTPError as error:  # the server has answered, with a number that tells more than its reason
+        raise ConfigError([f"cannot be read: {error}; {_CURE}"], source) from None
     except (OSError, HTTPException, ValueError) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        reason = getattr(error, "reason", None) or error
         raise ConfigError([f"cannot be read: {reason}; {_CURE}"], source) from None
     if not samples:
         raise ConfigError([f"has no metrics in the text format of Prometheus; {_CURE}"], source)
