@@ -23,7 +23,7 @@ MAX_KEPT = 12288
 MAX_MEMORY_BYTES = 32 << 20
 """Limit on the memory of one curve."""
 WINDOW_REQUESTS = 32768
-"""The ratios are those of the last half to whole of this number of requests."""
+"""The number of counted requests at which all of them begin to count half."""
 
 
 class HitCurve:

@@ -29,9 +29,9 @@ class PathSample(NamedTuple):
     """Of each point, the number of chunks up to it."""
     names: list[int]
     sampled: list[bool]
-    """Whether the chunk before the point is a sampled one."""
+    """Per point, a flag: the chunk before it is a sampled one."""
     known: list[bool]
-    """Whether an earlier path had the chunk."""
+    """Per point, a flag: an earlier path had the chunk."""
     prompt_points: int
     """Number of leading points from which the prompt can be resumed."""
     seen_points: int

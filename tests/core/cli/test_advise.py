@@ -13,23 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from offload_core.cli import app
-from offload_core.runtime.metrics import HIT_RATIO_GAUGES
+from tests.support.live_curves import Ratios, shown
 
 GIB = 1 << 30
-Ratios = tuple[float, float, float, float]
-
-
-def shown(ratios: Ratios, tier: str = "nvme", engine: str = "0", tokens: int = 5000, capacity: int = 200 * GIB) -> str:
-    """The metrics of one tier as vLLM shows them."""
-    values = {
-        "capacity_bytes": float(capacity),
-        "estimated_prompt_tokens_total": float(tokens),
-        **dict(zip(HIT_RATIO_GAUGES, ratios, strict=True)),
-    }
-    labels = f'engine="{engine}",model_name="m",tier="{tier}"'
-    lines = [f"vllm:hybrid_offload_{name}{{{labels}}} {value}" for name, value in values.items()]
-    return "\n".join(["# HELP vllm:hybrid_offload_capacity_bytes offload-core: …", *lines, ""])
-
 
 COUNTED = """
 vllm:prefix_cache_queries_total{engine="0",model_name="m"} 1000.0
