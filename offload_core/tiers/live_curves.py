@@ -93,10 +93,8 @@ class LiveCurves:
         self._salt = secrets.randbits(8 * _NAME_BYTES)
 
     def _show(self, gauge: str, tier: str, value: float) -> None:
-        before = self._shown.get((gauge, tier), 0.0)
-        if before == before:  # NaN, which stands for unknown, stays
-            self._counters.add(gauge, tier, value - before)
-            self._shown[gauge, tier] = value
+        self._counters.add(gauge, tier, value - self._shown.get((gauge, tier), 0.0))
+        self._shown[gauge, tier] = value
 
 
 def _capacity_bytes(tier: TierConfig) -> int | None:

@@ -86,6 +86,24 @@ def test_with_sampling_the_curve_is_within_three_points_of_the_simulator(policie
         assert ratio == pytest.approx(true, abs=0.03), factor
 
 
+@pytest.mark.parametrize("policy", [window(65), STATE], ids=str)
+def test_with_sampling_spare_objects_serve_while_there_is_free_capacity(policy: HitPolicy) -> None:
+    planner = plan((FULL, policy), 16)
+    sizes = {pack.name: 1000 if pack.policy.kind == "full" else 3000 for pack in planner.packs}
+    chance = random.Random(3)
+    texts: list[Tokens] = []
+    for _ in range(60):
+        text = tuple(chance.randrange(1 << 30) for _ in range(640))
+        parted = chance.randrange(160, 640)
+        texts += [text, text[:parted] + tuple(chance.randrange(1 << 30) for _ in range(640 - parted))]
+    capacity = 60 * 40 * 2 * 4000
+    curve = estimated(planner, texts, capacity, sizes, block_tokens=16, max_samples=3000)
+    assert curve.rate < 0.5
+    true = simulated(planner, texts, "kept and spare", capacity=capacity, sizes=sizes, block_tokens=16).hit_rate
+    assert true > 0.25
+    assert curve.hit_ratios()[1:] == pytest.approx([true] * 3, abs=0.03)
+
+
 def random_paths(curve: HitCurve, count: int, chunks: int) -> None:
     chance = random.Random(1)
     for _ in range(count):
