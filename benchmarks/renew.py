@@ -31,6 +31,8 @@ COMMANDS = {
     "codecs": "codecs",
     "placement": "placement build/traces/agentic-60.jsonl.gz:256 build/traces/mooncake-conversation.jsonl.gz "
     "build/traces/mooncake-synthetic.jsonl.gz",
+    "live_curve": "live_curve build/traces/agentic-60.jsonl.gz:256 build/traces/mooncake-conversation.jsonl.gz "
+    "build/traces/mooncake-synthetic.jsonl.gz",
 }
 """The command of each result, without ``python -m benchmarks.`` and without ``--json``."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.reporting import drawings, drawings_backends, findings, placement, rows, tables
+from benchmarks.reporting import drawings, drawings_backends, findings, live_curve, placement, rows, tables
 from benchmarks.reporting.document import RESULTS_FOLDER, ROOT, Document, read
 from benchmarks.reporting.style import drawn
 
@@ -102,4 +102,5 @@ CATALOGUE = (
     ),
     Entry("codecs", rows.Codecs, tables.codecs, findings.codecs, drawings_backends.codecs, 3.6),
     Entry("placement", rows.Placement, placement.tables, placement.finding, placement.draw, 6.0),
+    Entry("live_curve", rows.LiveCurve, live_curve.tables, live_curve.finding, live_curve.draw, 3.2),
 )  # fmt: skip

@@ -384,3 +384,28 @@ class Placement(Results):
 
     benchmark = "placement"
     runs: list[Placed]
+
+
+class Estimate(Row):
+    """One live curve that has seen a trace."""
+
+    trace: str
+    geometry: str
+    capacity_gb: Figure
+    """In units of 10^9 bytes; the curve has half, one, two and four times this capacity."""
+    sampled_share: Figure
+    """Part of the chunks that are sampled."""
+    simulated: list[Figure]
+    """Hit rates by rising capacity."""
+    estimated: list[Figure]
+    us_per_request: Figure
+    """Processor time for all four capacities, in microseconds."""
+
+
+class LiveCurve(Results):
+    """Results of ``benchmarks.live_curve``."""
+
+    benchmark = "live_curve"
+    memory_mib: Figure
+    """Memory of one curve, at most."""
+    runs: list[Estimate]

@@ -50,6 +50,7 @@ COUNTERS = {
     "breaker_refused": "lookups, loads and stores refused at once during such a pause",
     "events_dropped": "events dropped, because observers were too slow",
     "recomputed_requests": "requests that the engine recomputed after a failed load",
+    "estimated_prompt_tokens": "prompt tokens of the requests that the estimated hit ratios come from",
 }
 """Every counter's name and meaning."""
 
@@ -57,8 +58,21 @@ GAUGES = {
     "breaker_open": "ranks and schedulers that do not use the tier, or use it on trial only, because it kept failing",
     "draining_leases": "staging leases of calls that have ended for the engine but not yet for the backend",
     "stuck_threads": "threads of the tier that have been in one call for longer than all of its deadlines",
+    "capacity_bytes": "configured capacity of the tier; the estimates are for multiples of it",
+    "estimated_hit_ratio_half": "estimated hit tokens per prompt token with half the tier's capacity",
+    "estimated_hit_ratio": "the same with the tier's own capacity; NaN if the estimate cannot hold so many prompts",
+    "estimated_hit_ratio_twice": "the same with twice the capacity",
+    "estimated_hit_ratio_four_times": "the same with four times the capacity",
 }
 """Every gauge's name and meaning. A gauge is counted up and down; its value is the sum of all changes."""
+
+HIT_RATIO_GAUGES = (
+    "estimated_hit_ratio_half",
+    "estimated_hit_ratio",
+    "estimated_hit_ratio_twice",
+    "estimated_hit_ratio_four_times",
+)
+"""The gauges of the live curve, by rising capacity."""
 
 
 class Counters:

@@ -27,10 +27,16 @@ class BoundedTier:
 
     Args:
         capacity_bytes: ``None`` for no limit.
+        max_objects: limit on their number.
+
+    Attributes:
+        overflowed: whether ``max_objects`` has evicted an object, or kept one from being stored.
     """
 
-    def __init__(self, capacity_bytes: int | None, eviction: EvictionPolicy) -> None:
+    def __init__(self, capacity_bytes: int | None, eviction: EvictionPolicy, max_objects: int = sys.maxsize) -> None:
         self._capacity = sys.maxsize if capacity_bytes is None else capacity_bytes
+        self._max_objects = max_objects
+        self.overflowed = False
         self._order: EvictionOrder[int] = EvictionOrder(eviction, self._capacity)
         self.traffic = Traffic()
         self.holds = self._order.__contains__
@@ -49,8 +55,10 @@ class BoundedTier:
         if size > self._capacity or (spare and order.size + size > self._capacity):
             return
         while order.size + size > self._capacity:
-            traffic.evicted_bytes += order.remove(order.next_victim())
-            traffic.evicted_objects += 1
+            self._evict()
+        if len(order) >= self._max_objects:
+            self.overflowed = True
+            self._evict()
         order.add(name, size, spare=spare)
         traffic.written_objects += 1
         traffic.written_bytes += size
@@ -60,3 +68,7 @@ class BoundedTier:
         """Make an object the most recently used one, if it is present."""
         if name in self._order:
             self._order.touch(name, spare=spare)
+
+    def _evict(self) -> None:
+        self.traffic.evicted_bytes += self._order.remove(self._order.next_victim())
+        self.traffic.evicted_objects += 1

@@ -54,6 +54,7 @@ class KeepBoundaries:
         names: of the boundaries of the path.
         history: of all earlier paths.
         with_spares: store spare objects too, into free capacity.
+        seen: number of leading boundaries that earlier paths had too; by default the history tells.
     """
 
     def __init__(
@@ -64,15 +65,18 @@ class KeepBoundaries:
         history: BoundaryHistory,
         *,
         with_spares: bool,
+        seen: int | None = None,
     ) -> None:
         self._path = PathPlacement(planner, prompt_tokens)
         self._names = names
         self._history = history
+        self._seen = seen
         self._otherwise = Storing.SPARE if with_spares else Storing.NOT
 
     def start(self, found: PrefixDepth) -> Iterable[Touch]:
         """See :meth:`PathRule.start`."""
-        self._path.find_junction(found, self._names, self._history.see(self._names), self._history)
+        seen = self._history.see(self._names) if self._seen is None else self._seen
+        self._path.find_junction(found, self._names, seen, self._history)
         return self._path.head_touches(found.attention_tokens)
 
     def storing(self, pack: Pack, unit: int) -> Storing:

@@ -41,6 +41,7 @@ RUN_BY = {
     },
     "docs/sizing.md": {
         "$ offload-core simulate": "test_commands_run_as_shown",
+        "$ offload-core advise": "test_the_advice_is_that_of_the_command",
         "# offload.yaml": "test_configurations_of_the_documents_are_valid",
         '{"timestamp"': "test_the_lines_in_the_document_are_a_trace",
         '{"format"': "test_the_lines_in_the_document_are_a_trace",

@@ -16,6 +16,7 @@ import pytest
 import typer.main
 import yaml
 from pydantic import TypeAdapter
+from typer.testing import CliRunner
 
 from offload_core.api import Bytes, Seconds
 from offload_core.cli import app
@@ -28,12 +29,13 @@ from offload_core.config.secrets import secret_fields, variable_name
 from offload_core.plugins.registry import load_plugins, missing_requirements
 from offload_core.runtime.metrics import COUNTERS, GAUGES
 from tests.support.documents import blocks
+from tests.support.live_curves import shown
 from tests.support.paths import ROOT
 from tests.support.prompt_traces import conversations, trace_of, write_trace
 
 README = (ROOT / "README.md").read_text()
-CONFIGURATION, CLI, SECURITY, QUICKSTART = (
-    (ROOT / "docs" / f"{name}.md").read_text() for name in ("configuration", "cli", "security", "quickstart")
+CONFIGURATION, CLI, SECURITY, QUICKSTART, SIZING = (
+    (ROOT / "docs" / f"{name}.md").read_text() for name in ("configuration", "cli", "security", "quickstart", "sizing")
 )
 OPERATORS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -140,6 +142,7 @@ def test_commands_run_as_shown(command: str, tmp_path: Path) -> None:
     (tmp_path / "offload.yaml").write_text(blocks(README, "yaml")[0])
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     write_trace(tmp_path / "trace.jsonl", trace_of(conversations(2, 2, 1000), 512))
+    (tmp_path / "metrics.txt").write_text(shown((0.48, 0.61, 0.70, 0.72)))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
@@ -147,6 +150,15 @@ def test_commands_run_as_shown(command: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout or ">" in command or "verify" in command
+
+
+def test_the_advice_is_that_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.txt").write_text(shown((0.48, 0.61, 0.70, 0.72)))
+    monkeypatch.chdir(tmp_path)
+    [block] = (block for block in blocks(SIZING, "console") if block.startswith("$ offload-core advise"))
+    command, text = block.split("\n", 1)
+    done = CliRunner().invoke(app, command.split()[2:])
+    assert done.stdout.strip() == text.strip()
 
 
 def test_exit_codes_are_those_of_the_help() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from offload_core.objects.format import HEADER_BYTES
+from offload_core.runtime.metrics import HIT_RATIO_GAUGES
 from offload_core.simulation.trace import read_trace
 from tests.engine.labs import QUICK_LABS
 from tests.support.engine.lab import VOCABULARY, Lab, count, ours, served
@@ -106,6 +107,21 @@ def test_under_a_limit_more_is_served_than_by_storing_everything(model: Lab, tmp
         assert hits["kept and spare"] >= hits["everything"]
     if model.name != "qwen3_next":  # whose states are few already, since the engine hands over few
         assert hits["kept and spare"] > hits["everything"]
+
+
+@pytest.mark.parametrize("model", ["gemma3"], indirect=True)
+def test_the_live_curve_shows_the_hits_of_the_tier_and_those_at_other_capacities(model: Lab, tmp_path: Path) -> None:
+    rounds = _conversations()
+    tier = {"name": "disk", "type": "disk", "path": str(tmp_path / "kv"), "capacity": "3MiB"}
+    result = _run(model, rounds, tmp_path / "kv", backends=[tier])
+    prompt_tokens = count(result, "estimated_prompt_tokens")
+    half, same, twice, four_times = (
+        result.metrics.get(f'vllm:hybrid_offload_{gauge}{{tier="disk"}}', 0.0) for gauge in HIT_RATIO_GAUGES
+    )
+    assert prompt_tokens >= sum(len(prompt.token_ids) for one in rounds for prompt in one.prompts)
+    assert same == pytest.approx(_sum(result) / prompt_tokens, abs=0.03)
+    assert half < same <= twice <= four_times
+    assert result.metrics['vllm:hybrid_offload_capacity_bytes{tier="disk"}'] == 3 << 20
 
 
 @pytest.mark.parametrize("model", [*QUICK_LABS, WINDOWS_ONLY], indirect=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -53,6 +54,13 @@ CASES = {
         "simulate trace.jsonl --geometry bad.yaml --json",
         "simulate trace.jsonl",
         "simulate",
+    ],
+    "advise": [
+        "advise metrics.txt",
+        "advise metrics.txt --json",
+        "advise trace.jsonl",
+        "advise missing.txt --json",
+        "advise",
     ],
     "check": [
         "check offload.json",
@@ -188,6 +196,11 @@ def prepare(folder: Path) -> None:
     for geometry in GEOMETRIES:
         shutil.copy(geometry, folder)
     write_trace(folder / "trace.jsonl", trace_of(conversations(3, 4, 800), 256), header=False)
+    values = {"capacity_bytes": 2.0**30, "estimated_prompt_tokens_total": 1000.0}
+    for multiple, ratio in {"_half": 0.2, "": 0.3, "_twice": 0.5, "_four_times": math.nan}.items():
+        values[f"estimated_hit_ratio{multiple}"] = ratio
+    lines = [f'vllm:hybrid_offload_{name}{{engine="0",tier="nvme"}} {value}\n' for name, value in values.items()]
+    (folder / "metrics.txt").write_text("".join(lines))
     (folder / "shared").mkdir()
     nvme = {"name": "nvme", "type": "disk", "path": "nvme"}
     shared = {"name": "shared", "type": "nfs", "url": f"file://{folder}/shared", "retry_seconds": 0}

@@ -22,6 +22,7 @@ from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.simulation.trace_recorder import TraceRecorder
+from offload_core.tiers.live_curves import LiveCurves
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.vllm.compat import keep_state_at
 from offload_core.vllm.metadata import RequestLoad, StepMetadata, StepReport, WorkerIdentity
@@ -71,6 +72,7 @@ class SchedulerHalf:
         self._planner = planner
         self._identity = identity
         self._num_ranks = num_ranks
+        self._prompt_only = settings.offload_prompt_only
         self._engine_options = RequestOptions(load=loads, store=stores)
         self._workers: dict[int, WorkerIdentity] = {}
         self._namespaces: dict[str, tuple[str, ...]] = {}
@@ -110,6 +112,7 @@ class SchedulerHalf:
             self.counters,
         )
         self._store_plan = StorePlan(planner, self._ledger, self._placement, prompt_only=settings.offload_prompt_only)
+        self._curves = LiveCurves(config, planner, self._tiers, self.counters)
         self._trace: TraceRecorder | None = None
         if settings.trace_file is not None:
             self._trace = TraceRecorder(settings.trace_file, planner.boundary_tokens, settings.trace_file_bytes)
@@ -123,6 +126,7 @@ class SchedulerHalf:
         """Take each rank's layout, which completes every rank's identity, and the sizes of its objects."""
         self._workers = workers
         self._choice.object_bytes = next(iter(workers.values())).object_bytes if workers else {}
+        self._curves.start([worker.object_bytes for worker in workers.values()])
         self._namespaces.clear()
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
@@ -249,6 +253,7 @@ class SchedulerHalf:
         if (state := self._requests.get(request.request_id)) is not None:
             self._placement.ended(state)
             self._record(state)
+            self._estimate(state)
         self._forget(request)
 
     def reset(self) -> None:
@@ -262,6 +267,7 @@ class SchedulerHalf:
         self._namespaces.clear()
         self._ledger.clear()
         self._placement.reset()
+        self._curves.reset()
         for state in list(self._requests.values()):
             if state.job_id is None and state.request.num_computed_tokens == 0:
                 state.offer = state.lookup = None
@@ -312,6 +318,14 @@ class SchedulerHalf:
             hashes = self._placement.boundary_names(state, request.num_prompt_tokens)
             output_tokens = request.num_tokens - request.num_prompt_tokens
             self._trace.record(state.arrived, request.num_prompt_tokens, output_tokens, hashes)
+
+    def _estimate(self, state: RequestState) -> None:
+        """Add a request that has ended to the live curves, if it loads and stores and its prompt was computed."""
+        request, options = state.request, state.options
+        if options.load and options.store and request.num_computed_tokens >= request.num_prompt_tokens:
+            tokens = request.num_prompt_tokens if self._prompt_only else request.num_computed_tokens
+            hashes = self._placement.boundary_names(state, tokens)
+            self._curves.add(hashes, request.num_prompt_tokens, state.seen_boundaries)
 
     def _ranks_namespaces(self, adapter: str) -> tuple[str, ...]:
         """Return the namespace of each rank's keys, for an adapter's digest."""
