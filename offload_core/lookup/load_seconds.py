@@ -59,8 +59,8 @@ class LoadSeconds:
         """Note the seconds of a lookup.
 
         Args:
-            answered: whether the tier has answered. If not, a lookup is expected to take at least twice these seconds:
-                else a request would wait for the next one just as long, and again in vain.
+            answered: whether the tier has answered. If not, a lookup is expected to take twice these seconds or more.
+                Else a request would wait for the next one just as long, and again in vain.
         """
         if not answered:
             if 2 * seconds <= self._lookup_seconds:
