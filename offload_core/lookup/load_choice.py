@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from offload_core.config.model import LoadPolicy
 from offload_core.lookup.load_seconds import LoadSeconds
@@ -52,23 +52,16 @@ class LoadChoice:
         if "chunked" in kinds and kinds <= {"full", "chunked"}:
             self._attention_chunk_tokens = math.lcm(*(p.policy.attention_chunk_tokens or 1 for p in planner.packs))
 
-    def tiers_to_ask(self, query: PrefixQuery) -> list[str]:
-        """Return the tiers from which even the deepest prefix would be worth its lookup."""
-        if self._policy == "always":
-            return list(self._loads)
-        reachable = self._planner.storable_prefix(query.limit_tokens)
-        return [
-            name
-            for name, seconds in self._loads.items()
-            if self._saved_seconds(name, query, reachable) > seconds.lookup_seconds()
-        ]
+    def tiers_to_ask(self, query: PrefixQuery) -> dict[str, float]:
+        """Return the tiers from which the deepest possible prefix would be worth its lookup.
 
-    def longest_wait(self, query: PrefixQuery, tiers: Iterable[str]) -> float:
-        """Return the seconds for which a lookup can be worth waiting."""
+        Each comes with the seconds that this prefix would save. A longer wait for the lookup cannot pay.
+        """
         if self._policy == "always":
-            return math.inf
+            return dict.fromkeys(self._loads, math.inf)
         reachable = self._planner.storable_prefix(query.limit_tokens)
-        return max((self._saved_seconds(name, query, reachable) for name in tiers), default=0.0)
+        saved = {name: self._saved_seconds(name, query, reachable) for name in self._loads}
+        return {name: seconds for name, seconds in saved.items() if seconds > self._loads[name].lookup_seconds()}
 
     def boundary(self, tier: str, query: PrefixQuery, boundary_tokens: int) -> int:
         """Return the boundary to load to, of those that the tier has up to ``boundary_tokens``."""
@@ -104,21 +97,19 @@ class LoadChoice:
         self._loads[tier].lookup_ended(seconds, answered=answered)
 
     def prefill_seconds_saved(self, computed_tokens: int, boundary_tokens: int, tokens: int) -> float:
-        """Return the seconds of prefill that a load has saved a prompt of ``tokens``; zero if not measured yet."""
+        """Return the seconds of prefill that a load saves a prompt of ``tokens``; infinity if not measured yet."""
         without = self.prefill.seconds(computed_tokens, tokens)
         rest = self.prefill.seconds(boundary_tokens, tokens)
-        return 0.0 if without is None or rest is None else without - rest
+        return math.inf if without is None or rest is None else without - rest
 
     def _saved_seconds(self, tier: str, query: PrefixQuery, boundary_tokens: int) -> float:
         """Return the seconds that a load would save; infinity before the first prefill was measured."""
-        tokens = query.limit_tokens + 1
-        without = self.prefill.seconds(query.computed_tokens, tokens)
-        rest = self.prefill.seconds(boundary_tokens, tokens)
-        if without is None or rest is None:
+        prefill = self.prefill_seconds_saved(query.computed_tokens, boundary_tokens, query.limit_tokens + 1)
+        if prefill == math.inf:
             return math.inf
         nbytes = self._bytes(query.computed_tokens, boundary_tokens, query.local_attention_tokens)
         load = self._loads[tier].seconds(nbytes)
-        return without - rest - load if load < self._tiers[tier].limits.load_seconds(nbytes) else -math.inf
+        return prefill - load if load < self._tiers[tier].limits.load_seconds(nbytes) else -math.inf
 
     def _bytes(self, computed_tokens: int, boundary_tokens: int, local_attention_tokens: int = 0) -> int:
         """Return the bytes of a load.

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 
 from offload_core.lookup.running_fit import RunningFit
 
-_MIN_PREFILL_TOKENS = 16
+MIN_PREFILL_TOKENS = 16
+"""Tokens of one request in one step from which on the step counts as a prefill."""
 _MIN_SECONDS = 1e-6
 _TOKENS_FIRST = (1e-2, 1e-4, 1e-2)
 
@@ -33,7 +34,7 @@ class PrefillSeconds:
             seconds: duration of the step.
         """
         parts = list(parts)
-        if max((tokens for _, tokens in parts), default=0) >= _MIN_PREFILL_TOKENS:
+        if max((tokens for _, tokens in parts), default=0) >= MIN_PREFILL_TOKENS:
             attention = sum(_pairs(before, before + tokens) for before, tokens in parts)
             features = (1.0, sum(tokens for _, tokens in parts), attention)
             self._fit.observe(features, max(_MIN_SECONDS, seconds), self._clock())

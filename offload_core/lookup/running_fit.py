@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
 
 _KEPT_PER_OBSERVATION = 0.9
 _HALF_LIFE_SECONDS = 60.0
@@ -24,11 +27,11 @@ class RunningFit:
     """
 
     def __init__(self, reluctance: Sequence[float]) -> None:
-        self._reluctance = tuple(reluctance)
+        self._reluctance = np.array(reluctance)
         size = len(self._reluctance)
-        self._products = [[0.0] * size for _ in range(size)]
-        self._targets = [0.0] * size
-        self._coefficients: tuple[float, ...] | None = None
+        self._products = np.zeros((size, size))
+        self._targets = np.zeros(size)
+        self._coefficients: npt.NDArray[np.float64] | None = None
         self._observed_at = 0.0
 
     @property
@@ -51,10 +54,8 @@ class RunningFit:
                 seconds = min(seconds, _MOST_TIMES_EXPECTED * expected)
             self._scale(kept)
         weight = 1 / (expected * min(expected, seconds))
-        for row, x in enumerate(features):
-            self._targets[row] += weight * x * seconds
-            for column, y in enumerate(features):
-                self._products[row][column] += weight * x * y
+        self._targets += weight * seconds * np.array(features)
+        self._products += weight * np.outer(features, features)
         self._observed_at = now
         self._coefficients = self._solve()
         if (growth := self.seconds(features) / expected) > 1:
@@ -62,48 +63,31 @@ class RunningFit:
 
     def seconds(self, features: Sequence[float]) -> float:
         """Return the expected seconds; zero before the first observation."""
-        if self._coefficients is None:
-            return 0.0
-        return sum(c * x for c, x in zip(self._coefficients, features, strict=True))
+        return 0.0 if self._coefficients is None else float(self._coefficients @ features)
 
     def _scale(self, factor: float) -> None:
         """Multiply the weight of all observations."""
-        self._targets = [factor * target for target in self._targets]
-        self._products = [[factor * product for product in row] for row in self._products]
+        self._targets *= factor
+        self._products *= factor
 
-    def _solve(self) -> tuple[float, ...]:
+    def _solve(self) -> npt.NDArray[np.float64]:
         """Return the coefficients with the least squared error among all with none below zero.
 
         At the optimum some features are zero and the others solve the equations without them. So each choice of
-        features is tried; there are at most eight.
+        features is tried; there are at most eight. The features are scaled to one size, so that no choice is singular.
         """
-        size = len(self._targets)
-        matrix = [
-            [self._products[i][j] * (1 + self._reluctance[i] * (i == j)) for j in range(size)] for i in range(size)
-        ]
-        best, least = (0.0,) * size, 0.0
-        for chosen in product((False, True), repeat=size):
-            used = [index for index in range(size) if chosen[index] and matrix[index][index] > 0]
-            solution = _solution([[matrix[i][j] for j in used] for i in used], [self._targets[i] for i in used])
-            if min(solution, default=0.0) < 0:
-                continue
-            error = -sum(self._targets[i] * x for i, x in zip(used, solution, strict=True))  # up to a constant
-            if error < least:
-                values = dict(zip(used, solution, strict=True))
-                best, least = tuple(values.get(index, 0.0) for index in range(size)), error
+        sizes = np.sqrt(np.diag(self._products))
+        usable = np.flatnonzero(sizes)
+        sizes[sizes == 0] = 1.0
+        matrix = self._products / np.outer(sizes, sizes) + np.diag(self._reluctance)
+        targets = self._targets / sizes
+        best: npt.NDArray[np.float64] = np.zeros_like(targets)
+        least = 0.0
+        for count in range(1, len(usable) + 1):
+            for chosen in map(list, combinations(usable, count)):
+                solution = np.linalg.solve(matrix[np.ix_(chosen, chosen)], targets[chosen])
+                error = -float(targets[chosen] @ solution)  # up to a constant
+                if solution.min() >= 0 and error < least:
+                    best, least = np.zeros_like(targets), error
+                    best[chosen] = solution / sizes[chosen]
         return best
-
-
-def _solution(matrix: list[list[float]], targets: list[float]) -> list[float]:
-    """Solve a positive definite system by elimination."""
-    size = len(targets)
-    for pivot in range(size):
-        for row in range(pivot + 1, size):
-            factor = matrix[row][pivot] / matrix[pivot][pivot]
-            matrix[row] = [x - factor * y for x, y in zip(matrix[row], matrix[pivot], strict=True)]
-            targets[row] -= factor * targets[pivot]
-    solution = [0.0] * size
-    for row in reversed(range(size)):
-        known = sum(matrix[row][column] * solution[column] for column in range(row + 1, size))
-        solution[row] = (targets[row] - known) / matrix[row][row]
-    return solution

@@ -90,12 +90,10 @@ class Lookup:
             return best.name, self.query.computed_tokens
         return best.name, self._choice.boundary(best.name, self.query, self._boundary(best))
 
-    def declined(self) -> str | None:
-        """Return the tier with the deepest match, if no tier's match pays; ``None`` if one pays, or none matches."""
+    def deepest(self) -> tuple[str, int]:
+        """Return the tier with the deepest match and its boundary, whether a load pays or not."""
         deepest = max(self._answers, key=self._boundary)
-        if self._boundary(deepest) <= self.query.computed_tokens or self.best()[1] > self.query.computed_tokens:
-            return None
-        return deepest.name
+        return deepest.name, self._boundary(deepest)
 
     def seconds(self) -> dict[str, tuple[float, bool]]:
         """Return, per tier, the seconds until its answer, or until now, and whether it has answered."""

@@ -116,7 +116,8 @@ class LoadOffers:
         offer, _ = _load_of(state)
         self._end_load(state, measured=True)
         saved = self._choice.prefill_seconds_saved(offer.local_tokens, state.resumed_tokens, state.request.num_tokens)
-        self._counters.add("prefill_seconds_saved", offer.tier, max(0.0, saved))
+        if math.isfinite(saved):
+            self._counters.add("prefill_seconds_saved", offer.tier, max(0.0, saved))
         self._lookups.learn(offer.tier, self._first_ranks_keys(state.loading))
 
     def load_ended(self, state: RequestState) -> None:
@@ -176,16 +177,16 @@ class LoadOffers:
         if boundary <= local.computed_tokens:
             return 0  # a local prefix without states at its end is then shortened by the engine
         asked_tokens, computed_tokens = computed_tokens, state.offer.computed_tokens
-        if boundary > computed_tokens and state.wait.seconds("load") >= self._load_seconds[state.offer.tier]:
+        if state.wait.seconds("load") >= self._load_seconds[state.offer.tier]:
             return 0
-        if boundary > computed_tokens and self._recomputing:
+        if self._recomputing:
             # vLLM reserves blocks for a request whose load has failed until it runs. It admits no load that does not
             # fit beside all of these reservations. So other requests wait until it runs. The request itself must not
             # wait for its own reservation.
             if state.request.request_id not in self._recomputing:
                 return self._ask_again(state, "load")
             state.offers_left -= 1
-        if boundary > computed_tokens and self._block_holders.withholds_failures:  # they would wait for this load too
+        if self._block_holders.withholds_failures:  # they would wait for this load too
             return self._ask_again(state, "load")
         if self._chunks_loading and not self._chunks_loading.keys().isdisjoint(
             state.needed_refs(self._planner, computed_tokens, boundary)
@@ -242,10 +243,11 @@ class LoadOffers:
             local_attention_tokens=local.attention_tokens,
         )
         tiers = self._choice.tiers_to_ask(query)
-        patience = min(self._lookup_seconds, self._choice.longest_wait(query, tiers)) - state.wait.seconds("lookup")
+        if not tiers:
+            self._count_declined(state, "lookups_declined", "all")
+            return False
+        patience = min(self._lookup_seconds, max(tiers.values())) - state.wait.seconds("lookup")
         if patience <= 0:
-            if not tiers:
-                self._count_declined(state, "lookups_declined", "all")
             return False
         state.lookup = self._lookups.start(query, patience, tiers)
         return True
@@ -264,8 +266,9 @@ class LoadOffers:
         for name, (seconds, answered) in lookup.seconds().items():
             self._choice.lookup_ended(name, seconds, answered=answered)
         tier, boundary = lookup.best()
-        if (declining := lookup.declined()) is not None:
-            self._count_declined(state, "loads_declined", declining)
+        deepest_tier, deepest = lookup.deepest()
+        if boundary <= local.computed_tokens < deepest:
+            self._count_declined(state, "loads_declined", deepest_tier)
         attention_tokens = lookup.attention_tokens()
         if self._ledger.not_found(missing):  # store evicted chunks again, with all chunks behind them
             self._ledger.forget(state.refs_behind(self._planner, attention_tokens if self._has_attention else 0))

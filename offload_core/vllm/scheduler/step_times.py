@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from offload_core.lookup.prefill_seconds import PrefillSeconds
+from offload_core.lookup.prefill_seconds import MIN_PREFILL_TOKENS, PrefillSeconds
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 class _Step(NamedTuple):
     begun: float
+    tokens: int
     parts: list[tuple[int, int]]
-    """Per request, the tokens before the step and those that it computes."""
+    """Per request, the tokens before the step and those that it computes; empty for a step without a prefill."""
 
 
 class StepTimes:
@@ -38,22 +39,27 @@ class StepTimes:
         """Note the begin of a step."""
         if not self._pipelined:
             self._under_way.clear()
-        scheduled = output.num_scheduled_tokens
-        before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        running = output.scheduled_cached_reqs
-        before.update(zip(running.req_ids, running.num_computed_tokens, strict=True))
-        parts = [(before[request_id], tokens) for request_id, tokens in scheduled.items() if request_id in before]
-        self._under_way.append(_Step(time.monotonic(), parts))
+        prefills = max(output.num_scheduled_tokens.values(), default=0) >= MIN_PREFILL_TOKENS
+        parts = _parts(output) if prefills else []
+        self._under_way.append(_Step(time.monotonic(), output.total_num_scheduled_tokens, parts))
 
     def end(self) -> None:
         """Note the end of the first step under way."""
         now = time.monotonic()
         without_tokens = False
-        while self._under_way and not self._under_way[0].parts:
+        while self._under_way and not self._under_way[0].tokens:
             without_tokens = True
             self._under_way.popleft()
         if self._under_way:
             step = self._under_way.popleft()
-            if not without_tokens:
+            if step.parts and not without_tokens:
                 self._prefill.observe(step.parts, now - max(step.begun, self._last_end))
         self._last_end = now
+
+
+def _parts(output: SchedulerOutput) -> list[tuple[int, int]]:
+    before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    running = output.scheduled_cached_reqs
+    before.update(zip(running.req_ids, running.num_computed_tokens, strict=True))
+    scheduled = output.num_scheduled_tokens
+    return [(before[request_id], tokens) for request_id, tokens in scheduled.items() if request_id in before]
