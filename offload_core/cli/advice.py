@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from offload_core.cli.metrics_text import Sample
+from prometheus_client.samples import Sample
+
 from offload_core.cli.output import human_bytes
 from offload_core.runtime.metrics import HIT_RATIO_GAUGES
 
@@ -84,7 +85,7 @@ class TierCurve:
 def curves(samples: Iterable[Sample]) -> list[TierCurve]:
     """Return the live curves among the metrics of an engine, by engine and tier."""
     found: dict[tuple[str, str], dict[str, float]] = {}
-    for name, labels, value in samples:
+    for name, labels, value, *_ in samples:
         if name.startswith(_PREFIX) and "tier" in labels:
             place = labels.get("engine", ""), labels["tier"]
             found.setdefault(place, {})[name.removeprefix(_PREFIX)] = value
@@ -105,7 +106,7 @@ def measured_hits(samples: Iterable[Sample]) -> tuple[float, float] | None:
     Both are shares of all prompt tokens, of all engines together. ``None`` if vLLM has counted no tokens.
     """
     totals: dict[str, float] = {}
-    for name, _, value in samples:
+    for name, _, value, *_ in samples:
         totals[name] = totals.get(name, 0.0) + value
     asked = totals.get("vllm:prefix_cache_queries_total", 0.0)
     if not asked:

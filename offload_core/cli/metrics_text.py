@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from http.client import HTTPException
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import urlsplit
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from offload_core.api.errors import ConfigError
 
 _TIMEOUT_SECONDS = 10.0
 _MAX_BYTES = 64 << 20
-_SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+-?\d+)?\s*")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_ESCAPE = re.compile(r"\\(.)")
-
-
-class Sample(NamedTuple):
-    """One value of a metric."""
-
-    name: str
-    labels: dict[str, str]
-    value: float
 
 
 def read_samples(source: str) -> list[Sample]:
@@ -40,14 +29,19 @@ def read_samples(source: str) -> list[Sample]:
         ConfigError: the source cannot be read, or holds no metrics.
     """
     try:
-        samples = list(_parsed(_text(source)))
+        text = _text(source)
     except urllib.error.HTTPError as error:  # the server has answered, with a number that tells more than its reason
         raise ConfigError([f"cannot be read: {error}; {_CURE}"], source) from None
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise ConfigError([f"cannot be read: {reason}; {_CURE}"], source) from None
+    try:
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        reason = "there is no sample"
+    except ValueError as error:
+        samples, reason = [], str(error)
     if not samples:
-        raise ConfigError([f"has no metrics in the text format of Prometheus; {_CURE}"], source)
+        raise ConfigError([f"has no metrics in the text format of Prometheus ({reason}); {_CURE}"], source)
     return samples
 
 
@@ -67,21 +61,3 @@ def _text(source: str) -> str:
     with urllib.request.urlopen(address, timeout=_TIMEOUT_SECONDS) as answer:
         content: bytes = answer.read(_MAX_BYTES)
     return content.decode()
-
-
-def _parsed(text: str) -> Iterator[Sample]:
-    """Yield the samples; comments and all other lines are passed over."""
-    for line in text.splitlines():
-        found = _SAMPLE.fullmatch(line)
-        if found is None:
-            continue
-        try:
-            value = float(found["value"])
-        except ValueError:
-            continue
-        labels = {name: _unescaped(written) for name, written in _LABEL.findall(found["labels"] or "")}
-        yield Sample(found["name"], labels, value)
-
-
-def _unescaped(written: str) -> str:
-    return _ESCAPE.sub(lambda escape: "\n" if escape[1] == "n" else escape[1], written)
