@@ -19,16 +19,15 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.faults_plugin import VICTIM
-from benchmarks.faults_rig import DISTRIBUTION, LiveEngine, Order, prepare_environment, write_distribution
-from benchmarks.faults_setup import folder_with
+from benchmarks.faults_rig import DISTRIBUTION, LiveEngine, Order
+from benchmarks.faults_setup import folder_with, running
 from benchmarks.reporting.document import Run, add_json_option
 from benchmarks.reporting.rows import Crossing, Crossover, percentile
 from tests.support import tiny_models
@@ -66,23 +65,13 @@ def spec(model: Path, folder: Path, load_when: str | None, *plugins: str) -> Run
     )  # fmt: skip
 
 
-@contextmanager
-def engines(model: Path, stored: Path, place: Path) -> Iterator[dict[str, LiveEngine]]:
-    """Start the three engines."""
-    site = place / "site"
-    write_distribution(site)
-    specs = {
+def specs(model: Path, stored: Path, place: Path) -> dict[str, RunSpec]:
+    """Return the three engines."""
+    return {
         "compute": spec(model, place, None),
         "load": spec(model, folder_with(stored, place / "load"), "always", DISTRIBUTION),
         "ours": spec(model, folder_with(stored, place / "ours"), "cheaper", DISTRIBUTION),
     }
-    with ExitStack() as stack:
-        live = {name: LiveEngine(name, one, site) for name, one in specs.items()}
-        for engine in live.values():
-            stack.callback(engine.stop)
-        for engine in live.values():
-            engine.wait_until_started()
-        yield live
 
 
 def ask(live: dict[str, LiveEngine], one: PromptSpec) -> dict[str, PromptResult]:
@@ -162,11 +151,10 @@ def main() -> None:
         fill.rounds = [Round(name="fill", prompts=[prompt(length, seed=length) for length in LENGTHS])]
         assert fill.kv_transfer_config is not None
         run_in_process(fill, timeout_seconds=600, fresh_interpreter=True)
-        prepare_environment(fill)
         for latency in arguments.latency_ms:
             for speed in arguments.mb_per_second:
                 place = folder / f"{latency:g}-{speed:g}"
-                with engines(model, folder / "stored", place) as live:
+                with running(specs(model, folder / "stored", place), place) as live:
                     rows += measure(live, latency, speed, arguments.rounds)
                 console.print(table_of(rows[-len(LENGTHS) :]))
     console.print(table_of(rows))

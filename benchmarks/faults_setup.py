@@ -66,7 +66,11 @@ def folder_with(objects: Path, place: Path) -> Path:
 
 @contextmanager
 def running(specs: Mapping[str, RunSpec], folder: Path) -> Iterator[dict[str, LiveEngine]]:
-    """Start an engine for each spec, all at once, and stop them afterwards."""
+    """Start an engine for each spec, all at once, and stop them afterwards.
+
+    Args:
+        folder: a place for the plugin and the logs; one for each call.
+    """
     site = folder / "site"
     write_distribution(site)
     prepare_environment(next(iter(specs.values())))

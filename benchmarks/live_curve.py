@@ -13,18 +13,24 @@ TOKENS are the tokens per id of the trace, by default those of its header or 512
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import random
 import time
 import tracemalloc
-from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
-from benchmarks.placement import FIXED_GB, GB, SHARES, model, simulated, trace_of
-from benchmarks.reporting.document import ROOT, Run, add_json_option
+from benchmarks.placement import (
+    FIXED_GB,
+    GB,
+    SHARES,
+    in_processes,
+    model,
+    simulated,
+    trace_of,
+    traces_and_geometries,
+)
+from benchmarks.reporting.document import Run
 from benchmarks.reporting.live_curve import finding, tables
 from benchmarks.reporting.placement import SYNTHETIC
 from benchmarks.reporting.rows import Estimate, LiveCurve
@@ -100,19 +106,9 @@ def memory_bytes() -> int:
 
 
 def main() -> None:
-    examples = sorted(path.stem for path in (ROOT / "examples" / "geometries").glob("*.yaml"))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", metavar="TRACE[:TOKENS]", help="trace, and the tokens per id")
-    parser.add_argument("--geometry", nargs="+", choices=(*SYNTHETIC, *examples), default=[*SYNTHETIC, *examples])
-    add_json_option(parser)
-    arguments = parser.parse_args()
+    arguments = traces_and_geometries(__doc__)
     run = Run(arguments)
-    rows: list[Estimate] = []
-    cells = [(file, name) for file in arguments.files for name in arguments.geometry]
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        for found in pool.map(run_all, *zip(*cells, strict=True)):
-            rows += found
-            print(f"{found[0].trace}, {found[0].geometry}: done", flush=True)
+    rows = [row for found in in_processes(run_all, arguments.files, arguments.geometry) for row in found]
     results = LiveCurve(runs=rows, memory_mib=memory_bytes() / MIB)
     print(tables(results), finding(results), sep="\n\n")
     run.write(results)

@@ -22,15 +22,16 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks.placement_rules import StockRule, best_possible_hit_tokens
 from benchmarks.reporting.document import ROOT, Run, add_json_option
 from benchmarks.reporting.placement import RULES, SYNTHETIC, finding, tables, worse
-from benchmarks.reporting.rows import Placed, Placement
+from benchmarks.reporting.rows import Estimate, Placed, Placement
 from offload_core.config.geometry_file import BlockPages, KVCacheGeometry, KVCacheGroup, load_geometry
 from offload_core.objects.format import object_bytes
 from offload_core.planning.hit_policy import HitPolicy
@@ -46,6 +47,8 @@ SHARES = (0.05, 0.3)
 FIXED_GB = (200, 500, 1000, 3000)
 GB, TB = 10**9, 10**12
 KIB = 1024
+R = TypeVar("R", Placed, Estimate)
+"""A row of one trace and one geometry."""
 STATE_BYTES = 153_944_064
 
 
@@ -126,24 +129,28 @@ def run_all(written: str, name: str) -> list[Placed]:
     return rows
 
 
-def in_processes(files: Iterable[str], names: Iterable[str]) -> Iterator[list[Placed]]:
+def in_processes(work: Callable[[str, str], list[R]], files: Iterable[str], names: Iterable[str]) -> Iterator[list[R]]:
     """Yield the rows of each trace and geometry, as they come."""
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(run_all, *zip(*((file, name) for file in files for name in names), strict=True))
+        for rows in pool.map(work, *zip(*((file, name) for file in files for name in names), strict=True)):
+            print(f"{rows[0].trace}, {rows[0].geometry}: done", flush=True)
+            yield rows
 
 
-def main() -> None:
+def traces_and_geometries(description: str | None) -> argparse.Namespace:
+    """Parse the command line of a benchmark that runs on traces."""
     examples = sorted(path.stem for path in (ROOT / "examples" / "geometries").glob("*.yaml"))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", metavar="TRACE[:TOKENS]", help="trace, and the tokens per id")
     parser.add_argument("--geometry", nargs="+", choices=(*SYNTHETIC, *examples), default=[*SYNTHETIC, *examples])
     add_json_option(parser)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = traces_and_geometries(__doc__)
     run = Run(arguments)
-    rows: list[Placed] = []
-    for found in in_processes(arguments.files, arguments.geometry):
-        rows += found
-        print(f"{found[0].trace}, {found[0].geometry}: done", flush=True)
+    rows = [row for found in in_processes(run_all, arguments.files, arguments.geometry) for row in found]
     results = Placement(runs=rows)
     print(tables(results), finding(results), sep="\n\n")
     for cell in worse(results):
