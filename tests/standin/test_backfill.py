@@ -6,6 +6,7 @@ import dataclasses
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,13 +203,15 @@ def test_attention_that_a_running_request_uses_is_loaded_again(rig: Rig) -> None
 
 
 def test_steps_may_outlast_an_offer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload_core.vllm.scheduler.load_offers._OFFER_LIFE_SECONDS", 0.05)
+    passed = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
+    monkeypatch.setattr("offload_core.vllm.scheduler.load_offers.time", clock)
     engine = engine_with(rig)
     request = engine.add(prompt(LONG), 4)
     connector = engine.connector
     assert isinstance(connector, HybridOffloadConnector)
     rig.step_until(engine, lambda: connector.supports_divergent_local_hybrid_hits)
-    time.sleep(0.1)
+    passed[0] = 3600.0
     rig.drain(engine)
     check(engine, request, prompt(LONG), LONG - 1, 1, 2)
 
