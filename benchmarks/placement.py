@@ -89,16 +89,16 @@ def simulated(trace: Trace, name: str, capacity_bytes: int | None, rule: str) ->
     """Serve a trace from one tier."""
     planner, sizes = model(name)
     tier = BoundedTier(capacity_bytes, "lru")
-    simulation = Simulation(planner, sizes, trace.block_tokens, TierStack.of_one(tier), _rules(rule, planner))
+    simulation = Simulation(planner, sizes, trace.block_tokens, TierStack.of_one(tier), _rules(rule, planner, sizes))
     for request in trace.requests:
         simulation.serve(request)
     return simulation.result
 
 
-def _rules(rule: str, planner: HybridOffloadPlanner) -> MakePathRule:
+def _rules(rule: str, planner: HybridOffloadPlanner, sizes: dict[str, int]) -> MakePathRule:
     for placement in PLACEMENTS:
         if rule == placement:
-            return path_rules(placement, planner)
+            return path_rules(placement, planner, sizes)
     return lambda tokens, names: StockRule(planner, tokens)
 
 

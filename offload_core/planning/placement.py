@@ -14,6 +14,9 @@ Kept boundaries of a path are:
 The idea is that of Marconi (Pan et al., MLSys 2025, arXiv 2411.19379): keep ends, and junctions at their second
 sight. The next turn of a conversation *supersedes* the kept boundaries of the turn before: they become
 spare, unless another request has come back to them.
+
+While ends are worth less than the boundaries between (:mod:`.end_worth`), they are spare too, and junctions alone are
+kept. Such traffic parts anywhere and seldom comes back to an end.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
+from offload_core.planning.end_worth import EndWorth
 from offload_core.planning.packs import Pack
 from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth
 
@@ -72,6 +76,17 @@ class BoundaryHistory:
         """Return whether several paths need a boundary; ``None`` if this history does not know it as a kept one."""
         return self._kept.get(name)
 
+    def deepest_kept(self, names: Sequence[Hashable]) -> tuple[int, int]:
+        """Return the numbers of leading boundaries up to the deepest shared one, and to the deepest kept one."""
+        shared = kept = 0
+        for count in range(len(names), 0, -1):
+            several = self._kept.get(names[count - 1])
+            kept = kept or (count if several is not None else 0)
+            if several:
+                shared = count
+                break
+        return shared, kept
+
     def supersede(self, name: Hashable) -> None:
         """Forget a kept boundary that a deeper one has replaced."""
         self._kept.pop(name, None)
@@ -94,6 +109,24 @@ class PathPlacement:
         self.replay_tokens = planner.storable_prefix(max(prompt_tokens - 1, 0))
         """The replay boundary in tokens."""
         self._junctions: set[int] = set()
+        self.ends_are_spare = False
+        """True if the replay boundary and the end are spare, unless several paths have them."""
+
+    def begin(self, names: Sequence[Hashable], history: BoundaryHistory, worth: EndWorth | None = None) -> int:
+        """Return the number of leading boundaries that earlier paths had too, and tell ``history`` about the path.
+
+        Args:
+            names: of all boundaries of the prompt, the shallowest first.
+            worth: learns from the path, and decides whether its ends are spare; ``None`` to keep them.
+        """
+        step = self._planner.boundary_tokens
+        seen = history.see(names)
+        if worth is not None:
+            resumable = names[: min(seen, self.replay_tokens // step)]
+            shared, kept = history.deepest_kept(resumable)
+            worth.add(len(names) * step, self.replay_tokens, shared * step, kept * step, len(resumable) * step)
+            self.ends_are_spare = not worth.ends_pay
+        return seen
 
     @property
     def deepest_junction(self) -> int:
@@ -105,7 +138,7 @@ class PathPlacement:
         self._junctions.add(self._planner.storable_prefix(tokens))
 
     def find_junction(self, found: PrefixDepth, names: Sequence[Hashable], seen: int, history: BoundaryHistory) -> None:
-        """Keep the boundary at which earlier paths part from this one, unless the lookup has found it usable.
+        """Keep the boundary at which earlier paths part from this one.
 
         The history knows this boundary, also if the attention there was evicted. If the history does not know the
         path, the depth of full attention shows the boundary. If it is where a single earlier path ends, this path only
@@ -117,20 +150,26 @@ class PathPlacement:
             seen: number of leading boundaries that earlier paths had too, by :meth:`BoundaryHistory.see`.
         """
         step = self._planner.boundary_tokens
-        common = min(seen * step, self.replay_tokens)
+        common = parted = min(seen * step, self.replay_tokens)
         if any(pack.policy.kind == "full" for pack in self._planner.packs):
             common = max(common, found.attention_tokens)
-        if common > found.usable_tokens and history.is_shared(names[common // step - 1]) is not False:
+        shared = history.is_shared(names[common // step - 1]) if common else False
+        served_by_spare = common == parted == found.usable_tokens and shared is None
+        if served_by_spare or (common > found.usable_tokens and shared is not False):
             self.add_junction(common)
 
     def keeps(self, pack: Pack, unit: int) -> bool:
         """Return whether a kept boundary needs ``unit``.
 
-        Each boundary behind the replay boundary is the end of the path when it is reached, so it is kept.
+        Each boundary behind the replay boundary is the end of the path when it is reached.
         """
-        if pack.policy.kind == "full" or pack.tokens_in(unit + 1) > self.replay_tokens:
+        if pack.policy.kind == "full":
             return True
-        return any(unit in pack.needed_units(0, boundary) for boundary in (self.replay_tokens, *self._junctions))
+        if not self.ends_are_spare and (
+            pack.tokens_in(unit + 1) > self.replay_tokens or unit in pack.needed_units(0, self.replay_tokens)
+        ):
+            return True
+        return any(unit in pack.needed_units(0, boundary) for boundary in self._junctions)
 
     def head_touches(self, tokens: int) -> list[Touch]:
         """Return the objects of full attention up to ``tokens``, in the order of :meth:`touches`.
@@ -167,6 +206,10 @@ class PathPlacement:
                     history.supersede(name)
         for boundary in kept:
             history.keep(names[boundary // step - 1], junction=boundary in self._junctions)
+        if self.ends_are_spare:
+            spare_ends = {boundary for boundary in kept if history.is_shared(names[boundary // step - 1]) is False}
+            kept -= spare_ends
+            superseded += spare_ends
         return self._in_touch_order(end, kept, superseded)
 
     def touches_of_all(self, resumed_tokens: int, tokens: int) -> list[Touch]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol, get_args
 
+from offload_core.planning.end_worth import EndWorth
 from offload_core.planning.packs import Pack
 from offload_core.planning.placement import BoundaryHistory, PathPlacement, PlacementPolicy, Touch
 from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth
@@ -38,13 +39,20 @@ MakePathRule = Callable[[int, Sequence[int]], PathRule]
 """Makes the rule of one path, from the number of its tokens and the names of its boundaries."""
 
 
-def path_rules(placement: PlacementPolicy, planner: HybridOffloadPlanner) -> MakePathRule:
-    """Return the maker of rules for ``placement``. All paths have one history."""
+def path_rules(
+    placement: PlacementPolicy, planner: HybridOffloadPlanner, object_bytes: Mapping[str, int]
+) -> MakePathRule:
+    """Return the maker of rules for ``placement``. All paths have one history.
+
+    Args:
+        object_bytes: of one object, by the name of its pack.
+    """
     if placement == "everything":
         return lambda tokens, names: StoreEverything(planner, tokens)
     history = BoundaryHistory()
     with_spares = placement == "kept and spare"
-    return lambda tokens, names: KeepBoundaries(planner, tokens, names, history, with_spares=with_spares)
+    worth = EndWorth(planner, object_bytes) if with_spares else None
+    return lambda tokens, names: KeepBoundaries(planner, tokens, names, history, with_spares=with_spares, worth=worth)
 
 
 class KeepBoundaries:
@@ -54,7 +62,9 @@ class KeepBoundaries:
         names: of the boundaries of the path.
         history: of all earlier paths.
         with_spares: store spare objects too, into free capacity.
+        worth: learns from the path, and decides whether its ends are spare; ``None`` to keep them.
         seen: number of leading boundaries that earlier paths had too; by default the history tells.
+        ends_are_spare: the decision, if ``seen`` is given.
     """
 
     def __init__(
@@ -65,17 +75,21 @@ class KeepBoundaries:
         history: BoundaryHistory,
         *,
         with_spares: bool,
+        worth: EndWorth | None = None,
         seen: int | None = None,
+        ends_are_spare: bool = False,
     ) -> None:
         self._path = PathPlacement(planner, prompt_tokens)
+        self._path.ends_are_spare = ends_are_spare
         self._names = names
         self._history = history
+        self._worth = worth
         self._seen = seen
         self._otherwise = Storing.SPARE if with_spares else Storing.NOT
 
     def start(self, found: PrefixDepth) -> Iterable[Touch]:
         """See :meth:`PathRule.start`."""
-        seen = self._history.see(self._names) if self._seen is None else self._seen
+        seen = self._path.begin(self._names, self._history, self._worth) if self._seen is None else self._seen
         self._path.find_junction(found, self._names, seen, self._history)
         return self._path.head_touches(found.attention_tokens)
 

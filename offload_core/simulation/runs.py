@@ -67,7 +67,7 @@ class Subject:
     def simulate(self, run: Run, on_request: Callable[[int], bool]) -> SimulationResult:
         """Serve the trace. ``on_request`` gets the number of requests so far; if it returns ``True``, the run stops."""
         stack = TierStack([tier.empty_tier() for tier in run.tiers])
-        rules = path_rules(run.placement, self.planner)
+        rules = path_rules(run.placement, self.planner, self.object_bytes)
         simulation = Simulation(self.planner, self.object_bytes, self.trace.block_tokens, stack, rules)
         for number, request in enumerate(self.trace.requests, 1):
             simulation.serve(request)

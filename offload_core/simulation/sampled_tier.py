@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from offload_core.api.eviction_order import EvictionPolicy
+from offload_core.planning.end_worth import EndWorth
 from offload_core.planning.packs import Pack
 from offload_core.planning.placement import BoundaryHistory, PlacementPolicy, Touch
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner, PrefixDepth, UnitRange
@@ -103,6 +104,7 @@ class SampledTier:
         self._tier = BoundedTier(capacity_bytes, eviction, max_objects)
         self._forgot_too_early = False
         self._history = BoundaryHistory(max_kept)
+        self._worth = EndWorth(weights.planner, weights.object_bytes)
 
     @property
     def overflowed(self) -> bool:
@@ -119,6 +121,7 @@ class SampledTier:
 
     def serve(self, path: PathSample) -> int:
         """Serve a path, and return the number of chunks that are hits."""
+        ends_are_spare = self._with_spares and self._ends_are_spare(path)
         rule = KeepBoundaries(
             self._planner,
             path.prompt_points + 1,
@@ -126,9 +129,12 @@ class SampledTier:
             self._history,
             with_spares=self._with_spares,
             seen=path.seen_points,
+            ends_are_spare=ends_are_spare,
         )
         flags: Flags = {kind: self._flags(kind, path) for kind in self._packs}
-        inferred = self._inferred_spares(path, flags["state"]) if self._with_spares and "state" in flags else set()
+        inferred: set[int] = set()
+        if self._with_spares and "state" in flags:
+            inferred = self._inferred_spares(path, flags["state"], ends_are_spare)
         for point in inferred:
             flags["state"][point] = True
         found = self._search(flags, path.prompt_points)
@@ -152,7 +158,20 @@ class SampledTier:
             ]
         return present
 
-    def _inferred_spares(self, path: PathSample, present: Sequence[bool]) -> set[int]:
+    def _ends_are_spare(self, path: PathSample) -> bool:
+        """Compare the path with earlier ones, as :meth:`PathPlacement.begin` does."""
+        depths = [boundary * self._weights.planner.boundary_tokens for boundary in (0, *path.boundaries)]
+        resumable = min(path.seen_points, path.prompt_points)
+        shared, kept = self._history.deepest_kept(path.names[:resumable])
+        self._worth.add(depths[-1], depths[path.prompt_points], depths[shared], depths[kept], depths[resumable])
+        return not self._worth.ends_pay
+
+    def _follows(self, name: int, ends_are_spare: bool) -> bool:
+        """Return whether the object of a boundary is followed although its point is not sampled."""
+        shared = self._history.is_shared(name)
+        return shared is not None and (shared or not ends_are_spare)
+
+    def _inferred_spares(self, path: PathSample, present: Sequence[bool], ends_are_spare: bool) -> set[int]:
         """Return the points whose spare object is present, but not followed because the point is not sampled.
 
         Such an object was stored together with the one of the sampled point before it, and is present if that one is.
@@ -163,7 +182,7 @@ class SampledTier:
         for point, (sampled, known) in enumerate(zip(path.sampled, path.known, strict=True)):
             if sampled:
                 inferred = present[point]
-            elif known and inferred and not present[point] and not self.keeps(path.names[point]):
+            elif known and inferred and not present[point] and not self._follows(path.names[point], ends_are_spare):
                 found.add(point)
         return found
 

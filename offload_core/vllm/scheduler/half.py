@@ -126,6 +126,7 @@ class SchedulerHalf:
         """Take each rank's layout, which completes every rank's identity, and the sizes of its objects."""
         self._workers = workers
         self._choice.object_bytes = next(iter(workers.values())).object_bytes if workers else {}
+        self._placement.set_object_bytes(self._choice.object_bytes)
         self._curves.start([worker.object_bytes for worker in workers.values()])
         self._namespaces.clear()
 

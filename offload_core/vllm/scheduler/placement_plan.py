@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload_core.api.keys import ObjectKey
 from offload_core.lookup.chunk_ledger import ChunkLedger
 from offload_core.planning.chunk_keys import ChunkHashes, ChunkRef
+from offload_core.planning.end_worth import EndWorth
 from offload_core.planning.packs import Pack
 from offload_core.planning.placement import BoundaryHistory, PlacementPolicy, Touch
 from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth
@@ -52,9 +53,15 @@ class PlacementPlan:
         self._shared_tiers = [tier for tier in tiers if tier.capabilities.shared]
         self._ranks_namespaces = ranks_namespaces
         self._history = BoundaryHistory()
+        self._worth = EndWorth(planner) if policy == "kept and spare" else None
         self._has_states = any(pack.policy.kind == "state" for pack in planner.packs)
         self._attention = {pack.name for pack in planner.packs if pack.policy.kind == "full"}
         self._planned: list[_PlannedTouches] = []
+
+    def set_object_bytes(self, object_bytes: Mapping[str, int]) -> None:
+        """Take the bytes of one object, by the name of its pack."""
+        if self._worth is not None:
+            self._worth.object_bytes = object_bytes
 
     def stores(self, state: RequestState, pack: Pack, unit: int) -> bool:
         """Return whether a chunk is to be stored at all."""
@@ -67,7 +74,7 @@ class PlacementPlan:
     def begin(self, state: RequestState) -> None:
         """Note a new request: the boundaries of earlier prompts show where its path parts from theirs."""
         names = self.boundary_names(state, state.request.num_prompt_tokens)
-        state.seen_boundaries = self._history.see(names)
+        state.seen_boundaries = state.path.begin(names, self._history, self._worth)
 
     def looked_up(self, state: RequestState, found: PrefixDepth) -> None:
         """Note how deep a prefix the tiers have, which may show a junction."""
@@ -118,6 +125,8 @@ class PlacementPlan:
     def reset(self) -> None:
         """Forget everything. The names of chunks change."""
         self._history.clear()
+        if self._worth is not None:
+            self._worth.clear()
         self._planned.clear()
 
     def boundary_names(self, state: RequestState, tokens: int) -> Sequence[bytes]:

@@ -156,7 +156,37 @@ def test_the_history_shows_a_junction_whose_attention_was_evicted() -> None:
     assert found_at(history, 0, 0, 0, 1, 2, 3) == {3}
     assert found_at(history, 0, 0, 0, 1, 8, 9) == {1, 3}
     assert found_at(history, 0, 16, 0, 1, 8, 7) == {2, 3}
-    assert found_at(history, 32, 32, 0, 1, 5, 6) == {3}
+
+
+def test_a_spare_boundary_that_serves_a_second_path_is_a_junction() -> None:
+    history = BoundaryHistory()
+    assert found_at(history, 0, 0, 0, 1, 2, 3) == {3}
+    assert found_at(history, 32, 32, 0, 1, 5, 6) == {1, 3}
+    assert found_at(history, 0, 0, 0, 7, 8, 9) == {0, 3}
+    assert found_at(history, 48, 48, 0, 7, 8, 6) == {2, 3}
+    assert found_at(history, 64, 64, 4, 4, 4, 4, 4) == {4}, "an earlier engine has stored it"
+
+
+def test_spare_ends_are_kept_once_a_second_path_has_them() -> None:
+    history = BoundaryHistory()
+
+    def touched() -> dict[int, bool]:
+        path = PathPlacement(HYBRID, 49)
+        path.ends_are_spare = True
+        assert not any(path.keeps(WINDOW_PACK, unit) for unit in range(5))
+        return windows(path.touches(64, names(0, 1, 2, 3), history))
+
+    assert touched() == {2: True, 3: True}
+    assert touched() == {2: False, 3: False}
+
+
+def test_a_junction_is_kept_although_ends_are_spare() -> None:
+    path = PathPlacement(HYBRID, 65)
+    path.ends_are_spare = True
+    path.add_junction(32)
+    assert [path.keeps(WINDOW_PACK, unit) for unit in range(4)] == [False, True, False, False]
+    assert path.keeps(FULL_PACK, 3)
+    assert windows(path.touches(65, names(0, 1, 2, 3), BoundaryHistory())) == {1: False, 3: True}
 
 
 def test_a_path_that_only_continues_another_has_no_junction() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from offload_core.planning.end_worth import MIN_PARTED_PATHS
 from offload_core.planning.planner import HybridOffloadPlanner, Pack
 from tests.support.geometries import needs
 from tests.support.prompt_traces import Tokens
@@ -96,6 +97,10 @@ class BruteForce:
     kept_boundaries: dict[Prefix, bool] = field(default_factory=dict)
     """Per kept boundary, whether several paths need it."""
     seen: set[Prefix] = field(default_factory=set)
+    seen_depths: list[int] = field(default_factory=list)
+    """Per path, its deepest loadable boundary that an earlier path had too."""
+    worths: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Per path: tokens resumed at an end and bytes of its end, then the same for the boundaries between."""
     hits: list[int] = field(default_factory=list)
 
     def serve(self, prompt: Tokens) -> None:
@@ -109,8 +114,10 @@ class BruteForce:
         usable = depths[best]
         common = self._common_tokens(path, boundaries, prompt_tokens)
         self._touch_head(path, boundaries, prompt_tokens)
-        continues = self.kept_boundaries.get(self._prefix(path, common)) is False
-        junctions = {common} if common > usable and not continues else set()
+        spare_ends = self._ends_are_spare(path, boundaries, prompt_tokens)
+        kept = self.kept_boundaries.get(self._prefix(path, common))
+        parts = (common > usable and kept is not False) or (common == self.seen_depths[-1] == usable and kept is None)
+        junctions = {common} if parts and common else set()
         for pack in self.planner.packs:
             for end in reversed(self._ends(pack, usable)):
                 if self._needs(pack, end, usable):
@@ -118,8 +125,8 @@ class BruteForce:
         replay = (prompt_tokens - 1) // self.planner.boundary_tokens * self.planner.boundary_tokens
         for pack, end in self._in_order_of_completion(usable, whole):
             name = (pack.name, self._prefix(path, end))
-            is_kept = pack.policy.kind == "full" or end > replay
-            is_kept |= any(self._needs(pack, end, b) for b in {replay, *junctions})
+            is_kept = pack.policy.kind == "full" or any(self._needs(pack, end, b) for b in junctions)
+            is_kept |= not spare_ends and (end > replay or self._needs(pack, end, replay))
             is_spare = self.placement != "everything" and not is_kept
             if (
                 not any(tier.holds(name) for tier in self.tiers)
@@ -128,7 +135,9 @@ class BruteForce:
             ):
                 for tier in self.tiers:
                     tier.offered(name, spare=is_spare)
-        for name, spare in self._touches(path, usable, {replay, *boundaries[-1:], *junctions} - {0}, junctions):
+        for name, spare in self._touches(
+            path, usable, {replay, *boundaries[-1:], *junctions} - {0}, junctions, spare_ends=spare_ends
+        ):
             self._use(name, spare=spare)
         self.hits.append(usable)
 
@@ -152,6 +161,7 @@ class BruteForce:
         """Return the deepest boundary that an earlier path had too, or where attention is present."""
         loadable = [b for b in boundaries if b < prompt_tokens]
         common = max((b for b in loadable if self._prefix(path, b) in self.seen), default=0)
+        self.seen_depths.append(common)
         self.seen |= {self._prefix(path, b) for b in boundaries}
         full = [pack for pack in self.planner.packs if pack.policy.kind == "full"]
         deep = (b for b in loadable if full and self._has_attention(path, b))
@@ -172,7 +182,32 @@ class BruteForce:
                 if end % pack.unit_tokens == 0:
                     self._use((pack.name, self._prefix(path, end)), spare=False)
 
-    def _touches(self, path: Tokens, usable: int, kept: set[int], junctions: set[int]) -> Iterator[tuple[Name, bool]]:
+    def _ends_are_spare(self, path: Tokens, boundaries: range, prompt_tokens: int) -> bool:
+        """Compare, over all paths, the tokens resumed per byte at ends with those at boundaries that nobody keeps."""
+        replay = max((b for b in boundaries if b < prompt_tokens), default=0)
+        seen = self.seen_depths[-1]
+        kept = [b for b in range(seen + 1) if self._prefix(path, b) in self.kept_boundaries]
+        shared = max((b for b in kept if self.kept_boundaries[self._prefix(path, b)]), default=0)
+        deepest = max(kept, default=0)
+        new = [
+            (self.tiers[0].sizes[pack.name], self._needs(pack, end, replay))
+            for pack in self.planner.packs
+            if pack.policy.kind != "full"
+            for end in self._ends(pack, max(boundaries, default=0))
+            if end > seen
+        ]
+        end_bytes = sum(size for size, of_end in new if of_end)
+        self.worths.append(
+            (max(0, deepest - shared), end_bytes, seen - deepest, sum(size for size, _ in new) - end_bytes)
+        )
+        at_ends, end_bytes, between, between_bytes = map(sum, zip(*self.worths, strict=True))
+        parted = sum(tokens > 0 for _, _, tokens, _ in self.worths)
+        worth_less = at_ends * between_bytes < between * end_bytes
+        return self.placement == "kept and spare" and parted >= MIN_PARTED_PATHS and worth_less
+
+    def _touches(
+        self, path: Tokens, usable: int, kept: set[int], junctions: set[int], *, spare_ends: bool
+    ) -> Iterator[tuple[Name, bool]]:
         superseded: set[int] = set()
         if self.placement != "everything":
             known = {b for b in range(1, len(path) + 1) if self._prefix(path, b) in self.kept_boundaries} - kept
@@ -183,6 +218,9 @@ class BruteForce:
                 self.kept_boundaries[prefix] = boundary in junctions or prefix in self.kept_boundaries
             for boundary in superseded:
                 del self.kept_boundaries[self._prefix(path, boundary)]
+            if spare_ends:
+                ends = {b for b in kept if not self.kept_boundaries[self._prefix(path, b)]}
+                kept, superseded = kept - ends, superseded | ends
         for end in range(len(path), 0, -1):
             for pack in sorted(self.planner.packs, key=lambda pack: pack.policy.kind == "full"):
                 if end % pack.unit_tokens:
@@ -192,7 +230,7 @@ class BruteForce:
                     if end > usable or self._needs(pack, end, usable):
                         yield name, False
                 elif pack.policy.kind == "full":
-                    if end <= max(kept, default=0):
+                    if end <= max(kept | superseded, default=0):
                         yield name, False
                 elif any(self._needs(pack, end, boundary) for boundary in kept):
                     yield name, False

@@ -20,6 +20,7 @@ from tests.core.simulation.brute_force import BruteForce, SimpleTier
 from tests.support.geometries import FULL, STATE, Geometry, geometries, window
 from tests.support.prompt_traces import Tokens, conversations, trace_of
 from tests.support.random_examples import examples
+from tests.support.workload import random_workload
 
 
 @st.composite
@@ -43,12 +44,13 @@ def simulated(
     sizes: dict[str, int] | None = None,
     eviction: Any = "lru",
 ) -> SimulationResult:
+    sizes = sizes or dict.fromkeys((pack.name for pack in planner.packs), 1)
     simulation = Simulation(
         planner,
-        sizes or dict.fromkeys((pack.name for pack in planner.packs), 1),
+        sizes,
         block_tokens,
         TierStack.of_one(BoundedTier(capacity, eviction)),
-        path_rules(placement, planner),
+        path_rules(placement, planner, sizes),
     )
     for request in trace_of(prompts, block_tokens).requests:
         simulation.serve(request)
@@ -76,6 +78,46 @@ def test_the_simulator_agrees_with_brute_force_on_conversations_under_a_limit(
     planner = Geometry(groups, 2, 2).plan()
     sizes = {pack.name: 1 if pack.policy.kind == "full" else 2 for pack in planner.packs}
     compare(planner, conversations(4, 5, 6, seed), placement, capacity, 2, sizes)
+
+
+def tree(seed: int, block: int) -> list[Tokens]:
+    """Prompts that part from each other anywhere and seldom come back to an end."""
+    workload = random_workload(seed, requests=40, segment_tokens=16 * block, max_prompt_tokens=87 * block)
+    return [tuple(request.token_ids) for request in workload.requests]
+
+
+@pytest.mark.parametrize("policy", [window(32), STATE], ids=str)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("seed", range(2))
+def test_the_simulator_agrees_with_brute_force_on_trees_under_a_limit(
+    policy: HitPolicy, placement: PlacementPolicy, seed: int
+) -> None:
+    planner = Geometry((GroupGeometry(0, 1, FULL), GroupGeometry(1, 1, policy)), 1, 8).plan()
+    sizes = {pack.name: 1 if pack.policy.kind == "full" else 5 for pack in planner.packs}
+    compare(planner, tree(seed, 1), placement, 250, 1, sizes)
+
+
+@pytest.mark.parametrize("policy", [window(512), STATE], ids=str)
+@pytest.mark.parametrize("share", [0.5, 0.25, 0.1])
+def test_on_trees_under_a_limit_kept_boundaries_serve_more_with_fewer_writes(policy: HitPolicy, share: float) -> None:
+    block = 128 if policy == STATE else 16
+    groups = [GroupGeometry(0, 16, FULL), GroupGeometry(1, block, policy)]
+    planner = HybridOffloadPlanner.build(groups, hash_block_size=16, max_model_len=2048, hybrid_chunk_size=128)
+    sizes = {pack.name: {"full": 1, "window": 5, "state": 10}[pack.policy.kind] for pack in planner.packs}
+    kept: list[SimulationResult] = []
+    everything: list[SimulationResult] = []
+    for prompts in (tree(seed, 16) for seed in range(20)):
+        unlimited = simulated(planner, prompts, "everything", block_tokens=16, sizes=sizes)
+        capacity = int(share * unlimited.traffic.peak_bytes)
+        for placement, results in (("kept and spare", kept), ("everything", everything)):
+            results.append(
+                simulated(planner, prompts, placement, capacity=capacity, block_tokens=16, sizes=sizes)  # type: ignore[arg-type]
+            )
+    assert sum(result.hit_tokens for result in kept) > sum(result.hit_tokens for result in everything)
+    written, written_everything = (
+        sum(result.traffic.written_bytes for result in results) for results in (kept, everything)
+    )
+    assert written < 0.7 * written_everything
 
 
 def compare(
