@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
 
 _KEPT_PER_OBSERVATION = 0.9
-_HALF_LIFE_SECONDS = 60.0
+HALF_LIFE_SECONDS = 60.0
+"""An observation loses half of its weight in this time."""
 _MOST_TIMES_EXPECTED = 10.0
 _KEPT_AS_OLD = 0.5
 
@@ -29,6 +30,7 @@ class RunningFit:
     def __init__(self, reluctance: Sequence[float]) -> None:
         self._reluctance = np.array(reluctance)
         size = len(self._reluctance)
+        self._choices = np.array(list(product((False, True), repeat=size)))
         self._products = np.zeros((size, size))
         self._targets = np.zeros(size)
         self._coefficients: npt.NDArray[np.float64] | None = None
@@ -48,7 +50,7 @@ class RunningFit:
         """
         expected = seconds
         if self._coefficients is not None:
-            kept = _KEPT_PER_OBSERVATION * 0.5 ** ((now - self._observed_at) / _HALF_LIFE_SECONDS)
+            kept = _KEPT_PER_OBSERVATION * 0.5 ** ((now - self._observed_at) / HALF_LIFE_SECONDS)
             expected = self.seconds(features) or seconds
             if kept > _KEPT_AS_OLD:
                 seconds = min(seconds, _MOST_TIMES_EXPECTED * expected)
@@ -74,20 +76,15 @@ class RunningFit:
         """Return the coefficients with the least squared error among all with none below zero.
 
         At the optimum some features are zero and the others solve the equations without them. So each choice of
-        features is tried; there are at most eight. The features are scaled to one size, so that no choice is singular.
+        features is tried, all in one call. The features are scaled to one size, so that no choice is singular.
         """
         sizes = np.sqrt(np.diag(self._products))
-        usable = np.flatnonzero(sizes)
         sizes[sizes == 0] = 1.0
         matrix = self._products / np.outer(sizes, sizes) + np.diag(self._reluctance)
-        targets = self._targets / sizes
-        best: npt.NDArray[np.float64] = np.zeros_like(targets)
-        least = 0.0
-        for count in range(1, len(usable) + 1):
-            for chosen in map(list, combinations(usable, count)):
-                solution = np.linalg.solve(matrix[np.ix_(chosen, chosen)], targets[chosen])
-                error = -float(targets[chosen] @ solution)  # up to a constant
-                if solution.min() >= 0 and error < least:
-                    best, least = np.zeros_like(targets), error
-                    best[chosen] = solution / sizes[chosen]
+        targets = self._choices * (self._targets / sizes)
+        both = self._choices[:, :, None] * self._choices[:, None, :]
+        solutions = np.linalg.solve(np.where(both, matrix, np.eye(len(sizes))), targets[:, :, None])[:, :, 0]
+        errors = -(targets * solutions).sum(axis=1)  # up to a constant
+        errors[solutions.min(axis=1) < 0] = np.inf
+        best: npt.NDArray[np.float64] = solutions[errors.argmin()] / sizes
         return best
