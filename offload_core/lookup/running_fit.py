@@ -28,8 +28,8 @@ class RunningFit:
     """
 
     def __init__(self, reluctance: Sequence[float]) -> None:
-        self._reluctance = np.array(reluctance)
-        size = len(self._reluctance)
+        size = len(reluctance)
+        self._reluctance = np.diag(reluctance)
         self._choices = np.array(list(product((False, True), repeat=size)))
         self._products = np.zeros((size, size))
         self._targets = np.zeros(size)
@@ -55,9 +55,9 @@ class RunningFit:
             if kept > _KEPT_AS_OLD:
                 seconds = min(seconds, _MOST_TIMES_EXPECTED * expected)
             self._scale(kept)
-        weight = 1 / (expected * min(expected, seconds))
-        self._targets += weight * seconds * np.array(features)
-        self._products += weight * np.outer(features, features)
+        weighted = np.array(features) / (expected * min(expected, seconds))
+        self._targets += weighted * seconds
+        self._products += weighted[:, None] * features
         self._observed_at = now
         self._coefficients = self._solve()
         if (growth := self.seconds(features) / expected) > 1:
@@ -75,16 +75,20 @@ class RunningFit:
     def _solve(self) -> npt.NDArray[np.float64]:
         """Return the coefficients with the least squared error among all with none below zero.
 
-        At the optimum some features are zero and the others solve the equations without them. So each choice of
-        features is tried, all in one call. The features are scaled to one size, so that no choice is singular.
+        Usually these are the best ones of all. Else some features are zero at the optimum, and the others solve the
+        equations without them: each choice of features is tried, all in one call. The features are scaled to one size,
+        so that no choice is singular.
         """
-        sizes = np.sqrt(np.diag(self._products))
-        sizes[sizes == 0] = 1.0
-        matrix = self._products / np.outer(sizes, sizes) + np.diag(self._reluctance)
-        targets = self._choices * (self._targets / sizes)
-        both = self._choices[:, :, None] * self._choices[:, None, :]
-        solutions = np.linalg.solve(np.where(both, matrix, np.eye(len(sizes))), targets[:, :, None])[:, :, 0]
-        errors = -(targets * solutions).sum(axis=1)  # up to a constant
-        errors[solutions.min(axis=1) < 0] = np.inf
-        best: npt.NDArray[np.float64] = solutions[errors.argmin()] / sizes
-        return best
+        scales = self._products.diagonal() ** 0.5
+        scales[scales == 0] = 1.0
+        matrix = self._products / (scales[:, None] * scales) + self._reluctance
+        targets = self._targets / scales
+        best: npt.NDArray[np.float64] = np.linalg.solve(matrix, targets)
+        if best.min() < 0:
+            chosen = self._choices * targets
+            both = self._choices[:, :, None] & self._choices[:, None, :]
+            solutions = np.linalg.solve(np.where(both, matrix, np.eye(len(scales))), chosen[:, :, None])[:, :, 0]
+            errors = -(chosen * solutions).sum(axis=1)  # up to a constant
+            errors[solutions.min(axis=1) < 0] = np.inf
+            best = solutions[errors.argmin()]
+        return best / scales
