@@ -10,6 +10,8 @@ from offload_core.lookup.running_fit import RunningFit
 MIN_PREFILL_TOKENS = 16
 """Tokens of one request in one step from which on the step counts as a prefill."""
 _MIN_SECONDS = 1e-6
+_RECENT_SECONDS = 10.0
+_ABOUT = 0.05
 _TOKENS_FIRST = (1e-2, 1e-4, 1e-2)
 
 
@@ -29,6 +31,9 @@ class PrefillSeconds:
     def observe(self, parts: Iterable[tuple[int, int]], seconds: float) -> None:
         """Add one step of the engine. A step without a prefill says nothing about prefills, and is left out.
 
+        A step that took about as long as expected is left out too, unless the last one added was long ago. It would
+        change little, and adding it takes the engine's time.
+
         Args:
             parts: per request in the step, the tokens before it and the tokens that it computed.
             seconds: duration of the step.
@@ -37,7 +42,11 @@ class PrefillSeconds:
         if max((tokens for _, tokens in parts), default=0) >= MIN_PREFILL_TOKENS:
             attention = sum(_pairs(before, before + tokens) for before, tokens in parts)
             features = (1.0, sum(tokens for _, tokens in parts), attention)
-            self._fit.observe(features, max(_MIN_SECONDS, seconds), self._clock())
+            now, seconds = self._clock(), max(_MIN_SECONDS, seconds)
+            observed_at, expected = self._fit.observed_at, self._fit.seconds(features)
+            recent = observed_at is not None and now - observed_at < _RECENT_SECONDS
+            if not (recent and abs(seconds - expected) < _ABOUT * expected):
+                self._fit.observe(features, seconds, now)
 
     def seconds(self, computed_tokens: int, tokens: int) -> float | None:
         """Return the expected seconds to compute a prompt of ``tokens`` from ``computed_tokens`` on.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from operator import mul
 
 import numpy as np
-import numpy.typing as npt
 
 _KEPT_PER_OBSERVATION = 0.9
 HALF_LIFE_SECONDS = 60.0
@@ -33,7 +33,7 @@ class RunningFit:
         self._choices = np.array(list(product((False, True), repeat=size)))
         self._products = np.zeros((size, size))
         self._targets = np.zeros(size)
-        self._coefficients: npt.NDArray[np.float64] | None = None
+        self._coefficients: tuple[float, ...] | None = None
         self._observed_at = 0.0
 
     @property
@@ -65,14 +65,14 @@ class RunningFit:
 
     def seconds(self, features: Sequence[float]) -> float:
         """Return the expected seconds; zero before the first observation."""
-        return 0.0 if self._coefficients is None else float(self._coefficients @ features)
+        return 0.0 if self._coefficients is None else sum(map(mul, self._coefficients, features))
 
     def _scale(self, factor: float) -> None:
         """Multiply the weight of all observations."""
         self._targets *= factor
         self._products *= factor
 
-    def _solve(self) -> npt.NDArray[np.float64]:
+    def _solve(self) -> tuple[float, ...]:
         """Return the coefficients with the least squared error among all with none below zero.
 
         Usually these are the best ones of all. Else some features are zero at the optimum, and the others solve the
@@ -83,7 +83,7 @@ class RunningFit:
         scales[scales == 0] = 1.0
         matrix = self._products / (scales[:, None] * scales) + self._reluctance
         targets = self._targets / scales
-        best: npt.NDArray[np.float64] = np.linalg.solve(matrix, targets)
+        best = np.linalg.solve(matrix, targets)
         if best.min() < 0:
             chosen = self._choices * targets
             both = self._choices[:, :, None] & self._choices[:, None, :]
@@ -91,4 +91,4 @@ class RunningFit:
             errors = -(chosen * solutions).sum(axis=1)  # up to a constant
             errors[solutions.min(axis=1) < 0] = np.inf
             best = solutions[errors.argmin()]
-        return best / scales
+        return tuple((best / scales).tolist())
