@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from offload_core.lookup.running_fit import RunningFit
+from offload_core.lookup.corrected_fit import CorrectedFit
 
 MIN_PREFILL_TOKENS = 16
 """Tokens of one request in one step from which on the step counts as a prefill."""
 _MIN_SECONDS = 1e-6
-_RECENT_SECONDS = 10.0
 _ABOUT = 0.05
+_ADD_ONE_OF = 8
 _TOKENS_FIRST = (1e-2, 1e-4, 1e-2)
 
 
@@ -26,13 +26,14 @@ class PrefillSeconds:
     def __init__(self, step_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._step_tokens = step_tokens
         self._clock = clock
-        self._fit = RunningFit(_TOKENS_FIRST)
+        self._fit = CorrectedFit(_TOKENS_FIRST)
+        self._as_expected = 0
 
     def observe(self, parts: Iterable[tuple[int, int]], seconds: float) -> None:
         """Add one step of the engine. A step without a prefill says nothing about prefills, and is left out.
 
-        A step that took about as long as expected is left out too, unless the last one added was long ago. It would
-        change little, and adding it takes the engine's time.
+        Of steps that took about as long as expected, one in eight is added. The others would change little, and adding
+        them would take the engine's time.
 
         Args:
             parts: per request in the step, the tokens before it and the tokens that it computed.
@@ -43,9 +44,10 @@ class PrefillSeconds:
             attention = sum(_pairs(before, before + tokens) for before, tokens in parts)
             features = (1.0, sum(tokens for _, tokens in parts), attention)
             now, seconds = self._clock(), max(_MIN_SECONDS, seconds)
-            observed_at, expected = self._fit.observed_at, self._fit.seconds(features)
-            recent = observed_at is not None and now - observed_at < _RECENT_SECONDS
-            if not (recent and abs(seconds - expected) < _ABOUT * expected):
+            expected = self._fit.seconds(features, now)
+            as_expected = abs(seconds - expected) < _ABOUT * expected
+            self._as_expected = (self._as_expected + as_expected) % _ADD_ONE_OF
+            if not (as_expected and self._as_expected):
                 self._fit.observe(features, seconds, now)
 
     def seconds(self, computed_tokens: int, tokens: int) -> float | None:
@@ -55,8 +57,11 @@ class PrefillSeconds:
         """
         if self._fit.observed_at is None:
             return None
-        steps = -(-(tokens - computed_tokens) // self._step_tokens)
-        return self._fit.seconds((steps, tokens - computed_tokens, _pairs(computed_tokens, tokens)))
+        now, seconds = self._clock(), 0.0
+        for start in range(computed_tokens, tokens, self._step_tokens):
+            stop = min(start + self._step_tokens, tokens)
+            seconds += self._fit.seconds((1.0, stop - start, _pairs(start, stop)), now)
+        return seconds
 
 
 def _pairs(start: int, stop: int) -> float:

@@ -26,7 +26,7 @@ def half() -> Iterator[Half]:
 
 def engine_computes(half: Half, seconds_per_token: float) -> None:
     """Let the engine have computed prompts at this speed, so often that it believes it."""
-    for tokens in (160, 320) * 20:
+    for tokens in (160, 320) * 100:
         half.half._choice.prefill.observe([(0, tokens)], tokens * seconds_per_token)
 
 

@@ -113,27 +113,6 @@ def test_with_always_the_tokens_times_the_weight_decide() -> None:
     assert set(setup.choice.tiers_to_ask(setup.query()).values()) == {math.inf}
 
 
-def test_loads_of_one_size_correct_the_expectation_for_this_size() -> None:
-    clock = Clock()
-    loads = LoadSeconds(clock)
-
-    def measure(mib: int, seconds: float) -> None:
-        loads.load_begins(0, mib * MIB)
-        clock.now += seconds
-        loads.load_ends(0, measured=True)
-
-    stairs = {1: 0.010, 8: 0.040, 64: 0.070}  # as with calls of which several run at once
-    for _ in range(5):
-        for mib, seconds in stairs.items():
-            measure(mib, seconds)
-    for mib, seconds in stairs.items():
-        assert loads.seconds(mib * MIB) == pytest.approx(seconds, rel=0.05)
-    between = loads.seconds(24 * MIB)
-    assert 0.035 < between < 0.08, "a size without loads keeps to the line"
-    clock.now += 3600
-    assert loads.seconds(8 * MIB) * 2**12 == pytest.approx(between, rel=0.6), "without loads, back to the line"
-
-
 def test_a_load_waits_for_the_bytes_of_those_under_way() -> None:
     setup = Setup()
     setup.measured("fast", 0.1e-3, 0.2e-3)
