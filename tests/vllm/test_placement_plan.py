@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from offload_core.planning.end_worth import MIN_PARTED_PATHS
 from offload_core.planning.planner import HitPolicy
 from offload_core.vllm.metadata import StepMetadata
 from offload_core.vllm.model.groups import handed_over
@@ -67,9 +68,13 @@ def spare_of(step: StepMetadata, pack: str = WINDOW_NAME) -> dict[int, bool]:
     return {item.chunk.chunk_hash[1]: item.spare for item in step.stores if item.chunk.pack == pack}
 
 
-def branch(name: str, shared: int, family: int, tokens: int = 80) -> Any:
-    """A request whose first ``shared`` chunks are those of family 0."""
-    own, others = request(name, tokens, family), request(name, tokens)
+def _evicting(backend: MemoryBackend) -> None:
+    backend.evicts = True
+
+
+def branch(name: str, shared: int, family: int, tokens: int = 80, of: int = 0) -> Any:
+    """A request whose first ``shared`` chunks are those of the family ``of``."""
+    own, others = request(name, tokens, family), request(name, tokens, of)
     own.block_hashes[:shared] = others.block_hashes[:shared]
     return own
 
@@ -87,6 +92,30 @@ def test_the_option_placement(make: Make, placement: str, stored: Any) -> None:
     half = make(FULL, WINDOW, placement=placement)
     half.follow(request("a"))
     assert spare_of(half.step(a=80)) == dict.fromkeys(stored, False)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "placement", "spare"),
+    [(_shared, "kept and spare", True), (_shared, "kept", False), (_evicting, "kept and spare", False)],
+)
+def test_ends_are_spare_where_prompts_part_anywhere_and_nobody_comes_back(
+    make: Make, prepare: Callable[[MemoryBackend], None], placement: str, spare: bool
+) -> None:
+    half = make(FULL, WINDOW, prepare=prepare, placement=placement)
+    for family in range(2, 2 + 2 * MIN_PARTED_PATHS, 2):
+        for item in (request(f"a{family}", 80, family), branch(f"b{family}", 2, family + 1, of=family)):
+            half.follow(item)
+            assert half.matched(item) in (0, 32)
+            stored = spare_of(half.store(**{item.request_id: 80}))
+            assert stored[4] is False or item.request_id == f"b{2 * MIN_PARTED_PATHS}", "too little was seen"
+            half.finish(item)
+    half.touched()
+    item = half.follow(request("c"))
+    assert half.matched(item) == 0
+    assert spare_of(half.store(c=80))[4] is spare
+    half.finish(item)
+    touched = {unit: is_spare for pack, unit, is_spare in half.touched() if pack == WINDOW_NAME}
+    assert touched == ({} if prepare is _evicting else {3: spare, 4: spare})
 
 
 def test_the_windows_of_a_junction_are_kept_at_its_second_sight(make: Make) -> None:

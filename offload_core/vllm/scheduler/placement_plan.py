@@ -53,7 +53,9 @@ class PlacementPlan:
         self._shared_tiers = [tier for tier in tiers if tier.capabilities.shared]
         self._ranks_namespaces = ranks_namespaces
         self._history = BoundaryHistory()
-        self._worth = EndWorth(planner) if policy == "kept and spare" else None
+        self._worth: EndWorth | None = None
+        if policy == "kept and spare" and not any(tier.capabilities.evicts for tier in tiers):
+            self._worth = EndWorth(planner)  # a tier that evicts by itself would not store spare ends at all
         self._has_states = any(pack.policy.kind == "state" for pack in planner.packs)
         self._attention = {pack.name for pack in planner.packs if pack.policy.kind == "full"}
         self._planned: list[_PlannedTouches] = []
