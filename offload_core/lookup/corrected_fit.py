@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from offload_core.lookup.running_fit import HALF_LIFE_SECONDS, RunningFit
+from offload_core.lookup.running_fit import RunningFit
 
 _SIZES_PER_DOUBLING = 4
-_NEW_SHARE = 0.5
+_SHARE_OF_FASTER = 0.8
+_SHARE_OF_SLOWER = 0.3
 _MOST_TIMES_EXPECTED = 10.0
 
 
@@ -25,14 +26,19 @@ class CorrectedFit:
     """A line through all observations, corrected by recent ones of about the same size.
 
     Real costs grow in stairs and curves: a load is several calls of which some run at once, and a processor is faster
-    with large batches. Each time that a feature grows by a fifth, a new class of sizes begins. A minute after the last
-    observation in a class, it counts as much as the line.
+    with large batches. Each time that a feature grows by a fifth, a new class of sizes begins. When a class has had
+    no observation for its half-life, it counts as much as the line.
+
+    A new observation counts more if it is faster than expected. A first use of memory or a busy machine makes some
+    slower, and nothing makes one faster than it can be.
 
     Args:
         reluctance: see :class:`RunningFit`.
+        half_life_seconds: of a class.
     """
 
-    def __init__(self, reluctance: Sequence[float]) -> None:
+    def __init__(self, reluctance: Sequence[float], half_life_seconds: float) -> None:
+        self._half_life_seconds = half_life_seconds
         self._line = RunningFit(reluctance)
         self._classes: dict[tuple[int, ...], _Alike] = {}
 
@@ -52,15 +58,19 @@ class CorrectedFit:
         seconds = min(seconds, _MOST_TIMES_EXPECTED * (self.seconds(features, now) or seconds))
         self._line.observe(features, seconds, now)
         if before is not None:
-            old = (1 - _NEW_SHARE) * _weight(before, now)
-            seconds += old * (self._scaled(before, features) - seconds)
+            expected = self._scaled(before, features)
+            share = _SHARE_OF_FASTER if seconds < expected else _SHARE_OF_SLOWER
+            seconds += (1 - share) * self._weight(before, now) * (expected - seconds)
         self._classes[_size_class(features)] = _Alike(features, seconds, now)
 
     def seconds(self, features: Sequence[float], now: float) -> float:
         """Return the expected seconds; zero before the first observation."""
         line = self._line.seconds(features)
         alike = self._classes.get(_size_class(features))
-        return line if alike is None else line + _weight(alike, now) * (self._scaled(alike, features) - line)
+        return line if alike is None else line + self._weight(alike, now) * (self._scaled(alike, features) - line)
+
+    def _weight(self, alike: _Alike, now: float) -> float:
+        return math.pow(0.5, (now - alike.observed_at) / self._half_life_seconds)
 
     def _scaled(self, alike: _Alike, features: Sequence[float]) -> float:
         """Return the seconds of a class, for features that are not quite its own."""
@@ -70,7 +80,3 @@ class CorrectedFit:
 
 def _size_class(features: Sequence[float]) -> tuple[int, ...]:
     return tuple(round(_SIZES_PER_DOUBLING * math.log2(max(1.0, feature))) for feature in features)
-
-
-def _weight(alike: _Alike, now: float) -> float:
-    return math.pow(0.5, (now - alike.observed_at) / HALF_LIFE_SECONDS)

@@ -104,7 +104,8 @@ class LoadChoice:
 
     def _saved_seconds(self, tier: str, query: PrefixQuery, boundary_tokens: int) -> float:
         """Return the seconds that a load would save; infinity before the first prefill was measured."""
-        prefill = self.prefill_seconds_saved(query.computed_tokens, boundary_tokens, query.limit_tokens + 1)
+        tokens = max(query.total_tokens, query.limit_tokens + 1)
+        prefill = self.prefill_seconds_saved(query.computed_tokens, boundary_tokens, tokens)
         if prefill == math.inf:
             return math.inf
         nbytes = self._bytes(query.computed_tokens, boundary_tokens, query.local_attention_tokens)

@@ -28,7 +28,7 @@ class LoadSeconds:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._fit = CorrectedFit(_LATENCY_BEFORE_BYTES)
+        self._fit = CorrectedFit(_LATENCY_BEFORE_BYTES, half_life_seconds=_HALVED_AFTER_SECONDS)
         self._under_way: dict[int, tuple[float, int, int]] = {}
         """Per job: begin, own bytes, and own bytes with those that were under way."""
         self._bytes_under_way = 0

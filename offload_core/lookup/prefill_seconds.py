@@ -12,6 +12,8 @@ MIN_PREFILL_TOKENS = 16
 _MIN_SECONDS = 1e-6
 _ABOUT = 0.05
 _ADD_ONE_OF = 8
+_MAX_PARTS = 16
+"""A longer prompt than so many steps is estimated in parts of several equal steps, to take little time."""
 _TOKENS_FIRST = (1e-2, 1e-4, 1e-2)
 
 
@@ -26,7 +28,7 @@ class PrefillSeconds:
     def __init__(self, step_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._step_tokens = step_tokens
         self._clock = clock
-        self._fit = CorrectedFit(_TOKENS_FIRST)
+        self._fit = CorrectedFit(_TOKENS_FIRST, half_life_seconds=600.0)
         self._as_expected = 0
 
     def observe(self, parts: Iterable[tuple[int, int]], seconds: float) -> None:
@@ -58,9 +60,12 @@ class PrefillSeconds:
         if self._fit.observed_at is None:
             return None
         now, seconds = self._clock(), 0.0
-        for start in range(computed_tokens, tokens, self._step_tokens):
-            stop = min(start + self._step_tokens, tokens)
-            seconds += self._fit.seconds((1.0, stop - start, _pairs(start, stop)), now)
+        steps = -(-(tokens - computed_tokens) // self._step_tokens)
+        part_tokens = self._step_tokens * max(1, -(-steps // _MAX_PARTS))
+        for start in range(computed_tokens, tokens, part_tokens):
+            stop = min(start + part_tokens, tokens)
+            count = -(-(stop - start) // self._step_tokens)
+            seconds += count * self._fit.seconds((1.0, (stop - start) / count, _pairs(start, stop) / count), now)
         return seconds
 
 

@@ -22,6 +22,7 @@ class PrefixQuery:
         adapter: see :class:`ChunkRef`.
         excluded: pairs of a tier's name and a chunk that counts as missing there.
         local_attention_tokens: see :meth:`HybridOffloadPlanner.search`.
+        total_tokens: all tokens of the sequence, with those behind ``limit_tokens`` that are computed in any case.
     """
 
     hashes: Mapping[str, Sequence[bytes]]
@@ -31,6 +32,7 @@ class PrefixQuery:
     adapter: str = ""
     excluded: Collection[tuple[str, ChunkRef]] = ()
     local_attention_tokens: int = 0
+    total_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from operator import mul
 import numpy as np
 
 _KEPT_PER_OBSERVATION = 0.9
-HALF_LIFE_SECONDS = 60.0
-"""An observation loses half of its weight in this time."""
+_HALF_LIFE_SECONDS = 60.0
 _MOST_TIMES_EXPECTED = 10.0
 _KEPT_AS_OLD = 0.5
 
@@ -50,7 +49,7 @@ class RunningFit:
         """
         expected = seconds
         if self._coefficients is not None:
-            kept = _KEPT_PER_OBSERVATION * 0.5 ** ((now - self._observed_at) / HALF_LIFE_SECONDS)
+            kept = _KEPT_PER_OBSERVATION * 0.5 ** ((now - self._observed_at) / _HALF_LIFE_SECONDS)
             expected = self.seconds(features) or seconds
             if kept > _KEPT_AS_OLD:
                 seconds = min(seconds, _MOST_TIMES_EXPECTED * expected)

@@ -43,7 +43,7 @@ def test_a_load_that_pays_is_begun_and_counted(half: Half) -> None:
     engine_computes(half, seconds_per_token=1.0)
     load(half, "a")
     counts = half.half.counters.take()
-    assert counts["prefill_seconds_saved", "memory"] == pytest.approx(80, rel=0.05)
+    assert counts["prefill_seconds_saved", "memory"] == pytest.approx(80, rel=0.1)
     assert 0 < counts["load_wait_seconds", "memory"] < 80
     assert counts["lookup_wait_seconds", "all"] > 0
 

@@ -238,6 +238,7 @@ class LoadOffers:
             namespaces=self._ranks_namespaces(adapter),
             computed_tokens=local.computed_tokens,
             limit_tokens=limit,
+            total_tokens=request.num_tokens,
             adapter=adapter,
             excluded=self._ledger.excluded | state.not_loaded,
             local_attention_tokens=local.attention_tokens,

@@ -13,7 +13,7 @@ STAIRS = {1e6: 0.010, 8e6: 0.040, 64e6: 0.070}
 
 
 def fit_of(seconds: dict[float, float], times: int = 5) -> CorrectedFit:
-    fit = CorrectedFit(EVEN)
+    fit = CorrectedFit(EVEN, half_life_seconds=60.0)
     for _ in range(times):
         for size, cost in seconds.items():
             fit.observe((1.0, size), cost, now=0.0)
@@ -21,7 +21,7 @@ def fit_of(seconds: dict[float, float], times: int = 5) -> CorrectedFit:
 
 
 def test_nothing_is_expected_before_the_first_observation() -> None:
-    fit = CorrectedFit(EVEN)
+    fit = CorrectedFit(EVEN, half_life_seconds=60.0)
     assert fit.seconds((1.0, 5.0), now=0.0) == 0.0
     assert fit.observed_at is None
 
@@ -33,7 +33,7 @@ def test_each_size_has_its_own_seconds_and_other_sizes_have_the_line() -> None:
     assert 0.030 < fit.seconds((1.0, 24e6), now=0.0) < 0.080
 
 
-def test_a_minute_later_the_line_counts_as_much() -> None:
+def test_a_half_life_later_the_line_counts_as_much() -> None:
     fit = fit_of(STAIRS)
     fresh, half, old = (fit.seconds((1.0, 8e6), now) for now in (0.0, 60.0, 1e5))
     assert half == pytest.approx((fresh + old) / 2)
@@ -51,7 +51,7 @@ def test_a_line_stays_a_line(latency: float, per_byte: float, sizes: list[float]
     st.lists(st.tuples(st.sampled_from([0.0, 1.0, 1e3, 1e9]), st.floats(1e-6, 1e6), st.floats(0, 1e6)), max_size=20)
 )  # fmt: skip
 def test_every_expectation_is_finite_and_not_negative(observations: list[tuple[float, float, float]]) -> None:
-    fit, now = CorrectedFit(EVEN), 0.0
+    fit, now = CorrectedFit(EVEN, half_life_seconds=60.0), 0.0
     for size, seconds, pause in observations:
         now += pause
         fit.observe((1.0, size), seconds, now)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from offload_core.config.limits import Limits
 from offload_core.config.model import LoadPolicy
+from offload_core.lookup.corrected_fit import CorrectedFit
 from offload_core.lookup.load_choice import LoadChoice
 from offload_core.lookup.load_seconds import LoadSeconds
 from offload_core.lookup.prefill_seconds import PrefillSeconds
@@ -214,6 +215,14 @@ def test_if_any_boundary_pays_none_is_better_than_the_deepest(
         assert worths[-1] >= max(worths) - 0.05 * saved, "but for errors of the estimates"
 
 
+def test_tokens_behind_the_last_boundary_are_computed_in_any_case() -> None:
+    setup = Setup(prefill=False)
+    for before, tokens, seconds in ((0, 160, 0.010), (0, 300, 0.020), (160, 140, 0.018), (160, 1, 0.001)) * 20:
+        setup.choice.prefill.observe([(before, tokens)], seconds)
+    query = PrefixQuery({}, ("ab",), 0, 160, total_tokens=300)
+    assert setup.choice.worth("fast", query, 160) == pytest.approx(0.002, rel=0.3)
+
+
 def test_local_attention_needs_no_bytes_but_its_last_unit() -> None:
     setup = Setup(FULL, HitPolicy("state"))
     setup.measured("slow", 0.0, 0.9e-3)
@@ -235,6 +244,34 @@ def test_prefill_seconds_grow_with_steps_tokens_and_attention() -> None:
     whole = sum(cost(before, 512) for before in range(0, 8192, 512))
     assert prefill.seconds(0, 8192) == pytest.approx(whole, rel=0.05)
     assert prefill.seconds(8192 - 512, 8192) == pytest.approx(cost(8192 - 512, 512), rel=0.05)
+
+
+def test_a_prompt_of_many_steps_is_estimated_in_parts() -> None:
+    prefill = PrefillSeconds(512, Clock())
+    for before in (0, 1000, 8000, 64000):
+        for tokens in (64, 256, 512):
+            prefill.observe([(before, tokens)], 2e-3 + 1e-5 * tokens + 1e-9 * ((before + tokens) ** 2 - before**2) / 2)
+    for stop in (512 * 16, 512 * 16 + 1, 512 * 17, 512 * 33 + 100, 512 * 128):
+        steps = ((before, min(before + 512, stop)) for before in range(0, stop, 512))
+        whole = sum(2e-3 + 1e-5 * (end - before) + 1e-9 * (end**2 - before**2) / 2 for before, end in steps)
+        assert prefill.seconds(0, stop) == pytest.approx(whole, rel=0.1)
+
+
+def test_of_steps_as_expected_few_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    added: list[float] = []
+    observe = CorrectedFit.observe
+
+    def counted(self: CorrectedFit, features: Any, seconds: float, now: float) -> None:
+        added.append(seconds)
+        observe(self, features, seconds, now)
+
+    monkeypatch.setattr(CorrectedFit, "observe", counted)
+    prefill = PrefillSeconds(512, Clock())
+    for _ in range(40):
+        prefill.observe([(0, 512)], 0.1)
+    assert 4 <= len(added) <= 8
+    prefill.observe([(0, 512)], 0.2)
+    assert added[-1] == 0.2, "each step that was not expected is added"
 
 
 def test_steps_that_only_decode_say_nothing_about_prefills() -> None:
