@@ -18,7 +18,7 @@ from benchmarks.reporting.document import RESULTS_FOLDER, ROOT
 
 COMMANDS = {
     "ttft": "ttft",
-    "crossover": "crossover --rounds 7",
+    "crossover": "crossover --rounds 6",
     "scheduler": "scheduler",
     "scheduler_own": "scheduler --medium own",
     "backends": "backends --gib 0.25 --rounds 3 --only speed",

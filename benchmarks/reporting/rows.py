@@ -62,6 +62,8 @@ class Crossing(Row):
     mb_per_second: Figure
     tokens: int
     compute_p50_ms: Figure
+    compute_spread: Figure
+    """Ratio of the medians of two equal engines that compute."""
     load_p50_ms: Figure
     ours_p50_ms: Figure
     ours_p90_ms: Figure

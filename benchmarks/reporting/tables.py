@@ -55,12 +55,24 @@ def ttft(results: Ttft) -> str:
 def crossover(results: Crossover) -> str:
     """Return the times to first token from slow tiers."""
     return table(
-        ("tier", "tokens", "compute, p50 ms", "load, p50 ms", "ours, p50 ms", "ours, p90 ms", "loaded", "ratio"),
+        (
+            "tier",
+            "tokens",
+            "compute, p50 ms",
+            "spread",
+            "load, p50 ms",
+            "ours, p50 ms",
+            "ours, p90 ms",
+            "loaded",
+            "ratio",
+        ),
         [
             (
                 f"{row.latency_ms:g} ms, {row.mb_per_second:,.0f} MB/s",
                 f"{row.tokens:,}",
-                *(f"{ms:,.0f}" for ms in (row.compute_p50_ms, row.load_p50_ms, row.ours_p50_ms, row.ours_p90_ms)),
+                f"{row.compute_p50_ms:,.0f}",
+                f"{row.compute_spread:.2f}",
+                *(f"{ms:,.0f}" for ms in (row.load_p50_ms, row.ours_p50_ms, row.ours_p90_ms)),
                 f"{row.loaded:.0%}",
                 f"{row.ratio:.2f}",
             )
