@@ -25,8 +25,8 @@ class _Alike(NamedTuple):
 class CorrectedFit:
     """A line through all observations, corrected by recent ones of about the same size.
 
-    Real costs grow in stairs and curves: a load is several calls of which some run at once, and a processor is faster
-    with large batches. Each time that a feature grows by a fifth, a new class of sizes begins. When a class has had
+    Real costs grow in stairs and curves: some calls of a load run at once, and processors are faster with large
+    batches. Each time that a feature grows by a fifth, a new class of sizes begins. When a class has had
     no observation for its half-life, it counts as much as the line.
 
     A new observation counts more if it is faster than expected. A first use of memory or a busy machine makes some
