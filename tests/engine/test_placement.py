@@ -97,16 +97,20 @@ def test_under_a_limit_more_is_served_than_by_storing_everything(model: Lab, tmp
     rounds = _conversations()
     whole = _run(model, rounds, tmp_path / "whole", placement="everything")
     assert _hits(_run(model, rounds, tmp_path / "placed")) == _hits(whole), "without a limit nothing is different"
+    total = dict.fromkeys(("everything", "kept and spare"), 0)
     for share in (2, 10):
         hits: dict[str, int] = {}
-        for placement in ("everything", "kept and spare"):
+        for placement in total:
             folder = tmp_path / f"{placement} {share}"
             limit = count(whole, "store_bytes") // share
             tier = {"name": "disk", "type": "disk", "path": str(folder), "capacity": limit}
             hits[placement] = _sum(_run(model, rounds, folder, placement=placement, backends=[tier]))
+            total[placement] += hits[placement]
         assert hits["kept and spare"] >= hits["everything"]
     if model.name != "qwen3_next":  # whose states are few already, since the engine hands over few
-        assert hits["kept and spare"] > hits["everything"]
+        assert total["kept and spare"] > total["everything"], (
+            "at one limit alone they may be equal, by the times of stores"
+        )
 
 
 @pytest.mark.parametrize("model", ["gemma3"], indirect=True)
