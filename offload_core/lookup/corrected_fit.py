@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from offload_core.lookup.running_fit import RunningFit
+from offload_core.lookup.running_fit import MOST_TIMES_EXPECTED, RunningFit
 
 _SIZES_PER_DOUBLING = 4
 _SHARE_OF_FASTER = 0.8
 _SHARE_OF_SLOWER = 0.3
-_MOST_TIMES_EXPECTED = 10.0
 
 
 class _Alike(NamedTuple):
@@ -26,8 +25,8 @@ class CorrectedFit:
     """A line through all observations, corrected by recent ones of about the same size.
 
     Real costs grow in stairs and curves: some calls of a load run at once, and processors are faster with large
-    batches. Each time that a feature grows by a fifth, a new class of sizes begins. When a class has had
-    no observation for its half-life, it counts as much as the line.
+    batches. Each time that a feature grows by a fifth, a new class of sizes begins. When a class has had no
+    observation for its half-life, it counts as much as the line.
 
     A new observation counts more if it is faster than expected. A first use of memory or a busy machine makes some
     slower, and nothing makes one faster than it can be.
@@ -48,15 +47,16 @@ class CorrectedFit:
         return self._line.observed_at
 
     def observe(self, features: Sequence[float], seconds: float, now: float) -> None:
-        """Add an observation. One far above the expectation counts as ten times the expectation.
+        """Add an observation. In its class, it counts as ten times the expectation at most.
 
         Args:
             seconds: more than zero.
             now: by a monotonic clock.
         """
         before = self._classes.get(_size_class(features))
-        seconds = min(seconds, _MOST_TIMES_EXPECTED * (self.seconds(features, now) or seconds))
+        limit = MOST_TIMES_EXPECTED * (self.seconds(features, now) or seconds)
         self._line.observe(features, seconds, now)
+        seconds = min(seconds, limit)
         if before is not None:
             expected = self._scaled(before, features)
             share = _SHARE_OF_FASTER if seconds < expected else _SHARE_OF_SLOWER

@@ -24,8 +24,9 @@ class LoadChoice:
 
     Of one tier's boundaries only the deepest is considered. With seconds that grow linearly with the bytes, no other is
     better: a deeper boundary adds bytes at a constant or falling rate, and a token costs the more prefill the deeper it
-    is. Chunked local attention is the exception. Its bytes are least at the end of an attention chunk, which is
-    considered too, if no other kind of pack depends on the boundary.
+    is. Where seconds grow in stairs, another one may be a little better. Chunked local attention is the exception. Its
+    bytes are least at the end of an attention chunk, which is considered too, if no other kind of pack depends on the
+    boundary.
 
     Args:
         step_tokens: most tokens that the engine computes in one step.

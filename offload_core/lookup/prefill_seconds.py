@@ -10,7 +10,8 @@ from offload_core.lookup.corrected_fit import CorrectedFit
 MIN_PREFILL_TOKENS = 16
 """Tokens of one request in one step from which on the step counts as a prefill."""
 _MIN_SECONDS = 1e-6
-_ABOUT = 0.05
+_HALF_LIFE_SECONDS = 600.0
+_TOLERANCE = 0.05
 _ADD_ONE_OF = 8
 _MAX_PARTS = 16
 """A longer prompt than so many steps is estimated in parts of several equal steps, to take little time."""
@@ -28,7 +29,7 @@ class PrefillSeconds:
     def __init__(self, step_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._step_tokens = step_tokens
         self._clock = clock
-        self._fit = CorrectedFit(_TOKENS_FIRST, half_life_seconds=600.0)
+        self._fit = CorrectedFit(_TOKENS_FIRST, half_life_seconds=_HALF_LIFE_SECONDS)
         self._as_expected = 0
 
     def observe(self, parts: Iterable[tuple[int, int]], seconds: float) -> None:
@@ -47,7 +48,7 @@ class PrefillSeconds:
             features = (1.0, sum(tokens for _, tokens in parts), attention)
             now, seconds = self._clock(), max(_MIN_SECONDS, seconds)
             expected = self._fit.seconds(features, now)
-            as_expected = abs(seconds - expected) < _ABOUT * expected
+            as_expected = abs(seconds - expected) < _TOLERANCE * expected
             self._as_expected = (self._as_expected + as_expected) % _ADD_ONE_OF
             if not (as_expected and self._as_expected):
                 self._fit.observe(features, seconds, now)

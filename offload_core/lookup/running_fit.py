@@ -10,7 +10,8 @@ import numpy as np
 
 _KEPT_PER_OBSERVATION = 0.9
 _HALF_LIFE_SECONDS = 60.0
-_MOST_TIMES_EXPECTED = 10.0
+MOST_TIMES_EXPECTED = 10.0
+"""An observation counts as so many times the expectation at most, if it follows others closely."""
 _KEPT_AS_OLD = 0.5
 
 
@@ -52,7 +53,7 @@ class RunningFit:
             kept = _KEPT_PER_OBSERVATION * 0.5 ** ((now - self._observed_at) / _HALF_LIFE_SECONDS)
             expected = self.seconds(features) or seconds
             if kept > _KEPT_AS_OLD:
-                seconds = min(seconds, _MOST_TIMES_EXPECTED * expected)
+                seconds = min(seconds, MOST_TIMES_EXPECTED * expected)
             self._scale(kept)
         weighted = np.array(features) / (expected * min(expected, seconds))
         self._targets += weighted * seconds

@@ -17,7 +17,7 @@ MIN_PARTED_PATHS = 4
 """Ends are worth more, until so many paths have parted from an earlier one between its kept boundaries."""
 
 WINDOW_PATHS = 1024
-"""After so many paths, all earlier ones count half."""
+"""The sums never hold more paths. At this number, all paths so far count half from then on."""
 
 
 class EndWorth:

@@ -142,7 +142,8 @@ class PathPlacement:
 
         The history knows this boundary, also if the attention there was evicted. If the history does not know the
         path, the depth of full attention shows the boundary. If it is where a single earlier path ends, this path only
-        continues the other one, and no junction is there.
+        continues the other one, and no junction is there. If a spare object has served the boundary, it is kept from
+        now on.
 
         Args:
             found: the result of the lookup.
