@@ -48,6 +48,30 @@ def test_a_load_that_pays_is_begun_and_counted(half: Half) -> None:
     assert counts["lookup_wait_seconds", "all"] > 0
 
 
+def test_tokens_behind_the_last_whole_block_count_as_computed_in_any_case(half: Half) -> None:
+    prefill = half.half._choice.prefill
+    for before, tokens, seconds in (
+        (0, 81, 1.0),
+        (0, 200, 1.0),
+        (80, 120, 0.999),
+        (80, 16, 0.001),
+        (0, 16, 0.001),
+    ) * 40:
+        prefill.observe([(before, tokens)], seconds)
+    without, rest = prefill.seconds(0, 81), prefill.seconds(80, 81)
+    assert without is not None
+    assert rest is not None
+    assert without - rest > 0.5, "without the tokens behind the last block, a load would seem to pay"
+    half.half._choice.load_begins("memory", 1, 0, 80)
+    half.half._choice._loads["memory"]._under_way[1] = (time.monotonic() - 0.1, 5 * MIB, 5 * MIB)
+    assert half.half._choice.load_ends("memory", 1, measured=True) == pytest.approx(0.1, rel=0.5)
+    half.half.counters.take()
+    item = request("a", tokens=200)
+    del item.block_hashes[5:]
+    assert half.half.matched_tokens(half.follow(item), 0) == 0, "a load would save one millisecond"
+    assert half.half.counters.take() == {("lookups_declined", "all"): 1}
+
+
 def test_a_lookup_that_cannot_pay_is_not_begun_and_its_request_is_counted_once(half: Half) -> None:
     engine_computes(half, seconds_per_token=1.0)
     load(half, "a")

@@ -10,7 +10,7 @@ import pytest
 
 from offload_core.planning.end_worth import MIN_PARTED_PATHS
 from offload_core.planning.planner import HitPolicy
-from offload_core.vllm.metadata import StepMetadata
+from offload_core.vllm.metadata import StepMetadata, WorkerIdentity
 from offload_core.vllm.model.groups import handed_over
 from tests.support.memory_backend import MemoryBackend
 from tests.vllm.test_scheduler_half import BLOCK, Half, request
@@ -116,6 +116,14 @@ def test_ends_are_spare_where_prompts_part_anywhere_and_nobody_comes_back(
     half.finish(item)
     touched = {unit: is_spare for pack, unit, is_spare in half.touched() if pack == WINDOW_NAME}
     assert touched == ({} if prepare is _evicting else {3: spare, 4: spare})
+
+
+def test_ends_and_other_boundaries_are_compared_by_the_sizes_that_workers_report(make: Make) -> None:
+    half = make(FULL, WINDOW)
+    half.half.set_workers({0: WorkerIdentity({}, {FULL_NAME: 10, WINDOW_NAME: 30})})
+    worth = half.half._placement._worth
+    assert worth is not None
+    assert worth.object_bytes == {FULL_NAME: 10, WINDOW_NAME: 30}
 
 
 def test_the_windows_of_a_junction_are_kept_at_its_second_sight(make: Make) -> None:
