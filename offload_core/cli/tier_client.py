@@ -144,7 +144,7 @@ class TierClient:
 
     async def _store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Stored:
         if self.tier.compresses:
-            buffers = await self.tier.backend.run_blocking(self.tier.codec.compressed_copies, keys, buffers)
+            buffers = await self.tier.backend.run_blocking(self.tier.storage.codec.compressed_copies, keys, buffers)
         reservation = await self.tier.backend.prepare_store(keys, [len(buffer) for buffer in buffers])
         try:
             prepared = _one_per_key(keys, reservation.outcomes, "prepare_store")

@@ -57,6 +57,11 @@ class Lease:
         self._released = False
 
     @property
+    def offset(self) -> int:
+        """Position of the lease in the arena, in bytes."""
+        return self._offset
+
+    @property
     def view(self) -> memoryview:
         """Writable bytes of the lease, ``nbytes`` long."""
         self._check_held()
@@ -94,16 +99,23 @@ class StagingPool:
         capacity_bytes: rounded down to a multiple of 4096.
         store_share: share of the capacity, at the arena's end, that stores may hold, from 0 to 1.
         pinning: pins the memory, if a GPU copies to and from it. Memory that cannot be pinned is used unpinned.
+        arena: page-aligned memory of at least that capacity, such as memory that another process maps too. By default,
+            the pool maps its own.
     """
 
-    def __init__(self, capacity_bytes: int, store_share: float, pinning: HostPinning | None = None) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        store_share: float,
+        pinning: HostPinning | None = None,
+        arena: memoryview | None = None,
+    ) -> None:
         self.capacity_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         if self.capacity_bytes <= 0:
             raise ValueError(f"staging capacity is {capacity_bytes} bytes; set it to {ALIGNMENT_BYTES} or more")
         self.store_limit_bytes = int(self.capacity_bytes * store_share)
-        arena = mmap.mmap(-1, self.capacity_bytes)
-        self.memory = memoryview(arena)
-        self.tensor = torch.frombuffer(arena, dtype=torch.int8)
+        self.memory = memoryview(mmap.mmap(-1, self.capacity_bytes)) if arena is None else arena[: self.capacity_bytes]
+        self.tensor = torch.frombuffer(self.memory, dtype=torch.int8)
         self.tensor.zero_()
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, self.capacity_bytes)]

@@ -9,7 +9,8 @@ from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.plugins.observers import EventDelivery
 from offload_core.runtime.metrics import Counters
-from offload_core.tiers.staged_object import StagedObject, StoredForm
+from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.storage import StoreEnd
 
 
 class TierAccounting:
@@ -86,25 +87,23 @@ class TierAccounting:
         self._add("load_failures", objects)
         self._emit(events.LoadsEnded(self._tier, 0, 0, 0, objects, 0, seconds))
 
-    def stored(
-        self, forms: Sequence[StoredForm | None], outcomes: Sequence[StoreOutcome | None], seconds: float
-    ) -> None:
+    def stored(self, objects: Sequence[StagedObject], ends: Sequence[StoreEnd], seconds: float) -> None:
         """Count a batch of stores that has ended.
 
         Args:
-            forms: per object, the bytes to be stored; ``None`` where staging memory for compression was missing.
-            outcomes: one per object; ``None`` where there was no form.
+            ends: one per object.
             seconds: duration of the call.
         """
+        outcomes = [end.outcome for end in ends]
         present, rejected = outcomes.count(StoreOutcome.ALREADY_PRESENT), outcomes.count(StoreOutcome.REJECTED)
-        pairs = list(zip(forms, outcomes, strict=True))
-        spare = sum(1 for form, outcome in pairs if form and form.staged.spare and outcome is StoreOutcome.REJECTED)
-        stored = [form for form, outcome in pairs if form and outcome is StoreOutcome.STORED]
-        nbytes = sum(len(form.view) for form in stored)
+        pairs = list(zip(objects, ends, strict=True))
+        spare = sum(1 for staged, end in pairs if staged.spare and end.outcome is StoreOutcome.REJECTED)
+        stored = [(staged, end) for staged, end in pairs if end.outcome is StoreOutcome.STORED]
+        nbytes = sum(end.nbytes for _, end in stored)
         if self._compresses:
-            self._add("store_raw_bytes", sum(form.staged.lease.nbytes for form in stored))
-            self._add("store_uncompressed", sum(not form.compressed for form in stored))
-            self._add("store_dropped", forms.count(None))
+            self._add("store_raw_bytes", sum(staged.lease.nbytes for staged, _ in stored))
+            self._add("store_uncompressed", sum(not end.compressed for _, end in stored))
+            self._add("store_dropped", outcomes.count(None))
         self._add("stores", len(stored))
         self._add("store_bytes", nbytes)
         self._add("store_already_present", present)

@@ -18,7 +18,7 @@ class TierChange(NamedTuple):
 
 
 class TierChanges:
-    """Queue of one tier's changes, in the order in which they happened. Thread-safe.
+    """Queue of one tier's changes, in the order in which they happened. Any thread may take them.
 
     Args:
         shared: the medium answers every process, so no change is kept.
@@ -27,11 +27,19 @@ class TierChanges:
     def __init__(self, tier: str, shared: bool) -> None:
         self._tier = tier
         self._queue: deque[TierChange] | None = None if shared else deque()
+        self._present: set[ObjectKey] = set()
 
     def add(self, keys: Iterable[ObjectKey], present: bool) -> None:
-        """Add one change per object of ``keys``."""
-        if self._queue is not None:
-            self._queue.extend(TierChange(self._tier, key, present) for key in keys)
+        """Add one change per object of ``keys``. Call it on the I/O loop."""
+        if self._queue is None:
+            return
+        for key in keys:
+            (self._present.add if present else self._present.discard)(key)
+            self._queue.append(TierChange(self._tier, key, present))
+
+    def lost(self) -> None:
+        """Note that the medium has lost all objects. Call it on the I/O loop."""
+        self.add(list(self._present), present=False)
 
     def take(self) -> list[TierChange]:
         """Return the changes since the last call."""

@@ -1,4 +1,4 @@
-"""A tier: one configured backend in service, with its threads, deadlines and health."""
+"""A tier: one configured backend in service, with its deadlines and health."""
 
 from __future__ import annotations
 
@@ -9,29 +9,26 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from offload_core.api import events
-from offload_core.api.backend import Backend, BackendContext, LoadOutcome, StoreOutcome
+from offload_core.api.backend import Backend, LoadOutcome, StoreOutcome
 from offload_core.api.errors import ConfigError
-from offload_core.api.hooks import TierInfo
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
 from offload_core.config.model import TierConfig
 from offload_core.plugins.observers import EventDelivery
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import DaemonExecutor, StuckThreadTimer
 from offload_core.tiers.accounting import TierAccounting
 from offload_core.tiers.call_slots import CallSlots
 from offload_core.tiers.changes import TierChange, TierChanges
 from offload_core.tiers.circuit_breaker import Call
-from offload_core.tiers.compression import TierCodec
 from offload_core.tiers.health import TierHealth
-from offload_core.tiers.object_io import ObjectIO, answer
+from offload_core.tiers.object_io import answer
 from offload_core.tiers.prober import Prober
 from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.storage import LocalStorage, StorageEvents, StorageFactory
 
 if TYPE_CHECKING:
-    from offload_core.memory.staging_pool import Lease  # which imports torch; the command line does without
-    from offload_core.memory.staging_shares import TierShare
+    from offload_core.memory.staging_shares import TierShare  # which imports torch; the command line does without
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +48,7 @@ class Tier:
         plugins: the plugins that may wrap the backend.
         observers: receivers of events; ``None`` when there are none.
         clock: seconds, used by :attr:`health`.
+        make_storage: makes the tier's storage; by default one in this process.
 
     Raises at construction:
         PluginError: a plugin failed to wrap the backend.
@@ -64,6 +62,7 @@ class Tier:
         plugins: PluginRegistry | None = None,
         observers: EventDelivery | None = None,
         clock: Callable[[], float] = time.monotonic,
+        make_storage: StorageFactory = LocalStorage,
     ) -> None:
         self.name = config.common.name
         self.config = config.common
@@ -71,24 +70,16 @@ class Tier:
         self.load_weight = config.common.load_weight
         self.limits = limits.overridden_by(config.common)
         """The limits in force for this tier."""
-        self.codec = TierCodec(config.common)
-        self.compresses = self.codec.compresses
+        self.compresses = config.common.compression != "none"
         """True if :meth:`load` needs a second lease per object."""
         self.observers = observers
         self._accounting = TierAccounting(self.name, counters, self.compresses, observers)
         self.health = TierHealth(self.name, self.limits, counters, observers, clock)
         """Failures and availability. Callers that watch a deadline report its timeouts here."""
         self._prober = Prober(self.health, self._probe, self.limits.breaker_max_pause_seconds)
-        stuck_after = self.limits.longest_call_seconds
-        self._executor = DaemonExecutor(
-            config.common.io_threads, f"offload-{self.name}", stuck_after, self._accounting.stuck_threads_changed
-        )
-        self._stuck_thread_timer = StuckThreadTimer(self._executor, stuck_after / 2)
-        backend = config.backend_type.backend(config.options, BackendContext(self.name, self._executor))
-        info = TierInfo(self.name, config.backend_type.name, self.load_weight)
-        self._backend = backend if plugins is None else plugins.wrap(backend, info)
-        self.capabilities = self._backend.capabilities
-        self._objects = ObjectIO(self.name, self._backend, self.codec, self._evicted)
+        storage_events = StorageEvents(self._evicted, self._accounting.stuck_threads_changed, self._lost)
+        self._storage = make_storage(config, self.limits, plugins, storage_events)
+        self.capabilities = self._storage.capabilities
         self._changes = TierChanges(self.name, self.capabilities.shared)
         self.staging: TierShare | None = None
         """Staging memory for compressed stores; the transfer engine sets it."""
@@ -100,9 +91,20 @@ class Tier:
         self._opening = self._close_after_opening = self._touch_has_failed = False
 
     @property
+    def storage(self) -> LocalStorage:
+        """The storage in this process, for tools that need more than the engine does.
+
+        Raises:
+            TypeError: the storage is in another process.
+        """
+        if not isinstance(self._storage, LocalStorage):
+            raise TypeError(f"the storage of tier {self.name!r} is in another process; set io_process to off")
+        return self._storage
+
+    @property
     def backend(self) -> Backend[Any]:
-        """The backend itself, for tools that need more than the engine does."""
-        return self._backend
+        """The backend of :attr:`storage`."""
+        return self.storage.backend
 
     async def open(self) -> None:
         """Open the backend.
@@ -120,11 +122,10 @@ class Tier:
                 "backends",
             )
         self._prober.attach()
-        self._stuck_thread_timer.start()
         started = time.monotonic()
         self._opening = True
         try:
-            await answer(self._backend.open())
+            await answer(self._storage.open())
         except Exception as error:
             self.health.open_failed(error)
             raise
@@ -143,14 +144,12 @@ class Tier:
         If ``open`` is still running, this returns at once, and the backend is closed after ``open``.
         """
         self._prober.close()
-        self._stuck_thread_timer.close()
         if self._opening:
             self._close_after_opening = True
             return
         try:
-            await self._backend.close()
+            await self._storage.close()
         finally:
-            self._executor.shutdown()
             self._accounting.closed()
 
     def take_changes(self) -> list[TierChange]:
@@ -167,7 +166,7 @@ class Tier:
             within_seconds: deadline of the call, by default the tier's own. A call that misses it is counted and
                 reported to :attr:`health`. It goes on, and while a few are late no further lookups begin.
         """
-        max_overdue = _MAX_OVERDUE_LOOKUPS + self._executor.stuck  # stuck threads have been replaced
+        max_overdue = _MAX_OVERDUE_LOOKUPS + self._storage.stuck_threads  # stuck threads have been replaced
         hangs = len(self._overdue_lookups) >= max_overdue
         if hangs or self._running_lookups >= _MAX_RUNNING_LOOKUPS:
             self._accounting.lookup_failed()
@@ -181,7 +180,7 @@ class Tier:
         timer = asyncio.get_running_loop().call_later(seconds, self._lookup_timed_out, call, keys)
         self._running_lookups += 1
         try:
-            present = await self._objects.contains(keys)
+            present = await answer(self._storage.contains(keys))
         except Exception as error:
             self.health.failed(call, keys, error)
             self._accounting.lookup_failed()
@@ -208,7 +207,7 @@ class Tier:
         if call is None:
             return [None] * len(keys)
         try:
-            outcomes, stored_bytes = await answer(self._objects.load(objects, self.staging))
+            outcomes, stored_bytes = await answer(self._storage.load(objects, self.staging))
         except Exception as error:
             self.health.failed(call, keys, error)
             self._accounting.load_failed(len(keys), time.monotonic() - started)
@@ -230,23 +229,19 @@ class Tier:
         if call is None:
             self._accounting.store_refused(len(keys))
             return [False] * len(keys)
-        scratch: list[Lease] = []
         started = time.monotonic()
         try:
-            forms = await answer(self._objects.compress(objects, self.staging, scratch))
-            outcomes = await answer(self._objects.store(forms))
+            ends = await answer(self._storage.store(objects, self.staging))
         except Exception as error:
             self.health.failed(call, keys, error)
             self._accounting.store_failed(len(keys), time.monotonic() - started)
             return [False] * len(keys)
         finally:
             self.health.ended(call)
-            for lease in scratch:
-                lease.release()
         self.health.succeeded(call)
-        there = [outcome in (StoreOutcome.STORED, StoreOutcome.ALREADY_PRESENT) for outcome in outcomes]
+        there = [end.outcome in (StoreOutcome.STORED, StoreOutcome.ALREADY_PRESENT) for end in ends]
         self._changes.add((key for key, stays in zip(keys, there, strict=True) if stays), present=True)
-        self._accounting.stored(forms, outcomes, time.monotonic() - started)
+        self._accounting.stored(objects, ends, time.monotonic() - started)
         return there
 
     async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
@@ -258,7 +253,7 @@ class Tier:
         if not self.capabilities.spares:
             return
         try:
-            await answer(self._backend.touch(keys, spare))
+            await answer(self._storage.touch(keys, spare))
         except Exception:
             if not self._touch_has_failed:
                 logger.warning("tier %r: touch failed; only the order of eviction suffers", self.name, exc_info=True)
@@ -269,7 +264,7 @@ class Tier:
         if call is None:
             return
         try:
-            await answer(self._backend.delete(keys))
+            await answer(self._storage.delete(keys))
         except Exception as error:
             self.health.failed(call, keys, error)
             self._accounting.delete_failed(len(keys))
@@ -279,12 +274,10 @@ class Tier:
             self.health.ended(call)
 
     async def _probe(self, keys: Sequence[ObjectKey]) -> None:
-        self._stuck_thread_timer.start()
-        await self._objects.contains(keys)
+        await self._storage.contains(keys)
 
     def _begin(self, operation: events.Operation) -> Call | None:
         self._prober.attach()
-        self._stuck_thread_timer.start()
         return self.health.begin(operation)
 
     def _lookup_timed_out(self, call: Call, keys: Sequence[ObjectKey]) -> None:
@@ -295,3 +288,6 @@ class Tier:
     def _evicted(self, keys: Sequence[ObjectKey]) -> None:
         self._changes.add(keys, present=False)
         self._accounting.evicted(keys)
+
+    def _lost(self) -> None:
+        self._changes.lost()

@@ -1,0 +1,190 @@
+"""The storage of one tier: its backend with threads and codec, in this process or in another one.
+
+:class:`~offload_core.tiers.tier.Tier` decides whether a call begins, and counts its end. A :class:`TierStorage` makes
+the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from offload_core.api.backend import Backend, BackendContext, LoadOutcome, StoreOutcome
+from offload_core.api.capabilities import Capabilities
+from offload_core.api.hooks import TierInfo
+from offload_core.api.keys import ObjectKey
+from offload_core.config.limits import Limits
+from offload_core.config.model import TierConfig
+from offload_core.plugins.registry import PluginRegistry
+from offload_core.runtime.threads import DaemonExecutor, StuckThreadTimer
+from offload_core.tiers.compression import TierCodec
+from offload_core.tiers.object_io import ObjectIO
+from offload_core.tiers.staged_object import StagedObject
+
+if TYPE_CHECKING:
+    from offload_core.memory.staging_pool import Lease  # which imports torch; the command line does without
+    from offload_core.memory.staging_shares import TierShare
+
+
+class StoreEnd(NamedTuple):
+    """The end of one object's store.
+
+    Args:
+        outcome: ``None`` if there was no staging memory for its compressed bytes.
+        nbytes: number of bytes that the medium has, or was offered.
+        compressed: whether these bytes are compressed.
+    """
+
+    outcome: StoreOutcome | None
+    nbytes: int = 0
+    compressed: bool = False
+
+
+class StorageEvents(NamedTuple):
+    """Functions for the changes of a storage that no call returns. They are called on any thread."""
+
+    evicted: Callable[[Sequence[ObjectKey]], None]
+    """Gets the objects that the backend evicted for a store."""
+    stuck_threads_changed: Callable[[int], None]
+    """Gets the change of the number of stuck threads."""
+    lost: Callable[[], None] = lambda: None
+    """Called when a medium that only this storage sees has lost all its objects."""
+
+
+class TierStorage(Protocol):
+    """The storage of one tier. All coroutines run on the I/O loop, and errors of the backend pass through."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The backend's capabilities."""
+        ...
+
+    @property
+    def stuck_threads(self) -> int:
+        """Number of the tier's threads that are stuck now."""
+        ...
+
+    async def open(self) -> None:
+        """Open the backend."""
+        ...
+
+    async def close(self) -> None:
+        """Close the backend, and end its threads once they are idle."""
+        ...
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Return, per key, whether the object is there."""
+        ...
+
+    async def load(self, objects: Sequence[StagedObject], staging: TierShare | None) -> tuple[list[LoadOutcome], int]:
+        """Load and verify objects.
+
+        Returns:
+            One outcome per object, and the bytes of the hits as the medium has them.
+        """
+        ...
+
+    async def store(self, objects: Sequence[StagedObject], staging: TierShare | None) -> list[StoreEnd]:
+        """Store sealed objects."""
+        ...
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        """Remove objects."""
+        ...
+
+    async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        """Set the order of eviction; see :meth:`Backend.touch`."""
+        ...
+
+
+class StorageFactory(Protocol):
+    """Makes the storage of one tier."""
+
+    def __call__(
+        self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents
+    ) -> TierStorage:
+        """Make it. The backend is not open yet.
+
+        Args:
+            limits: the limits in force for this tier.
+            plugins: the plugins that may wrap the backend.
+
+        Raises:
+            PluginError: a plugin failed to wrap the backend.
+        """
+        ...
+
+
+class LocalStorage:
+    """A storage in this process. See :class:`StorageFactory` for the arguments."""
+
+    def __init__(
+        self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents
+    ) -> None:
+        name, stuck_after = config.common.name, limits.longest_call_seconds
+        self.codec = TierCodec(config.common)
+        self._executor = DaemonExecutor(
+            config.common.io_threads, f"offload-{name}", stuck_after, changes.stuck_threads_changed
+        )
+        self._stuck_thread_timer = StuckThreadTimer(self._executor, stuck_after / 2)
+        backend = config.backend_type.backend(config.options, BackendContext(name, self._executor))
+        info = TierInfo(name, config.backend_type.name, config.common.load_weight)
+        self.backend: Backend[Any] = backend if plugins is None else plugins.wrap(backend, info)
+        self._objects = ObjectIO(name, self.backend, self.codec, changes.evicted)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The backend's capabilities."""
+        return self.backend.capabilities
+
+    @property
+    def stuck_threads(self) -> int:
+        """Number of the tier's threads that are stuck now."""
+        return self._executor.stuck
+
+    async def open(self) -> None:
+        """Open the backend."""
+        self._stuck_thread_timer.start()
+        await self.backend.open()
+
+    async def close(self) -> None:
+        """Close the backend, and end its threads once they are idle."""
+        self._stuck_thread_timer.close()
+        try:
+            await self.backend.close()
+        finally:
+            self._executor.shutdown()
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Return, per key, whether the object is there."""
+        self._stuck_thread_timer.start()
+        return await self._objects.contains(keys)
+
+    async def load(self, objects: Sequence[StagedObject], staging: TierShare | None) -> tuple[list[LoadOutcome], int]:
+        """Load and verify objects; see :class:`TierStorage`."""
+        self._stuck_thread_timer.start()
+        return await self._objects.load(objects, staging)
+
+    async def store(self, objects: Sequence[StagedObject], staging: TierShare | None) -> list[StoreEnd]:
+        """Store sealed objects."""
+        self._stuck_thread_timer.start()
+        scratch: list[Lease] = []
+        try:
+            forms = await self._objects.compress(objects, staging, scratch)
+            outcomes = await self._objects.store(forms)
+        finally:
+            for lease in scratch:
+                lease.release()
+        return [
+            StoreEnd(None) if form is None else StoreEnd(outcome, len(form.view), form.compressed)
+            for form, outcome in zip(forms, outcomes, strict=True)
+        ]
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        """Remove objects."""
+        self._stuck_thread_timer.start()
+        await self.backend.delete(keys)
+
+    async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        """Set the order of eviction; see :meth:`Backend.touch`."""
+        await self.backend.touch(keys, spare)
