@@ -166,8 +166,11 @@ class Oracle:
             self._contents[key] = allowed - {None} or allowed
             self.pins[key] += 1
 
-    def check_events(self, events: Sequence[Event]) -> None:
+    def check_events(self, events: Sequence[Event], *, with_kept_stores: bool = False) -> None:
         """Check the answers of operations that ran together, and take up their changes.
+
+        Args:
+            with_kept_stores: whether the same call made room for objects that are not among the events.
 
         Raises:
             ContractError: no order of the operations explains an answer.
@@ -175,7 +178,8 @@ class Oracle:
         before = {event.key: self.allowed(event.key) for event in events}
         stores = {key: [e for e in events if isinstance(e, StoreEvent) and e.key == key] for key in before}
         deletes = {key: [e for e in events if isinstance(e, DeleteEvent) and e.key == key] for key in before}
-        evicting = self.may_evict and any(isinstance(event, StoreEvent) and not event.spare for event in events)
+        kept = with_kept_stores or any(isinstance(event, StoreEvent) and not event.spare for event in events)
+        evicting = self.may_evict and kept
         for event in events:
             during = before[event.key] | {written.content for written in stores[event.key]}
             if deletes[event.key]:
