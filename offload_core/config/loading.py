@@ -52,7 +52,7 @@ def load_config(
     problems += _missing_plugins(raw.get("required_plugins"), registry)
     if problems or settings is None:
         raise ConfigError(problems, source)
-    return OffloadConfig(settings, tuple(tiers), registry)
+    return OffloadConfig(settings, tuple(tiers), registry, raw)
 
 
 def _tiers(

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -19,10 +20,12 @@ from offload_core.objects.format import Codec
 from offload_core.planning.placement import PlacementPolicy
 from offload_core.planning.write_policy import WritePolicyName
 from offload_core.plugins.registry import PluginRegistry
+from offload_core.runtime.companion_child import ProcessLimits
 
 _MIB = 1024 * 1024
 
 LoadPolicy = Literal["cheaper", "always"]
+IoProcessMode = Literal["engine", "tier", "off"]
 Compression = Literal["none", "zstd", "zstd-planes"]
 CODECS: dict[Compression, Codec] = {"none": Codec.NONE, "zstd": Codec.ZSTD, "zstd-planes": Codec.ZSTD_PLANES}
 """The codec of each value of ``compression``."""
@@ -143,7 +146,36 @@ class _ChunkSettings(BaseModel):
     ] = 512 * _MIB
 
 
-class OffloadSettings(Limits, _ChunkSettings):
+class _IoProcessSettings(BaseModel):
+    """The keys of the I/O process."""
+
+    io_process: Annotated[
+        IoProcessMode,
+        Field(
+            description="Run the tiers in one I/O process beside the `engine`, in one per `tier`, or on threads of "
+            "the engine's process (`off`).",
+            examples=["engine"],
+        ),
+    ] = "off"
+    io_process_niceness: Annotated[
+        int, Field(ge=0, le=19, strict=True, description="Niceness of the I/O process.", examples=[5])
+    ] = 0
+    io_process_cpus: Annotated[
+        frozenset[Annotated[int, Field(ge=0, strict=True)]],
+        Field(description="Processors of the I/O process. If empty, those of the engine.", examples=[[0, 1]]),
+    ] = frozenset()
+    io_process_memory_bytes: Annotated[
+        Bytes | None,
+        Field(
+            ge=256 * _MIB,
+            description="Limit for the private memory of the I/O process, objects of `cpu` tiers included. Allocations "
+            "beyond it fail.",
+            examples=["64GiB"],
+        ),
+    ] = None
+
+
+class OffloadSettings(Limits, _IoProcessSettings, _ChunkSettings):
     """The keys at the top of the configuration."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -176,6 +208,11 @@ class OffloadSettings(Limits, _ChunkSettings):
         return Limits.model_validate(self.model_dump(include=set(Limits.model_fields)))
 
     @property
+    def io_process_limits(self) -> ProcessLimits:
+        """The share of the machine that the I/O process gets."""
+        return ProcessLimits(self.io_process_niceness, self.io_process_cpus, self.io_process_memory_bytes)
+
+    @property
     def staging_uses(self) -> tuple[StagingUse, ...]:
         """Each tier's use of the staging memory."""
         return staging_uses((backend.staging_share, backend.compression != "none") for backend in self.backends)
@@ -198,3 +235,5 @@ class OffloadConfig:
     tiers: tuple[TierConfig, ...]
     plugins: PluginRegistry = field(default_factory=PluginRegistry, compare=False, repr=False)
     """The plugins, which may wrap the tiers' backends and observe their events."""
+    keys: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The keys as they were written, from all places together; no secret is among them."""

@@ -13,18 +13,27 @@ from offload_core.plugins.loading import PLUGIN_ERRORS
 from offload_core.plugins.observers import EventDelivery
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
+from offload_core.tiers.storage import LocalStorage, StorageFactory
 from offload_core.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
 
 
-def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters, *, only_shared: bool = False) -> list[Tier]:
+def open_tiers(
+    config: OffloadConfig,
+    io: IoLoop,
+    counters: Counters,
+    *,
+    only_shared: bool = False,
+    make_storage: StorageFactory = LocalStorage,
+) -> list[Tier]:
     """Construct every tier of ``config``, with its plugins' wrappers and observers, and open all tiers.
 
     A tier that does not open before its deadline is not used until it is open.
 
     Args:
         only_shared: open only tiers with a shared medium; this process could not see the others' objects.
+        make_storage: makes each tier's storage; by default in this process.
 
     Raises:
         ConfigError: one or more tiers could not be opened; each problem has its reason.
@@ -40,7 +49,8 @@ def open_tiers(config: OffloadConfig, io: IoLoop, counters: Counters, *, only_sh
     started = time.monotonic()
     for tier_config in config.tiers:
         try:
-            tier = Tier(tier_config, config.settings.limits, counters, config.plugins, delivery)
+            limits, plugins = config.settings.limits, config.plugins
+            tier = Tier(tier_config, limits, counters, plugins, delivery, make_storage=make_storage)
         except PLUGIN_ERRORS as error:  # a plugin may raise anything; the other tiers' problems are reported too
             problems.append(_open_problem(tier_config.common.name, error))
             continue

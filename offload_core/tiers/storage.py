@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from offload_core.memory.staging_shares import TierShare
 
 
+class StorageAwayError(OSError):
+    """The storage's process has ended and is being replaced. That says nothing about the medium."""
+
+
 class StoreEnd(NamedTuple):
     """The end of one object's store.
 

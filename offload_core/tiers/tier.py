@@ -25,7 +25,7 @@ from offload_core.tiers.health import TierHealth
 from offload_core.tiers.object_io import answer
 from offload_core.tiers.prober import Prober
 from offload_core.tiers.staged_object import StagedObject
-from offload_core.tiers.storage import LocalStorage, StorageEvents, StorageFactory
+from offload_core.tiers.storage import LocalStorage, StorageAwayError, StorageEvents, StorageFactory
 
 if TYPE_CHECKING:
     from offload_core.memory.staging_shares import TierShare  # which imports torch; the command line does without
@@ -182,7 +182,7 @@ class Tier:
         try:
             present = await answer(self._storage.contains(keys))
         except Exception as error:
-            self.health.failed(call, keys, error)
+            self._failed(call, keys, error)
             self._accounting.lookup_failed()
             return [False] * len(keys)
         finally:
@@ -209,7 +209,7 @@ class Tier:
         try:
             outcomes, stored_bytes = await answer(self._storage.load(objects, self.staging))
         except Exception as error:
-            self.health.failed(call, keys, error)
+            self._failed(call, keys, error)
             self._accounting.load_failed(len(keys), time.monotonic() - started)
             return [None] * len(keys)
         finally:
@@ -233,7 +233,7 @@ class Tier:
         try:
             ends = await answer(self._storage.store(objects, self.staging))
         except Exception as error:
-            self.health.failed(call, keys, error)
+            self._failed(call, keys, error)
             self._accounting.store_failed(len(keys), time.monotonic() - started)
             return [False] * len(keys)
         finally:
@@ -254,6 +254,8 @@ class Tier:
             return
         try:
             await answer(self._storage.touch(keys, spare))
+        except StorageAwayError:
+            pass
         except Exception:
             if not self._touch_has_failed:
                 logger.warning("tier %r: touch failed; only the order of eviction suffers", self.name, exc_info=True)
@@ -266,7 +268,7 @@ class Tier:
         try:
             await answer(self._storage.delete(keys))
         except Exception as error:
-            self.health.failed(call, keys, error)
+            self._failed(call, keys, error)
             self._accounting.delete_failed(len(keys))
         else:
             self.health.succeeded(call)
@@ -279,6 +281,10 @@ class Tier:
     def _begin(self, operation: events.Operation) -> Call | None:
         self._prober.attach()
         return self.health.begin(operation)
+
+    def _failed(self, call: Call, keys: Sequence[ObjectKey], error: Exception) -> None:
+        if not isinstance(error, StorageAwayError):
+            self.health.failed(call, keys, error)
 
     def _lookup_timed_out(self, call: Call, keys: Sequence[ObjectKey]) -> None:
         self._overdue_lookups.add(call)

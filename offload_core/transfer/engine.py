@@ -24,7 +24,7 @@ from offload_core.transfer.batches import TransferObject
 from offload_core.transfer.jobs import JobTable
 from offload_core.transfer.loads import LoadJob, LoadResult, Loads
 from offload_core.transfer.pending_store import StoreResult
-from offload_core.transfer.stores import Stores
+from offload_core.transfer.stores import Seal, Stores
 
 
 class TransferEngine:
@@ -34,6 +34,7 @@ class TransferEngine:
         tiers: the fastest first.
         staging: a pool without any leases.
         layouts: per pack name, the payload's layout.
+        seal: see :class:`~offload_core.transfer.stores.Stores`.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class TransferEngine:
         copier: BlockCopier,
         layouts: Mapping[str, PackLayout],
         counters: Counters,
+        seal: Seal | None = None,
     ) -> None:
         self._io = io
         self._touched_tiers = [tier for tier in tiers if tier.capabilities.spares]
@@ -68,6 +70,7 @@ class TransferEngine:
             layouts=layouts,
             jobs=self.jobs,
             counters=counters,
+            seal=seal,
         )
         self._loads = Loads(
             io=io,

@@ -9,11 +9,12 @@ is full, its longest waiting objects are dropped.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import count
 from typing import Any
@@ -29,6 +30,7 @@ from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.threads import DaemonExecutor
 from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.storage import StorageAwayError
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject, in_batches
 from offload_core.transfer.call_size import call_size_of
@@ -36,6 +38,9 @@ from offload_core.transfer.jobs import JobTable
 from offload_core.transfer.pending_store import GatherBudget, PendingStore, StoreResult
 from offload_core.transfer.store_queue import StoreBatch
 from offload_core.transfer.tier_writer import TierWriter
+
+Seal = Callable[[Sequence[StagedObject]], Awaitable[None]]
+"""Writes the headers and checksums of objects in staging memory."""
 
 _Parts = Sequence[tuple[TierWriter, StoreBatch[PendingStore]]]
 """Per tier, the part of one batch that it takes."""
@@ -50,6 +55,8 @@ class Stores:
         gather_limit_bytes: upper limit for the leases of all stores together, without the compressed bytes' leases.
         layouts: per pack name, the payload's layout.
         jobs: the table to which every batch adds one job per tier.
+        seal: seals objects in another process; while that process is away, threads of this one do it. By default they
+            always do.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class Stores:
         layouts: Mapping[str, PackLayout],
         jobs: JobTable,
         counters: Counters,
+        seal: Seal | None = None,
     ) -> None:
         self._io = io
         self._lock = threading.Condition()
@@ -96,6 +104,7 @@ class Stores:
         self._promotions: list[tuple[PendingStore, list[TierWriter]]] = []
         self._results: deque[StoreResult] = deque()
         self._running: set[Future[None]] = set()
+        self._seal_elsewhere = seal
         self._sealers = DaemonExecutor(2, "offload-seal")
 
     def submit(self, objects: Sequence[TransferObject], *, busy: bool = False) -> None:
@@ -280,12 +289,18 @@ class Stores:
             writer.start_timer()
         try:
             if not sealed and not all(batch.expired for _, batch in parts):
-                objects = [store.staged for store in stores]
-                await asyncio.get_running_loop().run_in_executor(self._sealers, _seal_all, objects)
+                await self._seal([store.staged for store in stores])
                 sealed = True
         finally:
             for writer, batch in parts:
                 writer.prepared(batch, sealed=sealed)
+
+    async def _seal(self, objects: Sequence[StagedObject]) -> None:
+        if self._seal_elsewhere is not None:
+            with contextlib.suppress(StorageAwayError):
+                await self._seal_elsewhere(objects)
+                return
+        await asyncio.get_running_loop().run_in_executor(self._sealers, _seal_all, objects)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Start a coroutine on the I/O loop, from any thread."""

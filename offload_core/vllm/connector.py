@@ -98,6 +98,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             pipelined=bool(vllm_config.scheduler_config.async_scheduling),
             loads=loads,
             stores=stores,
+            engine_id=str(transfer_config.engine_id),
         )
 
     # Both halves

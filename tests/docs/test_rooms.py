@@ -21,7 +21,7 @@ FLOORS = (
     ("memory", "simulation"),
     ("config",),
     ("tiers",),
-    ("lookup", "transfer", "cli"),
+    ("lookup", "transfer", "cli", "io_process"),
     ("vllm",),
 )
 """The rooms, lowest floor first. A room imports from the floors below it only."""

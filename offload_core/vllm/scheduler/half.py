@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from offload_core.api.errors import PlanError
 from offload_core.config.model import OffloadConfig
+from offload_core.io_process.processes import IoProcesses
 from offload_core.lookup.chunk_ledger import ChunkLedger
 from offload_core.lookup.load_choice import LoadChoice
 from offload_core.lookup.service import LookupService
@@ -24,6 +25,7 @@ from offload_core.runtime.metrics import Counters
 from offload_core.simulation.trace_recorder import TraceRecorder
 from offload_core.tiers.live_curves import LiveCurves
 from offload_core.tiers.opening import close_tiers, open_tiers
+from offload_core.tiers.storage import LocalStorage, StorageFactory
 from offload_core.vllm.compat import keep_state_at
 from offload_core.vllm.metadata import RequestLoad, StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.model.lora import AdapterIdentities
@@ -53,6 +55,7 @@ class SchedulerHalf:
         pipelined: whether the engine schedules a step before the one before it has ended.
         loads: whether this engine loads, according to its ``kv_role``.
         stores: whether this engine stores.
+        engine_id: unique for the engine; the halves in one process share an I/O process by this name.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class SchedulerHalf:
         pipelined: bool = False,
         loads: bool = True,
         stores: bool = True,
+        engine_id: str = "engine",
     ) -> None:
         settings = config.settings
+        self._close_seconds = settings.close_timeout_seconds
         self._planner = planner
         self._identity = identity
         self._num_ranks = num_ranks
@@ -79,7 +84,12 @@ class SchedulerHalf:
         self._reset_salt = ""
         self.counters = Counters()
         self._io: IoLoop | None = IoLoop.acquire()
-        self._tiers = open_tiers(config, self._io, self.counters, only_shared=True)
+        self._processes: IoProcesses | None = None
+        make_storage: StorageFactory = LocalStorage
+        if settings.io_process != "off":
+            self._processes = IoProcesses(engine_id, self._io, config)
+            make_storage = self._processes.make_storage
+        self._tiers = open_tiers(config, self._io, self.counters, only_shared=True, make_storage=make_storage)
         self._ranks_refusing_loads: Counter[str] = Counter()
         self._indexes = {tier.name: TierIndex() for tier in self._tiers if not tier.capabilities.shared}
         self._choice = LoadChoice(settings.load_when, planner, self._tiers, step_tokens)
@@ -284,6 +294,8 @@ class SchedulerHalf:
             if self._trace is not None:
                 self._trace.close()
             close_tiers(self._tiers, self._io)
+            if self._processes is not None:
+                self._processes.release(self._close_seconds)
             self._io.release()
             self._io = None
 

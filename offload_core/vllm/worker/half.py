@@ -13,6 +13,7 @@ from offload_core.api.errors import ConfigError
 from offload_core.api.keys import ObjectKey
 from offload_core.api.pinned_memory import pinning_in_use
 from offload_core.config.model import OffloadConfig
+from offload_core.io_process.processes import IoProcesses
 from offload_core.memory.block_copier import block_copier
 from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.memory.payload_layout import PackLayout
@@ -24,7 +25,9 @@ from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
+from offload_core.runtime.shared_memory import SharedMemory
 from offload_core.tiers.opening import close_tiers, open_tiers
+from offload_core.tiers.storage import LocalStorage, StorageFactory
 from offload_core.transfer.batches import TransferObject
 from offload_core.transfer.engine import TransferEngine
 from offload_core.transfer.loads import LoadJob, LoadResult
@@ -56,6 +59,7 @@ class WorkerHalf:
         self._rank: int = vllm_config.parallel_config.rank
         self.counters = Counters()
         self._io: IoLoop | None = None
+        self._processes: IoProcesses | None = None
         self._engine: TransferEngine | None = None
         self._namespaces: dict[str, str] = {}
         self._adapters: dict[str, str] = {}
@@ -96,8 +100,16 @@ class WorkerHalf:
             write_in_background(geometry, settings.geometry_file)
         atexit.register(self.shutdown)  # a script may end without shutting its engine down
         self._io = IoLoop.acquire()
-        self._tiers = open_tiers(self._config, self._io, self.counters)
-        self._staging = StagingPool(settings.staging_bytes, STORE_SHARE, pinning_in_use())
+        arena: memoryview | None = None
+        make_storage: StorageFactory = LocalStorage
+        if settings.io_process != "off":
+            engine_id = str(self._vllm_config.kv_transfer_config.engine_id)
+            self._processes = IoProcesses(engine_id, self._io, self._config)
+            memory = SharedMemory.create("offload-staging", settings.staging_bytes)
+            self._processes.share_staging(memory)
+            arena, make_storage = memory.view, self._processes.make_storage
+        self._tiers = open_tiers(self._config, self._io, self.counters, make_storage=make_storage)
+        self._staging = StagingPool(settings.staging_bytes, STORE_SHARE, pinning_in_use(), arena)
         self._engine = TransferEngine(
             io=self._io,
             tiers=self._tiers,
@@ -105,6 +117,7 @@ class WorkerHalf:
             copier=block_copier(caches),
             layouts=layouts,
             counters=self.counters,
+            seal=None if self._processes is None else self._processes.seal,
         )
 
     def start_loads(self, metadata: StepMetadata) -> None:
@@ -184,6 +197,8 @@ class WorkerHalf:
         self._engine.drain_stores(self._config.settings.shutdown_timeout_seconds)
         self._engine.close()
         close_tiers(self._tiers, self._io)
+        if self._processes is not None:
+            self._processes.release(self._config.settings.close_timeout_seconds)
         self._staging.close()
         self._io.release()
         self._engine = self._io = None

@@ -1,0 +1,240 @@
+"""The I/O process of an engine: its start, its replacements, and its end after the last user."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Sequence
+from itertools import count
+from typing import ClassVar, Final
+
+from offload_core.api.capabilities import Capabilities
+from offload_core.api.errors import ConfigError
+from offload_core.config.limits import Limits
+from offload_core.config.model import OffloadConfig, TierConfig
+from offload_core.io_process.protocol import Kind, Message
+from offload_core.io_process.remote_storage import RemoteStorage
+from offload_core.io_process.session import Session
+from offload_core.plugins.registry import PluginRegistry
+from offload_core.runtime.io_loop import IoLoop, log_unexpected
+from offload_core.runtime.restart_pause import RestartPause
+from offload_core.runtime.shared_memory import SharedMemory
+from offload_core.runtime.threads import DaemonExecutor
+from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.storage import StorageAwayError, StorageEvents
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS: Final = 30.0
+"""Limit on the start of a process, for an interpreter on a slow file system."""
+_REOPEN_PAUSE_SECONDS: Final = 5.0
+_GONE_SECONDS: Final = 2.0
+"""A killed process that is not gone by then is replaced all the same."""
+
+
+class IoProcess:
+    """The I/O process that the halves of a connector in one process share.
+
+    Its calls run on the I/O loop. A process that ends is replaced: at once, then after growing pauses. The calls under
+    way fail, and the tiers answer as absent until the next process has opened them.
+
+    Args:
+        io: the I/O loop.
+        config: the process reads this configuration again, without its files.
+    """
+
+    _shared: ClassVar[dict[str, IoProcess]] = {}
+    _class_lock = threading.Lock()
+
+    def __init__(self, io: IoLoop, config: OffloadConfig) -> None:
+        self._io = io
+        self._config = config
+        self._threads = DaemonExecutor(2, "offload-io-process")
+        self._users = 0
+        self._session: Session | None = None
+        self._storages: dict[int, RemoteStorage] = {}
+        self._numbers = count()
+        self._staging: SharedMemory | None = None
+        self._pause = RestartPause()
+        self._replacing: asyncio.Task[None] | None = None
+        self._is_closed = False
+        self.ends = 0
+        """Number of processes that have ended unasked."""
+
+    @classmethod
+    def acquire(cls, name: str, io: IoLoop, config: OffloadConfig) -> IoProcess:
+        """Return the process of that name, and make it for the first user. Call :meth:`release` once for each call.
+
+        Args:
+            name: unique for an engine.
+
+        Raises:
+            ConfigError: it cannot be started.
+        """
+        with cls._class_lock:
+            process = cls._shared.get(name)
+            if process is None:
+                process = cls(io, config)
+                process._wait_for_start()
+                cls._shared[name] = process
+            process._users += 1
+            return process
+
+    def release(self, seconds: float) -> None:
+        """Give up one use. The last one ends the process tidily, or kills it after ``seconds``."""
+        with self._class_lock:
+            self._users -= 1
+            if self._users > 0:
+                return
+            for name in [name for name, process in self._shared.items() if process is self]:
+                del self._shared[name]
+        self._io.submit(self._close(seconds)).result()
+        self._threads.shutdown()
+
+    @property
+    def pid(self) -> int | None:
+        """The process id; ``None`` while there is no process."""
+        return None if self._session is None else self._session.pid
+
+    def share_staging(self, memory: SharedMemory) -> None:
+        """Let the process map the staging memory. Call it before the first load or store.
+
+        Raises:
+            OSError: the process cannot map it.
+        """
+        self._io.submit(self._share_staging(memory)).result(START_SECONDS)
+
+    def make_storage(
+        self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents
+    ) -> RemoteStorage:
+        """Make a tier's storage in the process; a :class:`~offload_core.tiers.storage.StorageFactory`."""
+        return self._io.submit(self._make_storage(config, changes)).result(START_SECONDS)
+
+    async def seal(self, objects: Sequence[StagedObject]) -> None:
+        """Write the headers and checksums of objects in staging memory.
+
+        Raises:
+            StorageAwayError: the process has ended. Nobody writes to the objects any more.
+        """
+        await next(iter(self._storages.values())).seal(objects)
+
+    def _wait_for_start(self) -> None:
+        try:
+            self._io.submit(self._start()).result(2 * START_SECONDS)
+        except (OSError, TimeoutError) as error:
+            self._is_closed = True
+            raise ConfigError(
+                [f"io_process: the I/O process did not start: {error}; set io_process to off to run without it"]
+            ) from error
+
+    async def _start(self) -> None:
+        """Start a process, with the staging memory and the tiers of the one before."""
+        session = Session(
+            self._config,
+            self._threads,
+            self._received,
+            self._ended,
+            self._killed,
+            self._config.settings.io_process_timeout_seconds,
+        )
+        await session.start(START_SECONDS)
+        try:
+            if self._staging is not None:
+                await session.ask({"staging": self._staging.nbytes}, [self._staging.descriptor])
+            for storage in self._storages.values():
+                await session.ask({"tier": storage.number, "name": storage.name})
+        except OSError:
+            session.kill()
+            raise
+        self._session = session
+        self._pause.started()
+        for storage in self._storages.values():
+            if storage.wants_open:
+                self._io.submit(self._reopen(storage, session)).add_done_callback(log_unexpected)
+            else:
+                storage.is_here()
+
+    async def _reopen(self, storage: RemoteStorage, session: Session) -> None:
+        """Open a tier in a new process, again and again until it works."""
+        while storage.wants_open and not session.is_killed:
+            try:
+                await session.call(Kind.OPEN, storage.number)
+            except Exception as error:
+                logger.warning(
+                    "tier %r cannot be opened in the new I/O process: %s; it is tried again every %g s",
+                    storage.name, error, _REOPEN_PAUSE_SECONDS,
+                )  # fmt: skip
+                await asyncio.sleep(_REOPEN_PAUSE_SECONDS)
+            else:
+                storage.is_here()
+                return
+
+    async def _share_staging(self, memory: SharedMemory) -> None:
+        self._staging = memory
+        if self._session is not None:
+            await self._session.ask({"staging": memory.nbytes}, [memory.descriptor])
+
+    async def _make_storage(self, config: TierConfig, changes: StorageEvents) -> RemoteStorage:
+        number = next(self._numbers)
+        if self._session is None:
+            raise OSError("the I/O process has ended during the start of the engine")
+        answer = await self._session.ask({"tier": number, "name": config.common.name})
+        storage = self._storages[number] = RemoteStorage(
+            number,
+            config.common.name,
+            Capabilities(**answer["capabilities"]),
+            changes,
+            self._call,
+            compresses=config.common.compression != "none",
+        )
+        return storage
+
+    async def _call(self, kind: Kind, tier: int, body: bytes) -> Message:
+        if self._session is None:
+            raise StorageAwayError("the I/O process has ended and is being replaced")
+        return await self._session.call(kind, tier, body)
+
+    def _received(self, message: Message) -> None:
+        if (storage := self._storages.get(message.tier)) is not None:
+            storage.received(message)
+
+    def _ended(self, session: Session, description: str) -> None:
+        """Replace a process that has ended unasked."""
+        if self._is_closed or session is not self._session:
+            return
+        self._session = None
+        self.ends += 1
+        pause = self._pause.ended()
+        logger.warning(
+            "the I/O process %s. Its calls have failed, and their requests are computed; it is replaced in %.3g s.",
+            description, pause,
+        )  # fmt: skip
+        for storage in self._storages.values():
+            storage.process_ended()
+        self._replacing = self._io.loop.create_task(self._replace(pause))
+
+    def _killed(self, session: Session) -> None:
+        """Do not wait long for the end of a killed process: a call on a dead medium can outlive it.
+
+        The memory of its calls stays in use until it is gone, and no other call gets it.
+        """
+        self._io.loop.call_later(_GONE_SECONDS, self._ended, session, "was killed and is not gone yet")
+
+    async def _replace(self, pause: float) -> None:
+        while not self._is_closed:
+            await asyncio.sleep(pause)
+            try:
+                await self._start()
+            except Exception as error:
+                pause = self._pause.ended()
+                logger.warning("the I/O process cannot be replaced: %s; it is tried again in %.3g s", error, pause)
+            else:
+                return
+
+    async def _close(self, seconds: float) -> None:
+        self._is_closed = True
+        if self._replacing is not None:
+            self._replacing.cancel()
+        if self._session is not None:
+            await self._session.end(seconds)

@@ -1,0 +1,66 @@
+"""The I/O processes of one half of a connector: one, or one per tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offload_core.config.limits import Limits
+from offload_core.config.model import OffloadConfig, TierConfig
+from offload_core.io_process.process import IoProcess
+from offload_core.io_process.remote_storage import RemoteStorage
+from offload_core.plugins.registry import PluginRegistry
+from offload_core.runtime.io_loop import IoLoop
+from offload_core.runtime.shared_memory import SharedMemory
+from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.storage import StorageEvents
+
+
+class IoProcesses:
+    """Uses the processes that the configuration key ``io_process`` asks for. Both halves in a process share them.
+
+    Args:
+        engine: a name that is unique for the engine.
+
+    Raises:
+        ConfigError: a process cannot be started.
+    """
+
+    def __init__(self, engine: str, io: IoLoop, config: OffloadConfig) -> None:
+        self._io = io
+        self._config = config
+        self._engine = engine
+        self._per_tier = config.settings.io_process == "tier"
+        self._processes: dict[str, IoProcess] = {}
+        for tier in config.tiers:
+            name = self._name(tier)
+            if name not in self._processes:
+                self._processes[name] = IoProcess.acquire(name, io, config)
+
+    @property
+    def all(self) -> Sequence[IoProcess]:
+        """The processes."""
+        return tuple(self._processes.values())
+
+    def make_storage(
+        self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents
+    ) -> RemoteStorage:
+        """Make a tier's storage; a :class:`~offload_core.tiers.storage.StorageFactory`."""
+        return self._processes[self._name(config)].make_storage(config, limits, plugins, changes)
+
+    def share_staging(self, memory: SharedMemory) -> None:
+        """Let every process map the staging memory."""
+        for process in self._processes.values():
+            process.share_staging(memory)
+
+    async def seal(self, objects: Sequence[StagedObject]) -> None:
+        """Write the headers and checksums of objects in staging memory; see :meth:`IoProcess.seal`."""
+        await self.all[0].seal(objects)
+
+    def release(self, seconds: float) -> None:
+        """Give the processes up. The last user's call ends them tidily, or kills them after ``seconds``."""
+        for process in self._processes.values():
+            process.release(seconds)
+        self._processes.clear()
+
+    def _name(self, tier: TierConfig) -> str:
+        return f"{self._engine}/{tier.common.name}" if self._per_tier else self._engine

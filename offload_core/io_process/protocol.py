@@ -1,0 +1,263 @@
+"""The messages between the engine's process and the I/O process, as bytes of a fixed layout.
+
+All numbers are little-endian. A message begins with its kind (1 byte), the number of its tier (2 bytes) and the number
+of its call (8 bytes). The answer to a request has the same tier and call. The bytes of objects are not in messages:
+a request names pieces of the staging memory, which both processes map.
+
+Both sides come from one installation, and compare :data:`VERSION` when they meet.
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple, TypeGuard
+
+from offload_core.api import errors
+from offload_core.api.backend import LoadOutcome, StoreOutcome
+from offload_core.api.keys import ObjectKey
+from offload_core.tiers.storage import StoreEnd
+
+VERSION: Final = 1
+"""It rises with each change of a message."""
+
+NO_PIECE: Final = 2**64 - 1
+"""The offset that stands for no piece of staging memory."""
+
+
+class Kind(enum.IntEnum):
+    """The kinds of messages."""
+
+    OPEN = 1
+    CLOSE = 2
+    CONTAINS = 3
+    LOAD = 4
+    STORE = 5
+    SEAL = 6
+    DELETE = 7
+    TOUCH = 8
+    PING = 9
+    DONE = 20
+    """Answer to any request that worked."""
+    FAILED = 21
+    """Answer to a request that raised."""
+    EVICTED = 22
+    """The backend evicted objects; not an answer."""
+    STUCK_THREADS = 23
+    """The number of stuck threads has changed; not an answer."""
+
+
+class Message(NamedTuple):
+    """A message without the interpretation of its body."""
+
+    kind: Kind
+    tier: int
+    call: int
+    body: memoryview
+
+
+class Piece(NamedTuple):
+    """The staging memory of one object.
+
+    Args:
+        offset: position in the staging memory, in bytes.
+        nbytes: its length, and the length of the scratch memory.
+        scratch: position of the second lease, for compressed bytes, or :data:`NO_PIECE`.
+        spare: for a store, whether the object may use free capacity only.
+    """
+
+    offset: int
+    nbytes: int
+    scratch: int = NO_PIECE
+    spare: bool = False
+
+
+class ProtocolError(ValueError):
+    """Bytes that are no message of this version."""
+
+
+_HEAD = struct.Struct("<BHQ")
+_COUNT = struct.Struct("<I")
+_KEY = struct.Struct("<HB")
+_PIECE = struct.Struct("<QQQ?")
+_END = struct.Struct("<BQ?")
+_NBYTES = struct.Struct("<Q")
+_CHANGE = struct.Struct("<i")
+_TEXT = struct.Struct("<H")
+_ERROR = struct.Struct("<Bi")
+
+_LOAD_OUTCOMES = tuple(LoadOutcome)
+_STORE_OUTCOMES = (None, *StoreOutcome)
+
+
+def message(kind: Kind, tier: int = 0, call: int = 0, body: bytes = b"") -> bytes:
+    """Return the bytes of a message."""
+    return _HEAD.pack(kind, tier, call) + body
+
+
+def parse(frame: bytes) -> Message:
+    """Divide a message into its head and its body.
+
+    Raises:
+        ProtocolError: it is too short, or of an unknown kind.
+    """
+    try:
+        kind, tier, call = _HEAD.unpack_from(frame)
+        return Message(Kind(kind), tier, call, memoryview(frame)[_HEAD.size :])
+    except (struct.error, ValueError) as error:
+        raise ProtocolError(f"a message of {len(frame)} bytes is damaged: {error}") from error
+
+
+def pack_keys(keys: Sequence[ObjectKey]) -> bytes:
+    """Return the bytes of keys. Each namespace with its pack is there once."""
+    places: dict[tuple[str, str], int] = {}
+    entries = []
+    for key in keys:
+        place = places.setdefault(key[:2], len(places))
+        entries.append(_KEY.pack(place, len(key.chunk_hash)))
+        entries.append(key.chunk_hash)
+    table = b"".join(_text(namespace) + _text(pack) for namespace, pack in places)
+    return b"".join((_COUNT.pack(len(places)), table, _COUNT.pack(len(keys)), *entries))
+
+
+def pack_pieces(pieces: Iterable[Piece]) -> bytes:
+    """Return the bytes of pieces, one per key of the same message."""
+    return b"".join(_PIECE.pack(*piece) for piece in pieces)
+
+
+def pack_flags(flags: Iterable[bool]) -> bytes:
+    """Return the bytes of flags, one per key of the request."""
+    return bytes(map(bool, flags))
+
+
+def pack_loaded(outcomes: Sequence[LoadOutcome], stored_bytes: int) -> bytes:
+    """Return the bytes of a load's answer."""
+    return _NBYTES.pack(stored_bytes) + bytes(map(_LOAD_OUTCOMES.index, outcomes))
+
+
+def pack_stored(ends: Iterable[StoreEnd]) -> bytes:
+    """Return the bytes of a store's answer."""
+    return b"".join(_END.pack(_STORE_OUTCOMES.index(end.outcome), end.nbytes, end.compressed) for end in ends)
+
+
+def pack_change(change: int) -> bytes:
+    """Return the bytes of a change of a number."""
+    return _CHANGE.pack(change)
+
+
+class Reader:
+    """Reads the parts of a body, in the order in which they were written.
+
+    Its methods raise :class:`ProtocolError` where the body is too short or has an impossible value.
+    """
+
+    def __init__(self, body: memoryview) -> None:
+        self._body = body
+        self._position = 0
+
+    def keys(self) -> list[ObjectKey]:
+        """Read what :func:`pack_keys` wrote."""
+        places: list[tuple[str, str]] = [(self.text(), self.text()) for _ in range(self._count())]
+        keys = []
+        for _ in range(self._count()):
+            place, length = self._read(_KEY)
+            if place >= len(places):
+                raise ProtocolError(f"a key names pack {place}; the message has {len(places)}")
+            namespace, pack = places[place]
+            keys.append(ObjectKey(namespace, pack, self._bytes(length)))
+        return keys
+
+    def pieces(self, count: int) -> list[Piece]:
+        """Read what :func:`pack_pieces` wrote."""
+        return [Piece(*self._read(_PIECE)) for _ in range(count)]
+
+    def flags(self, count: int) -> list[bool]:
+        """Read what :func:`pack_flags` wrote."""
+        return list(map(bool, self._bytes(count)))
+
+    def loaded(self, count: int) -> tuple[list[LoadOutcome], int]:
+        """Read what :func:`pack_loaded` wrote."""
+        (stored_bytes,) = self._read(_NBYTES)
+        try:
+            return [_LOAD_OUTCOMES[index] for index in self._bytes(count)], stored_bytes
+        except IndexError as error:
+            raise ProtocolError("there is no such outcome of a load") from error
+
+    def stored(self, count: int) -> list[StoreEnd]:
+        """Read what :func:`pack_stored` wrote."""
+        ends = []
+        for _ in range(count):
+            outcome, nbytes, compressed = self._read(_END)
+            if outcome >= len(_STORE_OUTCOMES):
+                raise ProtocolError(f"there is no outcome {outcome} of a store")
+            ends.append(StoreEnd(_STORE_OUTCOMES[outcome], nbytes, compressed))
+        return ends
+
+    def change(self) -> int:
+        """Read what :func:`pack_change` wrote."""
+        return int(self._read(_CHANGE)[0])
+
+    def error(self) -> Exception:
+        """Read what :func:`pack_error` wrote, as an exception with the same name, text and error number."""
+        kind, number = self._read(_ERROR)
+        name, text = self.text(), self.text()
+        base = _ERROR_KINDS[kind] if kind < len(_ERROR_KINDS) else RuntimeError
+        if base is errors.ConfigError:
+            return errors.ConfigError(text.split("\0"), "backends")
+        known = getattr(errors, name, None) or _OS_ERRORS.get(name)
+        made = known if isinstance(known, type) and issubclass(known, base) else type(name, (base,), {})
+        error: Exception = made(number, text) if number and issubclass(made, OSError) else made(text)
+        return error
+
+    def text(self) -> str:
+        """Read a text."""
+        (length,) = self._read(_TEXT)
+        return self._bytes(length).decode(errors="replace")
+
+    def _count(self) -> int:
+        return int(self._read(_COUNT)[0])
+
+    def _read(self, layout: struct.Struct) -> tuple[Any, ...]:
+        try:
+            parts = layout.unpack_from(self._body, self._position)
+        except struct.error as error:
+            raise ProtocolError(f"a message ends too early: {error}") from error
+        self._position += layout.size
+        return parts
+
+    def _bytes(self, length: int) -> bytes:
+        part = self._body[self._position : self._position + length]
+        if len(part) < length:
+            raise ProtocolError(f"a message ends too early: {length} bytes are announced, {len(part)} follow")
+        self._position += length
+        return bytes(part)
+
+
+def pack_error(error: BaseException) -> bytes:
+    """Return the bytes of an exception: its kind, its error number, its name and its text."""
+    kind = next((index for index, base in enumerate(_ERROR_KINDS) if isinstance(error, base)), len(_ERROR_KINDS))
+    number = error.errno or 0 if isinstance(error, OSError) else 0
+    text = str(error)
+    if isinstance(error, errors.ConfigError):
+        text = "\0".join(error.problems)
+    elif number and isinstance(error, OSError) and text == f"[Errno {number}] {error.strerror}":
+        text = str(error.strerror)
+    else:
+        number = 0  # the text says it all, with the name of a file
+    return _ERROR.pack(kind, number) + _text(type(error).__name__) + _text(text)
+
+
+def _is_os_error(value: object) -> TypeGuard[type[OSError]]:
+    return isinstance(value, type) and issubclass(value, OSError)
+
+
+_ERROR_KINDS: Final[tuple[type[Exception], ...]] = (errors.ConfigError, errors.PluginError, OSError)
+_OS_ERRORS: Final = {kind.__name__: kind for kind in vars(builtins).values() if _is_os_error(kind)}
+_MAX_TEXT_BYTES: Final = 4000
+
+
+def _text(text: str) -> bytes:
+    data = text.encode(errors="replace")[:_MAX_TEXT_BYTES]
+    return _TEXT.pack(len(data)) + data

@@ -1,0 +1,161 @@
+"""The storage of a tier in the I/O process, seen from the engine's process."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from offload_core.api.backend import LoadOutcome
+from offload_core.api.cancellation import to_the_end
+from offload_core.api.capabilities import Capabilities
+from offload_core.api.keys import ObjectKey
+from offload_core.io_process import protocol
+from offload_core.io_process.protocol import NO_PIECE, Kind, Message, Piece
+from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.storage import StorageAwayError, StorageEvents, StoreEnd
+
+if TYPE_CHECKING:
+    from offload_core.memory.staging_pool import Lease  # which imports torch
+    from offload_core.memory.staging_shares import TierShare
+
+_MAX_KEYS = 8192
+"""Keys in one message; a message has a limited size."""
+
+Call = Callable[[Kind, int, bytes], Awaitable[Message]]
+
+
+class RemoteStorage:
+    """A :class:`~offload_core.tiers.storage.TierStorage` whose calls are messages to the I/O process.
+
+    Between the end of a process and the opening of the tier in the next one, every call raises
+    :class:`StorageAwayError`.
+
+    Args:
+        number: the tier's number in the I/O process.
+        name: the tier's name in the configuration.
+        compresses: whether stores need a second lease for each object.
+        call: sends a request to the process, and returns its answer.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        capabilities: Capabilities,
+        changes: StorageEvents,
+        call: Call,
+        *,
+        compresses: bool,
+    ) -> None:
+        self.number = number
+        self.name = name
+        self._capabilities = capabilities
+        self._changes = changes
+        self._send = call
+        self._compresses = compresses
+        self._stuck_threads = 0
+        self._is_here = True
+        self.wants_open = False
+        """Whether the tier has been opened and not closed, so that the next process opens it too."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The backend's capabilities."""
+        return self._capabilities
+
+    @property
+    def stuck_threads(self) -> int:
+        """Number of the tier's threads that are stuck now."""
+        return self._stuck_threads
+
+    async def open(self) -> None:
+        """Open the backend."""
+        self.wants_open = True
+        await self._call(Kind.OPEN)
+
+    async def close(self) -> None:
+        """Close the backend. If its process is away, there is nothing to close."""
+        self.wants_open = False
+        if self._is_here:
+            await self._call(Kind.CLOSE)
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Return, per key, whether the object is there."""
+        flags: list[bool] = []
+        for start in range(0, len(keys), _MAX_KEYS):
+            part = keys[start : start + _MAX_KEYS]
+            flags += (await self._call(Kind.CONTAINS, protocol.pack_keys(part))).flags(len(part))
+        return flags
+
+    async def load(self, objects: Sequence[StagedObject], staging: TierShare | None) -> tuple[list[LoadOutcome], int]:
+        """Load and verify objects; see :class:`TierStorage`. If cancelled, it ends when the process has answered."""
+        pieces = [_piece(staged, staged.scratch) for staged in objects]
+        return (await to_the_end(self._call(Kind.LOAD, _objects(objects, pieces)))).loaded(len(objects))
+
+    async def store(self, objects: Sequence[StagedObject], staging: TierShare | None) -> list[StoreEnd]:
+        """Store sealed objects. If cancelled, it ends when the process has answered."""
+        scratch: list[Lease | None] = [None] * len(objects)
+        if self._compresses and staging is not None:
+            scratch = [staging.try_scratch_for_store(staged.lease.nbytes) for staged in objects]
+        try:
+            pieces = [_piece(staged, second) for staged, second in zip(objects, scratch, strict=True)]
+            return (await to_the_end(self._call(Kind.STORE, _objects(objects, pieces)))).stored(len(objects))
+        finally:
+            for lease in scratch:
+                if lease is not None:
+                    lease.release()
+
+    async def seal(self, objects: Sequence[StagedObject]) -> None:
+        """Write the headers and checksums of objects in staging memory."""
+        pieces = [_piece(staged, None) for staged in objects]
+        await to_the_end(self._call(Kind.SEAL, _objects(objects, pieces)))
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        """Remove objects."""
+        await self._call(Kind.DELETE, protocol.pack_keys(keys))
+
+    async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        """Set the order of eviction; see :meth:`Backend.touch`."""
+        for start in range(0, len(keys), _MAX_KEYS):
+            part = slice(start, start + _MAX_KEYS)
+            await self._call(Kind.TOUCH, protocol.pack_keys(keys[part]) + protocol.pack_flags(spare[part]))
+
+    # For the process's owner
+
+    def received(self, message: Message) -> None:
+        """Take a change that no call returns."""
+        body = protocol.Reader(message.body)
+        if message.kind is Kind.EVICTED:
+            self._changes.evicted(body.keys())
+        elif message.kind is Kind.STUCK_THREADS:
+            self._stuck(body.change())
+
+    def process_ended(self) -> None:
+        """Note that the process has ended: its threads are gone, and so are objects that lived in its memory."""
+        self._is_here = False
+        self._stuck(-self._stuck_threads)
+        if not (self._capabilities.persistent or self._capabilities.shared):
+            self._changes.lost()
+
+    def is_here(self) -> None:
+        """Note that the tier can be called in the next process."""
+        self._is_here = True
+
+    def _stuck(self, change: int) -> None:
+        if change:
+            self._stuck_threads += change
+            self._changes.stuck_threads_changed(change)
+
+    async def _call(self, kind: Kind, body: bytes = b"") -> protocol.Reader:
+        if not self._is_here:
+            raise StorageAwayError(f"the I/O process of tier {self.name!r} has ended and is being replaced")
+        return protocol.Reader((await self._send(kind, self.number, body)).body)
+
+
+def _piece(staged: StagedObject, scratch: Lease | None) -> Piece:
+    second = NO_PIECE if scratch is None else scratch.offset
+    return Piece(staged.lease.offset, staged.lease.nbytes, second, staged.spare)
+
+
+def _objects(objects: Sequence[StagedObject], pieces: Sequence[Piece]) -> bytes:
+    return protocol.pack_keys([staged.key for staged in objects]) + protocol.pack_pieces(pieces)

@@ -1,0 +1,274 @@
+"""The I/O process: it owns the tiers' storages and serves the calls of the engine's process.
+
+It imports neither torch nor vLLM. One event loop receives the calls; each tier's threads do the blocking work, as they
+would in the engine's process. The staging memory is mapped, so that objects are read and written in place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from offload_core.api.keys import ObjectKey
+from offload_core.config.loading import load_config
+from offload_core.config.model import OffloadConfig
+from offload_core.io_process import protocol
+from offload_core.io_process.control import ControlSocket, Record
+from offload_core.io_process.log_relay import ControlLogHandler
+from offload_core.io_process.messages import MessageChannel
+from offload_core.io_process.protocol import NO_PIECE, Kind, Message, ProtocolError
+from offload_core.objects import format as object_format
+from offload_core.runtime.companion_child import StartMessage
+from offload_core.runtime.doorbell import Doorbell
+from offload_core.runtime.shared_memory import SharedMemory
+from offload_core.runtime.threads import DaemonExecutor
+from offload_core.tiers.object_io import answer
+from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.storage import LocalStorage, StorageEvents
+
+if TYPE_CHECKING:
+    from offload_core.memory.staging_pool import Lease  # which imports torch
+    from offload_core.memory.staging_shares import TierShare
+
+logger = logging.getLogger(__name__)
+
+_SEALING_THREADS = 2
+
+
+def serve(start: StartMessage) -> None:
+    """Serve the engine's process until it asks for the end, or ends itself. Does not return."""
+    settings = json.loads(start.payload)
+    control = ControlSocket.from_descriptor(start.descriptors["control"])
+    handler = ControlLogHandler(control)
+    logging.basicConfig(level=settings["log_level"], handlers=[handler])
+    status = 0
+    try:
+        if settings["protocol"] != protocol.VERSION:
+            raise ProtocolError(f"the engine speaks version {settings['protocol']}, this process {protocol.VERSION}")
+        config = load_config(settings["config"])
+        asyncio.run(_Server(config, control, start.descriptors).run())
+    except BaseException as error:
+        status = 1
+        control.set_blocking(True)
+        control.send({"failed": f"{type(error).__name__}: {error}"})
+    os._exit(status)  # a hung thread must not delay the end
+
+
+class _MappedPiece:
+    """A piece of mapped memory in the place of a lease. The engine's process releases the lease itself."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+        self.nbytes = len(view)
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
+class _Scratch:
+    """Memory for compressed objects of one call: the pieces that came with it, and for loads private memory."""
+
+    def __init__(self, pieces: Sequence[memoryview]) -> None:
+        self._unused = list(pieces)
+
+    def try_scratch_for_store(self, nbytes: int) -> _MappedPiece | None:
+        """Return the first unused piece of at least ``nbytes`` bytes."""
+        for index, view in enumerate(self._unused):
+            if len(view) >= nbytes:
+                del self._unused[index]
+                return _MappedPiece(view[:nbytes])
+        return None
+
+    def try_scratch_for_load(self, nbytes: int) -> _MappedPiece:
+        """Return new memory of this process."""
+        return _MappedPiece(memoryview(bytearray(nbytes)))
+
+
+class _Server:
+    """The storages and their calls. All methods run on the event loop."""
+
+    def __init__(self, config: OffloadConfig, control: ControlSocket, descriptors: dict[str, int] | Any) -> None:
+        self._config = config
+        self._limits = config.settings.limits
+        self._control = control
+        self._descriptors = descriptors
+        self._storages: dict[int, LocalStorage] = {}
+        self._staging: SharedMemory | None = None
+        self._sealers = DaemonExecutor(_SEALING_THREADS, "offload-seal")
+        self._running: set[asyncio.Task[None]] = set()
+        self._end = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until the end."""
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        self._control.set_blocking(False)
+        loop.add_reader(self._control.fileno(), self._on_control)
+        self._channel = MessageChannel(
+            SharedMemory.from_descriptor(self._descriptors["rings"]),
+            to_process=False,
+            own_bell=Doorbell.from_descriptor(self._descriptors["to_process"]),
+            other_bell=Doorbell.from_descriptor(self._descriptors["to_engine"]),
+            on_message=self._on_message,
+            on_error=self._on_error,
+        )
+        self._control.send({"ready": os.getpid()})
+        await self._end.wait()
+
+    # Control messages
+
+    def _on_control(self) -> None:
+        try:
+            while not self._end.is_set():
+                received = self._control.receive()
+                if received is None:
+                    self._end.set()
+                else:
+                    self._control.send(self._handle(*received))
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._end.set()
+
+    def _handle(self, record: Record, descriptors: list[int]) -> Record:
+        """Carry out a control message, and return the answer."""
+        try:
+            if "staging" in record:
+                self._staging = SharedMemory.from_descriptor(descriptors[0])
+                return {"staging": self._staging.nbytes}
+            if "tier" in record:
+                return {"tier": record["tier"], "capabilities": self._make_tier(record["tier"], record["name"])}
+            if "end" in record:
+                self._end.set()
+                return {"end": True}
+            raise ProtocolError(f"there is no control message {sorted(record)}")
+        except Exception as error:
+            return {**record, "error": protocol.pack_error(error).hex()}
+
+    def _make_tier(self, number: int, name: str) -> dict[str, Any]:
+        (tier,) = (tier for tier in self._config.tiers if tier.common.name == name)
+        changes = StorageEvents(
+            evicted=partial(self._evicted, number),
+            stuck_threads_changed=partial(self._stuck_on_any_thread, number),
+        )
+        limits = self._limits.overridden_by(tier.common)
+        storage = self._storages[number] = LocalStorage(tier, limits, self._config.plugins, changes)
+        return asdict(storage.capabilities)
+
+    # Calls
+
+    def _on_message(self, message: Message) -> None:
+        if message.kind is Kind.PING:
+            self._channel.send(protocol.message(Kind.DONE, message.tier, message.call))
+            return
+        task = self._loop.create_task(self._serve(message))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _serve(self, message: Message) -> None:
+        """Make a call and send its answer."""
+        try:
+            kind, body = Kind.DONE, await answer(self._call(message))
+        except Exception as error:
+            kind, body = Kind.FAILED, protocol.pack_error(error)
+        self._channel.send(protocol.message(kind, message.tier, message.call, body))
+
+    def _call(self, message: Message) -> Coroutine[Any, Any, bytes]:
+        storage = self._storages.get(message.tier)
+        if storage is None:
+            raise ProtocolError(f"there is no tier {message.tier}")
+        call = _CALLS.get(message.kind)
+        if call is None:
+            raise ProtocolError(f"{message.kind.name} is no call")
+        return call(self, storage, protocol.Reader(message.body))
+
+    async def _open(self, storage: LocalStorage, _: protocol.Reader) -> bytes:
+        await storage.open()
+        return b""
+
+    async def _close(self, storage: LocalStorage, _: protocol.Reader) -> bytes:
+        await storage.close()
+        return b""
+
+    async def _contains(self, storage: LocalStorage, body: protocol.Reader) -> bytes:
+        return protocol.pack_flags(await storage.contains(body.keys()))
+
+    async def _load(self, storage: LocalStorage, body: protocol.Reader) -> bytes:
+        staged, scratch = self._staged(body)
+        return protocol.pack_loaded(*await storage.load(staged, cast("TierShare", scratch)))
+
+    async def _store(self, storage: LocalStorage, body: protocol.Reader) -> bytes:
+        staged, scratch = self._staged(body)
+        return protocol.pack_stored(await storage.store(staged, cast("TierShare", scratch)))
+
+    async def _seal(self, _: LocalStorage, body: protocol.Reader) -> bytes:
+        staged, _scratch = self._staged(body)
+        await self._loop.run_in_executor(self._sealers, _seal_all, staged)
+        return b""
+
+    async def _delete(self, storage: LocalStorage, body: protocol.Reader) -> bytes:
+        await storage.delete(body.keys())
+        return b""
+
+    async def _touch(self, storage: LocalStorage, body: protocol.Reader) -> bytes:
+        keys = body.keys()
+        await storage.touch(keys, body.flags(len(keys)))
+        return b""
+
+    def _staged(self, body: protocol.Reader) -> tuple[list[StagedObject], _Scratch]:
+        """Return the objects of a call, with their memory, and the memory for their compressed bytes."""
+        keys = body.keys()
+        pieces = body.pieces(len(keys))
+        staged = []
+        for key, piece in zip(keys, pieces, strict=True):
+            lease = cast("Lease", _MappedPiece(self._view(piece.offset, piece.nbytes)))
+            second = None
+            if piece.scratch != NO_PIECE:
+                second = cast("Lease", _MappedPiece(self._view(piece.scratch, piece.nbytes)))
+            staged.append(StagedObject(key, lease, second, piece.spare))
+        scratch = [self._view(piece.scratch, piece.nbytes) for piece in pieces if piece.scratch != NO_PIECE]
+        return staged, _Scratch(scratch)
+
+    def _view(self, offset: int, nbytes: int) -> memoryview:
+        if self._staging is None or offset + nbytes > self._staging.nbytes:
+            raise ProtocolError(f"there is no staging memory from {offset} to {offset + nbytes}")
+        return self._staging.view[offset : offset + nbytes]
+
+    # Changes that no call returns
+
+    def _evicted(self, number: int, keys: Sequence[ObjectKey]) -> None:
+        if keys:
+            self._channel.send(protocol.message(Kind.EVICTED, number, body=protocol.pack_keys(keys)))
+
+    def _stuck_on_any_thread(self, number: int, change: int) -> None:
+        self._loop.call_soon_threadsafe(self._stuck, number, change)
+
+    def _stuck(self, number: int, change: int) -> None:
+        self._channel.send(protocol.message(Kind.STUCK_THREADS, number, body=protocol.pack_change(change)))
+
+    def _on_error(self, error: Exception) -> None:
+        logger.error("the I/O process ends, since a message of the engine is damaged: %s", error)
+        self._end.set()
+
+
+_CALLS = {
+    Kind.OPEN: _Server._open,
+    Kind.CLOSE: _Server._close,
+    Kind.CONTAINS: _Server._contains,
+    Kind.LOAD: _Server._load,
+    Kind.STORE: _Server._store,
+    Kind.SEAL: _Server._seal,
+    Kind.DELETE: _Server._delete,
+    Kind.TOUCH: _Server._touch,
+}
+
+
+def _seal_all(batch: Sequence[StagedObject]) -> None:
+    for item in batch:
+        object_format.seal(item.lease.view, item.key)
