@@ -97,6 +97,7 @@ class Session:
         self._ping: asyncio.TimerHandle | None = None
         self._unanswered_pings = 0
         self._is_over = self._is_closing = self._is_killed = False
+        self._over = asyncio.Event()
 
     @property
     def pid(self) -> int | None:
@@ -170,10 +171,12 @@ class Session:
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.ask({"end": True})
-        gone = self._loop.run_in_executor(self._threads, self._companion.wait_gone, seconds)
-        if not await gone:
+        for _ in range(2):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._over.wait()
+                return
             self.kill()
-            await self._loop.run_in_executor(self._threads, self._companion.wait_gone, seconds)
 
     def _received(self, message: Message) -> None:
         if message.kind not in (Kind.DONE, Kind.FAILED):
@@ -265,4 +268,5 @@ class Session:
         self._control_answers.clear()
         with contextlib.suppress(asyncio.CancelledError, asyncio.InvalidStateError):
             self._ready.exception()  # retrieved, if nobody waits for it
+        self._over.set()
         self._on_end(self, description)

@@ -161,6 +161,10 @@ def logged_problems(lines: Iterable[str]) -> list[str]:
     return [line for line in lines if _PROBLEM.match(line)]
 
 
+IO_PROCESS = os.environ.get("OFFLOAD_TEST_IO_PROCESS", "off")
+"""The configuration key ``io_process`` of runs that do not choose."""
+
+
 def disk_transfer_config(folder: Path, **extra_config: Any) -> dict[str, Any]:
     """Return a ``kv_transfer_config`` of our connector with one ``disk`` tier on ``folder``; more keys are added.
 
@@ -173,6 +177,7 @@ def disk_transfer_config(folder: Path, **extra_config: Any) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "lookup_timeout_seconds": 30,
             "load_when": "always",
+            "io_process": IO_PROCESS,
             "backends": [{"name": "disk", "type": "disk", "path": str(folder)}],
             **extra_config,
         },

@@ -1,0 +1,151 @@
+"""Plugins that take their process with them, or keep it: the engine's process lives, and the tier comes back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from offload_core.api.backend import LoadOutcome
+from offload_core.runtime.io_loop import IoLoop
+from tests.core.io_process.rig import Rig
+from tests.support.polling import wait_until
+from tests.support.plugin_site import Site
+
+HIT = LoadOutcome.HIT
+
+PLUGIN = """
+import ctypes, os, signal, time
+from pathlib import Path
+from offload_core.api import Backend, BackendOptions, BackendType, Capabilities, LoadOutcome, StoreOutcome, hookimpl
+
+OFFLOAD_API_VERSION = 1
+
+class Options(BackendOptions):
+    path: str
+
+class Trouble(Backend):
+    capabilities = Capabilities(medium="disk", persistent=True, shared=True)
+
+    def _file(self, key):
+        return Path(self.options.path) / key.chunk_hash.hex()
+
+    def _order(self):
+        # An order is carried out once: the replacement finds none.
+        place = Path(self.options.path) / "order"
+        try:
+            order = place.read_text()
+            place.unlink()
+        except FileNotFoundError:
+            return
+        if order == "segmentation fault":
+            ctypes.string_at(0)
+        elif order == "os._exit":
+            os._exit(3)
+        elif order == "abort":
+            os.abort()
+        elif order == "memory":
+            hoard = []
+            while True:
+                hoard.append(bytearray(16 << 20))
+        elif order == "interpreter lock":
+            ctypes.PyDLL(None).sleep(60)
+        elif order == "fork":
+            if os.fork() == 0:
+                os._exit(0)
+        elif order == "stop the loop":
+            time.sleep(60)
+
+    async def contains(self, keys):
+        return [self._file(key).exists() for key in keys]
+
+    async def load_into(self, keys, buffers):
+        self._order()
+        for key, buffer in zip(keys, buffers):
+            buffer[:] = self._file(key).read_bytes()
+        return [LoadOutcome.HIT] * len(keys)
+
+    async def store(self, keys, buffers):
+        for key, buffer in zip(keys, buffers):
+            self._file(key).write_bytes(buffer)
+        return [StoreOutcome.STORED] * len(keys)
+
+    async def delete(self, keys):
+        pass
+
+@hookimpl
+def offload_register_backends():
+    return [BackendType("trouble", Trouble, Options)]
+"""
+
+
+@pytest.fixture
+def rig(site: Site, tmp_path: Path, io: IoLoop) -> Iterator[Rig]:
+    site.install("trouble", PLUGIN)
+    medium = tmp_path / "medium"
+    medium.mkdir()
+    backends = {"name": "trouble", "type": "trouble", "path": str(medium)}
+    rig = Rig.of(io, backends, io_process_timeout_seconds=2, io_process_memory_bytes="1GiB")
+    yield rig
+    rig.close()
+
+
+def order(tmp_path: Path, words: str) -> None:
+    (tmp_path / "medium" / "order").write_text(words)
+
+
+@pytest.mark.parametrize("words", ["segmentation fault", "os._exit", "abort", "interpreter lock", "stop the loop"])
+def test_the_process_is_replaced_and_the_tier_serves_again(rig: Rig, tmp_path: Path, words: str) -> None:
+    rig.store(1)
+    order(tmp_path, words)
+    first, longest = rig.pid, _Longest()
+    with longest:
+        assert rig.load(1) == [None], "the call has failed"
+        wait_until(lambda: rig.load(1) == [HIT], "the tier does not serve again")
+    assert rig.pid != first
+    assert longest.seconds < 1, "the engine's process runs on meanwhile"
+    assert rig.tiers[0].health.available
+
+
+def test_a_plugin_that_allocates_without_end_gets_an_error(rig: Rig, tmp_path: Path) -> None:
+    rig.store(1)
+    first = rig.pid
+    order(tmp_path, "memory")
+    assert rig.load(1) == [None]
+    assert rig.load(1) == [HIT]
+    assert rig.pid == first, "MemoryError is an error like any other"
+
+
+def test_a_fork_of_the_process_does_no_harm(rig: Rig, tmp_path: Path) -> None:
+    rig.store(1)
+    first = rig.pid
+    order(tmp_path, "fork")
+    assert rig.load(1) == [HIT]
+    assert rig.load(1) == [HIT]
+    assert rig.pid == first
+
+
+class _Longest:
+    """Measures the longest pause of a thread of this process that does nothing but look at the clock."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._end.wait(0.01):
+            now = time.monotonic()
+            self.seconds = max(self.seconds, now - last)
+            last = now

@@ -1,0 +1,235 @@
+"""Tiers in the I/O process: they serve as on threads, and outlive the process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_core.api.backend import LoadOutcome
+from offload_core.api.errors import ConfigError
+from offload_core.runtime.io_loop import IoLoop
+from tests.core.io_process.rig import OBJECT_BYTES, SECONDS, Rig, key
+from tests.support.polling import wait_until
+from tests.support.process_state import is_running
+
+HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
+
+Make = Callable[..., Rig]
+
+
+@pytest.fixture
+def make(io: IoLoop) -> Iterator[Make]:
+    rigs: list[Rig] = []
+
+    def make_rig(*backends: dict[str, Any], **settings: Any) -> Rig:
+        rigs.append(Rig.of(io, *backends, **settings))
+        return rigs[-1]
+
+    yield make_rig
+    for rig in rigs:
+        rig.close()
+
+
+def disk(path: Path, **options: Any) -> dict[str, Any]:
+    return {"name": "disk", "type": "disk", "path": str(path), **options}
+
+
+RAM = {"name": "ram", "type": "cpu", "capacity": "16MiB"}
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(record.getMessage() for record in caplog.records)
+
+
+def test_objects_are_stored_found_and_loaded_by_the_process(make: Make, tmp_path: Path) -> None:
+    rig = make(disk(tmp_path), RAM)
+    for tier in (0, 1):
+        assert rig.lookup(1, 2, tier=tier) == [False, False]
+        assert rig.store(1, 2, tier=tier) == [True, True]
+        assert rig.lookup(1, 2, 3, tier=tier) == [True, True, False]
+        assert rig.load(1, 2, 3, tier=tier) == [HIT, HIT, MISS]
+    assert [change.key for change in rig.tiers[1].take_changes() if change.present] == [key(1), key(2)]
+    counts = rig.counters.take()
+    assert counts["stores", "disk"] == counts["load_hits", "disk"] == 2
+    assert len(list(tmp_path.rglob("*.kv"))) == 2
+
+
+@pytest.mark.parametrize("compression", ["zstd", "zstd-planes"])
+def test_compressed_objects_use_staging_memory_of_both_sides(make: Make, tmp_path: Path, compression: str) -> None:
+    rig = make(disk(tmp_path, compression=compression))
+    rig.share_out()
+    assert rig.store(1, 2) == [True, True]
+    assert rig.counters.take()["store_bytes", "disk"] < 1.2 * OBJECT_BYTES, "two objects"
+    assert rig.load(1, 2, scratch=True) == [HIT, HIT]
+
+
+def test_a_damaged_object_is_deleted_and_its_log_line_is_in_the_engines_log(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make(disk(tmp_path))
+    rig.store(1)
+    (path,) = tmp_path.rglob("*.kv")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert rig.load(1) == [CORRUPT]
+    assert rig.lookup(1) == [False]
+    wait_until(lambda: "damaged object" in messages(caplog), "no log line")
+    assert any(record.name.startswith("offload_core.tiers") for record in caplog.records)
+
+
+def test_a_tier_that_cannot_be_opened_is_refused_with_the_words_of_its_backend(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"backend 'disk' cannot be opened: \[Errno 2\] .*'/proc/nothing'"):
+        make(disk(Path("/proc/nothing")))
+
+
+def test_the_process_is_small_and_imports_neither_torch_nor_vllm(make: Make, tmp_path: Path) -> None:
+    rig = make(disk(tmp_path), RAM)
+    status = Path(f"/proc/{rig.pid}/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("VmRSS"))
+    assert int(line.split()[1]) < 100 * 1024, "kB, without the objects of the cpu tier"
+    maps = Path(f"/proc/{rig.pid}/maps").read_text()
+    assert "libtorch" not in maps
+
+
+def test_limits_of_the_process(make: Make, tmp_path: Path) -> None:
+    cpu = min(os.sched_getaffinity(0))
+    rig = make(disk(tmp_path), io_process_niceness=7, io_process_cpus=[cpu])
+    assert os.getpriority(os.PRIO_PROCESS, rig.pid) == 7
+    assert os.sched_getaffinity(rig.pid) == {cpu}
+
+
+def test_the_process_ends_with_the_last_user(make: Make, tmp_path: Path, io: IoLoop) -> None:
+    rig = Rig.of(io, disk(tmp_path))
+    other = Rig.of(io, disk(tmp_path))
+    pid = rig.pid
+    assert other.pid == pid, "both halves of a connector share the process"
+    rig.close()
+    assert is_running(pid)
+    other.close()
+    assert not is_running(pid)
+
+
+def test_a_process_per_tier(make: Make, tmp_path: Path) -> None:
+    rig = make(disk(tmp_path), RAM, io_process="tier")
+    pids = {process.pid for process in rig.processes.all}
+    assert len(pids) == 2
+    for tier in (0, 1):
+        assert rig.store(1, tier=tier) == [True]
+        assert rig.load(1, tier=tier) == [HIT]
+
+
+def test_a_killed_process_is_replaced_and_the_disk_serves_again(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make(disk(tmp_path), RAM)
+    for tier in (0, 1):
+        rig.store(1, 2, tier=tier)
+    rig.tiers[1].take_changes()
+    first = rig.pid
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: rig.load(1) == [HIT], "the disk does not serve again")
+    assert rig.pid != first
+    assert rig.process.ends == 1
+    lost = [(change.key, change.present) for change in rig.tiers[1].take_changes()]
+    assert sorted(lost) == [(key(1), False), (key(2), False)], "objects in the memory of the process are gone"
+    wait_until(lambda: rig.lookup(1, tier=1) == [False], "the index believes in them")
+    assert rig.store(1, tier=1) == [True]
+    assert rig.load(1, tier=1) == [HIT]
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1, "one line"
+    assert "was killed by SIGKILL" in warnings[0].getMessage()
+    assert all(tier.health.available for tier in rig.tiers)
+
+
+def test_calls_under_way_fail_when_the_process_is_gone(make: Make, tmp_path: Path) -> None:
+    rig = make(disk(tmp_path))
+    rig.store(1)
+    pid = rig.pid
+    os.kill(pid, signal.SIGSTOP)
+    waiting = rig.io.submit(rig.tiers[0].load([]))
+    lookup = rig.io.submit(rig.tiers[0].lookup([key(1)]))
+    rig.settle()
+    assert not (waiting.done() or lookup.done())
+    os.kill(pid, signal.SIGKILL)
+    assert waiting.result(SECONDS) == []
+    assert lookup.result(SECONDS) == [False]
+    assert not is_running(pid)
+    assert rig.tiers[0].health.available
+
+
+def test_a_stopped_process_is_killed_and_replaced(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make(disk(tmp_path), io_process_timeout_seconds=2)
+    rig.store(1)
+    pid = rig.pid
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    wait_until(lambda: not is_running(pid), "the stopped process lives")
+    assert time.monotonic() - began < 10
+    wait_until(lambda: rig.load(1) == [HIT], "the disk does not serve again")
+    assert f"(pid {pid}) has not answered for 2 s" in messages(caplog)
+
+
+def test_a_process_that_keeps_ending_is_replaced_after_growing_pauses(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make(disk(tmp_path))
+    rig.store(1)
+    for _ in range(3):
+        pid = rig.pid
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda pid=pid: rig.process.pid not in (None, pid), "it is not replaced")  # type: ignore[misc]
+        wait_until(lambda: rig.load(1) == [HIT], "the disk does not serve again")
+    lines = [line for line in messages(caplog).splitlines() if "SIGKILL" in line]
+    pauses = [line.rsplit("replaced in ", 1)[1] for line in lines]
+    assert pauses == ["0 s.", "0.5 s.", "1 s."]
+
+
+def test_the_process_ends_when_the_engine_is_killed(tmp_path: Path) -> None:
+    program = f"""
+import sys, time
+from offload_core.runtime.io_loop import IoLoop
+from tests.core.io_process.rig import Rig
+rig = Rig.of(IoLoop.acquire(), {disk(tmp_path / "kv")!r})
+print(rig.pid, flush=True)
+time.sleep(600)
+"""
+    engine = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert engine.stdout is not None
+        pid = int(engine.stdout.readline())
+        assert is_running(pid)
+        engine.kill()
+        wait_until(lambda: not is_running(pid), "the I/O process outlives the engine")
+    finally:
+        engine.kill()
+        engine.wait()
+        if engine.stdout is not None:
+            engine.stdout.close()
+
+
+def test_nothing_is_left_behind(io: IoLoop, tmp_path: Path) -> None:
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    rig = Rig.of(io, disk(tmp_path))
+    rig.close()
+    rig.memory.close()
+    before = open_files()
+    for _ in range(3):
+        rig = Rig.of(io, disk(tmp_path))
+        rig.store(1)
+        os.kill(rig.pid, signal.SIGKILL)
+        wait_until(lambda rig=rig: rig.load(1) == [HIT], "the disk does not serve again")  # type: ignore[misc]
+        rig.close()
+        rig.memory.close()
+    assert open_files() <= before

@@ -1,0 +1,113 @@
+"""Messages between the processes: what one side writes the other reads, and damage has a name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload_core.api.backend import LoadOutcome, StoreOutcome
+from offload_core.api.errors import BackendError, ConfigError, PluginError
+from offload_core.api.keys import ObjectKey
+from offload_core.io_process import protocol
+from offload_core.io_process.protocol import Kind, Piece, ProtocolError, Reader
+from offload_core.tiers.storage import StoreEnd
+
+KEYS = st.builds(
+    ObjectKey,
+    st.text("0123456789abcdef", min_size=64, max_size=64),
+    st.sampled_from(["full-u256", "window-u16", "state"]),
+    st.binary(min_size=1, max_size=64),
+)
+NUMBERS = st.integers(0, 2**63)
+PIECES = st.builds(Piece, NUMBERS, NUMBERS, NUMBERS | st.just(protocol.NO_PIECE), st.booleans())
+ENDS = st.builds(StoreEnd, st.sampled_from([None, *StoreOutcome]), NUMBERS, st.booleans())
+OUTCOMES = st.lists(st.sampled_from(LoadOutcome))
+
+
+def read(body: bytes) -> Reader:
+    return Reader(memoryview(body))
+
+
+@given(keys=st.lists(KEYS), pieces=st.lists(PIECES), flags=st.lists(st.booleans()))
+def test_the_parts_of_a_request_are_read_as_they_were_written(
+    keys: list[ObjectKey], pieces: list[Piece], flags: list[bool]
+) -> None:
+    body = read(protocol.pack_keys(keys) + protocol.pack_pieces(pieces) + protocol.pack_flags(flags))
+    assert body.keys() == keys
+    assert body.pieces(len(pieces)) == pieces
+    assert body.flags(len(flags)) == flags
+
+
+@given(outcomes=OUTCOMES, nbytes=NUMBERS, ends=st.lists(ENDS), change=st.integers(-(2**31), 2**31 - 1))
+def test_the_parts_of_an_answer_are_read_as_they_were_written(
+    outcomes: list[LoadOutcome], nbytes: int, ends: Sequence[StoreEnd], change: int
+) -> None:
+    body = read(protocol.pack_loaded(outcomes, nbytes) + protocol.pack_stored(ends) + protocol.pack_change(change))
+    assert body.loaded(len(outcomes)) == (outcomes, nbytes)
+    assert body.stored(len(ends)) == ends
+    assert body.change() == change
+
+
+@given(kind=st.sampled_from(Kind), tier=st.integers(0, 2**16 - 1), call=NUMBERS, body=st.binary())
+def test_the_head_of_a_message_names_its_kind_its_tier_and_its_call(
+    kind: Kind, tier: int, call: int, body: bytes
+) -> None:
+    assert protocol.parse(protocol.message(kind, tier, call, body)) == (kind, tier, call, memoryview(body))
+
+
+@given(keys=st.lists(KEYS, min_size=1), pieces=st.lists(PIECES, min_size=1), data=st.data())
+def test_damaged_messages_are_errors_with_a_name_or_other_values(
+    keys: list[ObjectKey], pieces: list[Piece], data: st.DataObject
+) -> None:
+    whole = protocol.message(Kind.LOAD, 1, 2, protocol.pack_keys(keys) + protocol.pack_pieces(pieces))
+    length = data.draw(st.integers(0, len(whole)))
+    damaged = bytearray(whole[:length])
+    for place in data.draw(st.lists(st.integers(0, max(length - 1, 0)), max_size=4)) if length else ():
+        damaged[place] = data.draw(st.integers(0, 255))
+    try:
+        body = Reader(protocol.parse(bytes(damaged)).body)
+        body.pieces(len(body.keys()))
+    except ProtocolError:
+        return
+    assert length == len(whole) or len(damaged) < len(whole)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "No such file or directory"),
+        FileNotFoundError(2, "No such file or directory", "/a/file"),
+        OSError("the share is gone"),
+        TimeoutError("no answer"),
+        BackendError("the pool is closed"),
+        PluginError("no hook"),
+        ConfigError(["path: is a file", "capacity: too small"], "backends"),
+        ZeroDivisionError("division by zero"),
+    ],
+    ids=repr,
+)
+def test_an_error_has_the_same_name_kind_and_text_on_the_other_side(error: Exception) -> None:
+    arrived = read(protocol.pack_error(error)).error()
+    assert type(arrived).__name__ == type(error).__name__
+    assert str(arrived) == str(error)
+    for kind in (OSError, BackendError, ConfigError, PluginError):
+        assert isinstance(arrived, kind) == isinstance(error, kind)
+    if isinstance(error, OSError) and error.filename is None:
+        assert isinstance(arrived, OSError)
+        assert arrived.errno == error.errno
+
+
+def test_an_error_class_of_a_plugin_keeps_its_name_and_its_kind() -> None:
+    class ShareError(OSError):
+        pass
+
+    arrived = read(protocol.pack_error(ShareError("stale"))).error()
+    assert (type(arrived).__name__, str(arrived)) == ("ShareError", "stale")
+    assert isinstance(arrived, OSError)
+
+
+def test_a_long_text_is_cut() -> None:
+    assert len(str(read(protocol.pack_error(ValueError("x" * 100_000))).error())) < 5000
