@@ -12,8 +12,8 @@ import pytest
 from offload_core.api.backend import LoadOutcome
 from offload_core.runtime.io_loop import IoLoop
 from tests.core.io_process.rig import Rig
-from tests.support.polling import wait_until
 from tests.support.plugin_site import Site
+from tests.support.polling import wait_until
 
 HIT = LoadOutcome.HIT
 
