@@ -220,9 +220,9 @@ time.sleep(600)
 
 
 def test_nothing_is_left_behind(io: IoLoop, tmp_path: Path) -> None:
-    def open_files() -> set[str]:
+    def open_files() -> int:
         gc.collect()  # a mapping has a descriptor of its own until the last view of it is gone
-        return {entry.name for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+        return len(list(Path("/proc/self/fd").iterdir()))
 
     rig = Rig.of(io, disk(tmp_path))
     rig.close()
