@@ -41,7 +41,6 @@ from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.shared_memory import SharedMemory
 from offload_core.tiers.opening import close_tiers, open_tiers
-from offload_core.tiers.storage import LocalStorage, StorageFactory
 from offload_core.transfer.batches import TransferObject
 from offload_core.transfer.engine import TransferEngine
 from offload_core.transfer.loads import LoadJob
@@ -109,12 +108,10 @@ class Engine:
         self.counters = Counters()
         self.processes: IoProcesses | None = None
         memory = SharedMemory.create("benchmark", STAGING_BYTES)
-        make_storage: StorageFactory = LocalStorage
         if where == "process":
             self.processes = IoProcesses("benchmark", io, config)
             self.processes.share_staging(memory)
-            make_storage = self.processes.make_storage
-        self.tiers = open_tiers(config, io, self.counters, make_storage=make_storage)
+        self.tiers = open_tiers(config, io, self.counters, host=self.processes)
         self.engine = TransferEngine(
             io=io,
             tiers=self.tiers,

@@ -11,13 +11,15 @@ from typing import ClassVar, Final
 
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.errors import ConfigError
+from offload_core.api.events import Event
 from offload_core.config.limits import Limits
 from offload_core.config.model import OffloadConfig, TierConfig
-from offload_core.io_process.protocol import Kind, Message
+from offload_core.io_process.protocol import Kind, Message, Reader, pack_event
 from offload_core.io_process.remote_storage import RemoteStorage
 from offload_core.io_process.session import Session
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
+from offload_core.runtime.metrics import Counters
 from offload_core.runtime.restart_pause import RestartPause
 from offload_core.runtime.shared_memory import SharedMemory
 from offload_core.runtime.threads import DaemonExecutor
@@ -55,6 +57,7 @@ class IoProcess:
         self._session: Session | None = None
         self._storages: dict[int, RemoteStorage] = {}
         self._numbers = count()
+        self._observed_by: dict[int, Counters] = {}
         self._staging: SharedMemory | None = None
         self._pause = RestartPause()
         self._replacing: asyncio.Task[None] | None = None
@@ -111,6 +114,14 @@ class IoProcess:
         """Make a tier's storage in the process; a :class:`~offload_core.tiers.storage.StorageFactory`."""
         return self._io.submit(self._make_storage(config, changes)).result(START_SECONDS)
 
+    def observe(self, event: Event, counters: Counters) -> None:
+        """Send an event to the observers in the process. Thread-safe; never waits.
+
+        Args:
+            counters: the place to count dropped events.
+        """
+        self._io.loop.call_soon_threadsafe(self._observe, event, counters)
+
     async def seal(self, objects: Sequence[StagedObject]) -> None:
         """Write the headers and checksums of objects in staging memory.
 
@@ -149,6 +160,7 @@ class IoProcess:
             raise
         self._session = session
         self._pause.started()
+        logger.info("the I/O process has the id %s", session.pid)
         for storage in self._storages.values():
             if storage.wants_open:
                 self._io.submit(self._reopen(storage, session)).add_done_callback(log_unexpected)
@@ -195,7 +207,20 @@ class IoProcess:
             raise StorageAwayError("the I/O process has ended and is being replaced")
         return await self._session.call(kind, tier, body)
 
+    def _observe(self, event: Event, counters: Counters) -> None:
+        if self._session is None:
+            counters.add("events_dropped", event.tier)
+            return
+        number = next((one.number for one in self._storages.values() if one.name == event.tier), 0)
+        self._observed_by[number] = counters
+        self._session.tell(Kind.EVENT, number, pack_event(event))
+
     def _received(self, message: Message) -> None:
+        if message.kind is Kind.EVENTS_DROPPED:
+            storage, counters = self._storages.get(message.tier), self._observed_by.get(message.tier)
+            if storage is not None and counters is not None:
+                counters.add("events_dropped", storage.name, Reader(message.body).change())
+            return
         if (storage := self._storages.get(message.tier)) is not None:
             storage.received(message)
 

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from offload_core.api.events import Event
 from offload_core.config.limits import Limits
 from offload_core.config.model import OffloadConfig, TierConfig
 from offload_core.io_process.process import IoProcess
 from offload_core.io_process.remote_storage import RemoteStorage
+from offload_core.plugins.observers import EventSink
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.io_loop import IoLoop
+from offload_core.runtime.metrics import Counters
 from offload_core.runtime.shared_memory import SharedMemory
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.storage import StorageEvents
+
+
+class _RemoteObservers:
+    """Sends each tier's events to the tier's process; an :class:`EventSink`.
+
+    Args:
+        processes: the process of each tier, by the tier's name.
+        counters: the place to count dropped events.
+    """
+
+    def __init__(self, processes: Mapping[str, IoProcess], counters: Counters) -> None:
+        self._processes = processes
+        self._counters = counters
+
+    def emit(self, event: Event) -> None:
+        """Send an event. Thread-safe; never waits."""
+        self._processes[event.tier].observe(event, self._counters)
+
+    def close(self, seconds: float) -> None:
+        """Do nothing: a process delivers its events before its end."""
 
 
 class IoProcesses:
@@ -46,6 +69,14 @@ class IoProcesses:
     ) -> RemoteStorage:
         """Make a tier's storage; a :class:`~offload_core.tiers.storage.StorageFactory`."""
         return self._processes[self._name(config)].make_storage(config, limits, plugins, changes)
+
+    def event_sink(self, config: OffloadConfig, counters: Counters) -> EventSink | None:
+        """Return the way to the observers, which run where their tier runs; ``None`` if there are none."""
+        if not config.plugins.observers:
+            return None
+        return _RemoteObservers(
+            {tier.common.name: self._processes[self._name(tier)] for tier in config.tiers}, counters
+        )
 
     def share_staging(self, memory: SharedMemory) -> None:
         """Let every process map the staging memory."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import builtins
 import enum
+import json
 import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple, TypeGuard
 
-from offload_core.api import errors
+from offload_core.api import errors, events
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.tiers.storage import StoreEnd
@@ -39,6 +40,8 @@ class Kind(enum.IntEnum):
     DELETE = 7
     TOUCH = 8
     PING = 9
+    EVENT = 10
+    """An event for the observers; it has no answer."""
     DONE = 20
     """Answer to any request that worked."""
     FAILED = 21
@@ -47,6 +50,8 @@ class Kind(enum.IntEnum):
     """The backend evicted objects; not an answer."""
     STUCK_THREADS = 23
     """The number of stuck threads has changed; not an answer."""
+    EVENTS_DROPPED = 24
+    """The observers are too slow, and some events were dropped; not an answer."""
 
 
 class Message(NamedTuple):
@@ -147,6 +152,15 @@ def pack_change(change: int) -> bytes:
     return _CHANGE.pack(change)
 
 
+def pack_event(event: events.Event) -> bytes:
+    """Return the bytes of an event."""
+    fields = {
+        name: [[*key[:2], key.chunk_hash.hex()] for key in value] if isinstance(value, tuple) else value
+        for name, value in vars(event).items()
+    }
+    return json.dumps([type(event).__name__, fields]).encode()
+
+
 class Reader:
     """Reads the parts of a body, in the order in which they were written.
 
@@ -211,6 +225,17 @@ class Reader:
         error: Exception = made(number, text) if number and issubclass(made, OSError) else made(text)
         return error
 
+    def event(self) -> events.Event:
+        """Read what :func:`pack_event` wrote."""
+        try:
+            name, fields = json.loads(bytes(self._body[self._position :]))
+            if "keys" in fields:
+                fields["keys"] = tuple(ObjectKey(key[0], key[1], bytes.fromhex(key[2])) for key in fields["keys"])
+            event: events.Event = _EVENTS[name](**fields)
+        except (ValueError, TypeError, LookupError) as error:
+            raise ProtocolError(f"an event is damaged: {error}") from error
+        return event
+
     def text(self) -> str:
         """Read a text."""
         (length,) = self._read(_TEXT)
@@ -255,6 +280,7 @@ def _is_os_error(value: object) -> TypeGuard[type[OSError]]:
 
 _ERROR_KINDS: Final[tuple[type[Exception], ...]] = (errors.ConfigError, errors.PluginError, OSError)
 _OS_ERRORS: Final = {kind.__name__: kind for kind in vars(builtins).values() if _is_os_error(kind)}
+_EVENTS: Final = {kind.__name__: kind for kind in events.Event.__subclasses__()}
 _MAX_TEXT_BYTES: Final = 4000
 
 

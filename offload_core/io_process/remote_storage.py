@@ -134,8 +134,7 @@ class RemoteStorage:
         """Note that the process has ended: its threads are gone, and so are objects that lived in its memory."""
         self._is_here = False
         self._stuck(-self._stuck_threads)
-        if not (self._capabilities.persistent or self._capabilities.shared):
-            self._changes.lost()
+        self._changes.ended(not (self._capabilities.persistent or self._capabilities.shared))
 
     def is_here(self) -> None:
         """Note that the tier can be called in the next process."""

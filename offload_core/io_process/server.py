@@ -24,8 +24,10 @@ from offload_core.io_process.log_relay import ControlLogHandler
 from offload_core.io_process.messages import MessageChannel
 from offload_core.io_process.protocol import NO_PIECE, Kind, Message, ProtocolError
 from offload_core.objects import format as object_format
+from offload_core.plugins.observers import EventDelivery
 from offload_core.runtime.companion_child import StartMessage
 from offload_core.runtime.doorbell import Doorbell
+from offload_core.runtime.metrics import Counters
 from offload_core.runtime.shared_memory import SharedMemory
 from offload_core.runtime.threads import DaemonExecutor
 from offload_core.tiers.object_io import answer
@@ -101,6 +103,9 @@ class _Server:
         self._storages: dict[int, LocalStorage] = {}
         self._staging: SharedMemory | None = None
         self._sealers = DaemonExecutor(_SEALING_THREADS, "offload-seal")
+        self._counters = Counters()
+        observers = config.plugins.observers
+        self._events = EventDelivery(observers, self._counters) if observers else None
         self._running: set[asyncio.Task[None]] = set()
         self._end = asyncio.Event()
 
@@ -120,6 +125,8 @@ class _Server:
         )
         self._control.send({"ready": os.getpid()})
         await self._end.wait()
+        if self._events is not None:
+            await self._loop.run_in_executor(None, self._events.close, self._limits.close_timeout_seconds)
 
     # Control messages
 
@@ -166,6 +173,9 @@ class _Server:
     def _on_message(self, message: Message) -> None:
         if message.kind is Kind.PING:
             self._channel.send(protocol.message(Kind.DONE, message.tier, message.call))
+            return
+        if message.kind is Kind.EVENT:
+            self._observe(message)
             return
         task = self._loop.create_task(self._serve(message))
         self._running.add(task)
@@ -239,6 +249,14 @@ class _Server:
         if self._staging is None or offset + nbytes > self._staging.nbytes:
             raise ProtocolError(f"there is no staging memory from {offset} to {offset + nbytes}")
         return self._staging.view[offset : offset + nbytes]
+
+    def _observe(self, message: Message) -> None:
+        if self._events is not None:
+            self._events.emit(protocol.Reader(message.body).event())
+            dropped = sum(self._counters.take().values())
+            if dropped:
+                body = protocol.pack_change(int(dropped))
+                self._channel.send(protocol.message(Kind.EVENTS_DROPPED, message.tier, body=body))
 
     # Changes that no call returns
 

@@ -144,6 +144,11 @@ class Session:
         self._channel.send(protocol.message(kind, tier, number, body))
         return answer
 
+    def tell(self, kind: Kind, tier: int, body: bytes) -> None:
+        """Send a message without an answer; it is lost if the process has ended."""
+        if not self.is_killed:
+            self._channel.send(protocol.message(kind, tier, 0, body))
+
     async def ask(self, record: Record, descriptors: Sequence[int] = ()) -> Record:
         """Send a control message, and return its answer.
 
@@ -170,6 +175,7 @@ class Session:
         self._is_closing = True
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(seconds):
+                await self.call(Kind.PING, 0)  # after it, the process has all earlier messages
                 await self.ask({"end": True})
         for _ in range(2):
             with contextlib.suppress(TimeoutError):

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import wait
+from typing import Protocol
 
 from offload_core.api.events import Event
 from offload_core.plugins.loading import PLUGIN_ERRORS, describe
@@ -20,6 +21,18 @@ _MAX_WAITING_EVENTS = 1024
 # One thread for the whole process, which the first event starts. An engine in one process opens its tiers twice, but no
 # observer is ever called by two threads at once.
 _thread = DaemonExecutor(1, "offload-observers")
+
+
+class EventSink(Protocol):
+    """Takes the events of tiers to the observers."""
+
+    def emit(self, event: Event) -> None:
+        """Take an event, or drop it. Thread-safe; never waits."""
+        ...
+
+    def close(self, seconds: float) -> None:
+        """Wait at most ``seconds`` for the delivery of the events so far."""
+        ...
 
 
 class EventDelivery:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from offload_core.api import events
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
-from offload_core.plugins.observers import EventDelivery
+from offload_core.plugins.observers import EventSink
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.storage import StoreEnd
@@ -21,7 +21,7 @@ class TierAccounting:
         observers: ``None`` when there are none.
     """
 
-    def __init__(self, tier: str, counters: Counters, compresses: bool, observers: EventDelivery | None) -> None:
+    def __init__(self, tier: str, counters: Counters, compresses: bool, observers: EventSink | None) -> None:
         self._tier = tier
         self._counters = counters
         self._compresses = compresses
@@ -42,6 +42,10 @@ class TierAccounting:
     def stuck_threads_changed(self, change: int) -> None:
         """Count ``change`` more stuck threads; fewer if negative."""
         self._add("stuck_threads", change)
+
+    def storage_ended(self) -> None:
+        """Count an end of the storage's process."""
+        self._add("io_process_ends")
 
     def lookup_answered(self, present: Sequence[bool]) -> None:
         """Count a lookup with one answer per object."""

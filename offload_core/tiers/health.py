@@ -16,7 +16,7 @@ from offload_core.api import events
 from offload_core.api.errors import BackendError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
-from offload_core.plugins.observers import EventDelivery
+from offload_core.plugins.observers import EventSink
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.circuit_breaker import Call, CircuitBreaker, State
 
@@ -52,7 +52,7 @@ class TierHealth:
         name: str,
         limits: Limits,
         counters: Counters,
-        observers: EventDelivery | None = None,
+        observers: EventSink | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name

@@ -6,17 +6,53 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from typing import Protocol
 
 from offload_core.api.errors import ConfigError, PluginError
-from offload_core.config.model import OffloadConfig
+from offload_core.config.limits import Limits
+from offload_core.config.model import OffloadConfig, TierConfig
 from offload_core.plugins.loading import PLUGIN_ERRORS
-from offload_core.plugins.observers import EventDelivery
+from offload_core.plugins.observers import EventDelivery, EventSink
+from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.tiers.storage import LocalStorage, StorageFactory
+from offload_core.tiers.storage import LocalStorage, StorageEvents, TierStorage
 from offload_core.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
+
+
+class TierHost(Protocol):
+    """The place where the storages of tiers, and the observers of their events, run."""
+
+    def make_storage(
+        self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents
+    ) -> TierStorage:
+        """Make a tier's storage; see :class:`~offload_core.tiers.storage.StorageFactory`."""
+        ...
+
+    def event_sink(self, config: OffloadConfig, counters: Counters) -> EventSink | None:
+        """Return the way to the observers; ``None`` if there are none.
+
+        Args:
+            counters: the place to count dropped events.
+        """
+        ...
+
+
+class ThisProcess:
+    """Storages and observers on threads of this process; a :class:`TierHost`."""
+
+    def make_storage(
+        self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents
+    ) -> TierStorage:
+        """Make a tier's storage."""
+        return LocalStorage(config, limits, plugins, changes)
+
+    def event_sink(self, config: OffloadConfig, counters: Counters) -> EventSink | None:
+        """Return the delivery to the observers; ``None`` if there are none."""
+        observers = config.plugins.observers
+        return EventDelivery(observers, counters) if observers else None
 
 
 def open_tiers(
@@ -25,7 +61,7 @@ def open_tiers(
     counters: Counters,
     *,
     only_shared: bool = False,
-    make_storage: StorageFactory = LocalStorage,
+    host: TierHost | None = None,
 ) -> list[Tier]:
     """Construct every tier of ``config``, with its plugins' wrappers and observers, and open all tiers.
 
@@ -33,7 +69,7 @@ def open_tiers(
 
     Args:
         only_shared: open only tiers with a shared medium; this process could not see the others' objects.
-        make_storage: makes each tier's storage; by default in this process.
+        host: the place where the storages and the observers run; by default this process.
 
     Raises:
         ConfigError: one or more tiers could not be opened; each problem has its reason.
@@ -41,8 +77,8 @@ def open_tiers(
     for report in config.plugins.reports:
         if report.error:
             logger.warning("%s failed and is not used: %s", report, report.error)
-    observers = config.plugins.observers
-    delivery = EventDelivery(observers, counters) if observers else None
+    host = host or ThisProcess()
+    event_sink = host.event_sink(config, counters)
     tiers: list[Tier] = []
     opening: list[tuple[Tier, Future[None]]] = []
     problems: list[str] = []
@@ -50,7 +86,7 @@ def open_tiers(
     for tier_config in config.tiers:
         try:
             limits, plugins = config.settings.limits, config.plugins
-            tier = Tier(tier_config, limits, counters, plugins, delivery, make_storage=make_storage)
+            tier = Tier(tier_config, limits, counters, plugins, event_sink, make_storage=host.make_storage)
         except PLUGIN_ERRORS as error:  # a plugin may raise anything; the other tiers' problems are reported too
             problems.append(_open_problem(tier_config.common.name, error))
             continue

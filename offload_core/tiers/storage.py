@@ -51,8 +51,8 @@ class StorageEvents(NamedTuple):
     """Gets the objects that the backend evicted for a store."""
     stuck_threads_changed: Callable[[int], None]
     """Gets the change of the number of stuck threads."""
-    lost: Callable[[], None] = lambda: None
-    """Called when a medium that only this storage sees has lost all its objects."""
+    ended: Callable[[bool], None] = lambda lost: None
+    """Called when the storage's process has ended unasked; gets whether the medium has lost all objects with it."""
 
 
 class TierStorage(Protocol):

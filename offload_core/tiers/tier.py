@@ -14,7 +14,7 @@ from offload_core.api.errors import ConfigError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
 from offload_core.config.model import TierConfig
-from offload_core.plugins.observers import EventDelivery
+from offload_core.plugins.observers import EventSink
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.accounting import TierAccounting
@@ -60,7 +60,7 @@ class Tier:
         limits: Limits,
         counters: Counters,
         plugins: PluginRegistry | None = None,
-        observers: EventDelivery | None = None,
+        observers: EventSink | None = None,
         clock: Callable[[], float] = time.monotonic,
         make_storage: StorageFactory = LocalStorage,
     ) -> None:
@@ -77,7 +77,7 @@ class Tier:
         self.health = TierHealth(self.name, self.limits, counters, observers, clock)
         """Failures and availability. Callers that watch a deadline report its timeouts here."""
         self._prober = Prober(self.health, self._probe, self.limits.breaker_max_pause_seconds)
-        storage_events = StorageEvents(self._evicted, self._accounting.stuck_threads_changed, self._lost)
+        storage_events = StorageEvents(self._evicted, self._accounting.stuck_threads_changed, self._storage_ended)
         self._storage = make_storage(config, self.limits, plugins, storage_events)
         self.capabilities = self._storage.capabilities
         self._changes = TierChanges(self.name, self.capabilities.shared)
@@ -295,5 +295,7 @@ class Tier:
         self._changes.add(keys, present=False)
         self._accounting.evicted(keys)
 
-    def _lost(self) -> None:
-        self._changes.lost()
+    def _storage_ended(self, lost: bool) -> None:
+        self._accounting.storage_ended()
+        if lost:
+            self._changes.lost()

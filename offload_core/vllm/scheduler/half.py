@@ -25,7 +25,6 @@ from offload_core.runtime.metrics import Counters
 from offload_core.simulation.trace_recorder import TraceRecorder
 from offload_core.tiers.live_curves import LiveCurves
 from offload_core.tiers.opening import close_tiers, open_tiers
-from offload_core.tiers.storage import LocalStorage, StorageFactory
 from offload_core.vllm.compat import keep_state_at
 from offload_core.vllm.metadata import RequestLoad, StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.model.lora import AdapterIdentities
@@ -85,11 +84,9 @@ class SchedulerHalf:
         self.counters = Counters()
         self._io: IoLoop | None = IoLoop.acquire()
         self._processes: IoProcesses | None = None
-        make_storage: StorageFactory = LocalStorage
         if settings.io_process != "off":
             self._processes = IoProcesses(engine_id, self._io, config)
-            make_storage = self._processes.make_storage
-        self._tiers = open_tiers(config, self._io, self.counters, only_shared=True, make_storage=make_storage)
+        self._tiers = open_tiers(config, self._io, self.counters, only_shared=True, host=self._processes)
         self._ranks_refusing_loads: Counter[str] = Counter()
         self._indexes = {tier.name: TierIndex() for tier in self._tiers if not tier.capabilities.shared}
         self._choice = LoadChoice(settings.load_when, planner, self._tiers, step_tokens)

@@ -27,7 +27,6 @@ from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.shared_memory import SharedMemory
 from offload_core.tiers.opening import close_tiers, open_tiers
-from offload_core.tiers.storage import LocalStorage, StorageFactory
 from offload_core.transfer.batches import TransferObject
 from offload_core.transfer.engine import TransferEngine
 from offload_core.transfer.loads import LoadJob, LoadResult
@@ -101,14 +100,13 @@ class WorkerHalf:
         atexit.register(self.shutdown)  # a script may end without shutting its engine down
         self._io = IoLoop.acquire()
         arena: memoryview | None = None
-        make_storage: StorageFactory = LocalStorage
         if settings.io_process != "off":
             engine_id = str(self._vllm_config.kv_transfer_config.engine_id)
             self._processes = IoProcesses(engine_id, self._io, self._config)
             memory = SharedMemory.create("offload-staging", settings.staging_bytes)
             self._processes.share_staging(memory)
-            arena, make_storage = memory.view, self._processes.make_storage
-        self._tiers = open_tiers(self._config, self._io, self.counters, make_storage=make_storage)
+            arena = memory.view
+        self._tiers = open_tiers(self._config, self._io, self.counters, host=self._processes)
         self._staging = StagingPool(settings.staging_bytes, STORE_SHARE, pinning_in_use(), arena)
         self._engine = TransferEngine(
             io=self._io,

@@ -50,7 +50,7 @@ class Rig:
         try:
             self.memory = SharedMemory.create("test", STAGING_BYTES)
             self.processes.share_staging(self.memory)
-            self.tiers = open_tiers(config, io, self.counters, make_storage=self.processes.make_storage)
+            self.tiers = open_tiers(config, io, self.counters, host=self.processes)
         except BaseException:
             self.processes.release(SECONDS)
             raise

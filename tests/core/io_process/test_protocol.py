@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload_core.api import events
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.errors import BackendError, ConfigError, PluginError
 from offload_core.api.keys import ObjectKey
@@ -111,3 +112,29 @@ def test_an_error_class_of_a_plugin_keeps_its_name_and_its_kind() -> None:
 
 def test_a_long_text_is_cut() -> None:
     assert len(str(read(protocol.pack_error(ValueError("x" * 100_000))).error())) < 5000
+
+
+@given(keys=st.lists(KEYS), count=st.integers(0, 10), seconds=st.floats(0, 1e6), cause=st.text())
+def test_an_event_is_the_same_on_the_other_side(keys: list[ObjectKey], count: int, seconds: float, cause: str) -> None:
+    sent: list[events.Event] = [
+        events.TierOpened("tier", seconds),
+        events.TierClosed("tier"),
+        events.TierFailing("tier", "store", cause),
+        events.TierRecovered("tier", "load"),
+        events.TierUnavailable("tier", cause),
+        events.TierAvailable("tier", seconds),
+        events.LoadsEnded("tier", count, 1, 2, 3, 4, seconds),
+        events.StoresEnded("tier", count, 1, 2, 3, 4, seconds),
+        events.ObjectsDamaged("tier", tuple(keys)),
+        events.ObjectsEvicted("tier", tuple(keys)),
+    ]
+    assert {type(event) for event in sent} == set(events.Event.__subclasses__())
+    assert [read(protocol.pack_event(event)).event() for event in sent] == sent
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'["TierOpened", {}]', b'["Nothing", {"tier": "x"}]', b'["TierClosed", 3]']
+)
+def test_a_damaged_event_is_an_error_with_a_name(body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="event"):
+        read(body).event()
