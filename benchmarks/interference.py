@@ -1,8 +1,8 @@
 """Delay of the engine's thread by loads and stores beside it: on threads of its process, and in the I/O process.
 
 The engine's thread runs steps of 1,500 small torch operations, as a model does between its large ones. After each step
-it calls the transfer engine, as the connector does: it submits loads or stores, and copies what has arrived. That time
-is not part of the step; "own work" shows it per step, for which there is no copy in another process to hide in.
+it calls the transfer engine, as the connector does: it submits loads or stores, and copies objects that have arrived.
+That time is not part of the step. "Own work" shows it per step.
 
 Loads and stores go to a ``disk`` tier in the page cache, at a given rate. All contenders take turns in every round,
 and "alone" is measured in each round. A ratio compares a percentile with that of "alone" in the same round; the table

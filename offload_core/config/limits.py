@@ -96,11 +96,6 @@ class Limits(BaseModel):
         Field(description="Longest wait at shutdown for stores that have begun."),
     ] = 3.0
 
-    io_process_timeout_seconds: Annotated[
-        Seconds,
-        Field(ge=2, description="Time without a sign of life after which the I/O process is replaced."),
-    ] = 10.0
-
     def overridden_by(self, overrides: LimitOverrides) -> Limits:
         """Return these limits, with one tier's own limits in place of the global ones."""
         own = {name: getattr(overrides, name) for name in LimitOverrides.model_fields}

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from offload_core.api.backend import BackendType
-from offload_core.api.options import BackendOptions, Bytes
+from offload_core.api.options import BackendOptions, Bytes, Seconds
 from offload_core.config.limits import LimitOverrides, Limits
 from offload_core.memory.staging_size import StagingUse, staging_uses
 from offload_core.objects.format import Codec
@@ -146,24 +146,36 @@ class _ChunkSettings(BaseModel):
     ] = 512 * _MIB
 
 
+def _yaml_off(value: object) -> object:
+    """Return ``off`` for the false that YAML makes of it."""
+    return "off" if value is False else value
+
+
 class _IoProcessSettings(BaseModel):
     """The keys of the I/O process."""
 
     io_process: Annotated[
         IoProcessMode,
+        BeforeValidator(_yaml_off),
         Field(
             description="Run the tiers in one I/O process beside the `engine`, in one per `tier`, or on threads of "
             "the engine's process (`off`).",
             examples=["engine"],
         ),
     ] = "off"
+    io_process_timeout_seconds: Annotated[
+        Seconds,
+        Field(
+            ge=2, description="Time without a sign of life after which the I/O process is replaced.", examples=["30s"]
+        ),
+    ] = 10.0
     io_process_niceness: Annotated[
         int, Field(ge=0, le=19, strict=True, description="Niceness of the I/O process.", examples=[5])
     ] = 0
     io_process_cpus: Annotated[
-        frozenset[Annotated[int, Field(ge=0, strict=True)]],
+        list[Annotated[int, Field(ge=0, strict=True)]],
         Field(description="Processors of the I/O process. If empty, those of the engine.", examples=[[0, 1]]),
-    ] = frozenset()
+    ] = []
     io_process_memory_bytes: Annotated[
         Bytes | None,
         Field(
@@ -210,7 +222,7 @@ class OffloadSettings(Limits, _IoProcessSettings, _ChunkSettings):
     @property
     def io_process_limits(self) -> ProcessLimits:
         """The share of the machine that the I/O process gets."""
-        return ProcessLimits(self.io_process_niceness, self.io_process_cpus, self.io_process_memory_bytes)
+        return ProcessLimits(self.io_process_niceness, frozenset(self.io_process_cpus), self.io_process_memory_bytes)
 
     @property
     def staging_uses(self) -> tuple[StagingUse, ...]:

@@ -172,7 +172,7 @@ class Reader:
         self._position = 0
 
     def keys(self) -> list[ObjectKey]:
-        """Read what :func:`pack_keys` wrote."""
+        """Read the keys that :func:`pack_keys` wrote."""
         places: list[tuple[str, str]] = [(self.text(), self.text()) for _ in range(self._count())]
         keys = []
         for _ in range(self._count()):
@@ -184,15 +184,15 @@ class Reader:
         return keys
 
     def pieces(self, count: int) -> list[Piece]:
-        """Read what :func:`pack_pieces` wrote."""
+        """Read the pieces that :func:`pack_pieces` wrote."""
         return [Piece(*self._read(_PIECE)) for _ in range(count)]
 
     def flags(self, count: int) -> list[bool]:
-        """Read what :func:`pack_flags` wrote."""
+        """Read the flags that :func:`pack_flags` wrote."""
         return list(map(bool, self._bytes(count)))
 
     def loaded(self, count: int) -> tuple[list[LoadOutcome], int]:
-        """Read what :func:`pack_loaded` wrote."""
+        """Read the answer that :func:`pack_loaded` wrote."""
         (stored_bytes,) = self._read(_NBYTES)
         try:
             return [_LOAD_OUTCOMES[index] for index in self._bytes(count)], stored_bytes
@@ -200,7 +200,7 @@ class Reader:
             raise ProtocolError("there is no such outcome of a load") from error
 
     def stored(self, count: int) -> list[StoreEnd]:
-        """Read what :func:`pack_stored` wrote."""
+        """Read the answer that :func:`pack_stored` wrote."""
         ends = []
         for _ in range(count):
             outcome, nbytes, compressed = self._read(_END)
@@ -210,11 +210,11 @@ class Reader:
         return ends
 
     def change(self) -> int:
-        """Read what :func:`pack_change` wrote."""
+        """Read the change that :func:`pack_change` wrote."""
         return int(self._read(_CHANGE)[0])
 
     def error(self) -> Exception:
-        """Read what :func:`pack_error` wrote, as an exception with the same name, text and error number."""
+        """Read the error that :func:`pack_error` wrote, as an exception with the same name, text and error number."""
         kind, number = self._read(_ERROR)
         name, text = self.text(), self.text()
         base = _ERROR_KINDS[kind] if kind < len(_ERROR_KINDS) else RuntimeError
@@ -226,7 +226,7 @@ class Reader:
         return error
 
     def event(self) -> events.Event:
-        """Read what :func:`pack_event` wrote."""
+        """Read the event that :func:`pack_event` wrote."""
         try:
             name, fields = json.loads(bytes(self._body[self._position :]))
             if "keys" in fields:

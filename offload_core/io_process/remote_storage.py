@@ -56,7 +56,7 @@ class RemoteStorage:
         self._stuck_threads = 0
         self._is_here = True
         self.wants_open = False
-        """Whether the tier has been opened and not closed, so that the next process opens it too."""
+        """True after ``open`` until ``close``: the next process opens the tier too."""
 
     @property
     def capabilities(self) -> Capabilities:

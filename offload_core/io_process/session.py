@@ -1,8 +1,8 @@
 """One I/O process during its life, seen from the engine's process: its start, its calls, and its end.
 
 A call ends with its answer, or once the process is gone with all of its threads. So nobody uses a call's memory again
-while a thread of the process could still write into it (invariant I3): a process in an uninterruptible call stays
-after SIGKILL, and its calls stay with it. A replacement need not wait for that.
+while a thread of the process could still write into it (invariant I3). A process in an uninterruptible call stays after
+SIGKILL, and its calls stay with it. A replacement need not wait for that.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Threads, the I/O loop, counters and gauges."""
+"""Threads, the I/O loop, child processes, shared memory, counters and gauges."""

@@ -25,7 +25,7 @@ _LONGEST_STOP_SECONDS = 0.3
 def under_kills(workload: Workload, drain: Callable[[], float]) -> Iterator[dict[str, Any]]:
     """Hurt the I/O process while the workload runs, if the workload has a fault seed.
 
-    The notes are ``kills`` and ``stops``, and ``left``: what is still held once the process has been replaced.
+    The notes are ``kills`` and ``stops``, and ``left``: resources still held once the process has been replaced.
     """
     notes: dict[str, Any] = {"kills": 0, "stops": 0, "left": {}}
     (process,) = IoProcess._shared.values()
@@ -66,7 +66,7 @@ def _hurt(process: IoProcess, seed: int | None, end: threading.Event, notes: dic
 
 
 def _left(process: IoProcess) -> dict[str, int]:
-    """Return what is held although nothing is under way; empty if all is well."""
+    """Return the resources that are held although nothing is under way."""
     pools = [one for one in gc.get_objects() if isinstance(one, StagingPool)]
     session = process._session
     left = {
