@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 MODULE: Final = "offload_core.io_process"
 _PING_SECONDS = 1.0
+_KILL_SECONDS = 0.2
+"""Time in which a killed process is mostly gone."""
 
 
 class Session:
@@ -171,18 +173,18 @@ class Session:
         self._companion.kill()
 
     async def end(self, seconds: float) -> None:
-        """Ask the process to end; kill it after ``seconds``."""
+        """Ask the process to end; kill it after ``seconds``, and do not wait for a call that even outlives that."""
         self._is_closing = True
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.call(Kind.PING, 0)  # after it, the process has all earlier messages
                 await self.ask({"end": True})
-        for _ in range(2):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self._over.wait()
-                return
+                await self._over.wait()
+        if not self._over.is_set():
             self.kill()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_KILL_SECONDS):
+                    await self._over.wait()
 
     def _received(self, message: Message) -> None:
         if message.kind not in (Kind.DONE, Kind.FAILED):
