@@ -261,5 +261,6 @@ class IoProcess:
         self._is_closed = True
         if self._replacing is not None:
             self._replacing.cancel()
+            await asyncio.wait([self._replacing])
         if self._session is not None:
             await self._session.end(seconds)

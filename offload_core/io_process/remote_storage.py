@@ -47,6 +47,8 @@ class RemoteStorage:
         *,
         compresses: bool,
     ) -> None:
+        self.splits_calls = True
+        """One message for several batches costs the engine's process less time."""
         self.number = number
         self.name = name
         self._capabilities = capabilities

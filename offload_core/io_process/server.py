@@ -10,11 +10,14 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Coroutine, Sequence
+import time
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from offload_core.api.backend import LoadOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.config.loading import load_config
 from offload_core.config.model import OffloadConfig
@@ -23,6 +26,7 @@ from offload_core.io_process.control import ControlSocket, Record
 from offload_core.io_process.log_relay import ControlLogHandler
 from offload_core.io_process.messages import MessageChannel
 from offload_core.io_process.protocol import NO_PIECE, Kind, Message, ProtocolError
+from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS
 from offload_core.objects import format as object_format
 from offload_core.plugins.observers import EventDelivery
 from offload_core.runtime.companion_child import StartMessage
@@ -30,9 +34,10 @@ from offload_core.runtime.doorbell import Doorbell
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.shared_memory import SharedMemory
 from offload_core.runtime.threads import DaemonExecutor
+from offload_core.tiers.call_slots import CallSlots
 from offload_core.tiers.object_io import answer
 from offload_core.tiers.staged_object import StagedObject
-from offload_core.tiers.storage import LocalStorage, StorageEvents
+from offload_core.tiers.storage import LocalStorage, StorageEvents, StoreEnd
 
 if TYPE_CHECKING:
     from offload_core.memory.staging_pool import Lease  # which imports torch
@@ -41,6 +46,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SEALING_THREADS = 2
+
+T = TypeVar("T")
 
 
 def serve(start: StartMessage) -> None:
@@ -92,6 +99,16 @@ class _Scratch:
         return _MappedPiece(memoryview(bytearray(nbytes)))
 
 
+class _ServedTier:
+    """A storage, and the slots for its concurrent batches, as many as on threads of the engine's process."""
+
+    def __init__(self, storage: LocalStorage, io_threads: int, longest_call_seconds: float) -> None:
+        self.storage = storage
+        self.longest_call_seconds = longest_call_seconds
+        self.load_slots = CallSlots(2 * io_threads, spare_slots=io_threads)
+        self.store_slots = CallSlots(io_threads + 1, spare_slots=io_threads)
+
+
 class _Server:
     """The storages and their calls. All methods run on the event loop."""
 
@@ -100,7 +117,7 @@ class _Server:
         self._limits = config.settings.limits
         self._control = control
         self._descriptors = descriptors
-        self._storages: dict[int, LocalStorage] = {}
+        self._tiers: dict[int, _ServedTier] = {}
         self._staging: SharedMemory | None = None
         self._sealers = DaemonExecutor(_SEALING_THREADS, "offload-seal")
         self._counters = Counters()
@@ -165,7 +182,8 @@ class _Server:
             stuck_threads_changed=partial(self._stuck_on_any_thread, number),
         )
         limits = self._limits.overridden_by(tier.common)
-        storage = self._storages[number] = LocalStorage(tier, limits, self._config.plugins, changes)
+        storage = LocalStorage(tier, limits, self._config.plugins, changes)
+        self._tiers[number] = _ServedTier(storage, tier.common.io_threads, limits.longest_call_seconds)
         return asdict(storage.capabilities)
 
     # Calls
@@ -190,45 +208,56 @@ class _Server:
         self._channel.send(protocol.message(kind, message.tier, message.call, body))
 
     def _call(self, message: Message) -> Coroutine[Any, Any, bytes]:
-        storage = self._storages.get(message.tier)
-        if storage is None:
+        tier = self._tiers.get(message.tier)
+        if tier is None:
             raise ProtocolError(f"there is no tier {message.tier}")
         call = _CALLS.get(message.kind)
         if call is None:
             raise ProtocolError(f"{message.kind.name} is no call")
-        return call(self, storage, protocol.Reader(message.body))
+        return call(self, tier, protocol.Reader(message.body))
 
-    async def _open(self, storage: LocalStorage, _: protocol.Reader) -> bytes:
-        await storage.open()
+    async def _open(self, tier: _ServedTier, _: protocol.Reader) -> bytes:
+        await tier.storage.open()
         return b""
 
-    async def _close(self, storage: LocalStorage, _: protocol.Reader) -> bytes:
-        await storage.close()
+    async def _close(self, tier: _ServedTier, _: protocol.Reader) -> bytes:
+        await tier.storage.close()
         return b""
 
-    async def _contains(self, storage: LocalStorage, body: protocol.Reader) -> bytes:
-        return protocol.pack_flags(await storage.contains(body.keys()))
+    async def _contains(self, tier: _ServedTier, body: protocol.Reader) -> bytes:
+        return protocol.pack_flags(await tier.storage.contains(body.keys()))
 
-    async def _load(self, storage: LocalStorage, body: protocol.Reader) -> bytes:
+    async def _load(self, tier: _ServedTier, body: protocol.Reader) -> bytes:
         staged, scratch = self._staged(body)
-        return protocol.pack_loaded(*await storage.load(staged, cast("TierShare", scratch)))
 
-    async def _store(self, storage: LocalStorage, body: protocol.Reader) -> bytes:
+        async def load(batch: Sequence[StagedObject]) -> tuple[list[LoadOutcome], int]:
+            async with tier.load_slots.held(time.monotonic() + tier.longest_call_seconds):
+                return await tier.storage.load(batch, cast("TierShare", scratch))
+
+        parts = await _all(load(batch) for batch in _in_batches(staged))
+        return protocol.pack_loaded([one for part, _ in parts for one in part], sum(nbytes for _, nbytes in parts))
+
+    async def _store(self, tier: _ServedTier, body: protocol.Reader) -> bytes:
         staged, scratch = self._staged(body)
-        return protocol.pack_stored(await storage.store(staged, cast("TierShare", scratch)))
 
-    async def _seal(self, _: LocalStorage, body: protocol.Reader) -> bytes:
+        async def store(batch: Sequence[StagedObject]) -> list[StoreEnd]:
+            async with tier.store_slots.held(time.monotonic() + tier.longest_call_seconds):
+                return await tier.storage.store(batch, cast("TierShare", scratch))
+
+        return protocol.pack_stored(chain.from_iterable(await _all(store(batch) for batch in _in_batches(staged))))
+
+    async def _seal(self, _: _ServedTier, body: protocol.Reader) -> bytes:
         staged, _scratch = self._staged(body)
-        await self._loop.run_in_executor(self._sealers, _seal_all, staged)
+        await _all(self._loop.run_in_executor(self._sealers, _seal_all, batch) for batch in _in_batches(staged))
         return b""
 
-    async def _delete(self, storage: LocalStorage, body: protocol.Reader) -> bytes:
-        await storage.delete(body.keys())
+    async def _delete(self, tier: _ServedTier, body: protocol.Reader) -> bytes:
+        await tier.storage.delete(body.keys())
         return b""
 
-    async def _touch(self, storage: LocalStorage, body: protocol.Reader) -> bytes:
+    async def _touch(self, tier: _ServedTier, body: protocol.Reader) -> bytes:
         keys = body.keys()
-        await storage.touch(keys, body.flags(len(keys)))
+        await tier.storage.touch(keys, body.flags(len(keys)))
         return b""
 
     def _staged(self, body: protocol.Reader) -> tuple[list[StagedObject], _Scratch]:
@@ -285,6 +314,27 @@ _CALLS = {
     Kind.DELETE: _Server._delete,
     Kind.TOUCH: _Server._touch,
 }
+
+
+def _in_batches(staged: Sequence[StagedObject]) -> Iterator[list[StagedObject]]:
+    """Divide the objects of a call into batches, each of them the work of one thread."""
+    batch: list[StagedObject] = []
+    for one in staged:
+        batch.append(one)
+        if len(batch) == BATCH_OBJECTS or sum(item.lease.nbytes for item in batch) >= BATCH_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Await all calls, also if one fails; then return the results, or raise the first error."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
 
 
 def _seal_all(batch: Sequence[StagedObject]) -> None:

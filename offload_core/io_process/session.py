@@ -17,6 +17,7 @@ from concurrent.futures import Executor
 from itertools import count
 from typing import Any, Final
 
+from offload_core.api.cancellation import to_the_end
 from offload_core.config.model import OffloadConfig
 from offload_core.io_process import protocol
 from offload_core.io_process.control import ControlSocket, Record
@@ -120,7 +121,7 @@ class Session:
         self._control.set_blocking(False)
         self._loop.add_reader(self._control.fileno(), self._on_control)
         try:
-            await self._loop.run_in_executor(self._threads, self._companion.start)
+            await to_the_end(self._loop.run_in_executor(self._threads, self._companion.start))
             self._theirs.close()
             async with asyncio.timeout(seconds):
                 await self._ready
@@ -128,6 +129,7 @@ class Session:
             self.kill()
             if self._companion.pid is None:
                 self._ended("did not start")
+            await self._soon_over()
             raise
         self._ping = self._loop.call_later(_PING_SECONDS, self._send_ping)
 
@@ -182,9 +184,13 @@ class Session:
                 await self._over.wait()
         if not self._over.is_set():
             self.kill()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_KILL_SECONDS):
-                    await self._over.wait()
+            await self._soon_over()
+
+    async def _soon_over(self) -> None:
+        """Wait a moment for the end of a killed process."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_KILL_SECONDS):
+                await self._over.wait()
 
     def _received(self, message: Message) -> None:
         if message.kind not in (Kind.DONE, Kind.FAILED):

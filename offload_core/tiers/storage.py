@@ -68,6 +68,11 @@ class TierStorage(Protocol):
         """Number of the tier's threads that are stuck now."""
         ...
 
+    @property
+    def splits_calls(self) -> bool:
+        """True if one call may take several batches, because the storage divides them among its threads."""
+        ...
+
     async def open(self) -> None:
         """Open the backend."""
         ...
@@ -121,6 +126,8 @@ class StorageFactory(Protocol):
 
 class LocalStorage:
     """A storage in this process. See :class:`StorageFactory` for the arguments."""
+
+    splits_calls = False
 
     def __init__(
         self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents

@@ -80,6 +80,8 @@ class Tier:
         storage_events = StorageEvents(self._evicted, self._accounting.stuck_threads_changed, self._storage_ended)
         self._storage = make_storage(config, self.limits, plugins, storage_events)
         self.capabilities = self._storage.capabilities
+        self.splits_calls = self._storage.splits_calls
+        """True if one call may take several batches, which the storage divides among its threads."""
         self._changes = TierChanges(self.name, self.capabilities.shared)
         self.staging: TierShare | None = None
         """Staging memory for compressed stores; the transfer engine sets it."""

@@ -36,20 +36,21 @@ class Keyed(Protocol):
 Item = TypeVar("Item", bound=Keyed)
 
 
-def in_batches(objects: Sequence[Item], layouts: Mapping[str, PackLayout]) -> Iterator[list[Item]]:
+def in_batches(objects: Sequence[Item], layouts: Mapping[str, PackLayout], times: int = 1) -> Iterator[list[Item]]:
     """Yield ``objects`` in order, in batches.
 
     A batch ends at ``BATCH_OBJECTS`` objects, or with the object that brings it to ``BATCH_BYTES`` payload bytes.
 
     Args:
         layouts: per pack name, the payload's layout.
+        times: factor of both limits.
     """
     batch: list[Item] = []
     nbytes = 0
     for item in objects:
         batch.append(item)
         nbytes += layouts[item.key.pack].payload_bytes
-        if len(batch) == BATCH_OBJECTS or nbytes >= BATCH_BYTES:
+        if len(batch) == times * BATCH_OBJECTS or nbytes >= times * BATCH_BYTES:
             yield batch
             batch, nbytes = [], 0
     if batch:

@@ -1,7 +1,8 @@
 """The size of a tier's calls, in batches.
 
 On a remote medium each call costs round trips, so that one call takes several batches. In host memory and on a local
-disk a call takes one batch: small calls let reads, checks and copies overlap.
+disk a call takes one batch: small calls let reads, checks and copies overlap. If the tier is in another process, one
+message for a few batches costs less time on this process's interpreter lock.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ CALL_BATCHES = 8
 """Maximum number of batches in a large call."""
 CALL_BYTES = CALL_BATCHES * (BATCH_BYTES + BATCH_OBJECTS * HEADER_BYTES)
 """Maximum number of bytes in a large call, with headers. A call of one batch may have more."""
+MESSAGE_BATCHES = 4
+"""Maximum number of batches in a call to a tier in another process, unless its medium is remote."""
 SHARE_OF_CALLS = 0.5
 """Part of a tier's share of the staging memory that all its large calls together may hold, from 0 to 1."""
 QUICK_SECONDS = 0.25
@@ -35,9 +38,8 @@ def max_call_bytes(share_bytes: int, calls: int, leases_per_object: int = 1) -> 
 
 def call_size_of(tier: Tier, share_bytes: int, calls: int) -> CallSize:
     """Return the size of calls on ``tier``; see :func:`max_call_bytes` for the other arguments."""
-    if tier.capabilities.medium != "remote":
-        return CallSize(most=1, max_bytes=0)
-    return CallSize(CALL_BATCHES, max_call_bytes(share_bytes, calls, 1 + tier.compresses))
+    most = CALL_BATCHES if tier.capabilities.medium == "remote" else MESSAGE_BATCHES if tier.splits_calls else 1
+    return CallSize(most, max_call_bytes(share_bytes, calls, 1 + tier.compresses) if most > 1 else 0)
 
 
 class CallSize:

@@ -250,7 +250,8 @@ class Loads:
     async def _load(self, job: Job, tier: Tier, objects: Sequence[TransferObject]) -> None:
         """Load a job's objects in batches, as many at once as the tier allows. Never cancelled."""
         left: deque[_Batch] = deque(in_batches(objects, self._layouts))
-        fair = -(-len(left) // tier.load_slots.slots)  # a short load is spread over all slots
+        # A short load is spread over all slots, or makes two calls, so that copies overlap with reads.
+        fair = -(-len(left) // (2 if tier.splits_calls else tier.load_slots.slots))
         try:
             await run_all(self._load_next(job, tier, left, fair) for _ in range(len(left)))
         finally:

@@ -33,7 +33,7 @@ from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.storage import StorageAwayError
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject, in_batches
-from offload_core.transfer.call_size import call_size_of
+from offload_core.transfer.call_size import MESSAGE_BATCHES, call_size_of
 from offload_core.transfer.jobs import JobTable
 from offload_core.transfer.pending_store import GatherBudget, PendingStore, StoreResult
 from offload_core.transfer.store_queue import StoreBatch
@@ -92,6 +92,7 @@ class Stores:
             )
             for tier in tiers
         ]
+        self._batch_times = MESSAGE_BATCHES if all(tier.splits_calls for tier in tiers) else 1
         self._writer_of = {writer.name: writer for writer in self._writers}
         self._positions = {tier.name: position for position, tier in enumerate(tiers)}
         self._staging = staging
@@ -275,7 +276,7 @@ class Stores:
         batches: list[tuple[list[PendingStore], _Parts]] = []
         with self._lock:  # no tier may decide on an object before all its tiers are assigned
             self._pending += len(writers_of)
-            for batch in in_batches(list(writers_of), self._layouts):
+            for batch in in_batches(list(writers_of), self._layouts, self._batch_times):
                 parts = [
                     (writer, [store for store in batch if writer in writers_of[store]]) for writer in self._writers
                 ]
