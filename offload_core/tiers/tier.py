@@ -84,7 +84,8 @@ class Tier:
             config.common.io_threads, f"offload-{self.name}", stuck_after, self._accounting.stuck_threads_changed
         )
         self._stuck_thread_timer = StuckThreadTimer(self._executor, stuck_after / 2)
-        backend = config.backend_type.backend(config.options, BackendContext(self.name, self._executor))
+        context = BackendContext(self.name, self._executor, config.common.io_threads)
+        backend = config.backend_type.backend(config.options, context)
         info = TierInfo(self.name, config.backend_type.name, self.load_weight)
         self._backend = backend if plugins is None else plugins.wrap(backend, info)
         self.capabilities = self._backend.capabilities
