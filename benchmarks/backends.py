@@ -3,6 +3,8 @@
 - "ours" uses a tier as the engine does, in the engine's batches. A store adds a header and a checksum to every object,
   and a load checks both.
 - vLLM's helpers (``vllm.fs_io_C``) check nothing. They get as many plain threads as our tier has, and 16 MiB per call.
+- The plain loop moves files of one object with system calls and XXH3 alone, and checks as we do. Its CPU seconds per
+  GiB are the floor: "/ plain" is the ratio of ours to them. At 256 KiB its files hold one page.
 - The limit is one large file, or a copy of memory, on the same number of threads. It checks nothing either.
 - For a distributed store the limit is the engine's own client (:mod:`benchmarks.backends_distributed`).
 
@@ -35,6 +37,7 @@ from rich.table import Table
 
 from benchmarks.backends_distributed import DISTRIBUTED, alone, running_stores
 from benchmarks.backends_growth import growth_of, peaks_of
+from benchmarks.backends_loop import PlainLoop
 from benchmarks.backends_rig import (
     CHUNK_BYTES,
     Contender,
@@ -52,7 +55,21 @@ from offload_core.plugins.registry import load_plugins
 
 PAGE_BYTES = 256 * 1024
 THREADS = (1, 4)
-AIMS = {("disk", CHUNK_BYTES): 1.0, ("disk", PAGE_BYTES): 2.0}
+AIMS: Mapping[tuple[str, int, Operation, Medium], float] = {
+    ("disk", CHUNK_BYTES, "load", "page cache"): 0.75,
+    ("disk", CHUNK_BYTES, "load", "O_DIRECT"): 0.95,
+    ("disk", CHUNK_BYTES, "store", "page cache"): 0.9,
+    ("disk", CHUNK_BYTES, "store", "O_DIRECT"): 0.9,
+    ("nfs", CHUNK_BYTES, "load", "page cache"): 0.75,
+    ("nfs", CHUNK_BYTES, "store", "page cache"): 0.9,
+    ("disk", PAGE_BYTES, "load", "page cache"): 2.0,
+    ("disk", PAGE_BYTES, "load", "O_DIRECT"): 2.0,
+    ("disk", PAGE_BYTES, "store", "page cache"): 2.0,
+    ("disk", PAGE_BYTES, "store", "O_DIRECT"): 2.0,
+}
+"""The speed in relation to vLLM's helpers that we aim at."""
+PLAIN_CPU_AIM = 1.3
+"""CPU seconds per GiB in relation to the plain loop's that we aim at, or less: at 2 MiB, through the page cache."""
 LIMIT_AIMS = {"cpu": 0.8, "lmcache": None, "mooncake": 0.8, "nixl": 0.8}
 
 
@@ -122,6 +139,7 @@ def contenders_of(
     direct = cell.medium == "O_DIRECT"
     peer = folder / "vllm"
     yield lambda: VllmHelpers("vLLM's helpers", memory, chunks, cell.threads, peer, cell.page_bytes, direct)
+    yield lambda: PlainLoop("plain loop", memory, chunks, cell.threads, folder / "plain", cell.page_bytes, direct)
     yield lambda: OneLargeFile("limit: one file", memory, chunks, cell.threads, folder / "limit", direct)
 
 
@@ -172,15 +190,20 @@ def made_table(title: str, *columns: str) -> Table:
     return table
 
 
-def verdict(ratio: float, aim: float | None) -> str:
-    return f"{ratio:.2f}" if aim is None else f"[{'green' if ratio >= aim else 'red'}]{ratio:.2f}[/] (aim {aim})"
+def verdict(ratio: float, aim: float | None, *, at_most: bool = False) -> str:
+    if aim is None:
+        return f"{ratio:.2f}"
+    reached = ratio <= aim if at_most else ratio >= aim
+    return f"[{'green' if reached else 'red'}]{ratio:.2f}[/] (aim {aim})"
 
 
 def speeds_of(cell: Cell, rows: list[Measured]) -> Iterator[Speed]:
-    """Yield the figures of one cell; the ratios compare a row with vLLM's helpers and with the limit."""
+    """Yield the figures of one cell; the ratios compare a row with vLLM's helpers, the limit and the plain loop."""
     operations: tuple[Operation, ...] = ("store", "load")
     for operation in operations:
         speeds = {row.name: [sample.gb_per_second for sample in getattr(row, operation)] for row in rows}
+        costs = {row.name: p50([sample.cpu_seconds_per_gib for sample in getattr(row, operation)]) for row in rows}
+        plain = next((cost for name, cost in costs.items() if name.startswith("plain")), None)
         peer = next((p50(speed) for name, speed in speeds.items() if name.startswith("vLLM")), None)
         limit = next(p50(speed) for name, speed in speeds.items() if name.startswith("limit"))
         for row in rows:
@@ -197,11 +220,13 @@ def speeds_of(cell: Cell, rows: list[Measured]) -> Iterator[Speed]:
                 gb_per_second_p50=p50(speed),
                 gb_per_second_p10=percentile(speed, 10),
                 gb_per_second_p90=percentile(speed, 90),
-                cpu_seconds_per_gib=p50([sample.cpu_seconds_per_gib for sample in getattr(row, operation)]),
+                cpu_seconds_per_gib=costs[row.name],
                 vllm_ratio=p50(speed) / peer if peer else None,
                 limit_ratio=p50(speed) / limit,
-                vllm_aim=AIMS.get((cell.backend, cell.page_bytes)) if ours else None,
+                plain_cpu_ratio=costs[row.name] / plain if plain else None,
+                vllm_aim=AIMS.get((cell.backend, cell.page_bytes, operation, cell.medium)) if ours else None,
                 limit_aim=LIMIT_AIMS.get(cell.backend) if ours and _has_limit_aim(cell) else None,
+                plain_cpu_aim=PLAIN_CPU_AIM if ours and _has_plain_cpu_aim(cell) else None,
             )
 
 
@@ -210,17 +235,23 @@ def _has_limit_aim(cell: Cell) -> bool:
     return cell.backend not in DISTRIBUTED or cell.page_bytes == CHUNK_BYTES
 
 
+def _has_plain_cpu_aim(cell: Cell) -> bool:
+    """Return whether the processor time in relation to the plain loop has an aim."""
+    return cell.backend in ("disk", "nfs") and cell.medium == "page cache" and cell.page_bytes == CHUNK_BYTES
+
+
 def speed_table(cell: Cell, rows: list[Speed]) -> Table:
     """Return the table of one cell."""
     table = made_table(
         f"{cell.backend}, {cell.medium}, pages of {cell.page_bytes // 1024} KiB, {cell.threads} thread(s)",
-        "", "GB/s p50", "p10", "p90", "CPU s/GiB", "/ vLLM", "/ limit",
+        "", "GB/s p50", "p10", "p90", "CPU s/GiB", "/ plain", "/ vLLM", "/ limit",
     )  # fmt: skip
     for row in rows:
         table.add_row(
             f"{row.operation}: {row.name}",
             *(f"{speed:.2f}" for speed in (row.gb_per_second_p50, row.gb_per_second_p10, row.gb_per_second_p90)),
             f"{row.cpu_seconds_per_gib:.3f}",
+            "" if row.plain_cpu_ratio is None else verdict(row.plain_cpu_ratio, row.plain_cpu_aim, at_most=True),
             "" if row.vllm_ratio is None else verdict(row.vllm_ratio, row.vllm_aim),
             verdict(row.limit_ratio, row.limit_aim),
         )

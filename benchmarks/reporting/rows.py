@@ -170,6 +170,9 @@ class Speed(Row):
     limit_ratio: Figure
     vllm_aim: Figure | None = None
     limit_aim: Figure | None = None
+    plain_cpu_ratio: Figure | None = None
+    """CPU seconds per GiB in relation to those of the plain loop; ``None`` in older results and without a loop."""
+    plain_cpu_aim: Figure | None = None
 
 
 class Peak(Row):

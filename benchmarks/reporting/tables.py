@@ -193,7 +193,21 @@ def backends(results: Backends) -> str:
         [(row.name, f"{row.stored_mib:.0f}", f"{row.peak_mib:.1f}") for row in results.peaks],
     )
     header = [f"{operation}, {threads} thread{'s' if threads > 1 else ''}" for operation, threads in BACKEND_COLUMNS]
-    return "\n\n".join((table(["GB/s, p50 (ratio)", *header], speeds), checksums, peaks))
+    costs = _processor_times(results, header)
+    return "\n\n".join((table(["GB/s, p50 (ratio)", *header], speeds), *costs, checksums, peaks))
+
+
+def _processor_times(results: Backends, header: Sequence[str]) -> list[str]:
+    """Return a table of CPU seconds per GiB with ratios to the plain loop's; older results have none."""
+    compared = [row for row in results.speed if is_ours(row) and row.plain_cpu_ratio is not None]
+    rows: list[tuple[str, ...]] = []
+    for backend, medium, kib in dict.fromkeys((row.backend, row.medium, row.page_kib) for row in compared):
+        of_cell = [row for row in compared if (row.backend, row.medium, row.page_kib) == (backend, medium, kib)]
+        by_column = {(row.operation, row.threads): row for row in of_cell}
+        ordered = [by_column[column] for column in BACKEND_COLUMNS]
+        figures = [f"{row.cpu_seconds_per_gib:.3f} ({row.plain_cpu_ratio:.2f})" for row in ordered]
+        rows.append((f"{backend}, {medium}, pages of {size(kib)}", *figures))
+    return [table(["CPU seconds per GiB (ratio to the plain loop)", *header], rows)] if rows else []
 
 
 def cpu_memory(results: CpuMemory) -> str:

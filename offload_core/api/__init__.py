@@ -13,6 +13,7 @@ from offload_core.api.backend import (
 )
 from offload_core.api.cancellation import to_the_end
 from offload_core.api.capabilities import Capabilities
+from offload_core.api.checked_loads import CHECK_BYTES, LoadCheck
 from offload_core.api.errors import (
     BackendError,
     ConfigError,
@@ -45,6 +46,7 @@ from offload_core.api.wrapper import BackendWrapper
 
 __all__ = [
     "API_VERSION",
+    "CHECK_BYTES",
     "OLDEST_API_VERSION",
     "Backend",
     "BackendContext",
@@ -60,6 +62,7 @@ __all__ = [
     "EvictionOrder",
     "EvictionPolicy",
     "HostPinning",
+    "LoadCheck",
     "LoadOutcome",
     "LoadReservation",
     "LoadsEnded",

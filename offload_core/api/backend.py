@@ -17,10 +17,12 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
-from offload_core.api.cancellation import to_the_end
+from offload_core.api.cancellation import ThreadCall, to_the_end
 from offload_core.api.capabilities import Capabilities
+from offload_core.api.checked_loads import LoadCheck, overrides_are_consistent
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions, OptionsT
 
@@ -36,10 +38,12 @@ class BackendContext:
         name: the tier's name in the configuration, for messages.
         executor: the tier's own threads. A hung call can block only these (invariant I4). The core owns the executor:
             do not shut it down.
+        threads: the most threads of the executor that work at once.
     """
 
     name: str
     executor: Executor
+    threads: int = 4
 
 
 class LoadOutcome(enum.Enum):
@@ -259,6 +263,36 @@ class Backend(ABC, Generic[OptionsT]):
         """
         return LoadReservation(await self.contains(keys))
 
+    async def load_and_check(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
+    ) -> Sequence[LoadOutcome]:
+        """Do ``prepare_load``, ``load_into`` and the release in one call, for speed. Optional.
+
+        The core calls it without a reservation, so it pins the objects by itself. All else holds as for ``load_into``.
+        If an object has another size than its buffer, the core repeats the load with the separate steps.
+
+        The backend calls ``filled`` of an object's check after each part that it has read, on the thread that read it
+        (C22). It may leave this out. The core then checks the object after the call.
+
+        Args:
+            keys: names, in any order; a key may be repeated.
+            buffers: one writable buffer per key.
+            checks: one check per key.
+
+        Raises:
+            OSError: the medium failed for the whole batch.
+        """
+        raise NotImplementedError(f"tier {self.context.name!r}: {type(self).__name__} has no loads in one call")
+
+    @property
+    def loads_in_one_call(self) -> bool:
+        """``True`` if the core may use :meth:`load_and_check`.
+
+        By default it is ``True`` if the class overrides that method together with ``prepare_load`` and ``load_into``. A
+        subclass that overrides one of these two alone is loaded with the separate steps.
+        """
+        return overrides_are_consistent(self)
+
     async def prepare_store(
         self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
     ) -> StoreReservation:
@@ -310,8 +344,13 @@ class Backend(ABC, Generic[OptionsT]):
 
         If the call is cancelled, the cancellation goes through after the function has ended (C7).
         """
-        loop = asyncio.get_running_loop()
-        return await self.run_to_the_end(loop.run_in_executor(self.context.executor, lambda: function(*args, **kwargs)))
+        call = ThreadCall(self.context.executor, partial(function, *args, **kwargs))
+        self.__running.add(call)
+        try:
+            return await call
+        finally:
+            if call.done():  # else the coroutine is closed early
+                self.__running.discard(call)
 
     async def run_to_the_end(self, awaitable: Awaitable[T]) -> T:
         """Await work that other code runs on threads, and let :meth:`close` wait for it too (C13).

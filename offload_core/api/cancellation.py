@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -26,3 +28,29 @@ async def to_the_end(awaitable: Awaitable[T]) -> T:
         future.exception()  # retrieved, so that asyncio does not log it as lost
         raise asyncio.CancelledError
     return future.result()
+
+
+class ThreadCall(asyncio.Future[T]):
+    """A call on a thread, for the running event loop. A task that awaits it is cancelled only when it has ended.
+
+    It does the work of ``loop.run_in_executor`` and :func:`to_the_end` in fewer turns of the loop.
+    """
+
+    def __init__(self, executor: Executor, function: Callable[[], T]) -> None:
+        super().__init__(loop=asyncio.get_running_loop())
+        executor.submit(function).add_done_callback(self._ended_on_thread)
+
+    def cancel(self, msg: Any = None) -> bool:
+        """Refuse: a thread cannot be stopped. asyncio then keeps the cancellation until the call has ended."""
+        return False
+
+    def _ended_on_thread(self, call: Future[T]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and so nobody waits
+            self.get_loop().call_soon_threadsafe(self._end, call)
+
+    def _end(self, call: Future[T]) -> None:
+        error = asyncio.CancelledError() if call.cancelled() else call.exception()
+        if error is None:
+            self.set_result(call.result())
+        else:
+            self.set_exception(error)

@@ -7,6 +7,7 @@ from typing import Any
 
 from offload_core.api.backend import Backend, LoadOutcome, LoadReservation, StoredObject, StoreOutcome, StoreReservation
 from offload_core.api.capabilities import Capabilities
+from offload_core.api.checked_loads import LoadCheck
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions
 
@@ -49,6 +50,17 @@ class BackendWrapper(Backend[BackendOptions]):
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`."""
         return await self.inner.load_into(keys, buffers)
+
+    async def load_and_check(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
+    ) -> Sequence[LoadOutcome]:
+        """See :meth:`Backend.load_and_check`."""
+        return await self.inner.load_and_check(keys, buffers, checks)
+
+    @property
+    def loads_in_one_call(self) -> bool:
+        """See :meth:`Backend.loads_in_one_call`. A wrapper that overrides ``load_into`` sees every load."""
+        return super().loads_in_one_call and self.inner.loads_in_one_call
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         """See :meth:`Backend.store`."""

@@ -34,6 +34,9 @@ class Codec(enum.IntEnum):
     ZSTD_PLANES = 2
 
 
+_CODECS = frozenset(Codec)
+
+
 class Header(NamedTuple):
     """The content of an object's header."""
 
@@ -129,7 +132,7 @@ def read_header(view: memoryview, key: ObjectKey) -> Header:
     magic, version, codec, hash_length, pack_length, namespace, chunk_hash, pack, raw, stored, *checksums = (
         _FIELDS.unpack_from(header)
     )
-    if magic != MAGIC or version != FORMAT_VERSION or codec not in list(Codec):
+    if magic != MAGIC or version != FORMAT_VERSION or codec not in _CODECS:
         raise ObjectFormatError(
             f"{key}: magic {magic!r}, version {version}, codec {codec}; "
             f"this reader accepts {MAGIC!r}, version {FORMAT_VERSION}, codec {min(Codec)} to {max(Codec)}"
@@ -146,25 +149,31 @@ def read_header(view: memoryview, key: ObjectKey) -> Header:
     return Header(key, Codec(codec), raw, stored, *checksums)
 
 
-def verify_stored(view: memoryview, key: ObjectKey) -> Header:
+def verify_stored(view: memoryview, key: ObjectKey, payload_checksum: bytes | None = None) -> Header:
     """Check every byte of a stored object of any codec, without decoding it.
+
+    Args:
+        payload_checksum: the checksum of the payload in ``view``, if the caller has it already.
 
     Raises:
         ObjectFormatError: see :func:`read_header`; or the payload's checksum does not match.
     """
     header = read_header(view, key)
-    if checksum(view[HEADER_BYTES:]) != header.stored_checksum:
+    if (payload_checksum or checksum(view[HEADER_BYTES:])) != header.stored_checksum:
         raise ObjectFormatError(f"{key}: the payload's checksum does not match its {header.stored_bytes} bytes")
     return header
 
 
-def verify(view: memoryview, key: ObjectKey) -> Header:
+def verify(view: memoryview, key: ObjectKey, payload_checksum: bytes | None = None) -> Header:
     """Check every byte of an uncompressed object.
+
+    Args:
+        payload_checksum: see :func:`verify_stored`.
 
     Raises:
         ObjectFormatError: see :func:`verify_stored`; or the object is compressed.
     """
-    header = verify_stored(view, key)
+    header = verify_stored(view, key, payload_checksum)
     if header.codec is not Codec.NONE or header.raw_checksum != header.stored_checksum:
         raise ObjectFormatError(f"{key}: codec {header.codec}, or a wrong raw checksum, in place of uncompressed bytes")
     return header

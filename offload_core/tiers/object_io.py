@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from offload_core.api.backend import Backend, LoadOutcome, StoreOutcome
 from offload_core.api.errors import BackendError
 from offload_core.api.keys import ObjectKey
+from offload_core.objects.arriving_object import ArrivingObject
 from offload_core.tiers.compression import TierCodec
 from offload_core.tiers.staged_object import StagedObject, StoredForm
 
@@ -37,6 +38,7 @@ class ObjectIO:
         self._codec = codec
         self._sizes = backend.capabilities.sizes
         self._spares = backend.capabilities.spares
+        self._loads_in_one_call = backend.loads_in_one_call
         self._on_eviction = on_eviction
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -49,6 +51,41 @@ class ObjectIO:
         Returns:
             One outcome per object, and the bytes of the hits as the medium has them.
         """
+        if not self._loads_in_one_call or self._codec.compresses:  # compressed objects have sizes of their own
+            return await self._load_in_steps(objects, staging)
+        outcomes, other_sizes = await self._load_in_one_call(objects)
+        nbytes = sum(one.lease.nbytes for one, got in zip(objects, outcomes, strict=True) if got is LoadOutcome.HIT)
+        if other_sizes:  # damaged, or compressed under another configuration
+            again, more_bytes = await self._load_in_steps([objects[index] for index in other_sizes], staging)
+            _put(outcomes, other_sizes, again)
+            nbytes += more_bytes
+        return outcomes, nbytes
+
+    async def _load_in_one_call(self, objects: Sequence[StagedObject]) -> tuple[list[LoadOutcome], list[int]]:
+        """Load objects that are not compressed; the backend's threads check their parts as they arrive.
+
+        An object whose check has not passed is verified afterwards: the backend may not have told of all its parts.
+
+        Returns:
+            One outcome per object, and the places of the objects that did not fit their buffers.
+        """
+        keys = [staged.key for staged in objects]
+        views = [staged.lease.view for staged in objects]
+        checks = [ArrivingObject(view, key) for view, key in zip(views, keys, strict=True)]
+        results = await self._backend.load_and_check(keys, views, checks)
+        outcomes = self._one_per_key(keys, results, "load_and_check")
+        other_sizes = [index for index, outcome in enumerate(outcomes) if outcome is LoadOutcome.CORRUPT]
+        hits = zip(outcomes, checks, strict=True)
+        left = [index for index, (got, check) in enumerate(hits) if got is LoadOutcome.HIT and not check.passed]
+        if left:
+            forms = [StoredForm(objects[index], views[index]) for index in left]
+            _put(outcomes, left, await self._codec.verify(forms, [LoadOutcome.HIT] * len(left), self._backend))
+        return outcomes, other_sizes
+
+    async def _load_in_steps(
+        self, objects: Sequence[StagedObject], staging: TierShare | None
+    ) -> tuple[list[LoadOutcome], int]:
+        """Load and verify objects of any form: ask for their sizes, load, and verify them afterwards."""
         keys = [staged.key for staged in objects]
         reservation = await self._backend.prepare_load(keys)
         scratch: list[Lease] = []
@@ -126,6 +163,12 @@ class ObjectIO:
                 "clause C2 asks for one per key, in order"
             )
         return list(results)
+
+
+def _put(outcomes: list[LoadOutcome], places: Sequence[int], new: Sequence[LoadOutcome]) -> None:
+    """Replace the outcomes at some places."""
+    for place, outcome in zip(places, new, strict=True):
+        outcomes[place] = outcome
 
 
 async def answer(call: Awaitable[T]) -> T:

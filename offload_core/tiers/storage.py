@@ -138,7 +138,8 @@ class LocalStorage:
             config.common.io_threads, f"offload-{name}", stuck_after, changes.stuck_threads_changed
         )
         self._stuck_thread_timer = StuckThreadTimer(self._executor, stuck_after / 2)
-        backend = config.backend_type.backend(config.options, BackendContext(name, self._executor))
+        context = BackendContext(name, self._executor, config.common.io_threads)
+        backend = config.backend_type.backend(config.options, context)
         info = TierInfo(name, config.backend_type.name, config.common.load_weight)
         self.backend: Backend[Any] = backend if plugins is None else plugins.wrap(backend, info)
         self._objects = ObjectIO(name, self.backend, self.codec, changes.evicted)

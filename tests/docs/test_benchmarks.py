@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.renew import COMMANDS, arguments_of
+from benchmarks.reporting import tables
 from benchmarks.reporting.catalogue import CATALOGUE, DOCUMENT, Entry
 from benchmarks.reporting.document import RESULTS_FOLDER, ROOT, SCHEMA_VERSION, UnreadableResultsError, read
 from benchmarks.reporting.markers import names_in, with_blocks
-from benchmarks.reporting.rows import Codecs, DiskScan
+from benchmarks.reporting.rows import Backends, Codecs, DiskScan
 
 TEXT = DOCUMENT.read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -82,6 +83,17 @@ def test_the_commands_of_the_document_exist() -> None:
         assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), target
     for module in re.findall(r"python -m benchmarks\.(\w+)", TEXT):
         assert (ROOT / "benchmarks" / f"{module}.py").is_file()
+
+
+def test_processor_times_are_shown_beside_the_plain_loop_if_the_results_have_them() -> None:
+    results = read(RESULTS_FOLDER / "backends.json", Backends).results
+    title = "CPU seconds per GiB (ratio to the plain loop)"
+    older = [row.model_copy(update={"plain_cpu_ratio": None}) for row in results.speed]
+    assert title not in tables.backends(results.model_copy(update={"speed": older}))
+    newer = [row.model_copy(update={"cpu_seconds_per_gib": 0.25, "plain_cpu_ratio": 1.25}) for row in results.speed]
+    shown = tables.backends(results.model_copy(update={"speed": newer}))
+    assert f"| {title} | store, 1 thread | load, 1 thread | store, 4 threads | load, 4 threads |" in shown
+    assert "| disk, page cache, pages of 2 MiB | 0.250 (1.25) | 0.250 (1.25) | 0.250 (1.25) | 0.250 (1.25) |" in shown
 
 
 @pytest.fixture(scope="module")

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import re
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 
 from offload_core.api.backend import Backend, BackendContext, BackendType, LoadOutcome, StoreOutcome
 from offload_core.api.capabilities import Capabilities
+from offload_core.api.checked_loads import CHECK_BYTES
 from offload_core.api.events import LoadsEnded, TierFailing
 from offload_core.api.hooks import HookSpecs
 from offload_core.api.keys import ObjectKey
@@ -26,6 +29,7 @@ from offload_core.plugins.registry import PluginRegistry, load_plugins
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.threads import DaemonExecutor
+from offload_core.testing.contract.recording_check import RecordingCheck
 from offload_core.testing.contract.suite import BackendContract, contract_tests
 from offload_core.testing.state_machine.machine import STATE_MACHINE_SETTINGS, check_with_state_machine
 from offload_core.tiers.opening import close_tiers, open_tiers
@@ -94,6 +98,22 @@ def test_plugin_example_works_as_shown(tmp_path: Path, monkeypatch: pytest.Monke
     asyncio.run(_round_trip(backend))
 
 
+def test_the_example_of_a_load_in_one_call_reads_and_checks(tmp_path: Path) -> None:
+    (block,) = [block for block in _blocks(PLUGINS, "python") if "def read_and_check(" in block]
+    example: dict[str, Any] = {}
+    exec(block, example)
+    content = os.urandom(2 * CHECK_BYTES + 1)
+    path = tmp_path / "object"
+    path.write_bytes(content)
+    for nbytes, outcome in ((len(content), LoadOutcome.HIT), (5, LoadOutcome.CORRUPT)):
+        buffer = memoryview(bytearray(nbytes))
+        check = RecordingCheck(buffer)
+        with path.open("rb") as file:
+            assert example["read_and_check"](file.fileno(), buffer, check) is outcome
+        assert check.problem is None
+        assert bytes(check.told) == (content if outcome is LoadOutcome.HIT else b"")
+
+
 @pytest.mark.parametrize(
     ("number", "outcomes", "machine"),
     [(0, {}, True), (1, {"xpassed": 1}, False)],
@@ -110,7 +130,7 @@ def test_plugin_example_is_proved_as_shown(
     pytester.syspathinsert()
     result = pytester.runpytest_inprocess("-k", "" if machine else "not state_machine").parseoutcomes()
     skipped = {"test_c05": 2, "test_c06": 1, "test_c09": 2, "test_c10": 5, "test_c11": 3, "test_c16": 1}
-    skipped |= {"test_c18": 4, "test_c19": 2, "test_c20": 3, "test_c21": 3}
+    skipped |= {"test_c18": 4, "test_c19": 2, "test_c20": 3, "test_c21": 3, "test_c22": 3}
     expected = {"skipped": sum(skipped.values()), **outcomes}
     passed = len(contract_tests()) + machine - sum(expected.values())
     assert result == {"passed": passed, "deselected": 2 - machine, **expected}

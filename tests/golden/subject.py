@@ -27,6 +27,7 @@ from offload_core.api.backend import (
     StoreReservation,
 )
 from offload_core.api.capabilities import Capabilities
+from offload_core.api.checked_loads import LoadCheck
 from offload_core.api.errors import ConfigError, ObjectFormatError
 from offload_core.api.hooks import API_VERSION, OLDEST_API_VERSION, HookSpecs, TierInfo
 from offload_core.api.keys import ObjectKey
@@ -79,7 +80,7 @@ __all__ = [
 
 PUBLIC_CLASSES: tuple[type, ...] = (
     *(Backend, BackendContext, BackendOptions, BackendType, BackendWrapper, Capabilities, TierInfo, ObjectKey),
-    *(LoadOutcome, LoadReservation, StoreOutcome, StoreReservation, StoredObject),
+    *(LoadCheck, LoadOutcome, LoadReservation, StoreOutcome, StoreReservation, StoredObject),
     *(value for module in (errors, events) for value in vars(module).values() if isinstance(value, type)),
 )
 """What plugin authors write and get."""

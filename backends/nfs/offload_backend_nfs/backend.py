@@ -1,7 +1,7 @@
 """The ``nfs`` backend: the contract's coroutines, each a few calls on the tier's threads.
 
-Each object is one call on a thread. The calls of a batch run at the same time, as far as the tier has threads. After a
-transient error, a call is retried on its thread (:mod:`offload_backend_nfs.storage.retry`).
+The objects of a batch are shared out among the tier's threads, and each thread moves one object after the other. After
+a transient error, an object is retried on its thread (:mod:`offload_backend_nfs.storage.retry`).
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import fsspec
-from aiofiles.base import wrap
 
 from offload_backend_nfs.capacity.account_options import AccountOptions
 from offload_backend_nfs.capacity.bounded_store import BoundedStore
 from offload_backend_nfs.capacity.medium_adapter import MediumAdapter
 from offload_backend_nfs.capacity.reservations import ReservationManager
 from offload_backend_nfs.lookup_cache import LookupCache
+from offload_backend_nfs.object_batch import ObjectBatch
 from offload_backend_nfs.options import NfsOptions
 from offload_backend_nfs.storage import layout
 from offload_backend_nfs.storage.base import Medium
@@ -32,6 +33,7 @@ from offload_core.api import (
     Backend,
     BackendContext,
     Capabilities,
+    LoadCheck,
     LoadOutcome,
     LoadReservation,
     ObjectKey,
@@ -62,6 +64,7 @@ class NfsBackend(Backend[NfsOptions]):
         self._leftovers_removal: asyncio.Task[None] | None = None
         self._bounded_store: BoundedStore | None = None
         self._reservations: ReservationManager | None = None
+        self._thread_calls: set[Future[None]] = set()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -97,6 +100,8 @@ class NfsBackend(Backend[NfsOptions]):
     async def close(self) -> None:
         """See :meth:`Backend.close`. Retries end at once. Cancelled, it stops waiting."""
         self._retrier.stop()
+        while self._thread_calls:
+            await asyncio.wait([asyncio.wrap_future(call) for call in self._thread_calls.copy()])
         if self._reservations is not None:
             reservations, self._reservations = self._reservations, None
             await reservations.close()
@@ -145,6 +150,16 @@ class NfsBackend(Backend[NfsOptions]):
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`. Cancelled, it waits for the reads that have begun."""
         return await self._for_each_object(self._load, keys, buffers)
+
+    async def load_and_check(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
+    ) -> Sequence[LoadOutcome]:
+        """See :meth:`Backend.load_and_check`. Cancelled, it waits for the reads that have begun."""
+        if self._reservations is None:
+            return await self._for_each_object(self._load, keys, buffers, checks)
+        return await self._reservations.load(
+            lambda *shown: self._for_each_object(self._load, *shown), keys, buffers, checks
+        )
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         """See :meth:`Backend.store`. Cancelled, it waits for the writes that have begun."""
@@ -211,14 +226,18 @@ class NfsBackend(Backend[NfsOptions]):
         }
 
     async def _for_each_object(self, work: Callable[..., T], *objects: Sequence[Any]) -> list[T]:
-        """Run ``work`` on every object, each in one call on a thread, as many at once as there are threads.
+        """Run ``work`` on every object, on all threads of the tier. Raise the first error after the last call.
 
-        Cancelled, it waits for the calls that have begun.
+        Each thread takes one object after the other. Cancelled, this waits for all of them.
         """
-        call = wrap(work)  # from aiofiles: a coroutine function that makes one call on the given executor
-        return await self._gather_to_the_end(
-            call(*one, executor=self.context.executor) for one in zip(*objects, strict=True)
-        )
+        arguments = list(zip(*objects, strict=True))
+        threads = min(len(arguments), self.context.threads)
+        batch = ObjectBatch(work, arguments)
+        if threads == 1:
+            await self.run_blocking(batch.work_on_waiting)
+        elif threads:
+            await self.run_to_the_end(batch.start(self.context.executor, threads, self._thread_calls))
+        return batch.results()
 
     async def _gather_to_the_end(self, calls: Iterable[Awaitable[T]]) -> list[T]:
         """Await all calls to their real end, cancelled or not (C7). Raise the first error."""
@@ -255,9 +274,14 @@ class NfsBackend(Backend[NfsOptions]):
             self._lookup_cache.add_answer(key, size is not None, asked, size)
         return sizes
 
-    def _load(self, key: ObjectKey, buffer: memoryview) -> LoadOutcome:
+    def _load(self, key: ObjectKey, buffer: memoryview, check: LoadCheck | None = None) -> LoadOutcome:
         asked = time.monotonic()
-        outcome = self._retrier.call(self.medium.load, layout.name_of(key), buffer)
+        checks = iter([check])
+
+        def load() -> LoadOutcome:
+            return self.medium.load(layout.name_of(key), buffer, next(checks, None))  # a retry begins again
+
+        outcome = self._retrier.call(load)
         self._lookup_cache.add_answer(
             key, outcome is not LoadOutcome.MISS, asked, len(buffer) if outcome is LoadOutcome.HIT else None
         )

@@ -1,5 +1,7 @@
 """Clauses about buffers: C7, the end of a call's access to its buffers, and C13, calls that run during ``close``.
 
+C7 for loads in one call is a part of C22.
+
 Each test stops a call of the backend at the gate, on its thread, before it has begun. If the coroutine ends meanwhile,
 it has left its thread behind. The test then opens the gate and watches the buffer.
 """
@@ -8,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
+from contextlib import nullcontext
 from typing import Any
 
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.testing.contract.checks import contract_test, expect
+from offload_core.testing.contract.recording_check import RecordingCheck
 from offload_core.testing.rig.clients import Client, Rig, content, ended, held_or_done, turns, until
 
 SIZE = 5000
@@ -45,6 +49,14 @@ class BuffersContract:
                 await call.expect_buffers_left_alone()
         async for call in _cancelled_after_turns(rig, "load"):
             await call.expect_buffers_left_alone()
+
+    @contract_test
+    async def test_c22_a_load_in_one_call_does_not_touch_its_buffer_afterwards(self, one_call_rig: Rig) -> None:
+        for end in (_returned, _failed, _cancelled, _cancelled_twice, _cancelled_with_one_ending):
+            async for call in _ended_calls(one_call_rig, "load in one call", end):
+                await call.expect_buffers_left_alone("C22")
+        async for call in _cancelled_after_turns(one_call_rig, "load in one call"):
+            await call.expect_buffers_left_alone("C22")
 
     @contract_test
     async def test_c07_a_store_that_returned_does_not_read_its_buffer_afterwards(self, rig: Rig) -> None:
@@ -92,18 +104,20 @@ class _Call:
         self.rig, self.client, self.kind, self.how = rig, client, kind, ""
         self.keys = rig.keys(3)
         self.contents = [content(SIZE, seed) for seed in range(3)]
-        self.buffers = [bytearray(SIZE) if kind == "load" else bytearray(wanted) for wanted in self.contents]
+        self.buffers = [bytearray(wanted) if kind == "store" else bytearray(SIZE) for wanted in self.contents]
 
     async def prepare(self) -> Any:
         """Store the objects that a load needs, and return the reservation to hold."""
         if self.kind == "store":
             return self.client.storing(self.keys, [SIZE] * 3)
         await self.client.put(dict(zip(self.keys, self.contents, strict=True)))
-        return self.client.loading(self.keys)
+        return self.client.loading(self.keys) if self.kind == "load" else nullcontext()
 
     def start(self) -> Coroutine[Any, Any, Any]:
         """Return the coroutine of the load or store."""
         views = [memoryview(buffer) for buffer in self.buffers]
+        if self.kind == "load in one call":
+            return self.client.load_and_check(self.keys, views, [RecordingCheck(view) for view in views])
         run: Operation = Client.load_into if self.kind == "load" else Client.store_from
         return run(self.client, self.keys, views)
 
@@ -112,12 +126,12 @@ class _Call:
         for buffer in self.buffers:
             buffer[:] = bytes([POISON]) * SIZE
 
-    async def expect_buffers_left_alone(self) -> None:
+    async def expect_buffers_left_alone(self, clause: str = "C7") -> None:
         for number, buffer in enumerate(self.buffers):
             changed = next((index for index, byte in enumerate(buffer) if byte != POISON), None)
             expect(
                 changed is None,
-                f"C7: {self.how}, the load wrote to buffer {number} of 3 after it had ended: "
+                f"{clause}: {self.how}, the load wrote to buffer {number} of 3 after it had ended: "
                 f"byte {changed} went from 0x{POISON:02x} to 0x{buffer[changed or 0]:02x}",
             )
 

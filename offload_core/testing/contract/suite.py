@@ -1,4 +1,4 @@
-"""The contract of a backend as a pytest class: a subclass of it tests clauses C1 to C21 of plugins.md.
+"""The contract of a backend as a pytest class: a subclass of it tests clauses C1 to C22 of plugins.md.
 
 A complete test file::
 
@@ -41,6 +41,7 @@ from offload_core.testing.contract.bytes import BytesContract
 from offload_core.testing.contract.capacity import CAPACITY_BYTES, CapacityContract
 from offload_core.testing.contract.loop import LoopContract
 from offload_core.testing.contract.machine import MachineContract
+from offload_core.testing.contract.one_call import OneCallContract
 from offload_core.testing.contract.options import OptionsContract
 from offload_core.testing.contract.spares import SparesContract
 from offload_core.testing.contract.visibility import VisibilityContract
@@ -54,6 +55,7 @@ class BackendContract(
     LoopContract,
     CapacityContract,
     SparesContract,
+    OneCallContract,
     OptionsContract,
     MachineContract,
 ):
@@ -136,6 +138,13 @@ class BackendContract(
     def sparing_rig(self, bounded_rig: Rig) -> Rig:
         """A rig whose medium has a limit of 1 MiB and knows spare objects."""
         return _needs(bounded_rig, "spares")
+
+    @pytest.fixture
+    def one_call_rig(self, rig: Rig) -> Rig:
+        """A rig whose clients load in one call."""
+        if not rig.loads_in_one_call():
+            pytest.skip("the backend has no load_and_check")
+        return rig
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)

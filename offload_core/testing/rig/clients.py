@@ -25,6 +25,7 @@ from offload_core.api.backend import (
     StoreReservation,
 )
 from offload_core.api.capabilities import Capabilities
+from offload_core.api.checked_loads import LoadCheck
 from offload_core.api.keys import ObjectKey
 from offload_core.testing.rig.watched_calls import Calls, WatchedLoopThreads, WatchedThreads, current_calls
 
@@ -99,7 +100,7 @@ class Rig:
     def construct(self, threads: int = THREADS) -> Client:
         """Construct a backend, without opening it."""
         calls = Calls()
-        context = BackendContext("contract", WatchedThreads(threads, "contract", calls))
+        context = BackendContext("contract", WatchedThreads(threads, "contract", calls), threads)
         client = Client(self.backend_type.backend(self._validated, context), calls)
         self.clients.append(client)
         return client
@@ -115,6 +116,14 @@ class Rig:
 
         async def declared() -> Capabilities:
             return self.construct().backend.capabilities
+
+        return self.run(declared())
+
+    def loads_in_one_call(self) -> bool:
+        """Return whether the backend declares that it loads in one call."""
+
+        async def declared() -> bool:
+            return self.construct().backend.loads_in_one_call
 
         return self.run(declared())
 
@@ -201,6 +210,13 @@ class Client:
         """See :meth:`Backend.load_into`; the caller holds a reservation."""
         with self._counted():
             return list(await self.backend.load_into(keys, buffers))
+
+    async def load_and_check(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
+    ) -> list[LoadOutcome]:
+        """See :meth:`Backend.load_and_check`; without a reservation."""
+        with self._counted():
+            return list(await self.backend.load_and_check(keys, buffers, checks))
 
     async def store_from(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
         """See :meth:`Backend.store`; the caller holds a reservation that covers all objects."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from offload_core.api.backend import BackendType
 from tests.testing.contract import broken_bytes as b
 from tests.testing.contract import broken_calls as c
+from tests.testing.contract import broken_one_call as one
 from tests.testing.contract import broken_order as o
 from tests.testing.contract.reference import ReferenceBackend, ReferenceOptions
 
@@ -401,5 +402,30 @@ BROKEN = [
         o.ClearsWhatItTouches,
         r"C21: a touched object: byte 0 of 1000 is 0x00 in place of",
         "c21_a_touch_neither_makes_nor_loses_an_object",
+    ),
+    _backend(
+        one.MissesWhatDoesNotFit,
+        r"C22: load_and_check returned \[HIT, MISS, HIT, HIT, MISS, MISS, HIT\]; it should return \[HIT, MISS, HIT",
+        "c22_a_load_in_one_call_answers_as_its_steps_do",
+    ),
+    _backend(
+        one.ClearsBuffersInOneCall,
+        r"C22: a buffer of 50 bytes after MISS in one call, as by the steps,: byte 0 of 50 is 0x00 in place of 0xa5",
+        "c22_a_load_in_one_call_answers_as_its_steps_do",
+    ),
+    _backend(
+        one.TellsBeforeItReads,
+        r"C22: an object of 1 bytes, when its check was told,: byte 0 of 1 is 0xa5 in place of 0x\w\w",
+        "c22_checks_are_told_of_final_bytes_in_order",
+    ),
+    _backend(
+        one.TellsOfWholeParts,
+        r"C22: the check of an object of 1 bytes got filled\(1000\) with 1 of 1 bytes left",
+        "c22_checks_are_told_of_final_bytes_in_order",
+    ),
+    _backend(
+        one.LeavesItsThreadInOneCall,
+        r"C22: cancelled 1 times while its thread call 1 ran, the load wrote to buffer 0 of 3 after it",
+        "c22_a_load_in_one_call_does_not_touch_its_buffer_afterwards",
     ),
 ]

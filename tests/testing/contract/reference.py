@@ -20,6 +20,7 @@ from offload_core.api.backend import (
     StoreReservation,
 )
 from offload_core.api.capabilities import Capabilities
+from offload_core.api.checked_loads import LoadCheck
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions
 
@@ -139,6 +140,24 @@ class ReferenceBackend(Backend[ReferenceOptions]):
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         return await self.run_blocking(self.load_all, keys, buffers)
+
+    async def load_and_check(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
+    ) -> Sequence[LoadOutcome]:
+        return await self.run_blocking(self.load_all_checked, keys, buffers, checks)
+
+    def load_all_checked(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
+    ) -> list[LoadOutcome]:
+        outcomes = self.load_all(keys, buffers)
+        for outcome, buffer, check in zip(outcomes, buffers, checks, strict=True):
+            if outcome is LoadOutcome.HIT:
+                self.tell(check, buffer)
+        return outcomes
+
+    def tell(self, check: LoadCheck, buffer: memoryview) -> None:
+        for start in range(0, len(buffer), 1000):
+            check.filled(min(1000, len(buffer) - start))
 
     def load_all(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
         return [self.load(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]

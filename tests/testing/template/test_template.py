@@ -85,6 +85,7 @@ def test_it_passes_the_whole_contract(clean: CleanEnvironment, template: Path, s
         "capability lists is declared",
         *["capability spares is not declared" for name in contract_tests() if re.match("test_c2[01]_", name)],
         "no method damage(self, options, key) that cuts an object short",
+        *["the backend has no load_and_check" for name in contract_tests() if name.startswith("test_c22_")],
     ]
     (passed,) = re.findall(r"(\d+) passed", done.stdout)
     assert int(passed) >= len(contract_tests()) - len(skipped) + (not selected)

@@ -11,7 +11,7 @@ from offload_backend_disk.capacity.account import Account, segment_of
 from offload_backend_disk.capacity.held_reservations import HeldReservation
 from offload_backend_disk.folder.files import DISK_FULL_ERRNOS
 from offload_backend_disk.folder.object_folder import ObjectFolder
-from offload_core.api import ObjectKey, StoreOutcome
+from offload_core.api import LoadCheck, LoadOutcome, ObjectKey, StoreOutcome
 
 _RETRY_SECONDS = 1.0
 
@@ -76,6 +76,19 @@ class BoundedFolder:
     def unpin(self, keys: Sequence[ObjectKey]) -> None:
         """Undo :meth:`pin` for the keys that it found present."""
         self._account.unpin(keys)
+
+    def load_and_check(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
+    ) -> list[LoadOutcome]:
+        """Read objects that are pinned meanwhile, and check them on the way."""
+        sizes = self.pin(keys)
+        try:
+            return [
+                LoadOutcome.MISS if size is None else self._folder.load_one(key, buffer, check)
+                for key, buffer, check, size in zip(keys, buffers, checks, sizes, strict=True)
+            ]
+        finally:
+            self.unpin([key for key, size in zip(keys, sizes, strict=True) if size is not None])
 
     def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
         """Make objects the most recently used ones, in this order; see :meth:`Backend.touch`. Does not block."""

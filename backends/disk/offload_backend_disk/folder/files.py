@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from offload_backend_disk.folder import direct_io
-from offload_core.api import LoadOutcome
+from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
@@ -52,6 +52,21 @@ def read(descriptor: int, buffer: memoryview, *, direct: bool = False) -> LoadOu
         if count == 0:
             break
     return LoadOutcome.HIT if done == len(buffer) else LoadOutcome.CORRUPT
+
+
+def read_and_check(descriptor: int, buffer: memoryview, check: LoadCheck) -> LoadOutcome:
+    """Read the whole file into ``buffer`` as :func:`read` does, in parts that are checked at once."""
+    if os.fstat(descriptor).st_size != len(buffer):
+        return LoadOutcome.CORRUPT
+    done = 0
+    while left := len(buffer) - done:
+        part = buffer[done:] if left < 2 * CHECK_BYTES else buffer[done : done + CHECK_BYTES]
+        count = os.preadv(descriptor, [part], done)
+        if count == 0:  # truncated since the fstat
+            return LoadOutcome.CORRUPT
+        check.filled(count)
+        done += count
+    return LoadOutcome.HIT
 
 
 def write(path: str, temporary: str, buffer: memoryview, fsync: Fsync, *, direct: bool = False) -> None:

@@ -12,7 +12,7 @@ from offload_backend_disk.folder.direct_io import is_aligned
 from offload_backend_disk.folder.layout import Layout
 from offload_backend_disk.folder.mount_guard import MountGuard
 from offload_backend_disk.folder.processes import Processes
-from offload_core.api import LoadOutcome, ObjectKey, StoredObject, StoreOutcome
+from offload_core.api import LoadCheck, LoadOutcome, ObjectKey, StoredObject, StoreOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,31 @@ class ObjectFolder:
 
     def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
         """Read objects, in order; the first error ends the batch."""
-        return [self._load(*item) for item in zip(keys, buffers, strict=True)]
+        return [self.load_one(*item) for item in zip(keys, buffers, strict=True)]
+
+    def load_and_check(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
+    ) -> list[LoadOutcome]:
+        """Read objects as :meth:`load` does, and check them on the way; see :meth:`load_one`."""
+        return [self.load_one(*item) for item in zip(keys, buffers, checks, strict=True)]
+
+    def load_one(self, key: ObjectKey, buffer: memoryview, check: LoadCheck | None = None) -> LoadOutcome:
+        """Read an object.
+
+        Args:
+            check: learns of each part that was read. Reads past the page cache leave it out: their thread had better
+                ask the disk for the next object, while another thread checks this one.
+        """
+        direct = self.direct and is_aligned(buffer)
+        descriptor = files.open_to_read(self.layout.path_string(key), direct=direct)
+        if descriptor is None:
+            return LoadOutcome.MISS
+        try:
+            if check is not None and not direct:
+                return files.read_and_check(descriptor, buffer, check)
+            return files.read(descriptor, buffer, direct=direct)
+        finally:
+            os.close(descriptor)
 
     def check_free_space(self, keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> list[StoreOutcome | None]:
         """Return ``None`` per object that may be stored: it is absent and leaves enough bytes free.
@@ -123,16 +147,6 @@ class ObjectFolder:
     def objects_in(self, folder: Path) -> list[StoredObject]:
         """Return the objects in one of :meth:`folders`."""
         return list(self.layout.objects_in(folder))
-
-    def _load(self, key: ObjectKey, buffer: memoryview) -> LoadOutcome:
-        direct = self.direct and is_aligned(buffer)
-        descriptor = files.open_to_read(self.layout.path_string(key), direct=direct)
-        if descriptor is None:
-            return LoadOutcome.MISS
-        try:
-            return files.read(descriptor, buffer, direct=direct)
-        finally:
-            os.close(descriptor)
 
     def _raise_unless_full(self, error: OSError) -> None:
         """Raise the error unless it means a full disk, which is logged once."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from offload_backend_nfs.capacity.bounded_store import BoundedStore, ReserveResult
 from offload_backend_nfs.capacity.quota import ObjectReservation
-from offload_core.api import LoadReservation, ObjectKey, StoreOutcome, StoreReservation
+from offload_core.api import LoadOutcome, LoadReservation, ObjectKey, StoreOutcome, StoreReservation
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,28 @@ class ReservationManager:
             self.bounded_store.unpin(pinned)
 
         return LoadReservation([size is not None for size in sizes], release, sizes)
+
+    async def load(
+        self,
+        load_shown: Callable[..., Awaitable[list[LoadOutcome]]],
+        keys: Sequence[ObjectKey],
+        *objects: Sequence[Any],
+    ) -> list[LoadOutcome]:
+        """Load objects that are pinned meanwhile. A hidden object is a miss. Cancelled, nothing stays pinned.
+
+        Args:
+            load_shown: gets the keys that are not hidden, and the same places of ``objects``.
+            objects: sequences that are parallel to ``keys``.
+        """
+        self.bounded_store.pin(keys)
+        try:
+            shown = [index for index, is_hidden in enumerate(self.bounded_store.hidden(keys)) if not is_hidden]
+            found = await load_shown(*([column[index] for index in shown] for column in (keys, *objects)))
+            outcomes = dict(zip(shown, found, strict=True))
+            self.bounded_store.mark_used([keys[at] for at, got in outcomes.items() if got is not LoadOutcome.MISS])
+            return [outcomes.get(index, LoadOutcome.MISS) for index in range(len(keys))]
+        finally:
+            self.bounded_store.unpin(keys)
 
     async def prepare_store(
         self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()

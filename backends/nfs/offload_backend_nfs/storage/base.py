@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from offload_core.api import LoadOutcome
+from offload_core.api import LoadCheck, LoadOutcome
 
 TEMPORARY_FOLDER = ".temporary"
 """Holds objects while they are written. So leftovers of killed writers are found without a scan of every folder."""
@@ -52,8 +52,12 @@ class Medium(ABC):
         """Return, per name, the object's bytes, or ``None`` if there is no object. Never lists a folder."""
 
     @abstractmethod
-    def load(self, name: str, buffer: memoryview) -> LoadOutcome:
-        """Fill ``buffer``. An object of another size is ``CORRUPT``; an absent object is a ``MISS``."""
+    def load(self, name: str, buffer: memoryview, check: LoadCheck | None = None) -> LoadOutcome:
+        """Fill ``buffer``. An object of another size is ``CORRUPT``; an absent object is a ``MISS``.
+
+        Args:
+            check: learns of each part of the buffer that is filled.
+        """
 
     @abstractmethod
     def store(self, name: str, buffer: memoryview) -> None:

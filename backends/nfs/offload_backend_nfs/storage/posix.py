@@ -24,7 +24,7 @@ from pathlib import Path
 
 from offload_backend_nfs.storage import temporaries
 from offload_backend_nfs.storage.base import TEMPORARY_FOLDER, TEMPORARY_LIFE_SECONDS, Entry, Medium
-from offload_core.api import LoadOutcome
+from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class PosixShare(Medium):
             self._check_root_after_miss()
         return found
 
-    def load(self, name: str, buffer: memoryview) -> LoadOutcome:
+    def load(self, name: str, buffer: memoryview, check: LoadCheck | None = None) -> LoadOutcome:
         """See :meth:`Medium.load`. Reads directly into ``buffer``.
 
         If another host deletes the object during the read (ESTALE), it is opened once more, and then it is a miss. Only
@@ -91,12 +91,13 @@ class PosixShare(Medium):
         path = self._path(name)
         for _ in range(2):
             try:
-                return _read(path, buffer)
+                return _read(path, buffer, check)
             except OSError as error:
                 if error.errno not in _MISSING_ERRNOS:
                     raise
                 if error.errno != errno.ESTALE:
                     break
+                check = None  # the next file is read from its beginning
         self._check_root_after_miss()
         return LoadOutcome.MISS
 
@@ -291,17 +292,20 @@ class PosixShare(Medium):
         self._root_seen_seconds = time.monotonic()
 
 
-def _read(path: str, buffer: memoryview) -> LoadOutcome:
-    """Read a file into ``buffer``."""
+def _read(path: str, buffer: memoryview, check: LoadCheck | None) -> LoadOutcome:
+    """Read a file into ``buffer``, in parts if they are checked."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if os.fstat(descriptor).st_size != len(buffer):
             return LoadOutcome.CORRUPT
         done = 0
-        while done < len(buffer):
-            count = os.preadv(descriptor, [buffer[done:]], done)
+        while left := len(buffer) - done:
+            part = buffer[done:] if check is None or left < 2 * CHECK_BYTES else buffer[done : done + CHECK_BYTES]
+            count = os.preadv(descriptor, [part], done)
             if count == 0:  # truncated since the fstat
                 return LoadOutcome.CORRUPT
+            if check is not None:
+                check.filled(count)
             done += count
     finally:
         os.close(descriptor)

@@ -1,0 +1,26 @@
+"""A check of an object that records the bytes that it is told of."""
+
+from __future__ import annotations
+
+from offload_core.api.checked_loads import LoadCheck
+
+
+class RecordingCheck(LoadCheck):
+    """Copies each part of the buffer when it is told of it.
+
+    Attributes:
+        told: the bytes of all parts so far.
+        problem: the first call that was wrong.
+    """
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer = buffer
+        self.told = bytearray()
+        self.problem: str | None = None
+
+    def filled(self, nbytes: int) -> None:
+        """See :meth:`LoadCheck.filled`."""
+        left = len(self._buffer) - len(self.told)
+        if not 0 < nbytes <= left:
+            self.problem = self.problem or f"filled({nbytes}) with {left} of {len(self._buffer)} bytes left"
+        self.told += self._buffer[len(self.told) :][: max(0, nbytes)]

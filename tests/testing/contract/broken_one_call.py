@@ -1,0 +1,48 @@
+"""Backends that break C22, loads in one call, each in one way and in no other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from offload_core.api.backend import LoadOutcome
+from offload_core.api.checked_loads import LoadCheck
+from offload_core.api.keys import ObjectKey
+from tests.testing.contract.reference import ReferenceBackend
+
+Keys = Sequence[ObjectKey]
+Buffers = Sequence[memoryview]
+Checks = Sequence[LoadCheck]
+
+
+class MissesWhatDoesNotFit(ReferenceBackend):
+    def load_all_checked(self, keys: Keys, buffers: Buffers, checks: Checks) -> list[LoadOutcome]:
+        outcomes = super().load_all_checked(keys, buffers, checks)
+        return [LoadOutcome.MISS if outcome is LoadOutcome.CORRUPT else outcome for outcome in outcomes]
+
+
+class ClearsBuffersInOneCall(ReferenceBackend):
+    def load_all_checked(self, keys: Keys, buffers: Buffers, checks: Checks) -> list[LoadOutcome]:
+        for buffer in buffers:
+            buffer[:] = bytes(len(buffer))
+        return super().load_all_checked(keys, buffers, checks)
+
+
+class TellsBeforeItReads(ReferenceBackend):
+    def load_all_checked(self, keys: Keys, buffers: Buffers, checks: Checks) -> list[LoadOutcome]:
+        for key, buffer, check in zip(keys, buffers, checks, strict=True):
+            if key in self.medium.objects:
+                self.tell(check, buffer)
+        return self.load_all(keys, buffers)
+
+
+class TellsOfWholeParts(ReferenceBackend):
+    def tell(self, check: LoadCheck, buffer: memoryview) -> None:
+        for _ in range(0, len(buffer), 1000):
+            check.filled(1000)
+
+
+class LeavesItsThreadInOneCall(ReferenceBackend):
+    async def load_and_check(self, keys: Keys, buffers: Buffers, checks: Checks) -> Sequence[LoadOutcome]:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.context.executor, self.load_all_checked, keys, buffers, checks)
