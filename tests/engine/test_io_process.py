@@ -39,8 +39,8 @@ def test_outputs_are_those_without_offloading(gemma3: Lab, tmp_path: Path, mode:
     ("model", "seeds"),
     [
         pytest.param("gemma3", (1,), id="gemma3"),
-        pytest.param("gemma3", tuple(range(2, 14)), id="gemma3-many", marks=pytest.mark.long),
-        pytest.param("qwen3_next", tuple(range(1, 14)), id="qwen3_next-many", marks=pytest.mark.long),
+        pytest.param("gemma3", tuple(range(2, 8)), id="gemma3-many", marks=pytest.mark.long),
+        pytest.param("qwen3_next", tuple(range(1, 4)), id="qwen3_next-many", marks=pytest.mark.long),
     ],
 )
 def test_outputs_are_exact_while_the_process_is_killed_and_stopped(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,22 +84,37 @@ def offload_register_backends():
 
 
 @pytest.fixture
-def rig(site: Site, tmp_path: Path, io: IoLoop) -> Iterator[Rig]:
+def make(site: Site, tmp_path: Path, io: IoLoop) -> Iterator[Callable[..., Rig]]:
     site.install("trouble", PLUGIN)
     medium = tmp_path / "medium"
     medium.mkdir()
-    backends = {"name": "trouble", "type": "trouble", "path": str(medium)}
-    rig = Rig.of(io, backends, io_process_timeout_seconds=2, io_process_memory_bytes="1GiB")
-    yield rig
-    rig.close()
+    rigs: list[Rig] = []
+
+    def make_rig(**settings: Any) -> Rig:
+        rigs.append(Rig.of(io, {"name": "trouble", "type": "trouble", "path": str(medium)}, **settings))
+        return rigs[-1]
+
+    yield make_rig
+    for rig in rigs:
+        rig.close()
 
 
 def order(tmp_path: Path, words: str) -> None:
     (tmp_path / "medium" / "order").write_text(words)
 
 
-@pytest.mark.parametrize("words", ["segmentation fault", "os._exit", "abort", "interpreter lock", "stop the loop"])
-def test_the_process_is_replaced_and_the_tier_serves_again(rig: Rig, tmp_path: Path, words: str) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        "segmentation fault",
+        "interpreter lock",
+        *(pytest.param(words, marks=pytest.mark.long) for words in ("os._exit", "abort", "stop the loop")),
+    ],
+)
+def test_the_process_is_replaced_and_the_tier_serves_again(
+    make: Callable[..., Rig], tmp_path: Path, words: str
+) -> None:
+    rig = make(io_process_timeout_seconds=2)
     rig.store(1)
     order(tmp_path, words)
     first, longest = rig.pid, _Longest()
@@ -110,7 +126,8 @@ def test_the_process_is_replaced_and_the_tier_serves_again(rig: Rig, tmp_path: P
     assert rig.tiers[0].health.available
 
 
-def test_a_plugin_that_allocates_without_end_gets_an_error(rig: Rig, tmp_path: Path) -> None:
+def test_a_plugin_that_allocates_without_end_gets_an_error(make: Callable[..., Rig], tmp_path: Path) -> None:
+    rig = make(io_process_memory_bytes="512MiB", io_process_timeout_seconds=60)
     rig.store(1)
     first = rig.pid
     order(tmp_path, "memory")
@@ -119,7 +136,8 @@ def test_a_plugin_that_allocates_without_end_gets_an_error(rig: Rig, tmp_path: P
     assert rig.pid == first, "MemoryError is an error like any other"
 
 
-def test_a_fork_of_the_process_does_no_harm(rig: Rig, tmp_path: Path) -> None:
+def test_a_fork_of_the_process_does_no_harm(make: Callable[..., Rig], tmp_path: Path) -> None:
+    rig = make()
     rig.store(1)
     first = rig.pid
     order(tmp_path, "fork")

@@ -181,6 +181,7 @@ def test_a_stopped_process_is_killed_and_replaced(make: Make, tmp_path: Path, ca
     assert f"(pid {pid}) has not answered for 2 s" in messages(caplog)
 
 
+@pytest.mark.long
 def test_a_process_that_keeps_ending_is_replaced_after_growing_pauses(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
