@@ -1,7 +1,8 @@
 """The control socket between the engine's process and the I/O process: rare messages, as JSON, with descriptors.
 
 Objects and calls go through the rings (:mod:`offload_core.io_process.protocol`). The socket carries the staging memory,
-the making of tiers, log records, and the tidy end. Its end of file tells that the other process is gone.
+the making of tiers, and the tidy end. Its end of file tells that the other process is gone. Log records have a socket
+of their own.
 """
 
 from __future__ import annotations

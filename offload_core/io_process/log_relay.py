@@ -10,18 +10,23 @@ from offload_core.io_process.control import ControlSocket, Record
 _MAX_TEXT = 8000
 
 
-class ControlLogHandler(logging.Handler):
-    """Sends each record to the engine's process. A record that the socket cannot take now is dropped."""
+class LogSender(logging.Handler):
+    """Sends each record to the engine's process. A record that the socket cannot take now is dropped.
 
-    def __init__(self, control: ControlSocket) -> None:
+    Args:
+        end: a socket for log records alone, so that many of them delay nothing else.
+    """
+
+    def __init__(self, end: ControlSocket) -> None:
         super().__init__()
-        self._control = control
+        end.set_blocking(False)
+        self._end = end
         self.setFormatter(logging.Formatter("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send one record, with the text of its exception."""
         with contextlib.suppress(OSError):
-            self._control.send({"log": [record.name, record.levelno, self.format(record)[:_MAX_TEXT]]})
+            self._end.send({"log": [record.name, record.levelno, self.format(record)[:_MAX_TEXT]]})
 
 
 def relay(record: Record) -> None:

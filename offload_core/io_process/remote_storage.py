@@ -108,9 +108,9 @@ class RemoteStorage:
                     lease.release()
 
     async def seal(self, objects: Sequence[StagedObject]) -> None:
-        """Write the headers and checksums of objects in staging memory."""
+        """Write the headers and checksums of objects in staging memory. The tier need not be open for that."""
         pieces = [_piece(staged, None) for staged in objects]
-        await to_the_end(self._call(Kind.SEAL, _objects(objects, pieces)))
+        await to_the_end(self._send(Kind.SEAL, self.number, _objects(objects, pieces)))
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """Remove objects."""

@@ -7,6 +7,7 @@ would in the engine's process. The staging memory is mapped, so that objects are
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ from offload_core.config.loading import load_config
 from offload_core.config.model import OffloadConfig
 from offload_core.io_process import protocol
 from offload_core.io_process.control import ControlSocket, Record
-from offload_core.io_process.log_relay import ControlLogHandler
+from offload_core.io_process.log_relay import LogSender
 from offload_core.io_process.messages import MessageChannel
 from offload_core.io_process.protocol import NO_PIECE, Kind, Message, ProtocolError
 from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS
@@ -54,7 +55,7 @@ def serve(start: StartMessage) -> None:
     """Serve the engine's process until it asks for the end, or ends itself. Does not return."""
     settings = json.loads(start.payload)
     control = ControlSocket.from_descriptor(start.descriptors["control"])
-    handler = ControlLogHandler(control)
+    handler = LogSender(ControlSocket.from_descriptor(start.descriptors["log"]))
     logging.basicConfig(level=settings["log_level"], handlers=[handler])
     status = 0
     try:
@@ -65,7 +66,8 @@ def serve(start: StartMessage) -> None:
     except BaseException as error:
         status = 1
         control.set_blocking(True)
-        control.send({"failed": f"{type(error).__name__}: {error}"})
+        with contextlib.suppress(OSError):  # the engine's process is gone
+            control.send({"failed": f"{type(error).__name__}: {error}"})
     os._exit(status)  # a hung thread must not delay the end
 
 

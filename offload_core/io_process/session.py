@@ -63,7 +63,8 @@ class Session:
         self._on_killed = on_killed
         self._silence_seconds = silence_seconds
         self._loop = asyncio.get_running_loop()
-        self._control, theirs = ControlSocket.pair()
+        self._control, their_control = ControlSocket.pair()
+        self._log, their_log = ControlSocket.pair()
         self._rings = make_rings()
         self._to_process, self._to_engine = Doorbell(), Doorbell()
         self._channel = MessageChannel(
@@ -74,11 +75,12 @@ class Session:
             on_message=self._received,
             on_error=self._damaged,
         )
-        self._theirs = theirs
+        self._theirs = (their_control, their_log)
         self._companion = CompanionProcess(
             MODULE,
             descriptors={
-                "control": theirs.fileno(),
+                "control": their_control.fileno(),
+                "log": their_log.fileno(),
                 "rings": self._rings.descriptor,
                 "to_process": self._to_process.fileno(),
                 "to_engine": self._to_engine.fileno(),
@@ -118,11 +120,13 @@ class Session:
         Raises:
             OSError: it did not start.
         """
-        self._control.set_blocking(False)
-        self._loop.add_reader(self._control.fileno(), self._on_control)
+        for end, reader in ((self._control, self._on_control), (self._log, self._on_log)):
+            end.set_blocking(False)
+            self._loop.add_reader(end.fileno(), reader)
         try:
             await to_the_end(self._loop.run_in_executor(self._threads, self._companion.start))
-            self._theirs.close()
+            for end in self._theirs:
+                end.close()
             async with asyncio.timeout(seconds):
                 await self._ready
         except BaseException:
@@ -205,9 +209,7 @@ class Session:
         try:
             while (received := self._control.receive()) is not None:
                 record, _ = received
-                if "log" in record:
-                    relay(record)
-                elif "ready" in record and not self._ready.done():
+                if "ready" in record and not self._ready.done():
                     self._ready.set_result(record)
                 elif "failed" in record:
                     self._fail_start(str(record["failed"]))
@@ -218,6 +220,16 @@ class Session:
             pass
         except OSError:
             self._loop.remove_reader(self._control.fileno())
+
+    def _on_log(self) -> None:
+        try:
+            while (received := self._log.receive()) is not None:
+                relay(received[0])
+            self._loop.remove_reader(self._log.fileno())
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._loop.remove_reader(self._log.fileno())
 
     def _fail_start(self, reason: str) -> None:
         if not self._ready.done():
@@ -263,13 +275,16 @@ class Session:
             return
         self._channel.receive()  # answers from before its end
         self._is_over = True
-        self._on_control()  # log lines too
+        self._on_control()
+        self._on_log()
         if self._ping is not None:
             self._ping.cancel()
         self._channel.close()
-        self._loop.remove_reader(self._control.fileno())
-        self._control.close()
-        self._theirs.close()
+        for end in (self._control, self._log):
+            self._loop.remove_reader(end.fileno())
+            end.close()
+        for end in self._theirs:
+            end.close()
         self._to_process.close()
         self._to_engine.close()
         self._rings.close()
