@@ -172,7 +172,7 @@ def test_a_server_answers_while_its_storage_hangs_and_is_served_from_it_afterwar
     folder, config, log = fault_fs.path / "kv", tmp_path / "offload.yaml", tmp_path / "server.log"
     config.write_text(
         f"lookup_timeout_seconds: {HANG_SECONDS}\nload_timeout_seconds: {HANG_SECONDS}\n"
-        "breaker_pause_seconds: 0.1\nbreaker_max_pause_seconds: 0.2\n"
+        "load_when: always\nbreaker_pause_seconds: 0.1\nbreaker_max_pause_seconds: 0.2\n"
         f"backends:\n  - {{name: files, type: disk, path: {folder}}}\n"
     )
     words = [f"w{4 + 7 * index % 1000}" for index in range(1500)]

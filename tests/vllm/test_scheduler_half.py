@@ -346,3 +346,11 @@ def test_ranks_reports_add_up() -> None:
         "shared": -1,
     }
     assert one.ranks_refusing_loads == {"nvme": 1, "shared": -1}, "not changed"
+
+
+def test_the_end_of_another_connectors_load_is_none_of_ours(half: Half) -> None:
+    """Beside another connector, the engine tells both of every load that has ended."""
+    half.follow(request("r"))
+    half.half.take_output({"r"}, set(), None)
+    half.half.take_output({"r"}, {"r"}, None)
+    half.store(r=80)

@@ -238,7 +238,7 @@ class SchedulerHalf:
             self._take_report(report)
         for request_id in finished:
             state = self._requests.get(request_id)
-            if state is None:
+            if state is None or state.job_id is None:  # the load of another connector, beside this one
                 continue
             if request_id not in failed:
                 self._ledger.loaded(set(state.loading) - {ref for _, ref in self._offers.excluded_chunks(state)})
