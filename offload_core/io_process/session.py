@@ -90,7 +90,8 @@ class Session:
                     "protocol": protocol.VERSION,
                     "config": dict(config.keys),
                     "log_level": logging.getLogger("offload_core").getEffectiveLevel(),
-                }
+                },
+                default=str,  # a script may pass paths
             ).encode(),
             limits=config.settings.io_process_limits,
             on_end=self._companion_ended,

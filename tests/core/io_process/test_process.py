@@ -102,6 +102,11 @@ def test_the_process_is_small_and_imports_neither_torch_nor_vllm(make: Make, tmp
     assert "libtorch" not in maps
 
 
+def test_a_script_may_pass_paths_in_its_configuration(make: Make, tmp_path: Path) -> None:
+    rig = make({"name": "disk", "type": "disk", "path": tmp_path})
+    assert rig.store(1) == [True]
+
+
 def test_limits_of_the_process(make: Make, tmp_path: Path) -> None:
     cpu = min(os.sched_getaffinity(0))
     rig = make(disk(tmp_path), io_process_niceness=7, io_process_cpus=[cpu])
