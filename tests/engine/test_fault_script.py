@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from offload_core.testing.faults.plugin import ALLOWANCE_SECONDS, DEADLINE_SECONDS, TIER_KEYS
+from offload_core.testing.faults.plugin import ALLOWANCE_SECONDS, DEADLINE_SECONDS, JOURNAL_VARIABLE, TIER_KEYS
 from offload_core.testing.faults.script import FAULT_KINDS
 from tests.engine.labs import QUICK_LABS
 from tests.engine.workloads import SEEDS, check_outputs, run_workloads
@@ -41,7 +41,7 @@ def _run(lab: Lab, folder: Path, workloads: list[Workload]) -> RunResult:
         lab,
         [random_workload(-1, requests=6), *workloads, random_workload(-2, requests=6)],
         transfer,
-        env=installed(folder, "plugin", "offload_core.testing.faults"),
+        env={**installed(folder, "plugin", "offload_core.testing.faults"), JOURNAL_VARIABLE: str(folder / "journal")},
         around_workloads="tests.support.engine.fault_run:under_faults",
     )
     return result.model_copy(update={"workloads": result.workloads[1:-1]})

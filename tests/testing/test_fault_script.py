@@ -171,3 +171,20 @@ def test_nothing_goes_wrong_before_the_start_and_after_the_end(tmp_path: Path) -
             assert script.injected() != before
 
     _in_a_disk(tmp_path / "kv", script, work)
+
+
+def test_scripts_with_one_journal_start_and_stop_together_and_count_the_faults_of_all(tmp_path: Path) -> None:
+    """As the copies of a script in an engine's process and in its I/O process do."""
+    first, second = (FaultScript(BRIEF, journal=tmp_path / "journal") for _ in range(2))
+    calm = _in_a_disk(tmp_path / "calm", second, lambda backend: _work(backend, 3))
+    first.start(7)
+    sick = _in_a_disk(tmp_path / "sick", second, lambda backend: _work(backend, 40))
+    assert first.injected() == second.injected() != {}
+    assert first.phases_begun == second.phases_begun > 0
+    late = FaultScript(BRIEF, journal=tmp_path / "journal")
+    assert late.injected() == first.injected(), "a process that starts later plays along"
+    second.stop()
+    before = first.injected()
+    assert _in_a_disk(tmp_path / "well", late, lambda backend: _work(backend, 3)) == calm
+    assert first.injected() == before
+    assert len(set(sick)) > len(set(calm))

@@ -1,11 +1,14 @@
 """A plugin that puts one script of faults around every tier of a process, for runs on a real engine.
 
 Name this module in an entry point of the group ``offload_core``, and give the tiers :data:`TIER_KEYS`. No fault happens
-until :meth:`SCRIPT.start <offload_core.testing.faults.script.FaultScript.start>` is called in the process.
+until :meth:`SCRIPT.start <offload_core.testing.faults.script.FaultScript.start>` is called in the process. If the tiers
+run in an I/O process, set the variable ``OFFLOAD_FAULT_JOURNAL`` to a file, so that the script is the same in both.
 """
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 from offload_core.api.backend import Backend
@@ -27,6 +30,9 @@ TIER_KEYS: dict[str, Any] = {
 ALLOWANCE_SECONDS = 0.2
 """Time that a request may wait beyond its deadlines and a step, on a machine that is busy with other work."""
 
+JOURNAL_VARIABLE = "OFFLOAD_FAULT_JOURNAL"
+"""The variable that names the journal of :data:`SCRIPT`."""
+
 SCRIPT = FaultScript(
     ScriptSettings(
         deadline_seconds=DEADLINE_SECONDS,
@@ -36,7 +42,8 @@ SCRIPT = FaultScript(
         well_seconds=(0.2, 0.6),
         well_calls=(3, 15),
         kinds_at_once=5,
-    )
+    ),
+    journal=Path(os.environ[JOURNAL_VARIABLE]) if JOURNAL_VARIABLE in os.environ else None,
 )
 
 

@@ -28,10 +28,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from offload_core.api.backend import Backend
 from offload_core.testing.faults.faulty_backend import FaultyBackend
+from offload_core.testing.faults.journal import ScriptJournal
 from offload_core.testing.faults.kinds import Fail, FlipBit, Full, Late, Lie, Lose, Reorder, Slow, Stall, Truncate
 from offload_core.testing.faults.plan import Call, Fault, FaultPlan, Inject, Injected
 
@@ -193,49 +195,83 @@ def phases(seed: int | str, settings: ScriptSettings) -> Iterator[Phase]:
 class _ScriptPlan(FaultPlan):
     """A plan that follows the phases of a script, and counts its faults by kind and operation."""
 
-    def __init__(self, settings: ScriptSettings, clock: Callable[[], float]) -> None:
+    def __init__(self, settings: ScriptSettings, clock: Callable[[], float], journal: ScriptJournal | None) -> None:
         super().__init__(())
         self._settings = settings
         self._clock = clock
+        self._journal = journal
         self._lock = threading.Lock()
         self._counts: Counter[tuple[str, str]] = Counter()
         self._phases: Iterator[Phase] | None = None
         self._current = FaultPlan(())
         self._ends = 0.0
         self._calls_left = 0
-        self.phases_begun = 0
+        self._phases_begun = 0
 
     def restart(self, seed: int | str | None) -> None:
         """Begin the phases of a seed; ``None`` lets new calls through without faults."""
         with self._lock:
-            self._phases = None if seed is None else phases(seed, self._settings)
-            self.seed = random.Random(f"plan:{seed}").getrandbits(32)
-            self._calls_left = 0
-            if seed is not None:
-                self.phases_begun = 0
+            if self._journal is not None:
+                self._journal.add("restart", seed)
+                self._follow()
+            else:
+                self._restart(seed)
+
+    def _restart(self, seed: int | str | None) -> None:
+        self._phases = None if seed is None else phases(seed, self._settings)
+        self.seed = random.Random(f"plan:{seed}").getrandbits(32)
+        self._calls_left = 0
+        if seed is not None:
+            self._phases_begun = 0
+
+    def _follow(self) -> None:
+        """Take up the lines of all processes."""
+        for word, *rest in self._journal.new_lines() if self._journal is not None else ():
+            if word == "restart":
+                self._restart(rest[0])
+            elif word == "phase":
+                self._phases_begun += 1
+            elif word == "injected":
+                self._counts[str(rest[0]), str(rest[1])] += 1
+
+    @property
+    def phases_begun(self) -> int:
+        """Number of phases that have begun since the last start."""
+        with self._lock:
+            self._follow()
+            return self._phases_begun
 
     def choose(self, call: Call) -> list[tuple[Fault, Call]]:
         """Return the faults of this call; the first call after the end of a phase begins the next phase."""
         with self._lock:
+            self._follow()
             if self._phases is None:
                 return []
             now = self._clock()
             if self._calls_left <= 0 or now >= self._ends:
                 phase = next(self._phases)
                 self._ends, self._calls_left = now + phase.seconds, phase.calls
-                self._current = FaultPlan(phase.faults, seed=self.seed + self.phases_begun)
-                self.phases_begun += 1
+                self._current = FaultPlan(phase.faults, seed=self.seed + self._phases_begun)
+                if self._journal is not None:
+                    self._journal.add("phase")
+                else:
+                    self._phases_begun += 1
             self._calls_left -= 1
             return self._current.choose(call)
 
     def record(self, injected: Injected) -> None:
         """Count the fault without keeping it, because a script may run for days."""
+        kind = kind_of(injected.fault, injected.operation)
         with self._lock:
-            self._counts[kind_of(injected.fault, injected.operation), injected.operation] += 1
+            if self._journal is not None:
+                self._journal.add("injected", kind, injected.operation)
+            else:
+                self._counts[kind, injected.operation] += 1
 
     def counts(self) -> dict[tuple[str, str], int]:
         """Return the number of faulty calls per kind and operation."""
         with self._lock:
+            self._follow()
             return dict(self._counts)
 
 
@@ -248,11 +284,18 @@ class FaultScript:
     Args:
         settings: the ranges that the script draws from.
         clock: the clock for the phases, in seconds.
+        journal: a file that is the same for all processes, if the backends run in an I/O process. Scripts with one
+            file start and stop together, and each of them counts the faults of all.
     """
 
-    def __init__(self, settings: ScriptSettings | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: ScriptSettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        journal: Path | None = None,
+    ) -> None:
         self.settings = settings or ScriptSettings()
-        self._plan = _ScriptPlan(self.settings, clock)
+        self._plan = _ScriptPlan(self.settings, clock, None if journal is None else ScriptJournal(journal))
 
     def wrap(self, backend: Backend[Any]) -> Backend[Any]:
         """Return a backend around ``backend`` that the script drives."""

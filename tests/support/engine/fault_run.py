@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from offload_core.io_process.process import IoProcess
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.testing.faults.plugin import SCRIPT
 from tests.support.engine.waiting import WaitingConnector
@@ -90,6 +91,8 @@ def _start_threads(tiers: list[Tier]) -> None:
     """Make every tier start all its threads; a tier starts them only as they are needed."""
     loop = _io(WaitingConnector.current[KVConnectorRole.WORKER])
     for tier in tiers:
+        if tier.splits_calls:  # its threads are in the I/O process
+            continue
         together = threading.Barrier(tier.config.io_threads)
         calls = [loop.submit(tier.backend.run_blocking(together.wait, 10)) for _ in range(together.parties)]
         for call in calls:
@@ -112,7 +115,10 @@ def _held(worker: WaitingConnector) -> dict[str, int]:
     held |= {f"thread {name}": count for name, count in threads.items()}
     tasks: Counter[str] = _io(worker).submit(_tasks()).result(10)
     held |= {f"task {name}": count for name, count in tasks.items()}
-    held |= {f"file {name}": count for name, count in _files().items()}
+    held |= {f"file {name}": count for name, count in _files("self").items()}
+    for process in IoProcess._shared.values():
+        files = _files(str(process.pid))
+        held |= {f"I/O process: file {name}": count for name, count in files.items() if not name.startswith("/proc")}
     return held
 
 
@@ -122,10 +128,10 @@ async def _tasks() -> Counter[str]:
     return Counter(getattr(task.get_coro(), "__qualname__", str(task)) for task in others)
 
 
-def _files() -> Counter[str]:
-    """Count the open descriptors by their targets."""
+def _files(process: str) -> Counter[str]:
+    """Count the open descriptors of a process by their targets."""
     kinds: Counter[str] = Counter()
-    for entry in Path("/proc/self/fd").iterdir():
+    for entry in Path(f"/proc/{process}/fd").iterdir():
         with contextlib.suppress(OSError):  # the descriptor of this listing is closed
             kinds[re.sub(r"\d+", "N", str(entry.readlink()))] += 1
     return kinds
