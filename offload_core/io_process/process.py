@@ -232,8 +232,8 @@ class IoProcess:
         self.ends += 1
         pause = self._pause.ended()
         logger.warning(
-            "the I/O process of %s %s. Its calls have failed, and their requests are computed; it is replaced in %.3g s.",
-            self._tier_names(), description, pause,
+            "the I/O process of %s %s. Its calls have failed, and their requests are computed; it is replaced in "
+            "%.3g s.", self._tier_names(), description, pause,
         )  # fmt: skip
         for storage in self._storages.values():
             storage.process_ended()
