@@ -232,8 +232,8 @@ class IoProcess:
         self.ends += 1
         pause = self._pause.ended()
         logger.warning(
-            "the I/O process %s. Its calls have failed, and their requests are computed; it is replaced in %.3g s.",
-            description, pause,
+            "the I/O process of %s %s. Its calls have failed, and their requests are computed; it is replaced in "
+            "%.3g s.", self._tier_names(), description, pause,
         )  # fmt: skip
         for storage in self._storages.values():
             storage.process_ended()
@@ -245,6 +245,10 @@ class IoProcess:
         The memory of its calls stays in use until it is gone, and no other call gets it.
         """
         self._io.loop.call_later(_GONE_SECONDS, self._ended, session, "was killed and is not gone yet")
+
+    def _tier_names(self) -> str:
+        names = sorted({repr(storage.name) for storage in self._storages.values()})
+        return f"tier{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
     async def _replace(self, pause: float) -> None:
         while not self._is_closed:

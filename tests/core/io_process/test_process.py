@@ -153,7 +153,7 @@ def test_a_killed_process_is_replaced_and_the_disk_serves_again(
     assert rig.load(1, tier=1) == [HIT]
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1, "one line"
-    assert "was killed by SIGKILL" in warnings[0].getMessage()
+    assert "the I/O process of tiers 'disk', 'ram' was killed by SIGKILL" in warnings[0].getMessage()
     assert all(tier.health.available for tier in rig.tiers)
 
 
