@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from offload_core.objects.format import HEADER_BYTES, object_bytes
+
+Item = TypeVar("Item")
 
 ALIGNMENT_BYTES = 4096
 """The size of every lease is a multiple of this number of bytes."""
@@ -32,6 +34,27 @@ class StagingUse(NamedTuple):
     def leases_per_object(self) -> int:
         """Number of leases per object in a load or a store."""
         return 2 if self.compresses else 1
+
+
+def in_batches(items: Iterable[Item], nbytes_of: Callable[[Item], int], times: int = 1) -> Iterator[list[Item]]:
+    """Yield ``items`` in order, in batches.
+
+    A batch ends at ``BATCH_OBJECTS`` items, or with the item that brings it to ``BATCH_BYTES`` bytes.
+
+    Args:
+        nbytes_of: returns the bytes of an item.
+        times: factor of both limits.
+    """
+    batch: list[Item] = []
+    nbytes = 0
+    for item in items:
+        batch.append(item)
+        nbytes += nbytes_of(item)
+        if len(batch) == times * BATCH_OBJECTS or nbytes >= times * BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
 
 
 def lease_bytes(nbytes: int) -> int:

@@ -77,21 +77,16 @@ def format_ring(region: memoryview) -> None:
     words[_MAGIC_WORD] = _MAGIC
 
 
-class RingWriter:
-    """The writing end of a ring. There is one in a ring's life; it is for one thread at a time.
+class _RingEnd:
+    """One end of a ring.
 
     Args:
-        region: memory that :func:`format_ring` has prepared, here or in another process.
-
-    Raises:
-        RingError: the region contains no ring of this version and size, or one that has had a writer.
-        ValueError: the region is read-only, too small or not aligned.
+        own_word: the place of this end's position.
     """
 
-    def __init__(self, region: memoryview) -> None:
-        self._words, self._data, self._capacity = _attach(region, _WRITE_WORD)
+    def __init__(self, region: memoryview, own_word: int) -> None:
+        self._words, self._data, self._capacity = _attach(region, own_word)
         self._position = 0
-        self._limit = self._capacity  # the last read position that was seen, plus the capacity
         self._sequence = 0
 
     @property
@@ -103,6 +98,22 @@ class RingWriter:
     def max_payload_bytes(self) -> int:
         """Size of the largest payload."""
         return self._capacity - FRAME_OVERHEAD_BYTES
+
+
+class RingWriter(_RingEnd):
+    """The writing end of a ring. There is one in a ring's life; it is for one thread at a time.
+
+    Args:
+        region: memory that :func:`format_ring` has prepared, here or in another process.
+
+    Raises:
+        RingError: the region contains no ring of this version and size, or one that has had a writer.
+        ValueError: the region is read-only, too small or not aligned.
+    """
+
+    def __init__(self, region: memoryview) -> None:
+        super().__init__(region, _WRITE_WORD)
+        self._limit = self._capacity  # the last read position that was seen, plus the capacity
 
     def try_write(self, payload: bytes | bytearray | memoryview) -> bool:
         """Write one frame, or return ``False`` if there is no room for it now. Never waits.
@@ -146,7 +157,7 @@ class RingWriter:
         return end <= self._limit
 
 
-class RingReader:
+class RingReader(_RingEnd):
     """The reading end of a ring. There is one in a ring's life; it is for one thread at a time.
 
     Args:
@@ -162,23 +173,11 @@ class RingReader:
     def __init__(
         self, region: memoryview, patience_seconds: float = 1.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._words, self._data, self._capacity = _attach(region, _READ_WORD)
+        super().__init__(region, _READ_WORD)
         self._patience_seconds = patience_seconds
         self._clock = clock
-        self._position = 0
         self._limit = 0  # the last write position that was seen
-        self._sequence = 0
         self._damaged_since: float | None = None
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Bytes for frames: a frame takes its payload, :data:`FRAME_OVERHEAD_BYTES`, and up to 7 bytes of padding."""
-        return self._capacity
-
-    @property
-    def max_payload_bytes(self) -> int:
-        """Size of the largest payload."""
-        return self._capacity - FRAME_OVERHEAD_BYTES
 
     def read(self) -> bytes | None:
         """Return the payload of the next frame, or ``None`` if it is not there yet. Never waits.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from offload_core.api.keys import ObjectKey
+from offload_core.memory import staging_size
 from offload_core.memory.block_copier import BlockSlice
 from offload_core.memory.payload_layout import PackLayout
-from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,10 @@ Item = TypeVar("Item", bound=Keyed)
 
 
 def in_batches(objects: Sequence[Item], layouts: Mapping[str, PackLayout], times: int = 1) -> Iterator[list[Item]]:
-    """Yield ``objects`` in order, in batches.
-
-    A batch ends at ``BATCH_OBJECTS`` objects, or with the object that brings it to ``BATCH_BYTES`` payload bytes.
+    """Yield ``objects`` in order, in batches by their payload bytes; see :func:`staging_size.in_batches`.
 
     Args:
         layouts: per pack name, the payload's layout.
-        times: factor of both limits.
+        times: factor of a batch's limits.
     """
-    batch: list[Item] = []
-    nbytes = 0
-    for item in objects:
-        batch.append(item)
-        nbytes += layouts[item.key.pack].payload_bytes
-        if len(batch) == times * BATCH_OBJECTS or nbytes >= times * BATCH_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
+    return staging_size.in_batches(objects, lambda item: layouts[item.key.pack].payload_bytes, times)
