@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
@@ -63,11 +63,14 @@ def log_unexpected(future: Future[Any]) -> None:
         )
 
 
-async def run_all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all coroutines at the same time and wait for all of them; then raise the first error, if there is one.
+async def run_all(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Run all calls at the same time and wait for all of them; then return their results, or raise the first error.
 
-    A cancellation of this call cancels the coroutines.
+    A cancellation of this call cancels the others.
     """
-    for error in await asyncio.gather(*coroutines, return_exceptions=True):
-        if error is not None:
-            raise error
+    results: list[T] = []
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+        results.append(result)
+    return results

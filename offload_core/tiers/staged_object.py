@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload_core.api.keys import ObjectKey
+from offload_core.objects import format as object_format
 
 if TYPE_CHECKING:
     from offload_core.memory.staging_pool import Lease  # which imports torch; the command line does without
@@ -21,6 +23,16 @@ class StagedObject:
     """Second lease of a load from a tier that compresses, as large as ``lease``, for the stored bytes."""
     spare: bool = False
     """For a store, whether it may use free capacity only. A tier without a limit stores it as any other object."""
+
+
+def seal_all(objects: Iterable[StagedObject]) -> None:
+    """Write the headers and checksums of objects whose payloads are complete. Blocks for the hashing.
+
+    Raises:
+        ObjectFormatError: see :func:`~offload_core.objects.format.seal`.
+    """
+    for staged in objects:
+        object_format.seal(staged.lease.view, staged.key)
 
 
 @dataclass(frozen=True)

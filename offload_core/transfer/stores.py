@@ -24,12 +24,11 @@ from offload_core.memory.block_copier import BlockCopier
 from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_shares import TierShare
-from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES, object_bytes
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.threads import DaemonExecutor
-from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.staged_object import StagedObject, seal_all
 from offload_core.tiers.storage import StorageAwayError
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject, in_batches
@@ -301,7 +300,7 @@ class Stores:
             with contextlib.suppress(StorageAwayError):
                 await self._seal_elsewhere(objects)
                 return
-        await asyncio.get_running_loop().run_in_executor(self._sealers, _seal_all, objects)
+        await asyncio.get_running_loop().run_in_executor(self._sealers, seal_all, objects)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Start a coroutine on the I/O loop, from any thread."""
@@ -309,8 +308,3 @@ class Stores:
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         future.add_done_callback(log_unexpected)
-
-
-def _seal_all(batch: Sequence[StagedObject]) -> None:
-    for item in batch:
-        object_format.seal(item.lease.view, item.key)
