@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _MAX_BYTES = 128 * 1024
@@ -67,6 +67,21 @@ class ControlSocket:
             return None
         record = json.loads(data)
         return record, descriptors
+
+    def receive_all(self, take: Callable[[Record, list[int]], object]) -> bool:
+        """Give the records that are there to ``take``. The socket must not wait.
+
+        Returns:
+            Whether more may come: ``False`` at the end of file, and if the other side is gone.
+        """
+        try:
+            while (received := self.receive()) is not None:
+                take(*received)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
 
     def close(self) -> None:
         """Close this end. Harmless when repeated."""

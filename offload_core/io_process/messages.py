@@ -50,8 +50,6 @@ class MessageChannel:
         first, second = memory.view[:RING_BYTES], memory.view[RING_BYTES:]
         self._writer = RingWriter(first if to_process else second)
         self._reader = RingReader(second if to_process else first)
-        self.max_bytes = self._writer.max_payload_bytes // 2
-        """Size of the largest message."""
         self._own_bell = own_bell
         self._other_bell = other_bell
         self._on_message = on_message
@@ -65,7 +63,13 @@ class MessageChannel:
         self._look_again()
 
     def send(self, message: bytes) -> None:
-        """Send a message. If the ring is full, it is sent as soon as there is room."""
+        """Send a message. If the ring is full, it is sent as soon as there is room.
+
+        Raises:
+            ValueError: the message is larger than the ring.
+        """
+        if len(message) > self._writer.max_payload_bytes:
+            raise ValueError(f"a message of {len(message)} bytes does not fit into a ring of {RING_BYTES} bytes")
         self._unsent.append(message)
         if self._retry is None:
             self._flush()

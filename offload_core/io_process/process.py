@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from itertools import count
 from typing import ClassVar, Final
 
+from offload_core.api.cancellation import to_the_end
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.errors import ConfigError
 from offload_core.api.events import Event
 from offload_core.config.limits import Limits
 from offload_core.config.model import OffloadConfig, TierConfig
 from offload_core.io_process.protocol import Kind, Message, Reader, pack_event
-from offload_core.io_process.remote_storage import RemoteStorage
+from offload_core.io_process.remote_storage import RemoteStorage, pack_objects
 from offload_core.io_process.session import Session
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
@@ -62,8 +63,6 @@ class IoProcess:
         self._pause = RestartPause()
         self._replacing: asyncio.Task[None] | None = None
         self._is_closed = False
-        self.ends = 0
-        """Number of processes that have ended unasked."""
 
     @classmethod
     def acquire(cls, name: str, io: IoLoop, config: OffloadConfig) -> IoProcess:
@@ -108,6 +107,10 @@ class IoProcess:
         """
         self._io.submit(self._share_staging(memory)).result(START_SECONDS)
 
+    def forget_staging(self) -> None:
+        """Give later processes no staging memory. Call it after the last load and store."""
+        self._staging = None
+
     def make_storage(
         self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents
     ) -> RemoteStorage:
@@ -128,13 +131,14 @@ class IoProcess:
         Raises:
             StorageAwayError: the process has ended. Nobody writes to the objects any more.
         """
-        await next(iter(self._storages.values())).seal(objects)
+        await to_the_end(self._call(Kind.SEAL, 0, pack_objects(objects, [None] * len(objects))))
 
     def _wait_for_start(self) -> None:
         try:
             self._io.submit(self._start()).result(2 * START_SECONDS)
         except (OSError, TimeoutError) as error:
             self._is_closed = True
+            self._threads.shutdown()
             raise ConfigError(
                 [f"io_process: the I/O process did not start: {error}; set io_process to off to run without it"]
             ) from error
@@ -155,8 +159,8 @@ class IoProcess:
                 await session.ask({"staging": self._staging.nbytes}, [self._staging.descriptor])
             for storage in self._storages.values():
                 await session.ask({"tier": storage.number, "name": storage.name})
-        except OSError:
-            session.kill()
+        except BaseException:  # a plugin may raise anything, and the engine may end meanwhile
+            await session.abandon()
             raise
         self._session = session
         self._pause.started()
@@ -165,7 +169,7 @@ class IoProcess:
             if storage.wants_open:
                 self._io.submit(self._reopen(storage, session)).add_done_callback(log_unexpected)
             else:
-                storage.is_here()
+                storage.reopened()
 
     async def _reopen(self, storage: RemoteStorage, session: Session) -> None:
         """Open a tier in a new process, again and again until it works."""
@@ -179,7 +183,7 @@ class IoProcess:
                 )  # fmt: skip
                 await asyncio.sleep(_REOPEN_PAUSE_SECONDS)
             else:
-                storage.is_here()
+                storage.reopened()
                 return
 
     async def _share_staging(self, memory: SharedMemory) -> None:
@@ -213,7 +217,10 @@ class IoProcess:
             return
         number = next((one.number for one in self._storages.values() if one.name == event.tier), 0)
         self._observed_by[number] = counters
-        self._session.tell(Kind.EVENT, number, pack_event(event))
+        try:
+            self._session.tell(Kind.EVENT, number, pack_event(event))
+        except ValueError:  # it names more objects than a message has room for
+            counters.add("events_dropped", event.tier)
 
     def _received(self, message: Message) -> None:
         if message.kind is Kind.EVENTS_DROPPED:
@@ -229,7 +236,6 @@ class IoProcess:
         if self._is_closed or session is not self._session:
             return
         self._session = None
-        self.ends += 1
         pause = self._pause.ended()
         logger.warning(
             "the I/O process of %s %s. Its calls have failed, and their requests are computed; it is replaced in "

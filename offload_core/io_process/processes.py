@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from offload_core.api.errors import ConfigError
 from offload_core.api.events import Event
 from offload_core.config.limits import Limits
 from offload_core.config.model import OffloadConfig, TierConfig
@@ -53,11 +54,17 @@ class IoProcesses:
         self._config = config
         self._engine = engine
         self._per_tier = config.settings.io_process == "tier"
+        self._has_shared_staging = False
         self._processes: dict[str, IoProcess] = {}
         for tier in config.tiers:
             name = self._name(tier)
-            if name not in self._processes:
+            if name in self._processes:
+                continue
+            try:
                 self._processes[name] = IoProcess.acquire(name, io, config)
+            except ConfigError:
+                self.release(config.settings.close_timeout_seconds)
+                raise
 
     @property
     def all(self) -> Sequence[IoProcess]:
@@ -79,7 +86,8 @@ class IoProcesses:
         )
 
     def share_staging(self, memory: SharedMemory) -> None:
-        """Let every process map the staging memory."""
+        """Let every process map the staging memory, which stays open until :meth:`release`."""
+        self._has_shared_staging = True
         for process in self._processes.values():
             process.share_staging(memory)
 
@@ -90,6 +98,8 @@ class IoProcesses:
     def release(self, seconds: float) -> None:
         """Give the processes up. The last user's call ends them tidily, or kills them after ``seconds``."""
         for process in self._processes.values():
+            if self._has_shared_staging:
+                process.forget_staging()
             process.release(seconds)
         self._processes.clear()
 

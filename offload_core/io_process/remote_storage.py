@@ -91,8 +91,8 @@ class RemoteStorage:
 
     async def load(self, objects: Sequence[StagedObject], staging: TierShare | None) -> tuple[list[LoadOutcome], int]:
         """Load and verify objects; see :class:`TierStorage`. If cancelled, it ends when the process has answered."""
-        pieces = [_piece(staged, staged.scratch) for staged in objects]
-        return (await to_the_end(self._call(Kind.LOAD, _objects(objects, pieces)))).loaded(len(objects))
+        body = pack_objects(objects, [staged.scratch for staged in objects])
+        return (await to_the_end(self._call(Kind.LOAD, body))).loaded(len(objects))
 
     async def store(self, objects: Sequence[StagedObject], staging: TierShare | None) -> list[StoreEnd]:
         """Store sealed objects. If cancelled, it ends when the process has answered."""
@@ -100,17 +100,11 @@ class RemoteStorage:
         if self._compresses and staging is not None:
             scratch = [staging.try_scratch_for_store(staged.lease.nbytes) for staged in objects]
         try:
-            pieces = [_piece(staged, second) for staged, second in zip(objects, scratch, strict=True)]
-            return (await to_the_end(self._call(Kind.STORE, _objects(objects, pieces)))).stored(len(objects))
+            return (await to_the_end(self._call(Kind.STORE, pack_objects(objects, scratch)))).stored(len(objects))
         finally:
             for lease in scratch:
                 if lease is not None:
                     lease.release()
-
-    async def seal(self, objects: Sequence[StagedObject]) -> None:
-        """Write the headers and checksums of objects in staging memory. The tier need not be open for that."""
-        pieces = [_piece(staged, None) for staged in objects]
-        await to_the_end(self._send(Kind.SEAL, self.number, _objects(objects, pieces)))
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """Remove objects."""
@@ -138,7 +132,7 @@ class RemoteStorage:
         self._stuck(-self._stuck_threads)
         self._changes.ended(not (self._capabilities.persistent or self._capabilities.shared))
 
-    def is_here(self) -> None:
+    def reopened(self) -> None:
         """Note that the tier can be called in the next process."""
         self._is_here = True
 
@@ -153,10 +147,14 @@ class RemoteStorage:
         return protocol.Reader((await self._send(kind, self.number, body)).body)
 
 
-def _piece(staged: StagedObject, scratch: Lease | None) -> Piece:
-    second = NO_PIECE if scratch is None else scratch.offset
-    return Piece(staged.lease.offset, staged.lease.nbytes, second, staged.spare)
+def pack_objects(objects: Sequence[StagedObject], scratch: Sequence[Lease | None]) -> bytes:
+    """Return the bytes of objects in a request.
 
-
-def _objects(objects: Sequence[StagedObject], pieces: Sequence[Piece]) -> bytes:
+    Args:
+        scratch: per object, the second lease for its compressed bytes.
+    """
+    pieces = [
+        Piece(staged.lease.offset, staged.lease.nbytes, NO_PIECE if second is None else second.offset, staged.spare)
+        for staged, second in zip(objects, scratch, strict=True)
+    ]
     return protocol.pack_keys([staged.key for staged in objects]) + protocol.pack_pieces(pieces)

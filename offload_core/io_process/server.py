@@ -12,11 +12,11 @@ import json
 import logging
 import os
 import time
-from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.keys import ObjectKey
@@ -27,17 +27,17 @@ from offload_core.io_process.control import ControlSocket, Record
 from offload_core.io_process.log_relay import LogSender
 from offload_core.io_process.messages import MessageChannel
 from offload_core.io_process.protocol import NO_PIECE, Kind, Message, ProtocolError
-from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS
-from offload_core.objects import format as object_format
+from offload_core.memory.staging_size import in_batches
 from offload_core.plugins.observers import EventDelivery
 from offload_core.runtime.companion_child import StartMessage
 from offload_core.runtime.doorbell import Doorbell
+from offload_core.runtime.io_loop import run_all
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.shared_memory import SharedMemory
 from offload_core.runtime.threads import DaemonExecutor
 from offload_core.tiers.call_slots import CallSlots
 from offload_core.tiers.object_io import answer
-from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.staged_object import StagedObject, seal_all
 from offload_core.tiers.storage import LocalStorage, StorageEvents, StoreEnd
 
 if TYPE_CHECKING:
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SEALING_THREADS = 2
-
-T = TypeVar("T")
 
 
 def serve(start: StartMessage) -> None:
@@ -114,7 +112,7 @@ class _ServedTier:
 class _Server:
     """The storages and their calls. All methods run on the event loop."""
 
-    def __init__(self, config: OffloadConfig, control: ControlSocket, descriptors: dict[str, int] | Any) -> None:
+    def __init__(self, config: OffloadConfig, control: ControlSocket, descriptors: Mapping[str, int]) -> None:
         self._config = config
         self._limits = config.settings.limits
         self._control = control
@@ -150,17 +148,11 @@ class _Server:
     # Control messages
 
     def _on_control(self) -> None:
-        try:
-            while not self._end.is_set():
-                received = self._control.receive()
-                if received is None:
-                    self._end.set()
-                else:
-                    self._control.send(self._handle(*received))
-        except BlockingIOError:
-            pass
-        except OSError:
+        if not self._control.receive_all(self._answer):
             self._end.set()
+
+    def _answer(self, record: Record, descriptors: list[int]) -> None:
+        self._control.send(self._handle(record, descriptors))
 
     def _handle(self, record: Record, descriptors: list[int]) -> Record:
         """Carry out a control message, and return the answer."""
@@ -210,13 +202,16 @@ class _Server:
         self._channel.send(protocol.message(kind, message.tier, message.call, body))
 
     def _call(self, message: Message) -> Coroutine[Any, Any, bytes]:
+        body = protocol.Reader(message.body)
+        if message.kind is Kind.SEAL:
+            return self._seal(body)
         tier = self._tiers.get(message.tier)
         if tier is None:
             raise ProtocolError(f"there is no tier {message.tier}")
         call = _CALLS.get(message.kind)
         if call is None:
             raise ProtocolError(f"{message.kind.name} is no call")
-        return call(self, tier, protocol.Reader(message.body))
+        return call(self, tier, body)
 
     async def _open(self, tier: _ServedTier, _: protocol.Reader) -> bytes:
         await tier.storage.open()
@@ -236,7 +231,7 @@ class _Server:
             async with tier.load_slots.held(time.monotonic() + tier.longest_call_seconds):
                 return await tier.storage.load(batch, cast("TierShare", scratch))
 
-        parts = await _all(load(batch) for batch in _in_batches(staged))
+        parts = await run_all(load(batch) for batch in _in_batches(staged))
         return protocol.pack_loaded([one for part, _ in parts for one in part], sum(nbytes for _, nbytes in parts))
 
     async def _store(self, tier: _ServedTier, body: protocol.Reader) -> bytes:
@@ -246,11 +241,11 @@ class _Server:
             async with tier.store_slots.held(time.monotonic() + tier.longest_call_seconds):
                 return await tier.storage.store(batch, cast("TierShare", scratch))
 
-        return protocol.pack_stored(chain.from_iterable(await _all(store(batch) for batch in _in_batches(staged))))
+        return protocol.pack_stored(chain.from_iterable(await run_all(store(batch) for batch in _in_batches(staged))))
 
-    async def _seal(self, _: _ServedTier, body: protocol.Reader) -> bytes:
+    async def _seal(self, body: protocol.Reader) -> bytes:
         staged, _scratch = self._staged(body)
-        await _all(self._loop.run_in_executor(self._sealers, _seal_all, batch) for batch in _in_batches(staged))
+        await run_all(self._loop.run_in_executor(self._sealers, seal_all, batch) for batch in _in_batches(staged))
         return b""
 
     async def _delete(self, tier: _ServedTier, body: protocol.Reader) -> bytes:
@@ -306,39 +301,17 @@ class _Server:
         self._end.set()
 
 
+def _in_batches(staged: Sequence[StagedObject]) -> Iterator[list[StagedObject]]:
+    """Divide the objects of a call into batches, each of them the work of one thread."""
+    return in_batches(staged, lambda one: one.lease.nbytes)
+
+
 _CALLS = {
     Kind.OPEN: _Server._open,
     Kind.CLOSE: _Server._close,
     Kind.CONTAINS: _Server._contains,
     Kind.LOAD: _Server._load,
     Kind.STORE: _Server._store,
-    Kind.SEAL: _Server._seal,
     Kind.DELETE: _Server._delete,
     Kind.TOUCH: _Server._touch,
 }
-
-
-def _in_batches(staged: Sequence[StagedObject]) -> Iterator[list[StagedObject]]:
-    """Divide the objects of a call into batches, each of them the work of one thread."""
-    batch: list[StagedObject] = []
-    for one in staged:
-        batch.append(one)
-        if len(batch) == BATCH_OBJECTS or sum(item.lease.nbytes for item in batch) >= BATCH_BYTES:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """Await all calls, also if one fails; then return the results, or raise the first error."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [result for result in results if not isinstance(result, BaseException)]
-
-
-def _seal_all(batch: Sequence[StagedObject]) -> None:
-    for item in batch:
-        object_format.seal(item.lease.view, item.key)

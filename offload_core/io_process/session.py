@@ -131,10 +131,9 @@ class Session:
             async with asyncio.timeout(seconds):
                 await self._ready
         except BaseException:
-            self.kill()
             if self._companion.pid is None:
                 self._ended("did not start")
-            await self._soon_over()
+            await self.abandon()
             raise
         self._ping = self._loop.call_later(_PING_SECONDS, self._send_ping)
 
@@ -167,8 +166,8 @@ class Session:
         if self._is_over:
             raise StorageAwayError("the I/O process has ended and is being replaced")
         answer: asyncio.Future[Record] = self._loop.create_future()
-        self._control_answers.append(answer)
         self._control.send(record, descriptors)
+        self._control_answers.append(answer)
         answered = await answer
         if "error" in answered:
             raise protocol.Reader(memoryview(bytes.fromhex(answered["error"]))).error()
@@ -188,11 +187,11 @@ class Session:
                 await self.ask({"end": True})
                 await self._over.wait()
         if not self._over.is_set():
-            self.kill()
-            await self._soon_over()
+            await self.abandon()
 
-    async def _soon_over(self) -> None:
-        """Wait a moment for the end of a killed process."""
+    async def abandon(self) -> None:
+        """Kill the process, and wait a moment for its end."""
+        self.kill()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_KILL_SECONDS):
                 await self._over.wait()
@@ -207,30 +206,20 @@ class Session:
                 answer.set_exception(protocol.Reader(message.body).error())
 
     def _on_control(self) -> None:
-        try:
-            while (received := self._control.receive()) is not None:
-                record, _ = received
-                if "ready" in record and not self._ready.done():
-                    self._ready.set_result(record)
-                elif "failed" in record:
-                    self._fail_start(str(record["failed"]))
-                elif self._control_answers and not (answer := self._control_answers.popleft()).done():
-                    answer.set_result(record)
-            self._loop.remove_reader(self._control.fileno())
-        except BlockingIOError:
-            pass
-        except OSError:
+        if not self._control.receive_all(self._take_record):
             self._loop.remove_reader(self._control.fileno())
 
     def _on_log(self) -> None:
-        try:
-            while (received := self._log.receive()) is not None:
-                relay(received[0])
+        if not self._log.receive_all(lambda record, _: relay(record)):
             self._loop.remove_reader(self._log.fileno())
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._loop.remove_reader(self._log.fileno())
+
+    def _take_record(self, record: Record, _: list[int]) -> None:
+        if "ready" in record and not self._ready.done():
+            self._ready.set_result(record)
+        elif "failed" in record:
+            self._fail_start(str(record["failed"]))
+        elif self._control_answers and not (answer := self._control_answers.popleft()).done():
+            answer.set_result(record)
 
     def _fail_start(self, reason: str) -> None:
         if not self._ready.done():

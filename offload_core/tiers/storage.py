@@ -45,12 +45,12 @@ class StoreEnd(NamedTuple):
 
 
 class StorageEvents(NamedTuple):
-    """Functions for the changes of a storage that no call returns. They are called on any thread."""
+    """Functions for the changes of a storage that no call returns. They are called on the I/O loop."""
 
     evicted: Callable[[Sequence[ObjectKey]], None]
     """Gets the objects that the backend evicted for a store."""
     stuck_threads_changed: Callable[[int], None]
-    """Gets the change of the number of stuck threads."""
+    """Gets the change of the number of stuck threads. It is called on any thread."""
     ended: Callable[[bool], None] = lambda lost: None
     """Called when the storage's process has ended unasked; gets whether the medium has lost all objects with it."""
 
@@ -106,26 +106,21 @@ class TierStorage(Protocol):
         ...
 
 
-class StorageFactory(Protocol):
-    """Makes the storage of one tier."""
-
-    def __call__(
-        self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents
-    ) -> TierStorage:
-        """Make it. The backend is not open yet.
-
-        Args:
-            limits: the limits in force for this tier.
-            plugins: the plugins that may wrap the backend.
-
-        Raises:
-            PluginError: a plugin failed to wrap the backend.
-        """
-        ...
+StorageFactory = Callable[[TierConfig, Limits, PluginRegistry | None, StorageEvents], TierStorage]
+"""Makes a tier's storage; its backend is not open yet. The arguments are those of :class:`LocalStorage`."""
 
 
 class LocalStorage:
-    """A storage in this process. See :class:`StorageFactory` for the arguments."""
+    """A storage in this process.
+
+    Args:
+        limits: the limits in force for this tier.
+        plugins: the plugins that may wrap the backend.
+        changes: told of changes that no call returns.
+
+    Raises:
+        PluginError: a plugin failed to wrap the backend.
+    """
 
     splits_calls = False
 

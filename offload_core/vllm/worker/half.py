@@ -59,6 +59,7 @@ class WorkerHalf:
         self.counters = Counters()
         self._io: IoLoop | None = None
         self._processes: IoProcesses | None = None
+        self._staging_memory: SharedMemory | None = None
         self._engine: TransferEngine | None = None
         self._namespaces: dict[str, str] = {}
         self._adapters: dict[str, str] = {}
@@ -103,9 +104,9 @@ class WorkerHalf:
         if settings.io_process != "off":
             engine_id = str(self._vllm_config.kv_transfer_config.engine_id)
             self._processes = IoProcesses(engine_id, self._io, self._config)
-            memory = SharedMemory.create("offload-staging", settings.staging_bytes)
-            self._processes.share_staging(memory)
-            arena = memory.view
+            self._staging_memory = SharedMemory.create("offload-staging", settings.staging_bytes)
+            self._processes.share_staging(self._staging_memory)
+            arena = self._staging_memory.view
         self._tiers = open_tiers(self._config, self._io, self.counters, host=self._processes)
         self._staging = StagingPool(settings.staging_bytes, STORE_SHARE, pinning_in_use(), arena)
         self._engine = TransferEngine(
@@ -198,6 +199,8 @@ class WorkerHalf:
         if self._processes is not None:
             self._processes.release(self._config.settings.close_timeout_seconds)
         self._staging.close()
+        if self._staging_memory is not None:
+            self._staging_memory.close()
         self._io.release()
         self._engine = self._io = None
         atexit.unregister(self.shutdown)

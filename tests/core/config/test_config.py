@@ -136,6 +136,15 @@ def test_a_file_means_what_the_same_keys_mean_inline(tmp_path: Path, name: str, 
     assert [tier.common.name for tier in inline.tiers] == ["fast", "slow"]
 
 
+@pytest.mark.parametrize("written", ["off", '"off"', "false"])
+def test_off_may_be_written_without_quotes_in_yaml(tmp_path: Path, written: str) -> None:
+    path = tmp_path / "offload.yaml"
+    path.write_text(f"io_process: {written}\nbackends: [{{name: ram, type: cpu, capacity: 1GiB}}]\n")
+    config = load_config({"config_file": str(path)})
+    assert config.settings.io_process == "off"
+    assert config.keys["backends"] == [{"name": "ram", "type": "cpu", "capacity": "1GiB"}], "for the I/O process"
+
+
 def test_the_given_keys_are_left_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(YAML)
     given = {"config_file": str(tmp_path / "c.yaml"), "lookup_timeout_seconds": 2}

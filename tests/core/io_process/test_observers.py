@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 
 from offload_core.api.backend import LoadOutcome
+from offload_core.api.events import TierClosed
 from offload_core.runtime.io_loop import IoLoop
 from tests.core.io_process.rig import Rig
 from tests.support.plugin_site import Site
+from tests.support.polling import wait_until
 
 WATCHER = """
 import os
@@ -28,6 +30,37 @@ def offload_wrap_backend(backend, tier):
         print(os.getpid(), "wrapped", tier.name, file=file)
     return BackendWrapper(backend)
 """
+
+
+SLOW = """
+import time
+from pathlib import Path
+
+@hookimpl
+def offload_observe(event):
+    while not Path({path!r}).exists():
+        time.sleep(0.01)
+"""
+
+
+def test_events_that_a_slow_observer_drops_in_the_process_are_counted_in_the_engine(
+    site: Site, tmp_path: Path, io: IoLoop
+) -> None:
+    site.install("slow", SLOW.format(path=str(tmp_path / "go on")))
+    rig = Rig.of(io, {"name": "disk", "type": "disk", "path": str(tmp_path / "kv")})
+    for _ in range(2000):
+        rig.process.observe(TierClosed("disk"), rig.counters)
+    dropped = 0.0
+
+    def are_counted() -> bool:
+        nonlocal dropped
+        dropped += rig.counters.take().get(("events_dropped", "disk"), 0)
+        return dropped > 900
+
+    wait_until(are_counted, "the drops are not counted")
+    assert dropped < 1000
+    (tmp_path / "go on").touch()
+    rig.close()
 
 
 def test_hooks_run_in_the_process_and_all_events_are_delivered_before_its_end(

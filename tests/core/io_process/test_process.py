@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -19,6 +20,7 @@ from offload_core.api.backend import LoadOutcome
 from offload_core.api.errors import ConfigError
 from offload_core.runtime.io_loop import IoLoop
 from tests.core.io_process.rig import OBJECT_BYTES, SECONDS, Rig, key
+from tests.support.plugin_site import Site
 from tests.support.polling import wait_until
 from tests.support.process_state import is_running
 
@@ -43,6 +45,15 @@ def make(io: IoLoop) -> Iterator[Make]:
 def disk(path: Path, **options: Any) -> dict[str, Any]:
     return {"name": "disk", "type": "disk", "path": str(path), **options}
 
+
+FUSSY = """
+from pathlib import Path
+
+@hookimpl
+def offload_wrap_backend(backend, tier):
+    if Path({path!r}).exists():
+        raise LookupError("out of order")
+"""
 
 RAM = {"name": "ram", "type": "cpu", "capacity": "16MiB"}
 
@@ -132,6 +143,48 @@ def test_a_process_per_tier(make: Make, tmp_path: Path) -> None:
     for tier in (0, 1):
         assert rig.store(1, tier=tier) == [True]
         assert rig.load(1, tier=tier) == [HIT]
+    disks, rams = rig.processes.all
+    pid = rams.pid
+    assert disks.pid is not None
+    os.kill(disks.pid, signal.SIGKILL)
+    assert rig.load(1, tier=1) == [HIT], "the other tier's process is none the wiser"
+    wait_until(lambda: rig.load(1) == [HIT], "the disk does not serve again")
+    assert rams.pid == pid
+
+
+def test_nothing_is_left_if_the_engine_ends_while_a_process_is_replaced(io: IoLoop, tmp_path: Path) -> None:
+    for _ in range(5):
+        rig = Rig.of(io, disk(tmp_path))
+        os.kill(rig.pid, signal.SIGKILL)
+        wait_until(lambda rig=rig: rig.process.pid is None, "its end is not seen")  # type: ignore[misc]
+        rig.close()
+        wait_until(lambda: _children() == [], "a process is left")
+
+
+def test_one_process_at_a_time_is_tried_while_it_cannot_serve(
+    make: Make, tmp_path: Path, site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    site.install("fussy", FUSSY.format(path=str(tmp_path / "out of order")))
+    rig = make(disk(tmp_path / "kv"))
+    rig.store(1)
+    (tmp_path / "out of order").touch()
+    os.kill(rig.pid, signal.SIGKILL)
+    wait_until(lambda: messages(caplog).count("cannot be replaced") == 2, "it is not tried again")
+    assert len(_children()) <= 1
+    assert "out of order" in messages(caplog)
+    (tmp_path / "out of order").unlink()
+    wait_until(lambda: rig.load(1) == [HIT], "the disk does not serve again")
+
+
+def _children() -> list[int]:
+    """Return the I/O processes of this process."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            words = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+            if b"offload_core.io_process" in words and f"\nPPid:\t{os.getpid()}\n" in (entry / "status").read_text():
+                found.append(int(entry.name))
+    return found
 
 
 def test_a_killed_process_is_replaced_and_the_disk_serves_again(
@@ -145,7 +198,8 @@ def test_a_killed_process_is_replaced_and_the_disk_serves_again(
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: rig.load(1) == [HIT], "the disk does not serve again")
     assert rig.pid != first
-    assert rig.process.ends == 1
+    counts = rig.counters.take()
+    assert counts["io_process_ends", "disk"] == counts["io_process_ends", "ram"] == 1
     lost = [(change.key, change.present) for change in rig.tiers[1].take_changes()]
     assert sorted(lost) == [(key(1), False), (key(2), False)], "objects in the memory of the process are gone"
     wait_until(lambda: rig.lookup(1, tier=1) == [False], "the index believes in them")
