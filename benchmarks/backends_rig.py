@@ -33,6 +33,7 @@ from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.threads import DaemonExecutor
+from offload_core.tiers.call_slots import CallSlots
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.call_size import call_size_of
@@ -159,7 +160,8 @@ class OurTier:
         self._at_once = max(1, min(BATCH_OBJECTS, -(-BATCH_BYTES // payload_bytes)))
         share = int(config.settings.staging_bytes * STORE_SHARE)
         self._store_size = call_size_of(self._tier, share, 2 * self._threads + 1)
-        self._load_size = call_size_of(self._tier, share, self._tier.load_slots.max_calls)
+        self._load_slots = CallSlots(2 * self._threads, spare_slots=0)  # as many as the engine's reader has
+        self._load_size = call_size_of(self._tier, share, 3 * self._threads)
         self.nbytes = chunks * CHUNK_BYTES
         self._leases: list[Lease] = []
 
@@ -224,10 +226,10 @@ class OurTier:
     async def _load_all(self, objects: list[StagedObject]) -> None:
         """Load the batches as one job of the engine."""
         left = deque(self._batches(objects))
-        fair = -(-len(left) // self._tier.load_slots.slots)
+        fair = -(-len(left) // self._load_slots.slots)
 
         async def load_next() -> None:
-            async with self._tier.load_slots.held(math.inf):
+            async with self._load_slots.held(math.inf):
                 count = self._load_size.take((sum(one.lease.nbytes for one in batch) for batch in left), fair)
                 call = [staged for _ in range(count) for staged in left.popleft()]
                 if call:

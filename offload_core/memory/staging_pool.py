@@ -11,7 +11,6 @@ lease's owner releases it, exactly once.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import mmap
 import threading
@@ -122,7 +121,6 @@ class StagingPool:
         self._used_bytes = 0
         self._store_bytes = 0
         self._common_start = 0  # end of the private pieces of all tiers' loads
-        self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
         self._pinning = pinning
         if pinning is not None:
             try:
@@ -187,35 +185,6 @@ class StagingPool:
                 leases.append(lease)
         return leases
 
-    async def acquire_all(self, sizes: Sequence[int], share: LoadShare | None = None) -> list[Lease]:
-        """Wait for free memory and lease a piece of each size (in bytes) for a load. Cancellation leaves no leases.
-
-        A waiting call holds no memory of the pool. It gets its leases in the end if only one call per share waits at a
-        time and this share's loads release all their leases. Then the share's private piece is free as a whole.
-
-        Raises:
-            ValueError: the sizes exceed the pool or the share.
-        """
-        limit = self.capacity_bytes if share is None else min(share.limit_bytes, self.capacity_bytes)
-        if (nbytes := sum(map(lease_bytes, sizes))) > limit:
-            raise ValueError(
-                f"objects of {nbytes} bytes do not fit into {limit} bytes of staging; set {nbytes} or more"
-            )
-        freed = asyncio.Event()
-        waiter = (asyncio.get_running_loop(), freed)
-        try:
-            while True:
-                with self._lock:
-                    self._waiters.add(waiter)
-                leases = self.try_acquire_all(sizes, share)
-                if leases is not None:
-                    return leases
-                await freed.wait()
-                freed.clear()
-        finally:
-            with self._lock:
-                self._waiters.discard(waiter)
-
     def convert_to_store(self, lease: Lease) -> bool:
         """Turn a load's lease into a store's; return ``False``, without any change, if the stores' limit is reached.
 
@@ -231,7 +200,6 @@ class StagingPool:
             share.held_bytes -= lease._reserved
             lease._share = None
             self._store_bytes += lease._reserved
-            self._wake()
         return True
 
     def _unlimited_share(self) -> LoadShare:
@@ -273,7 +241,6 @@ class StagingPool:
     def _release(self, lease: Lease) -> None:
         with self._lock:
             self._free_lease(lease)
-            self._wake()
 
     def _free_lease(self, lease: Lease) -> None:
         offset, reserved = lease._offset, lease._reserved
@@ -289,7 +256,3 @@ class StagingPool:
         if index > 0 and sum(self._free[index - 1]) == offset:
             previous = self._free[index - 1]
             self._free[index - 1] = (previous[0], previous[1] + self._free.pop(index)[1])
-
-    def _wake(self) -> None:
-        for loop, freed in self._waiters:  # under the lock, so that no waiter can end and close its loop meanwhile
-            loop.call_soon_threadsafe(freed.set)

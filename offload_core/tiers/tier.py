@@ -16,9 +16,9 @@ from offload_core.config.limits import Limits
 from offload_core.config.model import TierConfig
 from offload_core.plugins.observers import EventSink
 from offload_core.plugins.registry import PluginRegistry
+from offload_core.runtime.io_loop import log_unexpected
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.accounting import TierAccounting
-from offload_core.tiers.call_slots import CallSlots
 from offload_core.tiers.changes import TierChange, TierChanges
 from offload_core.tiers.circuit_breaker import Call
 from offload_core.tiers.health import TierHealth
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from offload_core.memory.staging_shares import TierShare  # which imports torch; the command line does without
 
 logger = logging.getLogger(__name__)
+
+LoadEnded = Callable[[Sequence[LoadOutcome | None]], None]
+"""Gets the outcomes of a load, one per object."""
 
 _MAX_RUNNING_LOOKUPS = 16
 _MAX_OVERDUE_LOOKUPS = 4
@@ -85,12 +88,10 @@ class Tier:
         self._changes = TierChanges(self.name, self.capabilities.shared)
         self.staging: TierShare | None = None
         """Staging memory for compressed stores; the transfer engine sets it."""
-        # Twice the threads, so that they go on reading while other batches are checked and handed over.
-        self.load_slots = CallSlots(2 * config.common.io_threads, spare_slots=config.common.io_threads)
-        """Slots for callers of :meth:`load`. A caller takes a slot before it takes staging memory."""
         self._running_lookups = 0
         self._overdue_lookups: set[Call] = set()
         self._opening = self._close_after_opening = self._touch_has_failed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def storage(self) -> LocalStorage:
@@ -123,6 +124,7 @@ class Tier:
                 ],
                 "backends",
             )
+        self._loop = asyncio.get_running_loop()
         self._prober.attach()
         started = time.monotonic()
         self._opening = True
@@ -223,6 +225,28 @@ class Tier:
         if corrupt := [key for key, outcome in results if outcome is LoadOutcome.CORRUPT]:
             await self._delete(corrupt)
         return list(outcomes)
+
+    def start_load(self, objects: Sequence[StagedObject], on_end: LoadEnded) -> bool:
+        """Start :meth:`load` from any thread, after ``open`` has begun.
+
+        Args:
+            on_end: gets what :meth:`load` returns, or nothing after an unexpected error, on any thread. It is never
+                called during this call.
+
+        Returns:
+            ``False`` if nothing is loaded and ``on_end`` will not be called.
+        """
+        assert self._loop is not None, "a tier is opened before its first load"
+
+        async def load() -> None:
+            outcomes: list[LoadOutcome | None] = []
+            try:
+                outcomes = await self.load(objects)
+            finally:
+                on_end(outcomes)
+
+        asyncio.run_coroutine_threadsafe(load(), self._loop).add_done_callback(log_unexpected)
+        return True
 
     async def store(self, objects: Sequence[StagedObject]) -> list[bool]:
         """Store a batch of sealed objects; returns, per object, whether the tier has it now."""

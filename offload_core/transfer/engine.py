@@ -73,7 +73,6 @@ class TransferEngine:
             seal=seal,
         )
         self._loads = Loads(
-            io=io,
             tiers=tiers,
             staging=staging,
             shares=self._shares,

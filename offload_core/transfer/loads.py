@@ -8,13 +8,12 @@ request by then (invariants I2 and I3).
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, takewhile, zip_longest
+from itertools import takewhile
 from typing import Literal
 
 from offload_core.api.backend import LoadOutcome
@@ -24,15 +23,12 @@ from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_shares import TierShare
 from offload_core.objects.format import HEADER_BYTES, object_bytes
-from offload_core.runtime.io_loop import IoLoop, log_unexpected, run_all
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
-from offload_core.transfer.batches import TransferObject, in_batches
-from offload_core.transfer.call_size import call_size_of
+from offload_core.transfer.batches import TransferObject
 from offload_core.transfer.jobs import Job, JobState, JobTable
-
-_Batch = Sequence[TransferObject]
+from offload_core.transfer.tier_reader import TierReader
 
 
 @dataclass(frozen=True)
@@ -109,8 +105,7 @@ class _ActiveLoad:
 
 @dataclass(frozen=True)
 class _Arrival:
-    generation: int
-    tier: str
+    job: Job
     key: ObjectKey
     lease: Lease | None
     """The loaded, verified object; ``None`` if the load of this object failed."""
@@ -129,7 +124,6 @@ class Loads:
     def __init__(
         self,
         *,
-        io: IoLoop,
         tiers: Sequence[Tier],
         staging: StagingPool,
         shares: Mapping[str, TierShare],
@@ -139,10 +133,7 @@ class Loads:
         counters: Counters,
         promote: Callable[[ObjectKey, Lease, str], bool],
     ) -> None:
-        self._io = io
         self._tiers = {tier.name: tier for tier in tiers}
-        self._staging = staging
-        self._shares = shares
         self._copier = copier
         self._layouts = layouts
         self._jobs = jobs
@@ -152,13 +143,12 @@ class Loads:
         """Per generation; only the engine thread changes it."""
         self._arrivals: deque[_Arrival] = deque()
         self._arrived = threading.Event()
-        # Per tier, one batch at a time waits for leases: otherwise many small batches could starve a large one.
-        self._lease_locks = {tier.name: asyncio.Lock() for tier in tiers}
-        self._call_sizes = {
-            tier.name: call_size_of(tier, shares[tier.name].loads.limit_bytes, tier.load_slots.max_calls)
+        self._readers = {
+            tier.name: TierReader(
+                tier, shares[tier.name], staging=staging, layouts=layouts, jobs=jobs, on_end=self._hand_over
+            )
             for tier in tiers
         }
-        """Per tier name; only the I/O loop uses them."""
 
     @property
     def has_active(self) -> bool:
@@ -181,8 +171,8 @@ class Loads:
             self._jobs.start(job)  # a load without objects is done at once
         elif not tier.health.admits("load"):
             load.refused = True
-            return
-        self._io.submit(self._load(job, tier, load_job.objects)).add_done_callback(log_unexpected)
+        else:
+            self._readers[tier.name].submit(job, load_job.objects)
 
     def cancel(self, job_id: int) -> None:
         """Cancel a load: its objects no longer enter the KV cache. The next :meth:`take_ended` reports it."""
@@ -191,10 +181,12 @@ class Loads:
                 self._jobs.end(load.job, JobState.CANCELLED)
 
     def scatter_arrivals(self) -> None:
-        """Copy all arrived objects into the KV cache."""
+        """Copy all arrived objects into the KV cache, and use the staging memory that they leave."""
         self._arrived.clear()
         while self._arrivals:
             self._scatter(self._arrivals.popleft())
+        for reader in self._readers.values():  # memory may be free now
+            reader.start_calls()
 
     def take_ended(self) -> list[LoadResult]:
         """Return the loads that ended since the last call."""
@@ -233,10 +225,10 @@ class Loads:
 
     def _scatter(self, arrival: _Arrival) -> None:
         """Copy one arrival into its blocks; drop it if its job has ended."""
-        load = self._active.get(arrival.generation)
+        load = self._active.get(arrival.job.generation)
         if load is None or load.job.ended:
             if arrival.lease is not None:
-                self._counters.add("load_late", arrival.tier)
+                self._counters.add("load_late", arrival.job.tier)
                 arrival.lease.release()
             return
         item = load.missing.pop(arrival.key)
@@ -244,57 +236,12 @@ class Loads:
             load.failed.append(arrival.key)
             return
         self._copier.scatter(self._layouts[item.key.pack], item.blocks, arrival.lease.tensor[HEADER_BYTES:])
-        if not self._promote(arrival.key, arrival.lease, arrival.tier):
+        if not self._promote(arrival.key, arrival.lease, arrival.job.tier):
             arrival.lease.release()
-
-    async def _load(self, job: Job, tier: Tier, objects: Sequence[TransferObject]) -> None:
-        """Load a job's objects in batches, as many at once as the tier allows. Never cancelled."""
-        left: deque[_Batch] = deque(in_batches(objects, self._layouts))
-        # A short load is spread over all slots, or makes two calls, so that copies overlap with reads.
-        fair = -(-len(left) // (2 if tier.splits_calls else tier.load_slots.slots))
-        try:
-            await run_all(self._load_next(job, tier, left, fair) for _ in range(len(left)))
-        finally:
-            if left:
-                self._hand_over(job, tier, list(chain.from_iterable(left)), [], [])
-
-    async def _load_next(self, job: Job, tier: Tier, left: deque[_Batch], most: int) -> None:
-        """Load the next batches in one call, unless the job ends before a load slot is free.
-
-        If cancelled, it ends when its call ends.
-
-        Args:
-            left: the job's batches that no call has. Batches without staging memory return to it.
-            most: maximum number of batches to load.
-        """
-        async with tier.load_slots.held(job.deadline):
-            sizes = (sum(self._lease_sizes(tier, [batch])) for batch in left)
-            wanted = [left.popleft() for _ in range(self._call_sizes[tier.name].take(sizes, most))]
-            staged: list[StagedObject] = []
-            count = 0
-            try:
-                if wanted:
-                    count, staged = await self._stage(job, tier, wanted)
-            finally:
-                left.extendleft(reversed(wanted[count:]))
-            if count:
-                await self._call(job, tier, wanted[:count], staged)
-
-    async def _call(self, job: Job, tier: Tier, batches: Sequence[_Batch], staged: Sequence[StagedObject]) -> None:
-        """Load staged batches in one call. If cancelled, it ends when the call ends."""
-        outcomes: list[LoadOutcome | None] = []
-        started = time.monotonic()
-        try:
-            outcomes = await tier.load(staged)
-        finally:
-            seconds = time.monotonic() - started
-            self._call_sizes[tier.name].ended(len(batches), seconds, worked=LoadOutcome.HIT in outcomes)
-            self._hand_over(job, tier, list(chain.from_iterable(batches)), staged, outcomes)
 
     def _hand_over(
         self,
         job: Job,
-        tier: Tier,
         objects: Sequence[TransferObject],
         staged: Sequence[StagedObject],
         outcomes: Sequence[LoadOutcome | None],
@@ -316,44 +263,10 @@ class Loads:
             if lease is not None and (late or not hit):
                 lease.release()
             if late:
-                self._counters.add("load_late", tier.name, int(hit))
+                self._counters.add("load_late", job.tier, int(hit))
             else:
-                self._arrivals.append(_Arrival(job.generation, tier.name, item.key, lease if hit else None))
+                self._arrivals.append(_Arrival(job, item.key, lease if hit else None))
         self._arrived.set()
-
-    async def _stage(self, job: Job, tier: Tier, batches: Sequence[_Batch]) -> tuple[int, list[StagedObject]]:
-        """Lease staging memory for the first batches and note it in the job.
-
-        It leases memory for as many batches as there is memory now. If there is not even memory for one, it waits. A
-        cancelled call holds no leases.
-
-        Returns:
-            The number of batches, and their objects; 0 for an ended job.
-        """
-        if not self._jobs.start(job):
-            return 0, []
-        share = self._shares[tier.name].loads
-        async with self._lease_locks[tier.name]:
-            count, leases = len(batches), None
-            while count > 1 and leases is None:
-                leases = self._staging.try_acquire_all(self._lease_sizes(tier, batches[:count]), share)
-                count = count if leases is not None else count // 2
-            if leases is None:
-                leases = await self._staging.acquire_all(self._lease_sizes(tier, batches[:1]), share)
-        if not self._jobs.hold(job, len(leases)):
-            for lease in leases:
-                lease.release()
-            return 0, []
-        objects = list(chain.from_iterable(batches[:count]))
-        return count, [
-            StagedObject(item.key, lease, scratch)
-            for item, lease, scratch in zip_longest(objects, leases[: len(objects)], leases[len(objects) :])
-        ]
-
-    def _lease_sizes(self, tier: Tier, batches: Sequence[_Batch]) -> list[int]:
-        """Return the sizes in bytes of the leases for some batches: the objects', then those for compressed bytes."""
-        sizes = [object_bytes(self._layouts[item.key.pack].payload_bytes) for item in chain.from_iterable(batches)]
-        return sizes * (1 + tier.compresses)
 
 
 def _count_leases(staged: Sequence[StagedObject]) -> int:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -172,78 +169,3 @@ def test_an_empty_lease_is_a_lease() -> None:
 def test_a_pool_without_a_page_is_refused() -> None:
     with pytest.raises(ValueError, match="staging capacity is 4095 bytes; set it to 4096 or more"):
         StagingPool(4095, 0.5)
-
-
-async def started(pool: StagingPool, nbytes: int) -> asyncio.Task[list[Lease]]:
-    """Start to wait for a lease that has no room yet."""
-    task = asyncio.create_task(pool.acquire_all([nbytes]))
-    await asyncio.sleep(0)  # one turn is all that acquire needs to find the pool full and wait
-    assert not task.done()
-    return task
-
-
-def full_pool() -> tuple[StagingPool, list[Lease]]:
-    pool = StagingPool(4 * ALIGNMENT_BYTES, 0.5)
-    leases = [acquired(pool, ALIGNMENT_BYTES, for_store=False) for _ in range(4)]
-    assert pool.try_acquire(1, for_store=False) is None
-    return pool, leases
-
-
-def test_acquire_waits_and_is_woken_by_a_release_in_another_thread() -> None:
-    pool, leases = full_pool()
-
-    async def main() -> Lease:
-        task = await started(pool, 2 * ALIGNMENT_BYTES)
-        await asyncio.to_thread(leases[1].release)
-        for _ in range(3):  # one page is not enough; it is woken and waits on
-            await asyncio.sleep(0)
-        assert not task.done()
-        await asyncio.to_thread(leases[2].release)
-        (lease,) = await asyncio.wait_for(task, 30)
-        return lease
-
-    lease = asyncio.run(main())
-    assert lease.nbytes == 2 * ALIGNMENT_BYTES
-    assert pool.used_bytes == 4 * ALIGNMENT_BYTES
-    lease.release()  # nobody waits any more, and the loop on which somebody did is closed
-
-
-def test_one_release_wakes_every_waiter_that_fits() -> None:
-    pool, leases = full_pool()
-
-    async def main() -> None:
-        tasks = [await started(pool, ALIGNMENT_BYTES) for _ in range(2)]
-        for lease in leases[:2]:
-            threading.Thread(target=lease.release).start()
-        async with asyncio.timeout(30):
-            got = [lease for (lease,) in await asyncio.gather(*tasks)]
-        assert got[0].tensor.data_ptr() != got[1].tensor.data_ptr()
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("released_first", [False, True], ids=["while waiting", "when just woken"])
-def test_a_cancelled_acquire_leaves_nothing_leased(released_first: bool) -> None:
-    pool, leases = full_pool()
-
-    async def main() -> None:
-        task = await started(pool, ALIGNMENT_BYTES)
-        if released_first:
-            leases.pop().release()
-            await asyncio.sleep(0)  # the wake-up has been delivered, the task has not run yet
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        for lease in leases:
-            lease.release()
-        assert pool.used_bytes == 0
-        (await asyncio.wait_for(pool.acquire_all([4 * ALIGNMENT_BYTES]), 30))[0].release()
-
-    asyncio.run(main())
-    assert pool.used_bytes == 0
-
-
-def test_acquire_refuses_at_once_sizes_that_can_never_fit() -> None:
-    pool = StagingPool(2 * ALIGNMENT_BYTES, 0.5)
-    with pytest.raises(ValueError, match="objects of 12288 bytes do not fit into 8192 bytes of staging"):
-        asyncio.run(pool.acquire_all([8193]))

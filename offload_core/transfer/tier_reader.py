@@ -1,0 +1,185 @@
+"""The reader of one tier: its waiting loads, its calls and their slots.
+
+The engine thread adds loads. Calls start on the thread that makes it possible: the engine thread, when it adds a load
+or has freed staging memory, or the thread on which an earlier call ends. No thread waits, and none holds the lock
+during a call or a copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice, zip_longest
+
+from offload_core.api.backend import LoadOutcome
+from offload_core.memory.payload_layout import PackLayout
+from offload_core.memory.staging_pool import Lease, StagingPool
+from offload_core.memory.staging_shares import TierShare
+from offload_core.memory.staging_size import lease_bytes
+from offload_core.objects.format import object_bytes
+from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.tier import Tier
+from offload_core.transfer.batches import TransferObject, in_batches
+from offload_core.transfer.call_size import call_size_of
+from offload_core.transfer.jobs import Job, JobTable
+
+logger = logging.getLogger(__name__)
+
+_Batch = Sequence[TransferObject]
+
+ReadsEnded = Callable[[Job, Sequence[TransferObject], Sequence[StagedObject], Sequence[LoadOutcome | None]], None]
+"""Gets objects of a job, on any thread, with what became of them.
+
+The staged objects are one per object, or none if there was no call. The outcomes are one per object, or none if there
+was no call or the call raised an error. The receiver releases the leases.
+"""
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A load with batches that no call has."""
+
+    job: Job
+    batches: deque[_Batch]
+    most: int
+    """Maximum number of its batches in a call."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    job: Job
+    batches: int
+    objects: Sequence[TransferObject]
+    staged: Sequence[StagedObject]
+    started: float
+
+
+class TierReader:
+    """The loads of one tier. Thread-safe.
+
+    A call past its deadline may never end. Another call gets its slot, for up to ``io_threads`` overdue calls at once.
+    So a medium that has recovered can be used although old calls hang, and the number of running calls stays bounded.
+
+    Args:
+        layouts: per pack name, the payload's layout.
+        on_end: gets the objects of each call that has ended, and those that no call will load.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        share: TierShare,
+        *,
+        staging: StagingPool,
+        layouts: Mapping[str, PackLayout],
+        jobs: JobTable,
+        on_end: ReadsEnded,
+    ) -> None:
+        self._tier = tier
+        self._share = share.loads
+        self._staging = staging
+        self._layouts = layouts
+        self._jobs = jobs
+        self._on_end = on_end
+        # Twice the threads, so that they go on reading while other batches are checked and handed over.
+        self._slots = 2 * tier.config.io_threads
+        self._spare_slots = tier.config.io_threads
+        self._call_size = call_size_of(tier, share.loads.limit_bytes, self._slots + self._spare_slots)
+        self._lock = threading.Lock()
+        self._waiting: deque[_Waiting] = deque()
+        self._running: set[_Call] = set()
+
+    def submit(self, job: Job, objects: Sequence[TransferObject]) -> None:
+        """Load the objects of a job in batches, as many at once as the tier allows."""
+        batches: deque[_Batch] = deque(in_batches(objects, self._layouts))
+        needed = max(sum(map(lease_bytes, self._lease_sizes([batch]))) for batch in batches)
+        if needed > self._share.limit_bytes:  # the configuration has been checked
+            logger.error(
+                "objects of %d bytes do not fit into the %d bytes of staging of tier %r; this is a defect, please "
+                "report it", needed, self._share.limit_bytes, self._tier.name,
+            )  # fmt: skip
+            self._on_end(job, objects, [], [])
+            return
+        # A short load is spread over all slots, or makes two calls, so that copies overlap with reads.
+        most = -(-len(batches) // (2 if self._tier.splits_calls else self._slots))
+        with self._lock:
+            self._waiting.append(_Waiting(job, batches, most))
+        self.start_calls()
+
+    def start_calls(self) -> None:
+        """Start the calls for waiting batches, as long as there are slots and staging memory."""
+        while self._waiting and (call := self._take_next()) is not None:
+            if not self._tier.start_load(call.staged, partial(self._ended, call)):
+                self._end(call, [])
+
+    def _take_next(self) -> _Call | None:
+        """Return the next call, with its slot and its leases; ``None`` if it has to wait for them."""
+        with self._lock:
+            while self._waiting and self._has_free_slot():
+                first = self._waiting[0]
+                if self._jobs.start(first.job):
+                    count, leases = self._try_lease(first)
+                    if not count:
+                        return None  # the loads behind it wait too: small ones must not overtake a large one for ever
+                    if self._jobs.hold(first.job, len(leases)):
+                        call = self._new_call(first, count, leases)
+                        if not first.batches:
+                            self._waiting.popleft()
+                        return call
+                    for lease in leases:
+                        lease.release()
+                self._waiting.popleft()  # it has its verdict
+            return None
+
+    def _has_free_slot(self) -> bool:
+        now = time.monotonic()
+        overdue = sum(1 for call in self._running if call.job.deadline <= now)
+        return len(self._running) - min(overdue, self._spare_slots) < self._slots
+
+    def _try_lease(self, load: _Waiting) -> tuple[int, list[Lease]]:
+        """Lease staging memory for as many of a load's batches as a call takes and there is memory for.
+
+        Returns:
+            The number of batches, 0 if there is no memory for one, and the leases.
+        """
+        count = self._call_size.take((sum(self._lease_sizes([batch])) for batch in load.batches), load.most)
+        while count:
+            sizes = self._lease_sizes(list(islice(load.batches, count)))
+            leases = self._staging.try_acquire_all(sizes, self._share)
+            if leases is not None:
+                return count, leases
+            count //= 2
+        return 0, []
+
+    def _lease_sizes(self, batches: Sequence[_Batch]) -> list[int]:
+        """Return the sizes in bytes of the leases for some batches: the objects', then those for compressed bytes."""
+        sizes = [object_bytes(self._layouts[item.key.pack].payload_bytes) for item in chain.from_iterable(batches)]
+        return sizes * (1 + self._tier.compresses)
+
+    def _new_call(self, load: _Waiting, count: int, leases: Sequence[Lease]) -> _Call:
+        batches = [load.batches.popleft() for _ in range(count)]
+        objects = list(chain.from_iterable(batches))
+        staged = [
+            StagedObject(item.key, lease, scratch)
+            for item, lease, scratch in zip_longest(objects, leases[: len(objects)], leases[len(objects) :])
+        ]
+        call = _Call(load.job, count, objects, staged, time.monotonic())
+        self._running.add(call)
+        return call
+
+    def _ended(self, call: _Call, outcomes: Sequence[LoadOutcome | None]) -> None:
+        """Note the end of a call, and start the next ones."""
+        self._end(call, outcomes)
+        self.start_calls()
+
+    def _end(self, call: _Call, outcomes: Sequence[LoadOutcome | None]) -> None:
+        seconds = time.monotonic() - call.started
+        with self._lock:
+            self._running.discard(call)
+            self._call_size.ended(call.batches, seconds, worked=LoadOutcome.HIT in outcomes)
+        self._on_end(call.job, call.objects, call.staged, outcomes)
