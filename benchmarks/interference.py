@@ -119,7 +119,7 @@ class Engine:
             copier=block_copier(caches),
             layouts=layouts,
             counters=self.counters,
-            seal=None if self.processes is None else self.processes.seal,
+            processes=self.processes,
         )
         self._next = self._job = 0
         for _ in range(self.objects):

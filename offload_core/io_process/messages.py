@@ -1,8 +1,9 @@
-"""Sends and receives the messages of one process through a pair of rings, on an event loop."""
+"""The rings between the engine's process and the I/O process, and their use on an event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import enum
 from collections import deque
 from collections.abc import Callable
 
@@ -11,26 +12,63 @@ from offload_core.runtime.doorbell import Doorbell
 from offload_core.runtime.message_ring import RingReader, RingWriter, format_ring
 from offload_core.runtime.shared_memory import SharedMemory
 
-RING_BYTES = 4 * 1024 * 1024
-"""Bytes of one ring. Few calls run at once, so that a ring is full only if the other side has stopped."""
 _RETRY_SECONDS = 0.002
 _LOOK_SECONDS = 0.25
 
 
+class Lane(enum.Enum):
+    """The two ways from the engine's process to the I/O process and back. The value is the size of a ring, in bytes."""
+
+    LOOP = 4 * 1024 * 1024
+    """For the I/O loop: lookups and everything rare. A ring is full only if the other side has stopped."""
+    DIRECT = 1024 * 1024
+    """For loads and stores."""
+
+
+class RingPair:
+    """The rings of a lane, seen from one side. A lane has one such object on each side in its life.
+
+    Args:
+        memory: from :func:`make_rings`.
+        to_process: whether this is the engine's side.
+    """
+
+    def __init__(self, memory: SharedMemory, lane: Lane, *, to_process: bool) -> None:
+        first, second = _regions(memory, lane)
+        self.writer = RingWriter(first if to_process else second)
+        self.reader = RingReader(second if to_process else first)
+
+    def check_size(self, message: bytes) -> None:
+        """Check that a message fits into a ring.
+
+        Raises:
+            ValueError: it does not.
+        """
+        if len(message) > self.writer.max_payload_bytes:
+            raise ValueError(
+                f"a message of {len(message)} bytes does not fit; a ring takes {self.writer.max_payload_bytes} bytes"
+            )
+
+
 def make_rings() -> SharedMemory:
-    """Return shared memory with two empty rings: one to the I/O process, then one back."""
-    memory = SharedMemory.create("offload-rings", 2 * RING_BYTES)
-    format_ring(memory.view[:RING_BYTES])
-    format_ring(memory.view[RING_BYTES:])
+    """Return shared memory with two empty rings for each lane: one to the I/O process, then one back."""
+    memory = SharedMemory.create("offload-rings", 2 * sum(lane.value for lane in Lane))
+    for lane in Lane:
+        for region in _regions(memory, lane):
+            format_ring(region)
     return memory
+
+
+def _regions(memory: SharedMemory, lane: Lane) -> tuple[memoryview, memoryview]:
+    """Return the memory of a lane's rings."""
+    start = 0 if lane is Lane.LOOP else 2 * Lane.LOOP.value
+    return memory.view[start : start + lane.value], memory.view[start + lane.value : start + 2 * lane.value]
 
 
 class MessageChannel:
     """One side of the rings. All methods are for the event loop.
 
     Args:
-        memory: from :func:`make_rings`.
-        to_process: whether this is the engine's side, which writes the first ring.
         own_bell: rings when the other side has written.
         other_bell: wakes the other side.
         on_message: gets each message.
@@ -39,17 +77,14 @@ class MessageChannel:
 
     def __init__(
         self,
-        memory: SharedMemory,
+        rings: RingPair,
         *,
-        to_process: bool,
         own_bell: Doorbell,
         other_bell: Doorbell,
         on_message: Callable[[Message], None],
         on_error: Callable[[Exception], None],
     ) -> None:
-        first, second = memory.view[:RING_BYTES], memory.view[RING_BYTES:]
-        self._writer = RingWriter(first if to_process else second)
-        self._reader = RingReader(second if to_process else first)
+        self._rings = rings
         self._own_bell = own_bell
         self._other_bell = other_bell
         self._on_message = on_message
@@ -68,8 +103,7 @@ class MessageChannel:
         Raises:
             ValueError: the message is larger than the ring.
         """
-        if len(message) > self._writer.max_payload_bytes:
-            raise ValueError(f"a message of {len(message)} bytes does not fit into a ring of {RING_BYTES} bytes")
+        self._rings.check_size(message)
         self._unsent.append(message)
         if self._retry is None:
             self._flush()
@@ -90,7 +124,7 @@ class MessageChannel:
             return
         sent = False
         try:
-            while self._unsent and self._writer.try_write(self._unsent[0]):
+            while self._unsent and self._rings.writer.try_write(self._unsent[0]):
                 self._unsent.popleft()
                 sent = True
         except Exception as error:  # a damaged ring
@@ -107,7 +141,7 @@ class MessageChannel:
             return
         self._own_bell.clear()
         try:
-            while not self._closed and (frame := self._reader.read()) is not None:
+            while not self._closed and (frame := self._rings.reader.read()) is not None:
                 self._on_message(parse(frame))
         except Exception as error:  # a damaged ring or message
             self._fail(error)

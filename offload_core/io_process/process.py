@@ -15,6 +15,7 @@ from offload_core.api.errors import ConfigError
 from offload_core.api.events import Event
 from offload_core.config.limits import Limits
 from offload_core.config.model import OffloadConfig, TierConfig
+from offload_core.io_process.direct_calls import DirectCalls, OnAnswer
 from offload_core.io_process.protocol import Kind, Message, Reader, pack_event
 from offload_core.io_process.remote_storage import RemoteStorage, pack_objects
 from offload_core.io_process.session import Session
@@ -125,6 +126,11 @@ class IoProcess:
         """
         self._io.loop.call_soon_threadsafe(self._observe, event, counters)
 
+    @property
+    def direct(self) -> DirectCalls | None:
+        """The loads and stores under way; ``None`` while there is no process. May be called on any thread."""
+        return None if (session := self._session) is None else session.direct
+
     async def seal(self, objects: Sequence[StagedObject]) -> None:
         """Write the headers and checksums of objects in staging memory.
 
@@ -202,6 +208,7 @@ class IoProcess:
             Capabilities(**answer["capabilities"]),
             changes,
             self._call,
+            self._direct_call,
             compresses=config.common.compression != "none",
         )
         return storage
@@ -210,6 +217,11 @@ class IoProcess:
         if self._session is None:
             raise StorageAwayError("the I/O process has ended and is being replaced")
         return await self._session.call(kind, tier, body)
+
+    def _direct_call(self, kind: Kind, tier: int, body: bytes, on_answer: OnAnswer) -> None:
+        if (direct := self.direct) is None:
+            raise StorageAwayError("the I/O process has ended and is being replaced")
+        direct.send(kind, tier, body, on_answer)
 
     def _observe(self, event: Event, counters: Counters) -> None:
         if self._session is None:

@@ -12,6 +12,7 @@ from offload_core.io_process.process import IoProcess
 from offload_core.io_process.remote_storage import RemoteStorage
 from offload_core.plugins.observers import EventSink
 from offload_core.plugins.registry import PluginRegistry
+from offload_core.runtime.doorbell import wait_for_any
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.shared_memory import SharedMemory
@@ -90,6 +91,19 @@ class IoProcesses:
         self._has_shared_staging = True
         for process in self._processes.values():
             process.share_staging(memory)
+
+    def receive(self) -> None:
+        """Take the ends of loads and stores that are there. May be called on any thread; never waits."""
+        for process in self._processes.values():
+            if (direct := process.direct) is not None:
+                direct.receive()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until :meth:`receive` may find something, at most ``seconds``."""
+        calls = [direct for process in self._processes.values() if (direct := process.direct) is not None]
+        wait_for_any([direct.bell for direct in calls], seconds)
+        for direct in calls:
+            direct.clear_bell()
 
     async def seal(self, objects: Sequence[StagedObject]) -> None:
         """Write the headers and checksums of objects in staging memory; see :meth:`IoProcess.seal`."""

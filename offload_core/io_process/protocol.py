@@ -21,7 +21,7 @@ from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.tiers.storage import StoreEnd
 
-VERSION: Final = 1
+VERSION: Final = 2
 """It rises with each change of a message."""
 
 NO_PIECE: Final = 2**64 - 1
@@ -71,12 +71,14 @@ class Piece(NamedTuple):
         nbytes: its length, and the length of the scratch memory.
         scratch: position of the second lease, for compressed bytes, or :data:`NO_PIECE`.
         spare: for a store, whether the object may use free capacity only.
+        unsealed: for a store, whether the header and the checksum are to be written first.
     """
 
     offset: int
     nbytes: int
     scratch: int = NO_PIECE
     spare: bool = False
+    unsealed: bool = False
 
 
 class ProtocolError(ValueError):
@@ -86,7 +88,7 @@ class ProtocolError(ValueError):
 _HEAD = struct.Struct("<BHQ")
 _COUNT = struct.Struct("<I")
 _KEY = struct.Struct("<HB")
-_PIECE = struct.Struct("<QQQ?")
+_PIECE = struct.Struct("<QQQ??")
 _END = struct.Struct("<BQ?")
 _NBYTES = struct.Struct("<Q")
 _CHANGE = struct.Struct("<i")

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from offload_core.api.backend import LoadOutcome
-from offload_core.api.cancellation import to_the_end
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.keys import ObjectKey
 from offload_core.io_process import protocol
+from offload_core.io_process.direct_calls import OnAnswer
 from offload_core.io_process.protocol import NO_PIECE, Kind, Message, Piece
 from offload_core.tiers.staged_object import StagedObject
-from offload_core.tiers.storage import StorageAwayError, StorageEvents, StoreEnd
+from offload_core.tiers.storage import LoadEnd, LoadEnded, StorageAwayError, StorageEvents, StoreEnd, StoreEnded
 
 if TYPE_CHECKING:
     from offload_core.memory.staging_pool import Lease  # which imports torch
     from offload_core.memory.staging_shares import TierShare
 
+T = TypeVar("T")
+
 _MAX_KEYS = 8192
 """Keys in one message; a message has a limited size."""
 
 Call = Callable[[Kind, int, bytes], Awaitable[Message]]
+DirectCall = Callable[[Kind, int, bytes, OnAnswer], None]
 
 
 class RemoteStorage:
@@ -35,6 +37,7 @@ class RemoteStorage:
         name: the tier's name in the configuration.
         compresses: whether stores need a second lease for each object.
         call: sends a request to the process, and returns its answer.
+        direct_call: sends a request from any thread; its last argument gets the answer on any thread.
     """
 
     def __init__(
@@ -44,16 +47,17 @@ class RemoteStorage:
         capabilities: Capabilities,
         changes: StorageEvents,
         call: Call,
+        direct_call: DirectCall,
         *,
         compresses: bool,
     ) -> None:
-        self.splits_calls = True
-        """One message for several batches costs the engine's process less time."""
+        self.is_elsewhere = True
         self.number = number
         self.name = name
         self._capabilities = capabilities
         self._changes = changes
         self._send = call
+        self._direct_call = direct_call
         self._compresses = compresses
         self._stuck_threads = 0
         self._is_here = True
@@ -89,22 +93,28 @@ class RemoteStorage:
             flags += (await self._call(Kind.CONTAINS, protocol.pack_keys(part))).flags(len(part))
         return flags
 
-    async def load(self, objects: Sequence[StagedObject], staging: TierShare | None) -> tuple[list[LoadOutcome], int]:
-        """Load and verify objects; see :class:`TierStorage`. If cancelled, it ends when the process has answered."""
-        body = pack_objects(objects, [staged.scratch for staged in objects])
-        return (await to_the_end(self._call(Kind.LOAD, body))).loaded(len(objects))
+    def start_load(self, objects: Sequence[StagedObject], staging: TierShare | None, on_end: LoadEnded) -> None:
+        """Load and verify objects; see :class:`TierStorage`."""
 
-    async def store(self, objects: Sequence[StagedObject], staging: TierShare | None) -> list[StoreEnd]:
-        """Store sealed objects. If cancelled, it ends when the process has answered."""
+        body = pack_objects(objects, [staged.scratch for staged in objects])
+        self._send_direct(Kind.LOAD, body, lambda answer: LoadEnd(*answer.loaded(len(objects))), on_end)
+
+    def start_store(self, objects: Sequence[StagedObject], staging: TierShare | None, on_end: StoreEnded) -> None:
+        """Store objects; see :class:`TierStorage`."""
         scratch: list[Lease | None] = [None] * len(objects)
         if self._compresses and staging is not None:
             scratch = [staging.try_scratch_for_store(staged.lease.nbytes) for staged in objects]
+
+        def ended(ends: list[StoreEnd] | Exception) -> None:
+            _release(scratch)
+            on_end(ends)
+
         try:
-            return (await to_the_end(self._call(Kind.STORE, pack_objects(objects, scratch)))).stored(len(objects))
-        finally:
-            for lease in scratch:
-                if lease is not None:
-                    lease.release()
+            body = pack_objects(objects, scratch)
+            self._send_direct(Kind.STORE, body, lambda answer: answer.stored(len(objects)), ended)
+        except BaseException:
+            _release(scratch)
+            raise
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """Remove objects."""
@@ -141,10 +151,40 @@ class RemoteStorage:
             self._stuck_threads += change
             self._changes.stuck_threads_changed(change)
 
-    async def _call(self, kind: Kind, body: bytes = b"") -> protocol.Reader:
+    def _check_is_here(self) -> None:
         if not self._is_here:
             raise StorageAwayError(f"the I/O process of tier {self.name!r} has ended and is being replaced")
+
+    def _send_direct(
+        self, kind: Kind, body: bytes, read: Callable[[protocol.Reader], T], on_end: Callable[[T | Exception], None]
+    ) -> None:
+        """Send a request from any thread.
+
+        Args:
+            read: reads the answer.
+            on_end: gets what ``read`` returns, or an error.
+        """
+        self._check_is_here()
+
+        def answered(answer: Message | Exception) -> None:
+            end: T | Exception
+            try:
+                end = answer if isinstance(answer, Exception) else read(protocol.Reader(answer.body))
+            except protocol.ProtocolError as error:
+                end = error
+            on_end(end)
+
+        self._direct_call(kind, self.number, body, answered)
+
+    async def _call(self, kind: Kind, body: bytes = b"") -> protocol.Reader:
+        self._check_is_here()
         return protocol.Reader((await self._send(kind, self.number, body)).body)
+
+
+def _release(leases: Sequence[Lease | None]) -> None:
+    for lease in leases:
+        if lease is not None:
+            lease.release()
 
 
 def pack_objects(objects: Sequence[StagedObject], scratch: Sequence[Lease | None]) -> bytes:
@@ -154,7 +194,13 @@ def pack_objects(objects: Sequence[StagedObject], scratch: Sequence[Lease | None
         scratch: per object, the second lease for its compressed bytes.
     """
     pieces = [
-        Piece(staged.lease.offset, staged.lease.nbytes, NO_PIECE if second is None else second.offset, staged.spare)
+        Piece(
+            staged.lease.offset,
+            staged.lease.nbytes,
+            NO_PIECE if second is None else second.offset,
+            staged.spare,
+            staged.unsealed,
+        )
         for staged, second in zip(objects, scratch, strict=True)
     ]
     return protocol.pack_keys([staged.key for staged in objects]) + protocol.pack_pieces(pieces)

@@ -25,7 +25,7 @@ from offload_core.config.model import OffloadConfig
 from offload_core.io_process import protocol
 from offload_core.io_process.control import ControlSocket, Record
 from offload_core.io_process.log_relay import LogSender
-from offload_core.io_process.messages import MessageChannel
+from offload_core.io_process.messages import Lane, MessageChannel, RingPair
 from offload_core.io_process.protocol import NO_PIECE, Kind, Message, ProtocolError
 from offload_core.memory.staging_size import in_batches
 from offload_core.plugins.observers import EventDelivery
@@ -132,18 +132,22 @@ class _Server:
         self._loop = loop
         self._control.set_blocking(False)
         loop.add_reader(self._control.fileno(), self._on_control)
-        self._channel = MessageChannel(
-            SharedMemory.from_descriptor(self._descriptors["rings"]),
-            to_process=False,
-            own_bell=Doorbell.from_descriptor(self._descriptors["to_process"]),
-            other_bell=Doorbell.from_descriptor(self._descriptors["to_engine"]),
-            on_message=self._on_message,
-            on_error=self._on_error,
-        )
+        rings = SharedMemory.from_descriptor(self._descriptors["rings"])
+        self._channel = self._channel_of(rings, Lane.LOOP, "to_process", "to_engine")
+        self._direct = self._channel_of(rings, Lane.DIRECT, "direct_to_process", "direct_to_engine")
         self._control.send({"ready": os.getpid()})
         await self._end.wait()
         if self._events is not None:
             await self._loop.run_in_executor(None, self._events.close, self._limits.close_timeout_seconds)
+
+    def _channel_of(self, rings: SharedMemory, lane: Lane, own_bell: str, other_bell: str) -> MessageChannel:
+        return MessageChannel(
+            RingPair(rings, lane, to_process=False),
+            own_bell=Doorbell.from_descriptor(self._descriptors[own_bell]),
+            other_bell=Doorbell.from_descriptor(self._descriptors[other_bell]),
+            on_message=partial(self._on_message, lane),
+            on_error=self._on_error,
+        )
 
     # Control messages
 
@@ -182,24 +186,25 @@ class _Server:
 
     # Calls
 
-    def _on_message(self, message: Message) -> None:
+    def _on_message(self, lane: Lane, message: Message) -> None:
         if message.kind is Kind.PING:
             self._channel.send(protocol.message(Kind.DONE, message.tier, message.call))
             return
         if message.kind is Kind.EVENT:
             self._observe(message)
             return
-        task = self._loop.create_task(self._serve(message))
+        task = self._loop.create_task(self._serve(lane, message))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def _serve(self, message: Message) -> None:
-        """Make a call and send its answer."""
+    async def _serve(self, lane: Lane, message: Message) -> None:
+        """Make a call and send its answer on the lane of the request."""
         try:
             kind, body = Kind.DONE, await answer(self._call(message))
         except Exception as error:
             kind, body = Kind.FAILED, protocol.pack_error(error)
-        self._channel.send(protocol.message(kind, message.tier, message.call, body))
+        channel = self._direct if lane is Lane.DIRECT else self._channel
+        channel.send(protocol.message(kind, message.tier, message.call, body))
 
     def _call(self, message: Message) -> Coroutine[Any, Any, bytes]:
         body = protocol.Reader(message.body)
@@ -238,6 +243,8 @@ class _Server:
         staged, scratch = self._staged(body)
 
         async def store(batch: Sequence[StagedObject]) -> list[StoreEnd]:
+            if unsealed := [one for one in batch if one.unsealed]:
+                await self._loop.run_in_executor(self._sealers, seal_all, unsealed)
             async with tier.store_slots.held(time.monotonic() + tier.longest_call_seconds):
                 return await tier.storage.store(batch, cast("TierShare", scratch))
 
@@ -267,7 +274,7 @@ class _Server:
             second = None
             if piece.scratch != NO_PIECE:
                 second = cast("Lease", _MappedPiece(self._view(piece.scratch, piece.nbytes)))
-            staged.append(StagedObject(key, lease, second, piece.spare))
+            staged.append(StagedObject(key, lease, second, piece.spare, piece.unsealed))
         scratch = [self._view(piece.scratch, piece.nbytes) for piece in pieces if piece.scratch != NO_PIECE]
         return staged, _Scratch(scratch)
 

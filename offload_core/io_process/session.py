@@ -21,8 +21,9 @@ from offload_core.api.cancellation import to_the_end
 from offload_core.config.model import OffloadConfig
 from offload_core.io_process import protocol
 from offload_core.io_process.control import ControlSocket, Record
+from offload_core.io_process.direct_calls import DirectCalls
 from offload_core.io_process.log_relay import relay
-from offload_core.io_process.messages import MessageChannel, make_rings
+from offload_core.io_process.messages import Lane, MessageChannel, RingPair, make_rings
 from offload_core.io_process.protocol import Kind, Message
 from offload_core.runtime.companion_process import CompanionProcess
 from offload_core.runtime.doorbell import Doorbell
@@ -31,7 +32,10 @@ from offload_core.tiers.storage import StorageAwayError
 logger = logging.getLogger(__name__)
 
 MODULE: Final = "offload_core.io_process"
+BELLS: Final = ("to_process", "to_engine", "direct_to_process", "direct_to_engine")
+"""The names of the doorbells: per lane one for each side."""
 _PING_SECONDS = 1.0
+_BUSY_LOOK_SECONDS, _IDLE_LOOK_SECONDS = 0.05, 0.25
 _KILL_SECONDS = 0.2
 """Time in which a killed process is mostly gone."""
 
@@ -66,15 +70,21 @@ class Session:
         self._control, their_control = ControlSocket.pair()
         self._log, their_log = ControlSocket.pair()
         self._rings = make_rings()
-        self._to_process, self._to_engine = Doorbell(), Doorbell()
+        self._bells = {name: Doorbell() for name in BELLS}
         self._channel = MessageChannel(
-            self._rings,
-            to_process=True,
-            own_bell=self._to_engine,
-            other_bell=self._to_process,
+            RingPair(self._rings, Lane.LOOP, to_process=True),
+            own_bell=self._bells["to_engine"],
+            other_bell=self._bells["to_process"],
             on_message=self._received,
             on_error=self._damaged,
         )
+        self.direct = DirectCalls(
+            RingPair(self._rings, Lane.DIRECT, to_process=True),
+            own_bell=self._bells["direct_to_engine"],
+            other_bell=self._bells["direct_to_process"],
+            on_damage=self._damaged_on_any_thread,
+        )
+        """Calls that need no event loop."""
         self._theirs = (their_control, their_log)
         self._companion = CompanionProcess(
             MODULE,
@@ -82,8 +92,7 @@ class Session:
                 "control": their_control.fileno(),
                 "log": their_log.fileno(),
                 "rings": self._rings.descriptor,
-                "to_process": self._to_process.fileno(),
-                "to_engine": self._to_engine.fileno(),
+                **{name: bell.fileno() for name, bell in self._bells.items()},
             },
             payload=json.dumps(
                 {
@@ -101,6 +110,7 @@ class Session:
         self._ready: asyncio.Future[Record] = self._loop.create_future()
         self._control_answers: deque[asyncio.Future[Record]] = deque()
         self._ping: asyncio.TimerHandle | None = None
+        self._look: asyncio.TimerHandle | None = None
         self._unanswered_pings = 0
         self._is_over = self._is_closing = self._is_killed = False
         self._over = asyncio.Event()
@@ -136,6 +146,7 @@ class Session:
             await self.abandon()
             raise
         self._ping = self._loop.call_later(_PING_SECONDS, self._send_ping)
+        self._take_direct_answers()
 
     def call(self, kind: Kind, tier: int, body: bytes = b"") -> asyncio.Future[Message]:
         """Send a request. The future ends with the answer, or with :class:`StorageAwayError`.
@@ -176,6 +187,7 @@ class Session:
     def kill(self) -> None:
         """Kill the process. :attr:`on_end` follows once it is gone."""
         self._is_killed = True
+        self.direct.refuse()
         self._companion.kill()
 
     async def end(self, seconds: float) -> None:
@@ -232,6 +244,16 @@ class Session:
         self.kill()
         self._on_killed(self)
 
+    def _damaged_on_any_thread(self, error: Exception) -> None:
+        self._loop.call_soon_threadsafe(self._damaged, error)
+
+    def _take_direct_answers(self) -> None:
+        """Take the answers of direct calls while the engine's thread is busy or idle."""
+        if not self._is_over:
+            self.direct.receive()
+            seconds = _BUSY_LOOK_SECONDS if self.direct.has_calls else _IDLE_LOOK_SECONDS
+            self._look = self._loop.call_later(seconds, self._take_direct_answers)
+
     def _send_ping(self) -> None:
         """Ask the process for a sign of life. A process that a debugger or a signal stopped gives none.
 
@@ -267,18 +289,20 @@ class Session:
         self._is_over = True
         self._on_control()
         self._on_log()
-        if self._ping is not None:
-            self._ping.cancel()
+        for timer in (self._ping, self._look):
+            if timer is not None:
+                timer.cancel()
         self._channel.close()
         for end in (self._control, self._log):
             self._loop.remove_reader(end.fileno())
             end.close()
         for end in self._theirs:
             end.close()
-        self._to_process.close()
-        self._to_engine.close()
-        self._rings.close()
         error = StorageAwayError(f"the I/O process {description}")
+        self.direct.close(error)
+        for bell in self._bells.values():
+            bell.close()
+        self._rings.close()
         unanswered: list[asyncio.Future[Any]] = [*self._pending.values(), *self._control_answers, self._ready]
         for answer in unanswered:
             if not answer.done():

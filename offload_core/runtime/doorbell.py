@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+from collections.abc import Iterable
 from pathlib import Path
 
 _KIND = "anon_inode:[eventfd]"
@@ -68,3 +69,15 @@ class Doorbell:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def wait_for_any(bells: Iterable[Doorbell], seconds: float) -> None:
+    """Wait for a ring of any bell, at most ``seconds``. The bells keep ringing until they are cleared.
+
+    A bell that another thread closes meanwhile can end the wait.
+    """
+    poll = select.poll()
+    for bell in bells:
+        if (descriptor := bell.fileno()) >= 0:
+            poll.register(descriptor, select.POLLIN)
+    poll.poll(seconds * 1000)

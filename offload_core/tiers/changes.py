@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -18,7 +19,7 @@ class TierChange(NamedTuple):
 
 
 class TierChanges:
-    """Queue of one tier's changes, in the order in which they happened. Any thread may take them.
+    """Queue of one tier's changes, in the order in which they happened. Thread-safe.
 
     Args:
         shared: the medium answers every process, so no change is kept.
@@ -28,18 +29,19 @@ class TierChanges:
         self._tier = tier
         self._queue: deque[TierChange] | None = None if shared else deque()
         self._present: set[ObjectKey] = set()
+        self._lock = threading.Lock()
 
     def add(self, keys: Iterable[ObjectKey], present: bool) -> None:
-        """Add one change per object of ``keys``. Call it on the I/O loop."""
-        if self._queue is None:
-            return
-        for key in keys:
-            (self._present.add if present else self._present.discard)(key)
-            self._queue.append(TierChange(self._tier, key, present))
+        """Add one change per object of ``keys``."""
+        if self._queue is not None:
+            with self._lock:
+                self._add(self._queue, keys, present)
 
     def lost(self) -> None:
-        """Note that the medium has lost all objects. Call it on the I/O loop."""
-        self.add(list(self._present), present=False)
+        """Note that the medium has lost all objects."""
+        if self._queue is not None:
+            with self._lock:
+                self._add(self._queue, list(self._present), present=False)
 
     def take(self) -> list[TierChange]:
         """Return the changes since the last call."""
@@ -47,3 +49,8 @@ class TierChanges:
         while self._queue:
             taken.append(self._queue.popleft())
         return taken
+
+    def _add(self, queue: deque[TierChange], keys: Iterable[ObjectKey], present: bool) -> None:
+        for key in keys:
+            (self._present.add if present else self._present.discard)(key)
+            queue.append(TierChange(self._tier, key, present))

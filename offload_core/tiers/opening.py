@@ -16,6 +16,7 @@ from offload_core.plugins.observers import EventDelivery, EventSink
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
+from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.storage import LocalStorage, StorageEvents, TierStorage
 from offload_core.tiers.tier import Tier
 
@@ -37,6 +38,26 @@ class TierHost(Protocol):
         Args:
             counters: the place to count dropped events.
         """
+        ...
+
+
+class TierProcesses(TierHost, Protocol):
+    """Other processes in which the storages run."""
+
+    async def seal(self, objects: Sequence[StagedObject]) -> None:
+        """Write the headers and checksums of objects in staging memory.
+
+        Raises:
+            StorageAwayError: the process has ended. Nobody writes to the objects any more.
+        """
+        ...
+
+    def receive(self) -> None:
+        """Take the ends of loads and stores that are there. May be called on any thread; never waits."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Wait until :meth:`receive` may find something, at most ``seconds``."""
         ...
 
 

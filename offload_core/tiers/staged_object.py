@@ -23,6 +23,8 @@ class StagedObject:
     """Second lease of a load from a tier that compresses, as large as ``lease``, for the stored bytes."""
     spare: bool = False
     """For a store, whether it may use free capacity only. A tier without a limit stores it as any other object."""
+    unsealed: bool = False
+    """For a store in another process, whether the storage writes the header and the checksum first."""
 
 
 def seal_all(objects: Iterable[StagedObject]) -> None:

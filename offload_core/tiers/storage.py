@@ -6,24 +6,30 @@ the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from offload_core.api.backend import Backend, BackendContext, LoadOutcome, StoreOutcome
 from offload_core.api.capabilities import Capabilities
+from offload_core.api.errors import BackendError
 from offload_core.api.hooks import TierInfo
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
 from offload_core.config.model import TierConfig
 from offload_core.plugins.registry import PluginRegistry
+from offload_core.runtime.io_loop import log_unexpected
 from offload_core.runtime.threads import DaemonExecutor, StuckThreadTimer
 from offload_core.tiers.compression import TierCodec
-from offload_core.tiers.object_io import ObjectIO
+from offload_core.tiers.object_io import ObjectIO, answer
 from offload_core.tiers.staged_object import StagedObject
 
 if TYPE_CHECKING:
     from offload_core.memory.staging_pool import Lease  # which imports torch; the command line does without
     from offload_core.memory.staging_shares import TierShare
+
+
+T = TypeVar("T")
 
 
 class StorageAwayError(OSError):
@@ -44,6 +50,24 @@ class StoreEnd(NamedTuple):
     compressed: bool = False
 
 
+class LoadEnd(NamedTuple):
+    """The end of a load.
+
+    Args:
+        outcomes: one per object.
+        stored_bytes: bytes of the hits, as the medium has them.
+    """
+
+    outcomes: list[LoadOutcome]
+    stored_bytes: int
+
+
+LoadEnded = Callable[[LoadEnd | Exception], None]
+"""Gets the end of a load, or the backend's error. It is called once, on any thread."""
+StoreEnded = Callable[[list[StoreEnd] | Exception], None]
+"""Gets the ends of a store, one per object, or the backend's error. It is called once, on any thread."""
+
+
 class StorageEvents(NamedTuple):
     """Functions for the changes of a storage that no call returns. They are called on the I/O loop."""
 
@@ -56,7 +80,10 @@ class StorageEvents(NamedTuple):
 
 
 class TierStorage(Protocol):
-    """The storage of one tier. All coroutines run on the I/O loop, and errors of the backend pass through."""
+    """The storage of one tier. All coroutines run on the I/O loop, and errors of the backend pass through.
+
+    Loads and stores may start on any thread, once the storage is open. They do not call ``on_end`` before they return.
+    """
 
     @property
     def capabilities(self) -> Capabilities:
@@ -69,8 +96,11 @@ class TierStorage(Protocol):
         ...
 
     @property
-    def splits_calls(self) -> bool:
-        """True if one call may take several batches, because the storage divides them among its threads."""
+    def is_elsewhere(self) -> bool:
+        """True if it is in another process.
+
+        One call then takes several batches, which the storage divides among its threads, and a store may be unsealed.
+        """
         ...
 
     async def open(self) -> None:
@@ -85,16 +115,20 @@ class TierStorage(Protocol):
         """Return, per key, whether the object is there."""
         ...
 
-    async def load(self, objects: Sequence[StagedObject], staging: TierShare | None) -> tuple[list[LoadOutcome], int]:
+    def start_load(self, objects: Sequence[StagedObject], staging: TierShare | None, on_end: LoadEnded) -> None:
         """Load and verify objects.
 
-        Returns:
-            One outcome per object, and the bytes of the hits as the medium has them.
+        Raises:
+            StorageAwayError: ``on_end`` will not be called.
         """
         ...
 
-    async def store(self, objects: Sequence[StagedObject], staging: TierShare | None) -> list[StoreEnd]:
-        """Store sealed objects."""
+    def start_store(self, objects: Sequence[StagedObject], staging: TierShare | None, on_end: StoreEnded) -> None:
+        """Store objects. They are sealed, but for those that say otherwise.
+
+        Raises:
+            StorageAwayError: ``on_end`` will not be called.
+        """
         ...
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
@@ -122,7 +156,7 @@ class LocalStorage:
         PluginError: a plugin failed to wrap the backend.
     """
 
-    splits_calls = False
+    is_elsewhere = False
 
     def __init__(
         self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents
@@ -138,6 +172,7 @@ class LocalStorage:
         info = TierInfo(name, config.backend_type.name, config.common.load_weight)
         self.backend: Backend[Any] = backend if plugins is None else plugins.wrap(backend, info)
         self._objects = ObjectIO(name, self.backend, self.codec, changes.evicted)
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -151,6 +186,7 @@ class LocalStorage:
 
     async def open(self) -> None:
         """Open the backend."""
+        self._loop = asyncio.get_running_loop()
         self._stuck_thread_timer.start()
         await self.backend.open()
 
@@ -167,10 +203,18 @@ class LocalStorage:
         self._stuck_thread_timer.start()
         return await self._objects.contains(keys)
 
-    async def load(self, objects: Sequence[StagedObject], staging: TierShare | None) -> tuple[list[LoadOutcome], int]:
-        """Load and verify objects; see :class:`TierStorage`."""
+    async def load(self, objects: Sequence[StagedObject], staging: TierShare | None) -> LoadEnd:
+        """Load and verify objects."""
         self._stuck_thread_timer.start()
-        return await self._objects.load(objects, staging)
+        return LoadEnd(*await self._objects.load(objects, staging))
+
+    def start_load(self, objects: Sequence[StagedObject], staging: TierShare | None, on_end: LoadEnded) -> None:
+        """Start :meth:`load` on the I/O loop; see :class:`TierStorage`."""
+        self._start(self.load(objects, staging), on_end)
+
+    def start_store(self, objects: Sequence[StagedObject], staging: TierShare | None, on_end: StoreEnded) -> None:
+        """Start :meth:`store` on the I/O loop; see :class:`TierStorage`."""
+        self._start(self.store(objects, staging), on_end)
 
     async def store(self, objects: Sequence[StagedObject], staging: TierShare | None) -> list[StoreEnd]:
         """Store sealed objects."""
@@ -195,3 +239,16 @@ class LocalStorage:
     async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
         """Set the order of eviction; see :meth:`Backend.touch`."""
         await self.backend.touch(keys, spare)
+
+    def _start(self, call: Coroutine[Any, Any, T], on_end: Callable[[T | Exception], None]) -> None:
+        async def run() -> None:
+            end: T | Exception = BackendError("the call was cancelled")
+            try:
+                end = await answer(call)
+            except Exception as error:
+                end = error
+            finally:
+                on_end(end)
+
+        assert self._loop is not None, "a storage is opened before its first load and store"
+        asyncio.run_coroutine_threadsafe(run(), self._loop).add_done_callback(log_unexpected)

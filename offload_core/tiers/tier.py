@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from offload_core.api import events
@@ -16,7 +17,6 @@ from offload_core.config.limits import Limits
 from offload_core.config.model import TierConfig
 from offload_core.plugins.observers import EventSink
 from offload_core.plugins.registry import PluginRegistry
-from offload_core.runtime.io_loop import log_unexpected
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.accounting import TierAccounting
 from offload_core.tiers.changes import TierChange, TierChanges
@@ -25,15 +25,19 @@ from offload_core.tiers.health import TierHealth
 from offload_core.tiers.object_io import answer
 from offload_core.tiers.prober import Prober
 from offload_core.tiers.staged_object import StagedObject
-from offload_core.tiers.storage import LocalStorage, StorageAwayError, StorageEvents, StorageFactory
+from offload_core.tiers.storage import (
+    LoadEnd,
+    LocalStorage,
+    StorageAwayError,
+    StorageEvents,
+    StorageFactory,
+    StoreEnd,
+)
 
 if TYPE_CHECKING:
     from offload_core.memory.staging_shares import TierShare  # which imports torch; the command line does without
 
 logger = logging.getLogger(__name__)
-
-LoadEnded = Callable[[Sequence[LoadOutcome | None]], None]
-"""Gets the outcomes of a load, one per object."""
 
 _MAX_RUNNING_LOOKUPS = 16
 _MAX_OVERDUE_LOOKUPS = 4
@@ -83,8 +87,8 @@ class Tier:
         storage_events = StorageEvents(self._evicted, self._accounting.stuck_threads_changed, self._storage_ended)
         self._storage = make_storage(config, self.limits, plugins, storage_events)
         self.capabilities = self._storage.capabilities
-        self.splits_calls = self._storage.splits_calls
-        """True if one call may take several batches, which the storage divides among its threads."""
+        self.is_elsewhere = self._storage.is_elsewhere
+        """True if the storage is in another process; see :class:`~offload_core.tiers.storage.TierStorage`."""
         self._changes = TierChanges(self.name, self.capabilities.shared)
         self.staging: TierShare | None = None
         """Staging memory for compressed stores; the transfer engine sets it."""
@@ -199,76 +203,121 @@ class Tier:
         return present
 
     async def load(self, objects: Sequence[StagedObject]) -> list[LoadOutcome | None]:
-        """Load and verify a batch.
+        """Load and verify a batch, if the storage is in this process.
 
         Returns:
             Per object: ``HIT`` when the lease holds the verified object, ``MISS``, or ``CORRUPT`` for an object that is
             deleted now. ``None`` means that the backend failed or the health refused the load.
+
+        Raises:
+            TypeError: the storage is in another process.
         """
-        keys = [staged.key for staged in objects]
-        started = time.monotonic()
+        storage, started = self.storage, time.monotonic()
         call = self._begin("load")
         if call is None:
-            return [None] * len(keys)
+            return [None] * len(objects)
+        end: LoadEnd | Exception
         try:
-            outcomes, stored_bytes = await answer(self._storage.load(objects, self.staging))
+            end = await answer(storage.load(objects, self.staging))
         except Exception as error:
-            self._failed(call, keys, error)
-            self._accounting.load_failed(len(keys), time.monotonic() - started)
-            return [None] * len(keys)
+            end = error
         finally:
             self.health.ended(call)
-        self.health.succeeded(call)
-        results = list(zip(keys, outcomes, strict=True))
-        self._changes.add((key for key, outcome in results if outcome is not LoadOutcome.HIT), present=False)
-        self._accounting.loaded(objects, outcomes, stored_bytes, time.monotonic() - started)
-        if corrupt := [key for key, outcome in results if outcome is LoadOutcome.CORRUPT]:
+        outcomes = self._load_ended(call, objects, started, end)
+        if corrupt := _corrupt(objects, outcomes):
             await self._delete(corrupt)
-        return list(outcomes)
+        return outcomes
 
-    def start_load(self, objects: Sequence[StagedObject], on_end: LoadEnded) -> bool:
-        """Start :meth:`load` from any thread, after ``open`` has begun.
+    def start_load(
+        self, objects: Sequence[StagedObject], on_end: Callable[[Sequence[LoadOutcome | None]], None]
+    ) -> bool:
+        """Start a load of a batch. May be called on any thread, after ``open`` has begun.
 
         Args:
-            on_end: gets what :meth:`load` returns, or nothing after an unexpected error, on any thread. It is never
-                called during this call.
+            on_end: gets what :meth:`load` returns, or nothing after a defect of the core. It is called once, on any
+                thread, and not during this call.
 
         Returns:
-            ``False`` if nothing is loaded and ``on_end`` will not be called.
+            ``False`` if nothing is loaded, and ``on_end`` will not be called.
         """
-        assert self._loop is not None, "a tier is opened before its first load"
+        started = time.monotonic()
+        call = self.health.begin("load")
+        if call is None:
+            return False
 
-        async def load() -> None:
+        def ended(end: LoadEnd | Exception) -> None:
+            self.health.ended(call)
             outcomes: list[LoadOutcome | None] = []
             try:
-                outcomes = await self.load(objects)
+                outcomes = self._load_ended(call, objects, started, end)
             finally:
-                on_end(outcomes)
+                if corrupt := _corrupt(objects, outcomes):
+                    self._start(self._delete(corrupt)).add_done_callback(lambda _: on_end(outcomes))
+                else:
+                    on_end(outcomes)
 
-        asyncio.run_coroutine_threadsafe(load(), self._loop).add_done_callback(log_unexpected)
+        try:
+            self._storage.start_load(objects, self.staging, ended)
+        except Exception as error:
+            self.health.ended(call)
+            self._load_ended(call, objects, started, error)
+            return False
         return True
 
     async def store(self, objects: Sequence[StagedObject]) -> list[bool]:
-        """Store a batch of sealed objects; returns, per object, whether the tier has it now."""
-        keys = [staged.key for staged in objects]
+        """Store a batch of sealed objects, if the storage is in this process.
+
+        Returns:
+            Per object, whether the tier has it now.
+
+        Raises:
+            TypeError: the storage is in another process.
+        """
+        storage, started = self.storage, time.monotonic()
         call = self._begin("store")
         if call is None:
-            self._accounting.store_refused(len(keys))
-            return [False] * len(keys)
-        started = time.monotonic()
+            self._accounting.store_refused(len(objects))
+            return [False] * len(objects)
+        ends: list[StoreEnd] | Exception
         try:
-            ends = await answer(self._storage.store(objects, self.staging))
+            ends = await answer(storage.store(objects, self.staging))
         except Exception as error:
-            self._failed(call, keys, error)
-            self._accounting.store_failed(len(keys), time.monotonic() - started)
-            return [False] * len(keys)
+            ends = error
         finally:
             self.health.ended(call)
-        self.health.succeeded(call)
-        there = [end.outcome in (StoreOutcome.STORED, StoreOutcome.ALREADY_PRESENT) for end in ends]
-        self._changes.add((key for key, stays in zip(keys, there, strict=True) if stays), present=True)
-        self._accounting.stored(objects, ends, time.monotonic() - started)
-        return there
+        return self._store_ended(call, objects, started, ends)
+
+    def start_store(self, objects: Sequence[StagedObject], on_end: Callable[[Sequence[bool]], None]) -> bool:
+        """Start a store of a batch. May be called on any thread, after ``open`` has begun.
+
+        Args:
+            on_end: gets what :meth:`store` returns, or nothing after a defect of the core. It is called once, on any
+                thread, and not during this call.
+
+        Returns:
+            ``False`` if nothing is stored, and ``on_end`` will not be called.
+        """
+        started = time.monotonic()
+        call = self.health.begin("store")
+        if call is None:
+            self._accounting.store_refused(len(objects))
+            return False
+
+        def ended(ends: list[StoreEnd] | Exception) -> None:
+            self.health.ended(call)
+            stored: list[bool] = []
+            try:
+                stored = self._store_ended(call, objects, started, ends)
+            finally:
+                on_end(stored)
+
+        try:
+            self._storage.start_store(objects, self.staging, ended)
+        except Exception as error:
+            self.health.ended(call)
+            self._store_ended(call, objects, started, error)
+            return False
+        return True
 
     async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
         """Set the order of eviction, if the backend knows spare objects. A hint: an error is logged once and forgotten.
@@ -286,6 +335,41 @@ class Tier:
             if not self._touch_has_failed:
                 logger.warning("tier %r: touch failed; only the order of eviction suffers", self.name, exc_info=True)
             self._touch_has_failed = True
+
+    def _load_ended(
+        self, call: Call, objects: Sequence[StagedObject], started: float, end: LoadEnd | Exception
+    ) -> list[LoadOutcome | None]:
+        """Record the end of a load on any thread, and return its outcomes."""
+        seconds = time.monotonic() - started
+        if isinstance(end, Exception):
+            self._failed(call, [staged.key for staged in objects], end)
+            self._accounting.load_failed(len(objects), seconds)
+            return [None] * len(objects)
+        self.health.succeeded(call)
+        pairs = zip(objects, end.outcomes, strict=True)
+        self._changes.add((staged.key for staged, outcome in pairs if outcome is not LoadOutcome.HIT), present=False)
+        self._accounting.loaded(objects, end.outcomes, end.stored_bytes, seconds)
+        return list(end.outcomes)
+
+    def _store_ended(
+        self, call: Call, objects: Sequence[StagedObject], started: float, ends: list[StoreEnd] | Exception
+    ) -> list[bool]:
+        """Record the end of a store on any thread, and return whether the tier has each object."""
+        seconds = time.monotonic() - started
+        if isinstance(ends, Exception):
+            self._failed(call, [staged.key for staged in objects], ends)
+            self._accounting.store_failed(len(objects), seconds)
+            return [False] * len(objects)
+        self.health.succeeded(call)
+        there = [end.outcome in (StoreOutcome.STORED, StoreOutcome.ALREADY_PRESENT) for end in ends]
+        self._changes.add((one.key for one, stays in zip(objects, there, strict=True) if stays), present=True)
+        self._accounting.stored(objects, ends, seconds)
+        return there
+
+    def _start(self, call: Coroutine[Any, Any, None]) -> Future[None]:
+        """Start a coroutine on the I/O loop, from any thread."""
+        assert self._loop is not None, "a tier is opened before its first call"
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     async def _delete(self, keys: Sequence[ObjectKey]) -> None:
         call = self._begin("delete")
@@ -325,3 +409,8 @@ class Tier:
         self._accounting.storage_ended()
         if lost:
             self._changes.lost()
+
+
+def _corrupt(objects: Sequence[StagedObject], outcomes: Sequence[LoadOutcome | None]) -> list[ObjectKey]:
+    pairs = zip(objects, outcomes, strict=False)  # there may be no outcomes
+    return [staged.key for staged, outcome in pairs if outcome is LoadOutcome.CORRUPT]

@@ -38,7 +38,7 @@ def max_call_bytes(share_bytes: int, calls: int, leases_per_object: int = 1) -> 
 
 def call_size_of(tier: Tier, share_bytes: int, calls: int) -> CallSize:
     """Return the size of calls on ``tier``; see :func:`max_call_bytes` for the other arguments."""
-    most = CALL_BATCHES if tier.capabilities.medium == "remote" else MESSAGE_BATCHES if tier.splits_calls else 1
+    most = CALL_BATCHES if tier.capabilities.medium == "remote" else MESSAGE_BATCHES if tier.is_elsewhere else 1
     return CallSize(most, max_call_bytes(share_bytes, calls, 1 + tier.compresses) if most > 1 else 0)
 
 

@@ -9,6 +9,7 @@ once (I3).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 from offload_core.api.keys import ObjectKey
@@ -19,12 +20,16 @@ from offload_core.memory.staging_shares import share_out
 from offload_core.memory.staging_size import gather_limit_bytes, staging_uses
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters
+from offload_core.tiers.opening import TierProcesses
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject
 from offload_core.transfer.jobs import JobTable
 from offload_core.transfer.loads import LoadJob, LoadResult, Loads
 from offload_core.transfer.pending_store import StoreResult
-from offload_core.transfer.stores import Seal, Stores
+from offload_core.transfer.stores import Stores
+
+_WAIT_SECONDS = 0.05
+"""Time between two looks for stores that ended without a message, since their process has ended."""
 
 
 class TransferEngine:
@@ -34,7 +39,7 @@ class TransferEngine:
         tiers: the fastest first.
         staging: a pool without any leases.
         layouts: per pack name, the payload's layout.
-        seal: see :class:`~offload_core.transfer.stores.Stores`.
+        processes: the processes of the tiers; ``None`` if the tiers are in this process.
     """
 
     def __init__(
@@ -46,9 +51,10 @@ class TransferEngine:
         copier: BlockCopier,
         layouts: Mapping[str, PackLayout],
         counters: Counters,
-        seal: Seal | None = None,
+        processes: TierProcesses | None = None,
     ) -> None:
         self._io = io
+        self._processes = processes
         self._touched_tiers = [tier for tier in tiers if tier.capabilities.spares]
         self.jobs = JobTable(counters)
         """All loads and stores under way."""
@@ -70,7 +76,7 @@ class TransferEngine:
             layouts=layouts,
             jobs=self.jobs,
             counters=counters,
-            seal=seal,
+            processes=processes,
         )
         self._loads = Loads(
             tiers=tiers,
@@ -101,6 +107,7 @@ class TransferEngine:
 
     def submit_stores(self, objects: Sequence[TransferObject]) -> None:
         """Copy the objects' blocks to staging now and store them later; without free staging, drop and count them."""
+        self._receive()
         self._stores.submit(objects, busy=self._loads.has_active)
 
     def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
@@ -114,6 +121,7 @@ class TransferEngine:
 
     def poll(self) -> list[LoadResult]:
         """Copy arrived objects into the KV cache and return the loads that ended since the last call."""
+        self._receive()
         self._loads.scatter_arrivals()
         self._stores.start_promotions()
         return self._loads.take_ended()
@@ -124,13 +132,29 @@ class TransferEngine:
 
     def wait_for_arrival(self, seconds: float) -> None:
         """Wait for an arrived object, at most ``seconds``. For a step in which the engine has no other work."""
-        self._loads.wait_for_arrival(seconds)
+        if self._processes is None:
+            self._loads.wait_for_arrival(seconds)
+        elif not self._loads.has_arrivals:
+            self._processes.wait(seconds)
 
     def drain_stores(self, seconds: float) -> bool:
         """Wait for pending stores, at most ``seconds``. Returns whether all have ended."""
-        return self._stores.drain(seconds)
+        if self._processes is None:
+            return self._stores.drain(seconds)
+        end = time.monotonic() + seconds
+        while not self._stores.drain(0):
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            self._processes.wait(min(left, _WAIT_SECONDS))
+            self._processes.receive()
+        return True
 
     def close(self) -> None:
         """Cancel all loads and drop waiting stores. Objects on their way keep their leases until their calls end."""
         self._loads.close()
         self._stores.close()
+
+    def _receive(self) -> None:
+        if self._processes is not None:
+            self._processes.receive()

@@ -155,6 +155,11 @@ class Loads:
         """True if some request waits for a load."""
         return bool(self._active)
 
+    @property
+    def has_arrivals(self) -> bool:
+        """True if :meth:`scatter_arrivals` has something to do."""
+        return self._arrived.is_set()
+
     def submit(self, load_job: LoadJob) -> None:
         """Start a load. :meth:`take_ended` returns its result, at the latest after its deadline.
 

@@ -14,8 +14,9 @@ import heapq
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -28,6 +29,7 @@ from offload_core.objects.format import HEADER_BYTES, object_bytes
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.threads import DaemonExecutor
+from offload_core.tiers.opening import TierProcesses
 from offload_core.tiers.staged_object import StagedObject, seal_all
 from offload_core.tiers.storage import StorageAwayError
 from offload_core.tiers.tier import Tier
@@ -37,9 +39,6 @@ from offload_core.transfer.jobs import JobTable
 from offload_core.transfer.pending_store import GatherBudget, PendingStore, StoreResult
 from offload_core.transfer.store_queue import StoreBatch
 from offload_core.transfer.tier_writer import TierWriter
-
-Seal = Callable[[Sequence[StagedObject]], Awaitable[None]]
-"""Writes the headers and checksums of objects in staging memory."""
 
 _Parts = Sequence[tuple[TierWriter, StoreBatch[PendingStore]]]
 """Per tier, the part of one batch that it takes."""
@@ -54,8 +53,7 @@ class Stores:
         gather_limit_bytes: upper limit for the leases of all stores together, without the compressed bytes' leases.
         layouts: per pack name, the payload's layout.
         jobs: the table to which every batch adds one job per tier.
-        seal: seals objects in another process; while that process is away, threads of this one do it. By default they
-            always do.
+        processes: the processes of the tiers, which also seal objects; ``None`` if the tiers are in this process.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class Stores:
         layouts: Mapping[str, PackLayout],
         jobs: JobTable,
         counters: Counters,
-        seal: Seal | None = None,
+        processes: TierProcesses | None = None,
     ) -> None:
         self._io = io
         self._lock = threading.Condition()
@@ -87,11 +85,10 @@ class Stores:
                 jobs=jobs,
                 counters=counters,
                 lock=self._lock,
-                spawn=self._spawn,
             )
             for tier in tiers
         ]
-        self._batch_times = MESSAGE_BATCHES if all(tier.splits_calls for tier in tiers) else 1
+        self._batch_times = MESSAGE_BATCHES if processes is not None else 1
         self._writer_of = {writer.name: writer for writer in self._writers}
         self._positions = {tier.name: position for position, tier in enumerate(tiers)}
         self._staging = staging
@@ -104,7 +101,7 @@ class Stores:
         self._promotions: list[tuple[PendingStore, list[TierWriter]]] = []
         self._results: deque[StoreResult] = deque()
         self._running: set[Future[None]] = set()
-        self._seal_elsewhere = seal
+        self._processes = processes
         self._sealers = DaemonExecutor(2, "offload-seal")
 
     def submit(self, objects: Sequence[TransferObject], *, busy: bool = False) -> None:
@@ -276,19 +273,28 @@ class Stores:
         with self._lock:  # no tier may decide on an object before all its tiers are assigned
             self._pending += len(writers_of)
             for batch in in_batches(list(writers_of), self._layouts, self._batch_times):
-                parts = [
+                if self._processes is not None and not sealed and all(len(writers_of[store]) == 1 for store in batch):
+                    for store in batch:  # by the thread that writes it, since no other tier uses its bytes
+                        store.staged = replace(store.staged, unsealed=True)
+                shares = [
                     (writer, [store for store in batch if writer in writers_of[store]]) for writer in self._writers
                 ]
-                batches.append((batch, [(writer, writer.begin(part, submitted)) for writer, part in parts if part]))
-        for batch, entered in batches:
-            self._spawn(self._prepare(batch, entered, sealed))
+                batches.append((batch, [(writer, writer.begin(share, submitted)) for writer, share in shares if share]))
+        for batch, parts in batches:
+            for writer, _ in parts:
+                if writer.needs_timer:
+                    self._io.loop.call_soon_threadsafe(writer.start_timer)
+            if sealed or all(store.staged.unsealed for store in batch):
+                for writer, part in parts:
+                    writer.prepared(part)
+            else:
+                self._spawn(self._prepare(batch, parts))
 
-    async def _prepare(self, stores: Sequence[PendingStore], parts: _Parts, sealed: bool) -> None:
+    async def _prepare(self, stores: Sequence[PendingStore], parts: _Parts) -> None:
         """Seal a batch and let it wait for the tiers that take it. Never cancelled."""
-        for writer, _ in parts:
-            writer.start_timer()
+        sealed = False
         try:
-            if not sealed and not all(batch.expired for _, batch in parts):
+            if not all(batch.expired for _, batch in parts):
                 await self._seal([store.staged for store in stores])
                 sealed = True
         finally:
@@ -296,9 +302,9 @@ class Stores:
                 writer.prepared(batch, sealed=sealed)
 
     async def _seal(self, objects: Sequence[StagedObject]) -> None:
-        if self._seal_elsewhere is not None:
+        if self._processes is not None:
             with contextlib.suppress(StorageAwayError):
-                await self._seal_elsewhere(objects)
+                await self._processes.seal(objects)
                 return
         await asyncio.get_running_loop().run_in_executor(self._sealers, seal_all, objects)
 

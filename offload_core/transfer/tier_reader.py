@@ -106,7 +106,7 @@ class TierReader:
             self._on_end(job, objects, [], [])
             return
         # A short load is spread over all slots, or makes two calls, so that copies overlap with reads.
-        most = -(-len(batches) // (2 if self._tier.splits_calls else self._slots))
+        most = -(-len(batches) // (2 if self._tier.is_elsewhere else self._slots))
         with self._lock:
             self._waiting.append(_Waiting(job, batches, most))
         self.start_calls()
@@ -114,7 +114,12 @@ class TierReader:
     def start_calls(self) -> None:
         """Start the calls for waiting batches, as long as there are slots and staging memory."""
         while self._waiting and (call := self._take_next()) is not None:
-            if not self._tier.start_load(call.staged, partial(self._ended, call)):
+            started = False
+            try:
+                started = self._tier.start_load(call.staged, partial(self._ended, call))
+            except Exception:
+                logger.exception("a load on tier %r cannot start; this is a defect, please report it", self._tier.name)
+            if not started:
                 self._end(call, [])
 
     def _take_next(self) -> _Call | None:

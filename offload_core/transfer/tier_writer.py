@@ -1,18 +1,20 @@
 """The writer of one tier: its store queue, its calls and their deadlines.
 
-The engine thread adds batches and drops old objects. The I/O loop starts the tier's calls and handles the deadlines,
-with one timer per tier. One lock guards the state that both threads change, for the writers of all tiers, since one
-object may be with several writers. No thread holds it during a call, a copy or a wait.
+The engine thread adds batches and drops old objects. The I/O loop handles the deadlines, with one timer per tier. Calls
+start on the thread that makes it possible: the one that has added a batch or on which an earlier call ends. One lock
+guards the state that several threads change, for the writers of all tiers, since one object may be with several
+writers. No thread holds it during a call, a copy or a wait.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
-from typing import Any
 
 from offload_core.memory.staging_shares import TierShare
 from offload_core.planning.write_policy import WritePolicy
@@ -22,6 +24,8 @@ from offload_core.transfer.call_size import CallSize
 from offload_core.transfer.jobs import Job, JobState, JobTable
 from offload_core.transfer.pending_store import PendingStore
 from offload_core.transfer.store_queue import BatchState, StoreBatch, StoreCall, StoreQueue
+
+logger = logging.getLogger(__name__)
 
 _PAUSE_OF_SPARES_SECONDS = 5.0
 """After a tier had no capacity for a spare object, none is copied for it for this time."""
@@ -33,7 +37,6 @@ class TierWriter:
     Args:
         call_size: the size of the tier's calls.
         lock: guards all writers and their objects.
-        spawn: starts a coroutine on the I/O loop, from any thread.
     """
 
     def __init__(
@@ -45,7 +48,6 @@ class TierWriter:
         jobs: JobTable,
         counters: Counters,
         lock: threading.Condition,
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self.tier = tier
         self.name = tier.name
@@ -55,15 +57,14 @@ class TierWriter:
         self._job_of: dict[StoreBatch[PendingStore], Job] = {}
         self._counters = counters
         self._lock = lock
-        self._spawn = spawn
         threads = tier.config.io_threads
         # One call more than threads keeps the threads busy. Further calls would only delay loads.
         self._queue: StoreQueue[PendingStore] = StoreQueue(
             threads + 1, spare_slots=threads, charge_bytes=lambda store: share.store_charge_bytes(store.nbytes)
         )
-        # Only the I/O loop uses these attributes.
         self._call_size = call_size
         self._timer: asyncio.TimerHandle | None = None
+        """Only the I/O loop changes it."""
         self._stored_at = float("-inf")
         capabilities = tier.capabilities
         self.limits_spares = capabilities.bounded or capabilities.evicts
@@ -119,6 +120,11 @@ class TierWriter:
                 store.assign(self.name, self._share, batch)
         return batch
 
+    @property
+    def needs_timer(self) -> bool:
+        """True if the I/O loop must call :meth:`start_timer` for a batch that was added just now."""
+        return self._timer is None
+
     # For the I/O loop
 
     def start_timer(self) -> None:
@@ -133,47 +139,6 @@ class TierWriter:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def prepared(self, batch: StoreBatch[PendingStore], *, sealed: bool = True) -> None:
-        """Note that the preparation of a batch has ended: it waits for a slot if its objects are ``sealed``."""
-        with self._lock:
-            if not self._queue.prepared(batch, sealed=sealed):
-                self._release(batch, [])
-        self.start_calls()
-
-    def start_calls(self) -> None:
-        """Start the tier's calls for waiting batches, as long as there are slots. A call may take several batches."""
-        while self._queue.waiting_bytes:
-            if not self.admits():
-                return
-            with self._lock:
-                call = self._queue.start_next(self._call_size.take)
-                if call is None:
-                    return
-                for batch in call.batches:
-                    self._jobs.start(self._job_of[batch])
-            self._spawn(self._call(call))
-
-    async def _call(self, call: StoreCall[PendingStore]) -> None:
-        """Store batches. Never cancelled. At the end of the tier's call, also by an error, it holds nothing."""
-        stored: list[bool] = []
-        started = time.monotonic()
-        try:
-            stored = await self.tier.store([store.staged for store in call.items])
-            if any(stored):
-                self._stored_at = time.monotonic()
-            if self.limits_spares and any(
-                store.staged.spare and not there for store, there in zip(call.items, stored, strict=True)
-            ):
-                self._spares_from = time.monotonic() + _PAUSE_OF_SPARES_SECONDS
-        finally:
-            self._call_size.ended(len(call.batches), time.monotonic() - started, worked=any(stored))
-            results = iter(stored)
-            with self._lock:
-                self._queue.ended(call)
-                for batch in call.batches:
-                    self._release(batch, list(islice(results, len(batch.items))))
-            self.start_calls()
 
     def _expire_batches(self) -> None:
         self._timer = None
@@ -200,6 +165,53 @@ class TierWriter:
         return on_trial or self._stored_at < batch.deadline - self.tier.limits.store_timeout_seconds
 
     # For any thread
+
+    def prepared(self, batch: StoreBatch[PendingStore], *, sealed: bool = True) -> None:
+        """Note that the preparation of a batch has ended: it waits for a slot if its objects are ``sealed``."""
+        with self._lock:
+            if not self._queue.prepared(batch, sealed=sealed):
+                self._release(batch, [])
+        self.start_calls()
+
+    def start_calls(self) -> None:
+        """Start the tier's calls for waiting batches, as long as there are slots. A call may take several batches."""
+        while self._queue.waiting_bytes:
+            if not self.admits():
+                return
+            with self._lock:
+                call = self._queue.start_next(self._call_size.take)
+                if call is None:
+                    return
+                for batch in call.batches:
+                    self._jobs.start(self._job_of[batch])
+            begin, started = time.monotonic(), False
+            try:
+                on_end = partial(self._ended, call, begin)
+                started = self.tier.start_store([store.staged for store in call.items], on_end)
+            except Exception:
+                logger.exception("a store on tier %r cannot start; this is a defect, please report it", self.name)
+            if not started:
+                self._end(call, begin, [])
+
+    def _ended(self, call: StoreCall[PendingStore], begin: float, stored: Sequence[bool]) -> None:
+        """Note the end of a call, and start the next ones."""
+        self._end(call, begin, stored)
+        self.start_calls()
+
+    def _end(self, call: StoreCall[PendingStore], begin: float, stored: Sequence[bool]) -> None:
+        now = time.monotonic()
+        results = iter(stored)
+        with self._lock:
+            if any(stored):
+                self._stored_at = now
+            if self.limits_spares and any(
+                store.staged.spare and not there for store, there in zip(call.items, stored, strict=False)
+            ):
+                self._spares_from = now + _PAUSE_OF_SPARES_SECONDS
+            self._call_size.ended(len(call.batches), now - begin, worked=any(stored))
+            self._queue.ended(call)
+            for batch in call.batches:
+                self._release(batch, list(islice(results, len(batch.items))))
 
     def admits(self) -> bool:
         """Return whether the tier's circuit breaker admits stores. If not, drop all waiting objects."""

@@ -116,7 +116,7 @@ class WorkerHalf:
             copier=block_copier(caches),
             layouts=layouts,
             counters=self.counters,
-            seal=None if self._processes is None else self._processes.seal,
+            processes=self._processes,
         )
 
     def start_loads(self, metadata: StepMetadata) -> None:

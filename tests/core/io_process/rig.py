@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from offload_core.api.backend import LoadOutcome
@@ -28,6 +30,8 @@ SECONDS = 30
 STAGING_BYTES = 8 << 20
 OBJECT_BYTES = 64 << 10
 T = TypeVar("T")
+Ended = Callable[[T], None]
+Start = Callable[[Sequence[StagedObject], Ended[T]], bool]
 
 
 def key(number: int) -> ObjectKey:
@@ -76,6 +80,23 @@ class Rig:
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.io.submit(coroutine).result(SECONDS)
 
+    def begin(self, start: Start[T], staged: Sequence[StagedObject]) -> Future[T]:
+        """Start a load or a store. The I/O loop takes its end if nobody else does."""
+        ended: Future[T] = Future()
+        if not start(staged, ended.set_result):
+            ended.cancel()
+        return ended
+
+    def moved(self, start: Start[T], staged: Sequence[StagedObject]) -> T | None:
+        """Make a load or a store, as the engine's thread does; ``None`` if it was refused."""
+        ended = self.begin(start, staged)
+        limit = time.monotonic() + SECONDS
+        while not ended.done():
+            assert time.monotonic() < limit, "a call has not ended"
+            self.processes.wait(0.05)
+            self.processes.receive()
+        return None if ended.cancelled() else ended.result()
+
     def lease(self) -> Lease:
         lease = self.pool.try_acquire(OBJECT_BYTES, for_store=True)
         assert lease is not None
@@ -87,7 +108,7 @@ class Rig:
             item.lease.view[HEADER_BYTES:] = content(number)
         try:
             self.wait(self.processes.seal(staged))
-            return self.wait(self.tiers[tier].store(staged))
+            return list(self.moved(self.tiers[tier].start_store, staged) or [False] * len(staged))
         finally:
             _release(staged)
 
@@ -106,7 +127,7 @@ class Rig:
         """
         staged = [StagedObject(key(number), self.lease(), self.lease() if scratch else None) for number in numbers]
         try:
-            outcomes = self.wait(self.tiers[tier].load(staged))
+            outcomes = list(self.moved(self.tiers[tier].start_load, staged) or [None] * len(staged))
             for number, item, outcome in zip(numbers, staged, outcomes, strict=True):
                 if outcome is LoadOutcome.HIT:
                     assert item.lease.view[HEADER_BYTES:] == content(number), "I1"

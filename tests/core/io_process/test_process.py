@@ -216,7 +216,7 @@ def test_calls_under_way_fail_when_the_process_is_gone(make: Make, tmp_path: Pat
     rig.store(1)
     pid = rig.pid
     os.kill(pid, signal.SIGSTOP)
-    waiting = rig.io.submit(rig.tiers[0].load([]))
+    waiting = rig.begin(rig.tiers[0].start_load, [])
     lookup = rig.io.submit(rig.tiers[0].lookup([key(1)]))
     rig.settle()
     assert not (waiting.done())

@@ -168,7 +168,7 @@ def test_nothing_is_dropped_if_that_would_not_free_enough(io: IoLoop) -> None:
 
 def test_a_promotion_drops_nothing_and_may_be_dropped(rig: Rig) -> None:
     fast = rig.add_memory_tier("fast", io_threads=1, staging_share=0.5)
-    rig.add_memory_tier("slow", staging_share=1.0)
+    slow = rig.add_memory_tier("slow", staging_share=1.0)
     rig.start(staging_bytes=2 * 8 * LEASE)
     for number in range(3):
         rig.store_all(item(number, block=number))
@@ -178,6 +178,7 @@ def test_a_promotion_drops_nothing_and_may_be_dropped(rig: Rig) -> None:
         rig.load(item(number, block=15), tier="slow")
         assert rig.result().status == "loaded"
     submit(rig, 3)
+    rig.step_until(lambda: 3 in kept(slow))
     rig.load(item(3, block=15), tier="slow")
     assert rig.result().status == "loaded"
     assert rig.counted("promotions_dropped", "fast") == 1, "the share is full: two run, a promotion and a store wait"

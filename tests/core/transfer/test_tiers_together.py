@@ -10,6 +10,7 @@ import torch
 
 from offload_core.memory.block_copier import BlockSlice
 from offload_core.runtime.io_loop import IoLoop
+from offload_core.tiers.accounting import TierAccounting
 from offload_core.transfer.batches import TransferObject
 from tests.support.memory_backend import MemoryBackend, key
 from tests.support.transfer_rig import PACK, SECONDS, Rig, item
@@ -238,10 +239,10 @@ def test_an_unexpected_error_in_one_tier_harms_no_other(rig: Rig, monkeypatch: p
     slow = rig.add_memory_tier("slow")
     rig.start()
 
-    async def raises(_: object) -> list[bool]:
+    def raises(*_: object) -> bool:
         raise ZeroDivisionError("a defect of the core")
 
-    monkeypatch.setattr(rig.tiers[0], "store", raises)
+    monkeypatch.setattr(rig.tiers[0], "start_store", raises)
     slow.gates["store"].shut()
     rig.engine.submit_stores([item(1, block=1)])
     slow.gates["store"].wait_for_a_call()
@@ -252,22 +253,26 @@ def test_an_unexpected_error_in_one_tier_harms_no_other(rig: Rig, monkeypatch: p
     assert rig.staging.used_bytes == 0
 
 
-def test_an_unexpected_error_in_one_batch_of_a_load_cancels_no_other(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["at the start", "at the end"])
+def test_an_unexpected_error_in_one_call_of_a_load_harms_no_other(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     rig.add_memory_tier()
     rig.start()
     rig.store_all(*(item(number, block=number) for number in range(12)))
-    whole = rig.tiers[0].load
+    owner, name = (rig.tiers[0], "start_load") if place == "at the start" else (TierAccounting, "loaded")
+    whole = getattr(owner, name)
 
-    async def raises_for_the_first(objects: list[object]) -> object:
-        if len(objects) == 8:
+    def raises_for_the_first(*arguments: Any) -> Any:
+        if any(isinstance(argument, list) and len(argument) == 8 for argument in arguments):
             raise ZeroDivisionError("a defect of the core")
-        return await whole(objects)  # type: ignore[arg-type]  # staged objects
+        return whole(*arguments)
 
-    monkeypatch.setattr(rig.tiers[0], "load", raises_for_the_first)
+    monkeypatch.setattr(owner, name, raises_for_the_first)
     rig.load(*(item(number, block=15) for number in range(12)))
     result = rig.result()
     assert (result.status, set(result.failed_keys)) == ("failed", {key(number, PACK) for number in range(8)})
-    assert rig.staging.used_bytes == 0
+    rig.all_leases_are_back()
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])

@@ -34,7 +34,7 @@ def test_i3_the_memory_of_a_call_stays_in_use_until_its_process_is_gone(rig: Rig
     rule = fault_fs.add("read", "*", "hang")
     lease = rig.lease()
     lease.view[:] = bytes(OBJECT_BYTES)
-    hung = rig.io.submit(rig.tiers[0].load([StagedObject(key(1), lease)]))
+    hung = rig.begin(rig.tiers[0].start_load, [StagedObject(key(1), lease)])
     fault_fs.wait_for_hit(rule)
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: rig.process.pid not in (None, first), "no other process takes over")

@@ -91,7 +91,7 @@ def _start_threads(tiers: list[Tier]) -> None:
     """Make every tier start all its threads; a tier starts them only as they are needed."""
     loop = _io(WaitingConnector.current[KVConnectorRole.WORKER])
     for tier in tiers:
-        if tier.splits_calls:  # its threads are in the I/O process
+        if tier.is_elsewhere:  # its threads are in the I/O process
             continue
         together = threading.Barrier(tier.config.io_threads)
         calls = [loop.submit(tier.backend.run_blocking(together.wait, 10)) for _ in range(together.parties)]
