@@ -162,7 +162,7 @@ class _IoProcessSettings(BaseModel):
             "the engine's process (`off`).",
             examples=["engine"],
         ),
-    ] = "off"
+    ] = "engine"
     io_process_timeout_seconds: Annotated[
         Seconds,
         Field(

@@ -33,7 +33,8 @@ class Rig:
     def engine(self, model: StandInModel, script: Script | None = None, **changes: Any) -> StandInEngine:
         """Start an engine; ``changes`` are settings of the connector or arguments of :class:`StandInEngine`."""
         self.script = SCRIPTS[self._name] = script or Script(0)
-        settings = {
+        settings: dict[str, Any] = {
+            "io_process": "off",  # a script decides on the calls, and their threads are watched
             "backends": changes.pop("backends", [self.scripted_disk()]),
             "staging_bytes": changes.pop("staging_bytes", "32MiB"),
             "load_timeout_seconds": changes.pop("load_timeout_seconds", NEVER_SECONDS),

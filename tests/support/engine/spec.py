@@ -161,7 +161,7 @@ def logged_problems(lines: Iterable[str]) -> list[str]:
     return [line for line in lines if _PROBLEM.match(line)]
 
 
-IO_PROCESS = os.environ.get("OFFLOAD_TEST_IO_PROCESS", "off")
+IO_PROCESS = os.environ.get("OFFLOAD_TEST_IO_PROCESS", "engine")
 """The configuration key ``io_process`` of runs that do not choose."""
 
 
