@@ -16,8 +16,9 @@ Contenders, all alive at once, take turns in random order:
 "alone" is the engine without a connector while no other request arrives. Each turn begins with an empty prefix cache
 and no dirty pages. It is measured from the first token of all decoding requests until their last one.
 
-A ratio compares two contenders in the same round, and the table shows p50 (p10 to p90) over rounds. The time between
-tokens has its percentiles within each round. A load replaces computation: compare its "process" with its "threads".
+The percentiles of the time between tokens are those of one turn, and the tables show their medians over rounds. A ratio
+compares two contenders of the same round. A load replaces computation, so "none" has more to do then: compare loads
+with "alone" too.
 
     python -m benchmarks.decoding [--rounds 7] [--decoding 4] [--output-tokens 300] [--prompt-tokens 1100] [--every 12]
 """
@@ -30,7 +31,7 @@ import os
 import random
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +51,7 @@ SHAPE = tiny_models.Gemma3Shape(
     hidden_size=256, num_layers=12, num_heads=8, num_kv_heads=8, head_dim=128, intermediate_size=512,
     vocab_size=VOCABULARY,
 )  # fmt: skip
-"""Small layers with large caches: a step is short, and objects have many bytes for the time that they take to compute.
-"""
+"""Short steps, and a cache that is large beside the work of computing it: 48 KiB per token in bfloat16."""
 DECODING_PROMPT_TOKENS = 100
 FIRST_ARRIVAL = 20
 """Step before which the first of the other requests arrives; all decoding requests have their first token by then."""
@@ -62,6 +62,9 @@ Part = Literal["stores", "loads", "both"]
 PARTS: tuple[Part, ...] = get_args(Part)
 CONTENDERS = ("none", "threads", "process")
 ALONE = "alone"
+COMPARED = (
+    ("threads", "none"), ("process", "none"), ("process", "threads"), ("threads", ALONE), ("process", ALONE),
+)  # fmt: skip
 
 
 class Turn(NamedTuple):
@@ -137,7 +140,6 @@ def specs(model: Path, folder: Path, dtype: str) -> dict[str, RunSpec]:
 
 def take_turn(engine: LiveEngine, name: str, workload: Workload, traffic: Traffic) -> Turn:
     """Run the requests on an engine and return its figures."""
-    os.sync()
     before = moved_bytes(engine)
     result = engine.tell(Order(workload=workload)).workload
     assert result is not None
@@ -150,6 +152,18 @@ def take_turn(engine: LiveEngine, name: str, workload: Workload, traffic: Traffi
     return Turn(
         len(gaps) / (ended - started), percentile(gaps, 50), percentile(gaps, 99), moved / 2**20, ended - started
     )
+
+
+def settle(folder: Path, loaded: Collection[Path]) -> None:
+    """Write all dirty pages, and keep only the objects that are loaded again in the page cache."""
+    os.sync()
+    for path in objects_in(folder) - set(loaded):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def objects_in(folder: Path) -> set[Path]:
+    return set(folder.rglob("*.kv"))
 
 
 def moved_bytes(engine: LiveEngine) -> float:
@@ -172,9 +186,11 @@ def check_service(name: str, result: WorkloadResult) -> None:
 
 
 def run_rounds(
-    live: Mapping[str, LiveEngine], traffic: Traffic, parts: Sequence[Part], rounds: int, console: Console
+    live: Mapping[str, LiveEngine], traffic: Traffic, parts: Sequence[Part], rounds: int, folder: Path, console: Console
 ) -> dict[tuple[str, str], list[Turn]]:
     """Return the turns of each part and contender, after a round that warms everything up."""
+    fill(live, traffic)
+    loaded = objects_in(folder)
     chance = random.Random(1)
     turns: dict[tuple[str, str], list[Turn]] = defaultdict(list)
     for number in range(-1, rounds):
@@ -183,6 +199,7 @@ def run_rounds(
             jobs += [(each, name) for name in chance.sample(CONTENDERS, len(CONTENDERS))]
         for part, name in jobs:
             workload = traffic.workload(part, number)
+            settle(folder, loaded)
             turn = take_turn(live["none" if part is None else name], name, workload, traffic)
             if number >= 0:
                 turns[part or ALONE, name].append(turn)
@@ -197,34 +214,49 @@ def fill(live: Mapping[str, LiveEngine], traffic: Traffic) -> None:
         live[name].tell(Order(workload=stored))
 
 
-def spread(values: Sequence[float], digits: int = 2) -> str:
-    low, middle, high = (percentile(values, at) for at in (10, 50, 90))
-    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-
-
-def table_of(part: Part, turns: Mapping[tuple[str, str], Sequence[Turn]], traffic: Traffic) -> Table:
-    table = Table(
-        title=f"{part}: {traffic.decoding} requests decode; another of {traffic.prompt_tokens} tokens arrives every "
-        f"{traffic.every} steps"
-    )
-    for column in (
-        "", "tokens/s", "p50 ms", "p99 ms", "MiB/s", "tokens/s / none", "p50 / none", "p99 / none",
-        "tokens/s / threads", "p99 / threads",
-    ):  # fmt: skip
-        table.add_column(column, justify="right" if column else "left")
-    for name in (ALONE, *CONTENDERS):
-        mine = turns[ALONE if name == ALONE else part, name]
-        cells = [
-            spread([turn.tokens_per_second for turn in mine], 0),
-            *(f"{percentile([turn[place] for turn in mine], 50):.1f}" for place in (1, 2)),
+def figures_table(parts: Sequence[Part], turns: Mapping[tuple[str, str], Sequence[Turn]], title: str) -> Table:
+    table = _table(title, "others", "contender", "tokens/s p50", "p10", "p90", "ms p50", "ms p99", "MiB/s moved")
+    rows = [(ALONE, ALONE), *((part, name) for part in parts for name in CONTENDERS)]
+    for part, name in rows:
+        mine = turns[part, name]
+        table.add_row(
+            "" if part == name else part,
+            name,
+            *(f"{percentile([turn.tokens_per_second for turn in mine], at):.0f}" for at in (50, 10, 90)),
+            f"{percentile([turn.p50_ms for turn in mine], 50):.1f}",
+            f"{percentile([turn.p99_ms for turn in mine], 50):.1f}",
             f"{percentile([turn.moved_mib / turn.seconds for turn in mine], 50):.0f}",
-        ]
-        for other, places in (("none", (0, 1, 2)), ("threads", (0, 2))):
-            pairs = list(zip(mine, turns[part, other], strict=True))
-            shown = name != other and not (other == "threads" and name != "process")
-            cells += [spread([one[place] / two[place] for one, two in pairs]) if shown else "" for place in places]
-        table.add_row(name, *cells)
+        )
     return table
+
+
+def ratios_table(parts: Sequence[Part], turns: Mapping[tuple[str, str], Sequence[Turn]]) -> Table:
+    title = "Ratios of the same round: p50 (p10 to p90) over rounds"
+    table = _table(title, "others", "compared", "tokens/s", "time between tokens, p50", "time between tokens, p99")
+    for part in parts:
+        for one, other in COMPARED:
+            theirs = turns[ALONE if other == ALONE else part, other]
+            pairs = list(zip(turns[part, one], theirs, strict=True))
+            table.add_row(
+                part,
+                f"{one} / {other}",
+                _spread([mine.tokens_per_second / base.tokens_per_second for mine, base in pairs]),
+                _spread([mine.p50_ms / base.p50_ms for mine, base in pairs]),
+                _spread([mine.p99_ms / base.p99_ms for mine, base in pairs]),
+            )
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place > 1 else "left", no_wrap=True)
+    return table
+
+
+def _spread(values: Sequence[float]) -> str:
+    low, middle, high = (percentile(values, at) for at in (10, 50, 90))
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def main() -> None:
@@ -240,9 +272,9 @@ def main() -> None:
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16",
         help="float32 is faster on processors without bfloat16, and doubles the bytes",
     )  # fmt: skip
-    parser.add_argument("--folder", type=Path, help="folder for the tiers, on the device to measure")
+    parser.add_argument("--folder", type=Path, help="folder for the tiers; some 4 GB for each round")
     arguments = parser.parse_args()
-    console = Console(width=170)
+    console = Console(width=130)
     traffic = Traffic(arguments.decoding, arguments.output_tokens, arguments.prompt_tokens, arguments.every)
     parts: Sequence[Part] = PARTS if arguments.only is None else (arguments.only,)
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
@@ -259,10 +291,13 @@ def main() -> None:
             stack.callback(engine.stop)
         for engine in live.values():
             engine.wait_until_started()
-        fill(live, traffic)
-        turns = run_rounds(live, traffic, parts, arguments.rounds, console)
-    for part in parts:
-        console.print(table_of(part, turns, traffic))
+        turns = run_rounds(live, traffic, parts, arguments.rounds, folder, console)
+    title = (
+        f"{traffic.decoding} requests decode; a prompt of {traffic.prompt_tokens} tokens arrives every "
+        f"{traffic.every} steps; ms are the time between tokens"
+    )
+    console.print(figures_table(parts, turns, title))
+    console.print(ratios_table(parts, turns))
 
 
 if __name__ == "__main__":
