@@ -17,7 +17,7 @@ files for vLLM. "ours, single" stores each page as an object of its own.
 load finds the pages that were just stored. A ratio compares medians over rounds; above 1, ours is faster.
 
     python -m benchmarks.backends [--quick] [--many] [--gib 0.25] [--rounds 7] [--only speed]
-        [--backend disk] [--folder FOLDER] [--json FILE]
+        [--backend disk] [--medium O_DIRECT] [--page-kib 2048] [--folder FOLDER] [--json FILE]
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import argparse
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -70,6 +70,7 @@ AIMS: Mapping[tuple[str, int, Operation, Medium], float] = {
 """The speed in relation to vLLM's helpers that we aim at."""
 PLAIN_CPU_AIM = 1.3
 """CPU seconds per GiB in relation to the plain loop's that we aim at, or less: at 2 MiB, through the page cache."""
+PEER, PLAIN = "vLLM's helpers", "plain loop"
 LIMIT_AIMS = {"cpu": 0.8, "lmcache": None, "mooncake": 0.8, "nixl": 0.8}
 
 
@@ -138,8 +139,8 @@ def contenders_of(
         return
     direct = cell.medium == "O_DIRECT"
     peer = folder / "vllm"
-    yield lambda: VllmHelpers("vLLM's helpers", memory, chunks, cell.threads, peer, cell.page_bytes, direct)
-    yield lambda: PlainLoop("plain loop", memory, chunks, cell.threads, folder / "plain", cell.page_bytes, direct)
+    yield lambda: VllmHelpers(PEER, memory, chunks, cell.threads, peer, cell.page_bytes, direct)
+    yield lambda: PlainLoop(PLAIN, memory, chunks, cell.threads, folder / "plain", cell.page_bytes, direct)
     yield lambda: OneLargeFile("limit: one file", memory, chunks, cell.threads, folder / "limit", direct)
 
 
@@ -203,8 +204,8 @@ def speeds_of(cell: Cell, rows: list[Measured]) -> Iterator[Speed]:
     for operation in operations:
         speeds = {row.name: [sample.gb_per_second for sample in getattr(row, operation)] for row in rows}
         costs = {row.name: p50([sample.cpu_seconds_per_gib for sample in getattr(row, operation)]) for row in rows}
-        plain = next((cost for name, cost in costs.items() if name.startswith("plain")), None)
-        peer = next((p50(speed) for name, speed in speeds.items() if name.startswith("vLLM")), None)
+        plain = next((cost for name, cost in costs.items() if name == PLAIN), None)
+        peer = next((p50(speed) for name, speed in speeds.items() if name == PEER), None)
         limit = next(p50(speed) for name, speed in speeds.items() if name.startswith("limit"))
         for row in rows:
             speed = speeds[row.name]
@@ -258,6 +259,43 @@ def speed_table(cell: Cell, rows: list[Speed]) -> Table:
     return table
 
 
+def aims_table(speeds: Mapping[Cell, Sequence[Speed]], rows: Sequence[Measured]) -> Table:
+    """Return the ratios that have an aim beside vLLM's helpers or the plain loop, with their spread over rounds.
+
+    "plain / vLLM" is the speed of the plain loop beside the helpers: the cost of the checksums alone.
+    """
+    table = made_table(
+        "Aims: ratios of medians over rounds, and p10 to p90 of the ratios within a round",
+        "", "threads", "GB/s / vLLM", "p10 to p90", "plain / vLLM", "CPU s/GiB / plain", "p10 to p90",
+    )  # fmt: skip
+    plain_ratios = {
+        (cell, speed.operation): speed.vllm_ratio
+        for cell, figures in speeds.items()
+        for speed in figures
+        if speed.name == PLAIN
+    }
+    for cell, figures in speeds.items():
+        samples = {row.name: row for row in rows if row.cell == cell}
+        for speed in figures:
+            if speed.vllm_aim is None and speed.plain_cpu_aim is None:
+                continue
+            mine, peer, plain = (getattr(samples[name], speed.operation) for name in (speed.name, PEER, PLAIN))
+            rates = [one.gb_per_second / other.gb_per_second for one, other in zip(mine, peer, strict=True)]
+            costs = [
+                one.cpu_seconds_per_gib / other.cpu_seconds_per_gib for one, other in zip(mine, plain, strict=True)
+            ]
+            table.add_row(
+                f"{cell.backend}, {cell.medium}, {speed.page_kib} KiB: {speed.operation}",
+                str(cell.threads),
+                verdict(speed.vllm_ratio or 0.0, speed.vllm_aim),
+                f"{percentile(rates, 10):.2f} to {percentile(rates, 90):.2f}",
+                f"{plain_ratios[cell, speed.operation] or 0.0:.2f}",
+                verdict(speed.plain_cpu_ratio or 0.0, speed.plain_cpu_aim, at_most=True),
+                f"{percentile(costs, 10):.2f} to {percentile(costs, 90):.2f}",
+            )
+    return table
+
+
 def peak_table(peaks: list[Peak]) -> Table:
     table = made_table("Peak memory beyond staging, MiB, 4 threads, each in a process of its own", "", "stored", "peak")
     for peak in peaks:
@@ -302,6 +340,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds")
     parser.add_argument("--folder", type=Path, help="folder to write to, on the disk to measure")
     parser.add_argument("--backend", action="append", help="measure only this backend; give it again for more")
+    parser.add_argument("--medium", choices=get_args(Medium), help="measure speeds only through this medium")
+    parser.add_argument("--page-kib", type=int, choices=(2048, 256), help="measure speeds only with pages of this size")
     parser.add_argument("--only", choices=("speed", "growth"), help="measure only this part")
     add_json_option(parser)
     arguments = parser.parse_args()
@@ -328,7 +368,14 @@ def main() -> None:
             for medium in dict.fromkeys(cell.medium for cell in cells_of(name))
         }
         peaks = [] if arguments.only == "growth" or not tiers else peaks_of(tiers, folder, chunks)
-        cells = [] if arguments.only == "growth" else [cell for name in backends for cell in cells_of(name)]
+        cells = [
+            cell
+            for name in backends
+            for cell in cells_of(name)
+            if arguments.only != "growth"
+            and cell.medium == (arguments.medium or cell.medium)
+            and cell.page_bytes == (arguments.page_kib or cell.page_bytes // 1024) * 1024
+        ]
         with running_stores(backends, folder, chunks * CHUNK_BYTES) as stores:
             rows = measure(cells, folder, chunks, rounds, console, stores)
         local = [name for name in backends if name not in DISTRIBUTED]
@@ -336,6 +383,8 @@ def main() -> None:
     speeds = {cell: list(speeds_of(cell, [row for row in rows if row.cell == cell])) for cell in cells}
     for cell, figures in speeds.items():
         console.print(speed_table(cell, figures))
+    if (aims := aims_table(speeds, rows)).row_count:
+        console.print(aims)
     if peaks:
         console.print(peak_table(peaks))
     if growths:

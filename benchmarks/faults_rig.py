@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks import faults_plugin
 from offload_core.testing.faults.plan import Inject
 from tests.support.engine.spec import PromptResult, PromptSpec, Round, RunSpec, run_environment
+from tests.support.workload import Workload, WorkloadResult
 
 START_SECONDS = 180.0
 ANSWER_SECONDS = 120.0
@@ -44,11 +45,13 @@ class Order:
         fault: the fault of the victim's medium from now on: ``none``, ``hung``, ``slow`` with a number of seconds, or
             ``far`` with a number of seconds and one of bytes per second.
         prompts: requests to submit together, after emptying the engine's own prefix cache.
+        workload: requests that arrive step by step, after emptying the engine's own prefix cache.
         metrics: whether the answer holds the present value of every metric.
     """
 
     fault: tuple[str, *tuple[float, ...]] | None = None
     prompts: Sequence[PromptSpec] = ()
+    workload: Workload | None = None
     metrics: bool = False
 
 
@@ -57,6 +60,7 @@ class Answer:
     """Reply of an engine's process to an order."""
 
     prompts: Sequence[PromptResult] = ()
+    workload: WorkloadResult | None = None
     loads: Sequence[LoadBatch] = ()
     metrics: dict[str, float] | None = None
 
@@ -177,5 +181,6 @@ def _do(session: Any, number: int, order: Order) -> Answer:
     if order.prompts:
         batch = Round(name="batch", prompts=list(order.prompts), reset_prefix_cache_before=True, one_at_a_time=False)
         prompts = session.run_round(number, batch).prompts
+    workload = None if order.workload is None else session.run_workload(order.workload)
     loads = [LoadBatch(one.tier, one.loaded, one.nbytes, one.seconds) for one in faults_plugin.take_loads()]
-    return Answer(prompts, loads, engine_metrics() if order.metrics else None)
+    return Answer(prompts, workload, loads, engine_metrics() if order.metrics else None)

@@ -51,6 +51,16 @@ def test_outputs_are_those_without_offloading(lab: Lab, workloads: list[Workload
     check_outputs(lab, workloads, under_pressure)
 
 
+def test_every_token_has_its_time(under_pressure: RunResult) -> None:
+    for result in under_pressure.workloads:
+        for request in result.requests:
+            if len(request.samples) == 1:
+                times = request.token_seconds
+                assert len(times) == len(request.samples[0].token_ids)
+                assert times == sorted(times)
+                assert all(0 < seconds < result.seconds for seconds in times)
+
+
 def test_as_much_comes_from_cache_as_with_stock(lab: Lab, workloads: list[Workload], under_pressure: RunResult) -> None:
     check_against_stock(lab, workloads, under_pressure)
 

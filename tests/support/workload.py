@@ -80,6 +80,8 @@ class RequestResult(_Model):
     local_cached_tokens: int
     external_cached_tokens: int
     preemptions: int
+    token_seconds: list[float] = Field(default_factory=list)
+    """For each token of a single sample, the seconds from the workload's beginning to the token."""
 
 
 class WorkloadResult(_Model):

@@ -31,6 +31,8 @@ class WorkloadDriver:
         self._followed: dict[str, list[tuple[str, Any]]] = {}
         self._outputs: dict[str, Any] = {}
         self._scores: dict[str, list[float]] = {}
+        self._token_seconds: dict[str, list[float]] = {}
+        self._started = 0.0
 
     def run(self, workload: Workload) -> WorkloadResult:
         """Run a workload to its end.
@@ -38,7 +40,7 @@ class WorkloadDriver:
         Raises:
             RuntimeError: the workload takes too many steps.
         """
-        started = time.perf_counter()
+        started = self._started = time.perf_counter()
         waiting = sorted(workload.requests, key=lambda request: request.arrival_step)
         actions = sorted(workload.actions, key=lambda action: action.step)
         aborts: list[tuple[int, str]] = []
@@ -108,6 +110,10 @@ class WorkloadDriver:
             present = {completion.index for completion in output.outputs}
             output.outputs.extend(item for item in known.outputs if item.index not in present)
         self._outputs[output.request_id] = output
+        if len(output.outputs) == 1:
+            seconds = self._token_seconds.setdefault(output.request_id, [])
+            new_tokens = len(output.outputs[0].token_ids) - len(seconds)
+            seconds += [time.perf_counter() - self._started] * new_tokens
         if output.prompt_logprobs:
             self._scores[output.request_id] = [
                 float(entry[token].logprob)
@@ -129,6 +135,7 @@ class WorkloadDriver:
             local_cached_tokens=sum(item.num_local_cached_tokens for item in stats),
             external_cached_tokens=sum(item.num_external_cached_tokens for item in stats),
             preemptions=sum(item.num_preemptions for _, item in followed),
+            token_seconds=self._token_seconds.get(request.name, []) if request.samples == 1 else [],
         )
 
 
