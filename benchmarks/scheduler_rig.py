@@ -235,7 +235,11 @@ class OurHalf:
 
         entry = BackendConfig(name="ram", type="set")
         tier = TierConfig(entry, BackendType("set", Recorded, SetOptions), SetOptions())
-        settings = OffloadSettings(hybrid_chunk_size=geometry.hybrid_chunk_size, backends=[entry])
+        settings = OffloadSettings(
+            hybrid_chunk_size=geometry.hybrid_chunk_size,
+            backends=[entry],
+            io_process="off",  # the backend is made here
+        )
         self.planner = build_planner(vllm_config, geometry.kv_cache_config(), geometry.hybrid_chunk_size)
         config = OffloadConfig(settings, (tier,))
         self._half = SchedulerHalf(config, self.planner, {}, num_ranks=1, num_blocks=1 << 20, step_tokens=1 << 13)

@@ -24,7 +24,7 @@ class CurvedHalf:
             [GroupGeometry(0, BLOCK, HitPolicy("full"))], hash_block_size=BLOCK, max_model_len=4096,
             hybrid_chunk_size=BLOCK,
         )  # fmt: skip
-        config = load_config({"backends": [RAM], **settings})
+        config = load_config({"io_process": "off", "backends": [RAM], **settings})
         self.half = SchedulerHalf(config, planner, {"model": "m"}, num_ranks=1, num_blocks=100, step_tokens=4096)
         self.half.set_workers({0: WorkerIdentity({}, {"full-u16": 1000})})
         self._ratio = 0.0

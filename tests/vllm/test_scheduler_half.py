@@ -53,7 +53,7 @@ class Half:
         self.patience_seconds = options.pop("patience_seconds", SECONDS)
         policies = options.pop("policies", (HitPolicy("full"),))
         roles = {name: options.pop(name) for name in ("loads", "stores") if name in options}
-        options = {"load_when": "always", **options}
+        options = {"load_when": "always", "io_process": "off", **options}  # the backend is an object of the test
         tier, made = memory_tier(prepare=prepare)
         settings = OffloadSettings(
             backends=[tier.common], lookup_timeout_seconds=self.patience_seconds, hybrid_chunk_size=BLOCK, **options
