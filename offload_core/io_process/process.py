@@ -64,23 +64,21 @@ class IoProcess:
         self._pause = RestartPause()
         self._replacing: asyncio.Task[None] | None = None
         self._is_closed = False
+        self._starting = io.submit(self._start())
 
     @classmethod
     def acquire(cls, name: str, io: IoLoop, config: OffloadConfig) -> IoProcess:
-        """Return the process of that name, and make it for the first user. Call :meth:`release` once for each call.
+        """Return the process of that name, and begin its start for the first user; it is not waited for.
+
+        Call :meth:`release` once for each call.
 
         Args:
             name: unique for an engine.
-
-        Raises:
-            ConfigError: it cannot be started.
         """
         with cls._class_lock:
             process = cls._shared.get(name)
             if process is None:
-                process = cls(io, config)
-                process._wait_for_start()
-                cls._shared[name] = process
+                process = cls._shared[name] = cls(io, config)
             process._users += 1
             return process
 
@@ -104,8 +102,10 @@ class IoProcess:
         """Let the process map the staging memory. Call it before the first load or store.
 
         Raises:
+            ConfigError: the process did not start.
             OSError: the process cannot map it.
         """
+        self._wait_for_start()
         self._io.submit(self._share_staging(memory)).result(START_SECONDS)
 
     def forget_staging(self) -> None:
@@ -115,7 +115,12 @@ class IoProcess:
     def make_storage(
         self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents
     ) -> RemoteStorage:
-        """Make a tier's storage in the process; a :class:`~offload_core.tiers.storage.StorageFactory`."""
+        """Make a tier's storage in the process; a :class:`~offload_core.tiers.storage.StorageFactory`.
+
+        Raises:
+            ConfigError: the process did not start.
+        """
+        self._wait_for_start()
         return self._io.submit(self._make_storage(config, changes)).result(START_SECONDS)
 
     def observe(self, event: Event, counters: Counters) -> None:
@@ -141,10 +146,8 @@ class IoProcess:
 
     def _wait_for_start(self) -> None:
         try:
-            self._io.submit(self._start()).result(2 * START_SECONDS)
+            self._starting.result(2 * START_SECONDS)
         except (OSError, TimeoutError) as error:
-            self._is_closed = True
-            self._threads.shutdown()
             raise ConfigError(
                 [f"io_process: the I/O process did not start: {error}; set io_process to off to run without it"]
             ) from error
@@ -281,6 +284,7 @@ class IoProcess:
 
     async def _close(self, seconds: float) -> None:
         self._is_closed = True
+        self._starting.cancel()
         if self._replacing is not None:
             self._replacing.cancel()
             await asyncio.wait([self._replacing])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from offload_core.api.errors import ConfigError
 from offload_core.api.events import Event
 from offload_core.config.limits import Limits
 from offload_core.config.model import OffloadConfig, TierConfig
@@ -43,11 +42,10 @@ class _RemoteObservers:
 class IoProcesses:
     """Uses the processes that the configuration key ``io_process`` asks for. Both halves in a process share them.
 
+    The first user begins their start. The first call that needs them waits for it.
+
     Args:
         engine: a name that is unique for the engine.
-
-    Raises:
-        ConfigError: a process cannot be started.
     """
 
     def __init__(self, engine: str, io: IoLoop, config: OffloadConfig) -> None:
@@ -59,13 +57,8 @@ class IoProcesses:
         self._processes: dict[str, IoProcess] = {}
         for tier in config.tiers:
             name = self._name(tier)
-            if name in self._processes:
-                continue
-            try:
+            if name not in self._processes:
                 self._processes[name] = IoProcess.acquire(name, io, config)
-            except ConfigError:
-                self.release(config.settings.close_timeout_seconds)
-                raise
 
     @property
     def all(self) -> Sequence[IoProcess]:
@@ -75,7 +68,11 @@ class IoProcesses:
     def make_storage(
         self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents
     ) -> RemoteStorage:
-        """Make a tier's storage; a :class:`~offload_core.tiers.storage.StorageFactory`."""
+        """Make a tier's storage; a :class:`~offload_core.tiers.storage.StorageFactory`.
+
+        Raises:
+            ConfigError: the process did not start.
+        """
         return self._processes[self._name(config)].make_storage(config, limits, plugins, changes)
 
     def event_sink(self, config: OffloadConfig, counters: Counters) -> EventSink | None:
@@ -87,7 +84,12 @@ class IoProcesses:
         )
 
     def share_staging(self, memory: SharedMemory) -> None:
-        """Let every process map the staging memory, which stays open until :meth:`release`."""
+        """Let every process map the staging memory, which stays open until :meth:`release`.
+
+        Raises:
+            ConfigError: a process did not start.
+            OSError: a process cannot map it.
+        """
         self._has_shared_staging = True
         for process in self._processes.values():
             process.share_staging(memory)

@@ -1,10 +1,10 @@
 """The transfer engine of a worker: loads and stores between the KV cache and the tiers.
 
-Two threads work together here. The *engine thread* calls :class:`TransferEngine`; it alone copies between staging and
-the KV cache (invariant I2). The *I/O loop* moves bytes between staging and the tiers. They hand staging leases to each
-other: a store's lease goes from the engine thread to the loop, a load's lease from the loop to the engine thread. A
-loaded object that a faster tier takes goes back to the loop with its lease. The current holder of a lease releases it,
-once (I3).
+The *engine thread* calls :class:`TransferEngine`; it alone copies between staging and the KV cache (invariant I2). The
+tiers move bytes between staging and their media, on the *I/O loop* of this process or in other processes. A staging
+lease has one holder at a time: a call of a tier from its start to its end, otherwise the engine thread or the queue of
+a tier. The holder releases it, once (I3). Calls end on any thread; without another process that is the I/O loop. With
+one, the engine thread takes the ends when it polls, and the I/O loop does while the engine thread is busy or idle.
 """
 
 from __future__ import annotations

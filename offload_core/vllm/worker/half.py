@@ -100,15 +100,15 @@ class WorkerHalf:
             write_in_background(geometry, settings.geometry_file)
         atexit.register(self.shutdown)  # a script may end without shutting its engine down
         self._io = IoLoop.acquire()
-        arena: memoryview | None = None
-        if settings.io_process != "off":
+        if settings.io_process == "off":
+            self._staging = StagingPool(settings.staging_bytes, STORE_SHARE, pinning_in_use())
+        else:
             engine_id = str(self._vllm_config.kv_transfer_config.engine_id)
             self._processes = IoProcesses(engine_id, self._io, self._config)
-            self._staging_memory = SharedMemory.create("offload-staging", settings.staging_bytes)
-            self._processes.share_staging(self._staging_memory)
-            arena = self._staging_memory.view
+            self._staging_memory = memory = SharedMemory.create("offload-staging", settings.staging_bytes)
+            self._staging = StagingPool(settings.staging_bytes, STORE_SHARE, pinning_in_use(), memory.view)
+            self._processes.share_staging(memory)
         self._tiers = open_tiers(self._config, self._io, self.counters, host=self._processes)
-        self._staging = StagingPool(settings.staging_bytes, STORE_SHARE, pinning_in_use(), arena)
         self._engine = TransferEngine(
             io=self._io,
             tiers=self._tiers,

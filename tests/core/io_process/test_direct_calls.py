@@ -124,6 +124,16 @@ def test_damaged_rings_are_reported_once_and_their_calls_end_with_the_process(bo
     assert [str(end) for end in border.ends[0]] == ["gone"]
 
 
+def test_answers_from_before_the_end_of_the_process_count(border: Border) -> None:
+    border.send()
+    border.send()
+    border.take_requests()
+    border.answer(border.requests[0])
+    border.calls.close(OSError("gone"))
+    assert isinstance(border.ends[0][0], Message)
+    assert [str(end) for end in border.ends[1]] == ["gone"]
+
+
 def test_an_end_that_cannot_be_handled_harms_no_other(border: Border, caplog: pytest.LogCaptureFixture) -> None:
     def raises(_: object) -> None:
         raise ZeroDivisionError("a defect")
@@ -178,7 +188,7 @@ def test_threads_share_the_lane() -> None:
 
 
 class DirectCallMachine(RuleBasedStateMachine):
-    """Sends, answers in any order, and the end of the process. Oracle: one end per call, its own answer or the error."""
+    """Sends, answers in any order, and the end of the process. Oracle: a call ends once, in its answer or the error."""
 
     def __init__(self) -> None:
         super().__init__()
