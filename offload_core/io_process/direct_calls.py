@@ -127,7 +127,7 @@ class DirectCalls:
         return answers, self._try_flush()
 
     def _try_flush(self) -> Exception | None:
-        """Send what the ring has room for, and return the error of a damaged ring. Needs the lock."""
+        """Send messages while the ring has room, and return the error of a damaged ring. Needs the lock."""
         sent = False
         try:
             while self._unsent and self._rings.writer.try_write(self._unsent[0]):

@@ -162,7 +162,7 @@ class RemoteStorage:
 
         Args:
             read: reads the answer.
-            on_end: gets what ``read`` returns, or an error.
+            on_end: gets the result of ``read``, or an error.
         """
         self._check_is_here()
 

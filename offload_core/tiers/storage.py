@@ -250,5 +250,5 @@ class LocalStorage:
             finally:
                 on_end(end)
 
-        assert self._loop is not None, "a storage is opened before its first load and store"
-        asyncio.run_coroutine_threadsafe(run(), self._loop).add_done_callback(log_unexpected)
+        loop = self._loop or asyncio.get_running_loop()
+        asyncio.run_coroutine_threadsafe(run(), loop).add_done_callback(log_unexpected)

@@ -7,10 +7,11 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from offload_core.api import events
 from offload_core.api.backend import Backend, LoadOutcome, StoreOutcome
+from offload_core.api.cancellation import to_the_end
 from offload_core.api.errors import ConfigError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from offload_core.memory.staging_shares import TierShare  # which imports torch; the command line does without
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _MAX_RUNNING_LOOKUPS = 16
 _MAX_OVERDUE_LOOKUPS = 4
@@ -88,14 +90,14 @@ class Tier:
         self._storage = make_storage(config, self.limits, plugins, storage_events)
         self.capabilities = self._storage.capabilities
         self.is_elsewhere = self._storage.is_elsewhere
-        """True if the storage is in another process; see :class:`~offload_core.tiers.storage.TierStorage`."""
+        """True if the storage is in another process."""
         self._changes = TierChanges(self.name, self.capabilities.shared)
         self.staging: TierShare | None = None
         """Staging memory for compressed stores; the transfer engine sets it."""
         self._running_lookups = 0
         self._overdue_lookups: set[Call] = set()
-        self._opening = self._close_after_opening = self._touch_has_failed = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._opening = self._close_after_opening = self._touch_has_failed = False
 
     @property
     def storage(self) -> LocalStorage:
@@ -181,7 +183,8 @@ class Tier:
             if hangs:  # another call would time out as well
                 self.health.timed_out("lookup", keys[0] if keys else None)
             return [False] * len(keys)
-        call = self._begin("lookup")
+        self._prober.attach()
+        call = self.health.begin("lookup")
         if call is None:
             return [False] * len(keys)
         seconds = self.limits.lookup_timeout_seconds if within_seconds is None else within_seconds
@@ -203,39 +206,24 @@ class Tier:
         return present
 
     async def load(self, objects: Sequence[StagedObject]) -> list[LoadOutcome | None]:
-        """Load and verify a batch, if the storage is in this process.
+        """Load and verify a batch. If cancelled, it ends when the call has ended.
 
         Returns:
             Per object: ``HIT`` when the lease holds the verified object, ``MISS``, or ``CORRUPT`` for an object that is
             deleted now. ``None`` means that the backend failed or the health refused the load.
-
-        Raises:
-            TypeError: the storage is in another process.
         """
-        storage, started = self.storage, time.monotonic()
-        call = self._begin("load")
-        if call is None:
-            return [None] * len(objects)
-        end: LoadEnd | Exception
-        try:
-            end = await answer(storage.load(objects, self.staging))
-        except Exception as error:
-            end = error
-        finally:
-            self.health.ended(call)
-        outcomes = self._load_ended(call, objects, started, end)
-        if corrupt := _corrupt(objects, outcomes):
-            await self._delete(corrupt)
-        return outcomes
+        self._prober.attach()
+        outcomes = await _ended(partial(self.start_load, objects))
+        return [None] * len(objects) if outcomes is None else list(outcomes)
 
     def start_load(
         self, objects: Sequence[StagedObject], on_end: Callable[[Sequence[LoadOutcome | None]], None]
     ) -> bool:
-        """Start a load of a batch. May be called on any thread, after ``open`` has begun.
+        """Start a load of a batch. After ``open`` has begun, any thread may call this.
 
         Args:
-            on_end: gets what :meth:`load` returns, or nothing after a defect of the core. It is called once, on any
-                thread, and not during this call.
+            on_end: gets the result of :meth:`load`, or nothing after a defect of the core. It is called once, on any
+                thread, and only after this call.
 
         Returns:
             ``False`` if nothing is loaded, and ``on_end`` will not be called.
@@ -251,7 +239,8 @@ class Tier:
             try:
                 outcomes = self._load_ended(call, objects, started, end)
             finally:
-                if corrupt := _corrupt(objects, outcomes):
+                pairs = zip(objects, outcomes, strict=False)  # there may be no outcomes
+                if corrupt := [staged.key for staged, outcome in pairs if outcome is LoadOutcome.CORRUPT]:
                     self._start(self._delete(corrupt)).add_done_callback(lambda _: on_end(outcomes))
                 else:
                     on_end(outcomes)
@@ -265,34 +254,21 @@ class Tier:
         return True
 
     async def store(self, objects: Sequence[StagedObject]) -> list[bool]:
-        """Store a batch of sealed objects, if the storage is in this process.
+        """Store a batch of sealed objects. If cancelled, it ends when the call has ended.
 
         Returns:
             Per object, whether the tier has it now.
-
-        Raises:
-            TypeError: the storage is in another process.
         """
-        storage, started = self.storage, time.monotonic()
-        call = self._begin("store")
-        if call is None:
-            self._accounting.store_refused(len(objects))
-            return [False] * len(objects)
-        ends: list[StoreEnd] | Exception
-        try:
-            ends = await answer(storage.store(objects, self.staging))
-        except Exception as error:
-            ends = error
-        finally:
-            self.health.ended(call)
-        return self._store_ended(call, objects, started, ends)
+        self._prober.attach()
+        stored = await _ended(partial(self.start_store, objects))
+        return [False] * len(objects) if stored is None else list(stored)
 
     def start_store(self, objects: Sequence[StagedObject], on_end: Callable[[Sequence[bool]], None]) -> bool:
-        """Start a store of a batch. May be called on any thread, after ``open`` has begun.
+        """Start a store of a batch. After ``open`` has begun, any thread may call this.
 
         Args:
-            on_end: gets what :meth:`store` returns, or nothing after a defect of the core. It is called once, on any
-                thread, and not during this call.
+            on_end: gets the result of :meth:`store`, or nothing after a defect of the core. It is called once, on any
+                thread, and only after this call.
 
         Returns:
             ``False`` if nothing is stored, and ``on_end`` will not be called.
@@ -368,11 +344,10 @@ class Tier:
 
     def _start(self, call: Coroutine[Any, Any, None]) -> Future[None]:
         """Start a coroutine on the I/O loop, from any thread."""
-        assert self._loop is not None, "a tier is opened before its first call"
-        return asyncio.run_coroutine_threadsafe(call, self._loop)
+        return asyncio.run_coroutine_threadsafe(call, self._loop or asyncio.get_running_loop())
 
     async def _delete(self, keys: Sequence[ObjectKey]) -> None:
-        call = self._begin("delete")
+        call = self.health.begin("delete")
         if call is None:
             return
         try:
@@ -387,10 +362,6 @@ class Tier:
 
     async def _probe(self, keys: Sequence[ObjectKey]) -> None:
         await self._storage.contains(keys)
-
-    def _begin(self, operation: events.Operation) -> Call | None:
-        self._prober.attach()
-        return self.health.begin(operation)
 
     def _failed(self, call: Call, keys: Sequence[ObjectKey], error: Exception) -> None:
         if not isinstance(error, StorageAwayError):
@@ -411,6 +382,12 @@ class Tier:
             self._changes.lost()
 
 
-def _corrupt(objects: Sequence[StagedObject], outcomes: Sequence[LoadOutcome | None]) -> list[ObjectKey]:
-    pairs = zip(objects, outcomes, strict=False)  # there may be no outcomes
-    return [staged.key for staged, outcome in pairs if outcome is LoadOutcome.CORRUPT]
+async def _ended(start: Callable[[Callable[[Sequence[T]], None]], bool]) -> Sequence[T] | None:
+    """Start a call and wait for its end; ``None`` if it was refused."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[Sequence[T]] = loop.create_future()
+
+    def on_end(result: Sequence[T]) -> None:
+        loop.call_soon_threadsafe(ended.set_result, result)
+
+    return await to_the_end(ended) if start(on_end) else None

@@ -2,9 +2,10 @@
 
 The *engine thread* calls :class:`TransferEngine`; it alone copies between staging and the KV cache (invariant I2). The
 tiers move bytes between staging and their media, on the *I/O loop* of this process or in other processes. A staging
-lease has one holder at a time: a call of a tier from its start to its end, otherwise the engine thread or the queue of
-a tier. The holder releases it, once (I3). Calls end on any thread; without another process that is the I/O loop. With
-one, the engine thread takes the ends when it polls, and the I/O loop does while the engine thread is busy or idle.
+lease has one holder at a time, which releases it once (I3). During a call of a tier, the call is the holder.
+
+Calls end on any thread. Without another process that is the I/O loop. With one, the engine thread takes the ends when
+it polls. While it is busy or idle, the I/O loop does.
 """
 
 from __future__ import annotations

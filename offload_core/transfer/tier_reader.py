@@ -1,8 +1,7 @@
 """The reader of one tier: its waiting loads, its calls and their slots.
 
-The engine thread adds loads. Calls start on the thread that makes it possible: the engine thread, when it adds a load
-or has freed staging memory, or the thread on which an earlier call ends. No thread waits, and none holds the lock
-during a call or a copy.
+The engine thread adds loads. It also starts calls when it has freed staging memory. Otherwise a call starts on the
+thread on which an earlier call ends. No thread waits, and none holds the lock during a call or a copy.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 _Batch = Sequence[TransferObject]
 
 ReadsEnded = Callable[[Job, Sequence[TransferObject], Sequence[StagedObject], Sequence[LoadOutcome | None]], None]
-"""Gets objects of a job, on any thread, with what became of them.
+"""Gets objects of a job whose load has ended, on any thread.
 
 The staged objects are one per object, or none if there was no call. The outcomes are one per object, or none if there
 was no call or the call raised an error. The receiver releases the leases.

@@ -281,7 +281,7 @@ def test_a_hanging_call_is_cancelled_at_once_unless_it_is_deaf(make_rig: MakeRig
     rig.store(1)
 
     async def main() -> tuple[bool, bool]:
-        task = asyncio.ensure_future(rig.tier.load([rig.staged(1)]))
+        task = asyncio.ensure_future(rig.tier.storage.load([rig.staged(1)], None))
         await _until_injected(rig.plan)
         task.cancel()
         await _turns(10)
