@@ -104,6 +104,7 @@ class _ServedTier:
 
     def __init__(self, storage: LocalStorage, io_threads: int, longest_call_seconds: float) -> None:
         self.storage = storage
+        self.io_threads = io_threads
         self.longest_call_seconds = longest_call_seconds
         self.load_slots = CallSlots(2 * io_threads, spare_slots=io_threads)
         self.store_slots = CallSlots(io_threads + 1, spare_slots=io_threads)
@@ -236,7 +237,7 @@ class _Server:
             async with tier.load_slots.held(time.monotonic() + tier.longest_call_seconds):
                 return await tier.storage.load(batch, cast("TierShare", scratch))
 
-        parts = await run_all(load(batch) for batch in _in_batches(staged))
+        parts = await run_all(load(part) for part in _in_parts(staged, tier.load_slots.free - tier.io_threads))
         return protocol.pack_loaded([one for part, _ in parts for one in part], sum(nbytes for _, nbytes in parts))
 
     async def _store(self, tier: _ServedTier, body: protocol.Reader) -> bytes:
@@ -248,11 +249,13 @@ class _Server:
             async with tier.store_slots.held(time.monotonic() + tier.longest_call_seconds):
                 return await tier.storage.store(batch, cast("TierShare", scratch))
 
-        return protocol.pack_stored(chain.from_iterable(await run_all(store(batch) for batch in _in_batches(staged))))
+        parts = await run_all(store(part) for part in _in_parts(staged, tier.store_slots.free - 1))
+        return protocol.pack_stored(chain.from_iterable(parts))
 
     async def _seal(self, body: protocol.Reader) -> bytes:
         staged, _scratch = self._staged(body)
-        await run_all(self._loop.run_in_executor(self._sealers, seal_all, batch) for batch in _in_batches(staged))
+        parts = _in_parts(staged, _SEALING_THREADS)
+        await run_all(self._loop.run_in_executor(self._sealers, seal_all, part) for part in parts)
         return b""
 
     async def _delete(self, tier: _ServedTier, body: protocol.Reader) -> bytes:
@@ -308,9 +311,15 @@ class _Server:
         self._end.set()
 
 
-def _in_batches(staged: Sequence[StagedObject]) -> Iterator[list[StagedObject]]:
-    """Divide the objects of a call into batches, each of them the work of one thread."""
-    return in_batches(staged, lambda one: one.lease.nbytes)
+def _in_parts(staged: Sequence[StagedObject], most: int) -> Iterator[list[StagedObject]]:
+    """Divide the objects of a call into parts of whole batches, each of them the work of one thread.
+
+    Args:
+        most: number of free threads. If there is none, the objects stay together, since that costs less time.
+    """
+    batches = list(in_batches(staged, lambda one: one.lease.nbytes))
+    size = -(-len(batches) // max(1, most))
+    return (list(chain.from_iterable(batches[start : start + size])) for start in range(0, len(batches), size))
 
 
 _CALLS = {

@@ -25,8 +25,14 @@ class CallSlots:
         """Maximum number of running calls, overdue ones included."""
         self._free = asyncio.Semaphore(slots)
         self._spare_slots = spare_slots
+        self._running = 0
         self._overdue: list[object] = []  # calls past their deadlines that keep their slots
         self._replaced: set[object] = set()  # calls past their deadlines whose slots went to others
+
+    @property
+    def free(self) -> int:
+        """Number of calls that would not wait for a slot."""
+        return max(0, self.slots - self._running + len(self._replaced))
 
     @asynccontextmanager
     async def held(self, deadline: float) -> AsyncIterator[None]:
@@ -36,6 +42,7 @@ class CallSlots:
             deadline: of the call in the block, by the monotonic clock.
         """
         await self._free.acquire()
+        self._running += 1
         call = object()
         seconds = max(0.0, deadline - time.monotonic())
         timer = asyncio.get_running_loop().call_later(seconds, self._deadline_passed, call)
@@ -43,6 +50,7 @@ class CallSlots:
             yield
         finally:
             timer.cancel()
+            self._running -= 1
             if call in self._replaced:
                 self._replaced.discard(call)
             else:

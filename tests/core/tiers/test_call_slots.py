@@ -124,3 +124,23 @@ def test_all_slots_are_back_after_calls_that_hung_were_cancelled_or_waited_in_va
             await calls.end(name)
 
     run(scene, slots=2)
+
+
+def test_free_slots_are_those_that_a_call_gets_at_once() -> None:
+    async def main() -> None:
+        slots = CallSlots(3, spare_slots=1)
+        calls = Calls(slots)
+        free = [slots.free]
+        for name, deadline in (("late", late()), ("first", math.inf), ("second", math.inf), ("third", math.inf)):
+            calls.start(name, deadline)
+            await calls.has_begun(name)
+            if name == "late":
+                await asyncio.sleep(0.01)  # its deadline has passed, and the timer gives its slot to others
+            free.append(slots.free)
+        assert free == [3, 3, 2, 1, 0]
+        for name in ("first", "late", "second", "third"):
+            await calls.end(name)
+            free.append(slots.free)
+        assert free[5:] == [1, 1, 2, 3], "the late call has given its slot up already"
+
+    asyncio.run(asyncio.wait_for(main(), 30))
