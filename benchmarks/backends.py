@@ -2,6 +2,7 @@
 
 - "ours" uses a tier as the engine does, in the engine's batches. A store adds a header and a checksum to every object,
   and a load checks both.
+- "I/O process" uses the same tier in the I/O process, as engines do by default.
 - vLLM's helpers (``vllm.fs_io_C``) check nothing. They get as many plain threads as our tier has, and 16 MiB per call.
 - The plain loop moves files of one object with system calls and XXH3 alone, and checks as we do. Its CPU seconds per
   GiB are the floor: "/ plain" is the ratio of ours to them. At 256 KiB its files hold one page.
@@ -38,6 +39,7 @@ from rich.table import Table
 from benchmarks.backends_distributed import DISTRIBUTED, alone, running_stores
 from benchmarks.backends_growth import growth_of, peaks_of
 from benchmarks.backends_loop import PlainLoop
+from benchmarks.backends_process import OurProcess
 from benchmarks.backends_rig import (
     CHUNK_BYTES,
     Contender,
@@ -70,7 +72,7 @@ AIMS: Mapping[tuple[str, int, Operation, Medium], float] = {
 """The speed in relation to vLLM's helpers that we aim at."""
 PLAIN_CPU_AIM = 1.3
 """CPU seconds per GiB in relation to the plain loop's that we aim at, or less: at 2 MiB, through the page cache."""
-PEER, PLAIN = "vLLM's helpers", "plain loop"
+PEER, PLAIN, PROCESS = "vLLM's helpers", "plain loop", "I/O process"
 LIMIT_AIMS = {"cpu": 0.8, "lmcache": None, "mooncake": 0.8, "nixl": 0.8}
 
 
@@ -127,6 +129,8 @@ def contenders_of(
     options = options | {"io_threads": cell.threads}
     packed = "ours" if cell.page_bytes == CHUNK_BYTES else "ours, pack of 8"
     yield lambda: OurTier(packed, memory, chunks, CHUNK_BYTES, options)
+    if cell.backend in ("disk", "nfs"):
+        yield lambda: OurProcess(PROCESS, memory, chunks, CHUNK_BYTES, options)
     if cell.page_bytes != CHUNK_BYTES:
         yield lambda: OurTier("ours, single", memory, chunks, cell.page_bytes, options)
     elif cell.backend == "cpu":
@@ -209,7 +213,7 @@ def speeds_of(cell: Cell, rows: list[Measured]) -> Iterator[Speed]:
         limit = next(p50(speed) for name, speed in speeds.items() if name.startswith("limit"))
         for row in rows:
             speed = speeds[row.name]
-            ours = row.name in ("ours", "ours, pack of 8")
+            ours = row.name in ("ours", "ours, pack of 8", PROCESS)
             yield Speed(
                 backend=cell.backend,
                 medium=cell.medium,
@@ -285,7 +289,7 @@ def aims_table(speeds: Mapping[Cell, Sequence[Speed]], rows: Sequence[Measured])
                 one.cpu_seconds_per_gib / other.cpu_seconds_per_gib for one, other in zip(mine, plain, strict=True)
             ]
             table.add_row(
-                f"{cell.backend}, {cell.medium}, {speed.page_kib} KiB: {speed.operation}",
+                f"{speed.operation}: {speed.name}, {cell.backend}, {cell.medium}, {speed.page_kib} KiB",
                 str(cell.threads),
                 verdict(speed.vllm_ratio or 0.0, speed.vllm_aim),
                 f"{percentile(rates, 10):.2f} to {percentile(rates, 90):.2f}",

@@ -26,12 +26,14 @@ from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
 from offload_core.config.loading import load_config
+from offload_core.config.model import OffloadConfig
 from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS, STORE_SHARE
 from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
+from offload_core.runtime.shared_memory import SharedMemory
 from offload_core.runtime.threads import DaemonExecutor
 from offload_core.tiers.call_slots import CallSlots
 from offload_core.tiers.staged_object import StagedObject
@@ -81,7 +83,9 @@ class Memory:
 
     def __init__(self, chunks: int) -> None:
         pages = CHUNK_BYTES // (256 * 1024)
-        self.pool = StagingPool(chunks * (CHUNK_BYTES + pages * HEADER_BYTES), 1.0)
+        nbytes = chunks * (CHUNK_BYTES + pages * HEADER_BYTES)
+        self.shared = SharedMemory.create("benchmark", nbytes)
+        self.pool = StagingPool(nbytes, 1.0, arena=self.shared.view)
         block = np.frombuffer(os.urandom(MIB), dtype=np.uint8)
         whole = np.frombuffer(self.pool.memory, dtype=np.uint8)
         whole[:] = np.resize(block, len(whole))
@@ -148,11 +152,10 @@ class OurTier:
     ) -> None:
         self.name = name
         self._checked = checked
-        config = load_config({"backends": [{"name": "bench", **backend}]})
+        config = self._config({"name": "bench", **backend})
         self._io = IoLoop.acquire()
         self._threads = config.tiers[0].common.io_threads
-        self._tier = Tier(config.tiers[0], Limits(), Counters())
-        self._io.submit(self._tier.open()).result()
+        self._tier = self._open(config)
         self._sealers = DaemonExecutor(2, "bench-seal")  # as many as the transfer engine has
         self._pool = memory
         self._count = chunks * CHUNK_BYTES // payload_bytes
@@ -164,6 +167,14 @@ class OurTier:
         self._load_size = call_size_of(self._tier, share, 3 * self._threads)
         self.nbytes = chunks * CHUNK_BYTES
         self._leases: list[Lease] = []
+
+    def _config(self, backend: dict[str, Any]) -> OffloadConfig:
+        return load_config({"backends": [backend]})
+
+    def _open(self, config: OffloadConfig) -> Tier:
+        tier = Tier(config.tiers[0], Limits(), Counters())
+        self._io.submit(tier.open()).result()
+        return tier
 
     def _take(self, number: int) -> list[StagedObject]:
         self._leases = self._pool.leases(self._payload_bytes, self._count)
@@ -180,7 +191,7 @@ class OurTier:
     def store(self, number: int) -> Sample:
         objects = self._take(number)
         mark([staged.lease.view[HEADER_BYTES:] for staged in objects], number)
-        sample = timed(lambda: self._io.submit(self._store_all(objects)).result(), self.nbytes)
+        sample = timed(partial(self._store_objects, objects), self.nbytes)
         self._give_back()
         return sample
 
@@ -188,13 +199,19 @@ class OurTier:
         objects = self._take(number)
         payloads = [staged.lease.view[HEADER_BYTES:] for staged in objects]
         unmark(payloads)
-        sample = timed(lambda: self._io.submit(self._load_all(objects)).result(), self.nbytes)
+        sample = timed(partial(self._load_objects, objects), self.nbytes)
         check(self.name, payloads, number)
         self._give_back()
         return sample
 
     def _batches(self, objects: list[StagedObject]) -> list[list[StagedObject]]:
         return [objects[start : start + self._at_once] for start in range(0, len(objects), self._at_once)]
+
+    def _store_objects(self, objects: list[StagedObject]) -> None:
+        self._io.submit(self._store_all(objects)).result()
+
+    def _load_objects(self, objects: list[StagedObject]) -> None:
+        self._io.submit(self._load_all(objects)).result()
 
     async def _store_all(self, objects: list[StagedObject]) -> None:
         """Seal the batches at once, and store them in calls that take the batches waiting by then."""
@@ -265,10 +282,16 @@ class OurTier:
     def clean(self, number: int) -> None:
         objects = self._take(number)
         self._give_back()
+        self._delete(objects)
+
+    def _delete(self, objects: list[StagedObject]) -> None:
         self._io.submit(self._tier.backend.delete([staged.key for staged in objects])).result()
 
     def close(self) -> None:
         self._io.submit(self._tier.close()).result()
+        self._end()
+
+    def _end(self) -> None:
         self._sealers.shutdown()
         self._io.release()
 
