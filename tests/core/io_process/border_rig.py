@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import re
 import signal
 from collections import Counter
 from collections.abc import Sequence
@@ -27,13 +25,11 @@ from offload_core.runtime.shared_memory import SharedMemory
 from offload_core.tiers.opening import open_tiers
 from offload_core.transfer.engine import TransferEngine
 from tests.core.io_process import commanded
-from tests.core.io_process.rig import io_process_ids
-from tests.support.process_state import is_running
+from tests.support.process_state import io_process_ids, is_running
 from tests.support.transfer_rig import SECONDS, Rig
 
 FREE = 0xA5
 """Byte of all staging memory that nobody holds."""
-_OWN_FILES = re.compile(r"/memfd:|anon_inode:\[(eventfd|eventpoll|pidfd)\]|(socket|pipe):")
 
 
 @dataclass(frozen=True)
@@ -245,17 +241,3 @@ class BorderRig(Rig):
             self.processes.release(SECONDS)
             self.pool.forget_memory()
             self.memory.close()
-
-
-def own_files() -> Counter[str]:
-    """Return the kinds of this process's descriptors of shared memory, doorbells, sockets and the like."""
-    gc.collect()  # a mapping has a descriptor of its own until the last view of it is gone
-    kinds: Counter[str] = Counter()
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            target = str(entry.readlink())
-        except FileNotFoundError:  # the listing's own
-            continue
-        if _OWN_FILES.match(target):
-            kinds[re.sub(r":\[\d+\]$", "", target)] += 1
-    return kinds

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 from collections.abc import Coroutine, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from offload_core.api.backend import LoadOutcome
@@ -39,17 +36,6 @@ def key(number: int) -> ObjectKey:
 
 def content(number: int) -> bytes:
     return bytes([number % 251 + 1]) * (OBJECT_BYTES - HEADER_BYTES)
-
-
-def io_process_ids() -> list[int]:
-    """Return the I/O processes of this process."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            words = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
-            if b"offload_core.io_process" in words and f"\nPPid:\t{os.getpid()}\n" in (entry / "status").read_text():
-                found.append(int(entry.name))
-    return found
 
 
 class Rig:

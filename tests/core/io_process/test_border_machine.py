@@ -30,12 +30,12 @@ from hypothesis.stateful import (
 
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.transfer.loads import LoadResult
-from tests.core.io_process.border_rig import BorderRig, own_files, send
+from tests.core.io_process.border_rig import BorderRig, send
 from tests.core.io_process.commanded import CANCELLATION, ERROR, EXIT
-from tests.core.io_process.rig import io_process_ids
 from tests.support.memory_backend import key
 from tests.support.plugin_site import Site
 from tests.support.polling import wait_until
+from tests.support.process_state import io_process_ids, own_files
 from tests.support.random_examples import examples
 from tests.support.transfer_rig import PACK, SECONDS, item, number_of
 

@@ -18,10 +18,10 @@ import pytest
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.errors import ConfigError
 from offload_core.runtime.io_loop import IoLoop
-from tests.core.io_process.rig import OBJECT_BYTES, SECONDS, Rig, io_process_ids, key
+from tests.core.io_process.rig import OBJECT_BYTES, SECONDS, Rig, key
 from tests.support.plugin_site import Site
 from tests.support.polling import wait_until
-from tests.support.process_state import is_running
+from tests.support.process_state import io_process_ids, is_running
 
 HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
 
