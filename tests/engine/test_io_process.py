@@ -92,7 +92,6 @@ def test_outputs_are_exact_through_two_hundred_kills_and_stops(gemma3: Lab, tmp_
         for item in notes:
             totals.update(item)
         hurts = totals["kills"] + totals["stops"] + totals["silences"]
-        print(f"run {run + 1}: {dict(totals)}")
         assert list((tmp_path / "kv").rglob("*.tmp")) == []
         if hurts >= HURTS:
             break
