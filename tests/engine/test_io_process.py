@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engine import stalled
+from tests.engine.test_shutdown import Script
 from tests.engine.workloads import check_outputs, run_workloads
-from tests.support.engine.lab import Lab, count, ours, served
-from tests.support.engine.spec import compare
+from tests.support.engine.lab import Lab, count, installed, objects, ours, served
+from tests.support.engine.spec import Round, compare
+from tests.support.polling import wait_until
+from tests.support.process_state import io_process_ids, is_running, shared_memory_of
 from tests.support.workload import random_workload
 
+HURTS = 200
+TURNS = 5
+MAX_RUNS = 8
 HURT: dict[str, Any] = {"around_workloads": "tests.support.engine.process_kills:under_kills"}
 
 
@@ -60,3 +69,68 @@ def test_outputs_are_exact_while_the_process_is_killed_and_stopped(
     assert [item["left"] for item in notes] == [{}] * len(notes)
     assert sum(item["kills"] for item in notes) >= len(seeds)
     assert sum(request.external_cached_tokens for item in result.workloads for request in item.requests) > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_outputs_are_exact_through_two_hundred_kills_and_stops(gemma3: Lab, tmp_path: Path) -> None:
+    plain = [random_workload(seed) for seed in range(20, 24)]
+    transfer = ours(
+        tmp_path,
+        hybrid_chunk_size=gemma3.block_size,
+        io_process="engine",
+        io_process_timeout_seconds=2,
+        backends=backends(tmp_path / "kv"),
+    )
+    totals: Counter[str] = Counter()
+    for run in range(MAX_RUNS):
+        hurt = [item.model_copy(update={"fault_seed": f"{run}-{turn}"}) for turn in range(TURNS) for item in plain]
+        result = run_workloads(gemma3, hurt, transfer, **HURT)
+        check_outputs(gemma3, hurt, result)
+        notes = [item.notes for item in result.workloads]
+        assert [item.pop("left") for item in notes] == [{}] * len(notes)
+        for item in notes:
+            totals.update(item)
+        hurts = totals["kills"] + totals["stops"] + totals["silences"]
+        assert list((tmp_path / "kv").rglob("*.tmp")) == []
+        if hurts >= HURTS:
+            break
+    assert hurts >= HURTS, totals
+    assert totals["silences"] > 0, totals
+    assert totals["served"] >= hurts // 10, totals
+
+
+@pytest.mark.parametrize("hangs", [pytest.param(False, id="works"), pytest.param(True, id="hangs")])
+def test_nothing_is_left_of_an_engine_that_is_killed_in_the_middle_of_its_work(
+    gemma3: Lab, tmp_path: Path, hangs: bool
+) -> None:
+    folder = tmp_path / "kv"
+    folder.mkdir()
+    keys = {"hybrid_chunk_size": 128, "io_process": "engine", "backends": backends(folder)}
+    slow = dict.fromkeys(("load_timeout_seconds", "lookup_timeout_seconds", "store_timeout_seconds"), 60)
+    env = installed(tmp_path, "stalled")
+    script = Script(gemma3, ours(tmp_path, **keys, **slow), tmp_path / "errors", steps=100_000, env=env)
+    with contextlib.closing(script):
+        script.wait_for("stored")
+        stored = len(objects(folder))
+        helpers = io_process_ids(script.process.pid)
+        assert len(helpers) == 1
+        memory = shared_memory_of(script.process.pid)
+        assert memory
+        if hangs:
+            stalled.signal_file(folder).touch()
+        script.go_on()
+        if hangs:
+            wait_until(stalled.witness_file(folder).exists, "no call has hung")
+        else:
+            wait_until(lambda: len(objects(folder)) > stored, "nothing is stored")
+        script.process.kill()
+        script.process.wait()
+    wait_until(lambda: not any(map(is_running, helpers)), "the I/O process outlives the engine")
+    assert not any(memory & shared_memory_of(int(entry.name)) for entry in Path("/proc").glob("[0-9]*"))
+
+    rounds = [Round(name="again", prompts=gemma3.prompts(700, 1283, family=120))]
+    again = gemma3.run(rounds, ours(tmp_path, **keys))
+    assert compare(gemma3.reference(rounds), again) == []
+    assert any(served(again).values()), "the objects of the killed engine are used"
+    assert list(folder.rglob("*.tmp")) == []

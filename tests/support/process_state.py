@@ -1,8 +1,15 @@
-"""The state of a process, as the kernel tells it."""
+"""The state of processes and of this process's descriptors, as the kernel tells it."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
+import re
+from collections import Counter
 from pathlib import Path
+
+_OWN_FILES = re.compile(r"/memfd:|anon_inode:\[(eventfd|eventpoll|pidfd)\]|(socket|pipe):")
 
 
 def process_state(pid: int) -> str:
@@ -16,3 +23,44 @@ def is_running(pid: int) -> bool:
         return process_state(pid) != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def io_process_ids(parent: int | None = None) -> list[int]:
+    """Return the I/O processes of a process, by default of this one."""
+    line = f"\nPPid:\t{parent or os.getpid()}\n"
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            words = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+            if b"offload_core.io_process" in words and line in (entry / "status").read_text():
+                found.append(int(entry.name))
+    return found
+
+
+def own_files() -> Counter[str]:
+    """Return the kinds of this process's descriptors of shared memory, doorbells, sockets and the like."""
+    gc.collect()  # a mapping has a descriptor of its own until the last view of it is gone
+    kinds: Counter[str] = Counter()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(entry.readlink())
+        except FileNotFoundError:  # the listing's own
+            continue
+        if _OWN_FILES.match(target):
+            kinds[re.sub(r":\[\d+\]$", "", target)] += 1
+    return kinds
+
+
+def shared_memory_of(pid: int) -> set[int]:
+    """Return the inode numbers of the memory files that a process has open or mapped; none if it is gone."""
+    found: set[int] = set()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            fields = line.split(maxsplit=5)
+            if fields[5:] and fields[5].startswith("/memfd:"):
+                found.add(int(fields[4]))
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if str(entry.readlink()).startswith("/memfd:"):
+                    found.add(entry.stat().st_ino)
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
@@ -22,7 +21,7 @@ from offload_core.runtime.io_loop import IoLoop
 from tests.core.io_process.rig import OBJECT_BYTES, SECONDS, Rig, key
 from tests.support.plugin_site import Site
 from tests.support.polling import wait_until
-from tests.support.process_state import is_running
+from tests.support.process_state import io_process_ids, is_running
 
 HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
 
@@ -158,7 +157,7 @@ def test_nothing_is_left_if_the_engine_ends_while_a_process_is_replaced(io: IoLo
         os.kill(rig.pid, signal.SIGKILL)
         wait_until(lambda rig=rig: rig.process.pid is None, "its end is not seen")  # type: ignore[misc]
         rig.close()
-        wait_until(lambda: _children() == [], "a process is left")
+        wait_until(lambda: io_process_ids() == [], "a process is left")
 
 
 def test_one_process_at_a_time_is_tried_while_it_cannot_serve(
@@ -170,21 +169,10 @@ def test_one_process_at_a_time_is_tried_while_it_cannot_serve(
     (tmp_path / "out of order").touch()
     os.kill(rig.pid, signal.SIGKILL)
     wait_until(lambda: messages(caplog).count("cannot be replaced") == 2, "it is not tried again")
-    assert len(_children()) <= 1
+    assert len(io_process_ids()) <= 1
     assert "out of order" in messages(caplog)
     (tmp_path / "out of order").unlink()
     wait_until(lambda: rig.load(1) == [HIT], "the disk does not serve again")
-
-
-def _children() -> list[int]:
-    """Return the I/O processes of this process."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            words = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
-            if b"offload_core.io_process" in words and f"\nPPid:\t{os.getpid()}\n" in (entry / "status").read_text():
-                found.append(int(entry.name))
-    return found
 
 
 def test_a_killed_process_is_replaced_and_the_disk_serves_again(

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from offload_core.api.backend import LoadOutcome
+from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.tiers.staged_object import StagedObject
-from tests.core.io_process.rig import OBJECT_BYTES, SECONDS, Rig, key
+from tests.core.io_process.rig import OBJECT_BYTES, SECONDS, Rig, content, key
 from tests.media.fuse.conftest import PLACES
 from tests.media.fuse.mount import FaultFs
 from tests.support.polling import wait_until
@@ -42,8 +43,10 @@ def test_i3_the_memory_of_a_call_stays_in_use_until_its_process_is_gone(rig: Rig
     assert not hung.done(), "the call's end is that of the process"
     assert rig.store(2, tier=1) == [True]
     assert rig.load(2, tier=1) == [LoadOutcome.HIT], "the next process serves meanwhile"
+    assert bytes(lease.view) == bytes(OBJECT_BYTES)
     fault_fs.clear()
     assert hung.result(SECONDS) == [None]
+    assert bytes(lease.view[HEADER_BYTES:]) == content(1), "the kernel wrote into it long after the SIGKILL"
     wait_until(lambda: not Path(f"/proc/{first}").exists(), "it is not gone although nothing hangs")
     lease.release()
     wait_until(lambda: rig.load(1) == [LoadOutcome.HIT], "the disk does not serve again")
