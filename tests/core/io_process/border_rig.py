@@ -214,7 +214,7 @@ class BorderRig(Rig):
             copier=self.copier,
             layouts=self.layouts,
             counters=self.counters,
-            seal=self.processes.seal,
+            processes=self.processes,
         )
 
     @property
