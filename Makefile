@@ -43,9 +43,10 @@ demo: $(STAMP)  ## run two hybrid models on the real engine, twice each, the sec
 test: $(STAMP)  ## run all tests but the long ones
 	$(BIN)/python -m pytest -m 'not long'
 
-test-long: $(STAMP)  ## run the tests that take minutes each, and the unit tests with all random examples
+test-long: $(STAMP)  ## run the tests that take minutes each, the unit tests with all random examples, and engines without I/O processes
 	$(BIN)/python -m pytest -m long
 	$(BIN)/python -m pytest -m 'not long' --hypothesis-profile=thorough tests/core
+	OFFLOAD_TEST_IO_PROCESS=off $(BIN)/python -m pytest -m 'not long' tests/engine
 
 test-engines: $(ENGINE_TESTS)  ## run the tests marked every_version on each supported vLLM, in an environment each
 
