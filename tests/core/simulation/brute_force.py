@@ -227,7 +227,8 @@ class BruteForce:
                     continue
                 name = (pack.name, self._prefix(path, end))
                 if self.placement == "everything":
-                    if end > usable or self._needs(pack, end, usable):
+                    within = end <= len(path) // self.planner.boundary_tokens * self.planner.boundary_tokens
+                    if within and (end > usable or self._needs(pack, end, usable)):
                         yield name, False
                 elif pack.policy.kind == "full":
                     if end <= max(kept | superseded, default=0):

@@ -67,6 +67,12 @@ def test_the_simulator_agrees_with_brute_force(
     compare(planner, prompts, placement, capacity, data.draw(st.integers(1, 6), label="block_tokens"), sizes)
 
 
+def test_objects_behind_the_last_boundary_are_stored_and_not_touched() -> None:
+    planner = Geometry((GroupGeometry(0, 1, FULL), GroupGeometry(1, 4, FULL)), 1, 3).plan()  # a boundary each 12 tokens
+    sizes = dict.fromkeys((pack.name for pack in planner.packs), 1)
+    compare(planner, [(0,) * 6, (0,) * 4], "everything", 2, 1, sizes)
+
+
 @pytest.mark.parametrize("policy", [window(5), STATE], ids=str)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("capacity", [20, 30, 45, 70])
