@@ -8,7 +8,7 @@ Loads and stores go to a ``disk`` tier in the page cache, at a given rate. All c
 and "alone" is measured in each round. A ratio compares a percentile with that of "alone" in the same round; the table
 shows the median over rounds. With only two cores, an unlimited rate takes the second one whole.
 
-    python -m benchmarks.interference [--seconds 4] [--rounds 3] [--folder FOLDER] [--tier disk]
+    python -m benchmarks.interference [--seconds 4] [--rounds 3] [--folder FOLDER] [--tier disk] [--niceness 0]
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Cell:
 class Engine:
     """A transfer engine over one KV cache, whose tier is on threads or in the I/O process."""
 
-    def __init__(self, io: IoLoop, where: Where, tier: str, folder: Path, object_bytes: int) -> None:
+    def __init__(self, io: IoLoop, where: Where, tier: str, folder: Path, object_bytes: int, niceness: int) -> None:
         self.io = io
         self.object_bytes = object_bytes
         self.objects = LOADED_BYTES // object_bytes
@@ -97,7 +97,13 @@ class Engine:
         if tier == "cpu":
             options = {"capacity": "4GiB"}
         mode = "engine" if where == "process" else "off"
-        config = load_config({"io_process": mode, "backends": [{"name": "tier", "type": tier, **options}]})
+        config = load_config(
+            {
+                "io_process": mode,
+                "io_process_niceness": niceness,
+                "backends": [{"name": "tier", "type": tier, **options}],
+            }
+        )
         blocks = torch.randint(-128, 128, (2 * self.objects, object_bytes), dtype=torch.int8)
         caches = CanonicalKVCaches.build([[LayerPages("layer", blocks, len(blocks), object_bytes, object_bytes)]])
         planner = HybridOffloadPlanner.build(
@@ -196,10 +202,10 @@ def measure(seconds: float, between: Callable[[float], None]) -> tuple[tuple[flo
 
 
 @contextmanager
-def engine(where: Where, tier: str, folder: Path, object_bytes: int) -> Iterator[Engine]:
+def engine(where: Where, tier: str, folder: Path, object_bytes: int, niceness: int) -> Iterator[Engine]:
     """Run an engine."""
     io = IoLoop.acquire()
-    made = Engine(io, where, tier, folder, object_bytes)
+    made = Engine(io, where, tier, folder, object_bytes, niceness)
     try:
         yield made
     finally:
@@ -207,11 +213,11 @@ def engine(where: Where, tier: str, folder: Path, object_bytes: int) -> Iterator
         io.release()
 
 
-def run(cell: Cell, seconds: float, tier: str, root: Path) -> Sample:
+def run(cell: Cell, seconds: float, tier: str, root: Path, niceness: int) -> Sample:
     """Measure one contender once."""
     with (
         tempfile.TemporaryDirectory(dir=root) as folder,
-        engine(cell.where, tier, Path(folder), cell.object_bytes) as made,
+        engine(cell.where, tier, Path(folder), cell.object_bytes, niceness) as made,
     ):
         allowed = 0.0
 
@@ -233,6 +239,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tier", choices=("disk", "cpu", "nfs"), default="disk")
     parser.add_argument("--only", choices=("loads", "stores"))
+    parser.add_argument("--niceness", type=int, default=0, help="niceness of the I/O process")
     parser.add_argument("--folder", type=Path, help="folder for the tier, on the device to measure")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -251,7 +258,8 @@ def main() -> None:
         for cell in cells:
             before, _ = measure(arguments.seconds / 2, lambda elapsed: None)
             alone.append(before)
-            sample = run(cell, arguments.seconds, arguments.tier, arguments.folder or Path(tempfile.gettempdir()))
+            root = arguments.folder or Path(tempfile.gettempdir())
+            sample = run(cell, arguments.seconds, arguments.tier, root, arguments.niceness)
             cell.samples.append(sample)
             cell.ratios.append((sample.step_ms[0] / before[0], sample.step_ms[1] / before[1]))
         console.print(f"round {number + 1} of {arguments.rounds} is done")
