@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections import Counter
@@ -171,7 +172,8 @@ class HeldKills:
 def send(pid: int, number: int, kill: Any = os.kill) -> None:
     """Send a signal to an I/O process that may be gone."""
     if pid in io_process_ids():  # the id may belong to another process by now
-        kill(pid, number)
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, number)
 
 
 class BorderRig(Rig):

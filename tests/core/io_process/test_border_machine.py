@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -47,6 +48,8 @@ PAGE_BYTES = 64 << 10
 NOTHING = bytes([PATTERN]) * PAGE_BYTES
 STAGING_BYTES = 2 << 20
 IO_THREADS = 2
+CALL_SECONDS = 0.5
+"""Time in which a call mostly reaches its backend."""
 JOBS = ("jobs", "jobs_retired", "jobs_done", "jobs_failed", "jobs_timed_out", "jobs_cancelled")
 
 CALLS = ("load", "store")
@@ -86,6 +89,9 @@ class Errors(logging.Handler):
 class Border(RuleBasedStateMachine):
     """Random operations on two tiers in I/O processes.
 
+    Args:
+        silences: how often it waits for the replacement of a stopped process, which takes seconds.
+
     Oracle of the engine's side: every offered store and every load has one result. A load brings the bytes of the
     stored block, and no object is found damaged. No block changes without a load, no memory without a lease. No limit
     is exceeded.
@@ -95,9 +101,10 @@ class Border(RuleBasedStateMachine):
     process and no descriptor is left.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, silences: int) -> None:
         super().__init__()
         self.folder = folder
+        self.silences = silences
         self.rig: BorderRig | None = None
         self.io = IoLoop.acquire()
         self.files = own_files()
@@ -113,7 +120,6 @@ class Border(RuleBasedStateMachine):
         self.free = list(TARGETS)
         self.killed: set[int] = set()
         self.stopped: set[int] = set()
-        self.waits_for_silence = 1
 
     @initialize(
         mode=st.sampled_from(["engine", "tier"]),
@@ -235,12 +241,30 @@ class Border(RuleBasedStateMachine):
     @rule()
     def wait_for_replacements(self) -> None:
         if self.stopped:
-            if not self.waits_for_silence:  # seconds each
+            if not self.silences:
                 return
-            self.waits_for_silence -= 1
+            self.silences -= 1
         away = {None, *self.killed, *self.stopped}
         for process in self.there.processes.all:
             self.step_until(lambda process=process: process.pid not in away)  # type: ignore[misc]
+
+    @rule(tier=tiers, call=st.sampled_from(CALLS), number=st.sampled_from(NUMBERS))
+    def replace_beside_a_call(self, tier: int, call: str, number: int) -> None:
+        """Let a process outlive its SIGKILL in the middle of a call, if there is a process and the call comes."""
+        pid = self.there.process(tier).pid
+        if pid is None or pid in self.killed | self.stopped or not self.silences:
+            return
+        self.there.media[tier].recover()
+        self.there.media[tier].shut(call, pid)
+        self.store_anew([number])
+        self.submit_load(tier, [number])
+        limit = time.monotonic() + CALL_SECONDS
+        while not any(running.pid == pid and running.call == call for running in self.there.running()[tier]):
+            if time.monotonic() > limit:  # the breaker is open, the queue is full, or the process has ended
+                return
+            self.step(0.01)
+        self.disturb(tier, call, Disturbance.DEAFNESS)
+        self.wait_for_replacements()
 
     # What holds at any time
 
@@ -392,20 +416,19 @@ class Border(RuleBasedStateMachine):
 
 
 @pytest.fixture
-def machine(site: Site, tmp_path: Path) -> Callable[[], Border]:
-    """The machine, with a folder for each example."""
+def machine(site: Site, tmp_path: Path) -> Callable[..., Border]:
+    """A function that makes machines, each with a folder of its own."""
     site.declare("commanded", "commanded = tests.core.io_process.commanded")
     folders = itertools.count()
-
-    return lambda: Border(tmp_path / str(next(folders)))
+    return lambda silences=0: Border(tmp_path / str(next(folders)), silences)
 
 
 @pytest.mark.parametrize("call", ["load", pytest.param("store", marks=pytest.mark.long)])
 def test_i3_a_process_that_outlives_its_kill_writes_to_no_memory_of_others(
-    machine: Callable[[], Border], call: str
+    machine: Callable[..., Border], call: str
 ) -> None:
     """The calls of a killed process go on, beside those of its replacement, until it is really gone."""
-    border = machine()
+    border = machine(silences=1)
     try:
         border.start(mode="engine", load_timeout=SECONDS, store_timeout=SECONDS, breaker_failures=1000)
         assert border.there.engine.drain_stores(SECONDS)
@@ -440,13 +463,12 @@ FEW = examples(
 )
 
 
-def test_random_work(machine: Callable[[], Border]) -> None:
+def test_random_work(machine: Callable[..., Border]) -> None:
     run_state_machine_as_test(cast("type[Border]", machine), settings=FEW)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_many_more_examples(machine: Callable[[], Border]) -> None:
-    run_state_machine_as_test(
-        cast("type[Border]", machine), settings=settings(FEW, max_examples=100, stateful_step_count=120)
-    )
+def test_many_more_examples(machine: Callable[..., Border]) -> None:
+    make = cast("type[Border]", partial(machine, silences=2))
+    run_state_machine_as_test(make, settings=settings(FEW, max_examples=60, stateful_step_count=120))
