@@ -108,6 +108,7 @@ class DirectCalls:
             unanswered = list(self._calls.values())
             self._calls.clear()
             self._unsent.clear()
+            self._rings.close()
         self._deliver([*answers, *((on_answer, error) for on_answer in unanswered)])
 
     def _read(self) -> tuple[list[tuple[OnAnswer, Message | Exception]], Exception | None]:

@@ -38,6 +38,11 @@ class RingPair:
         self.writer = RingWriter(first if to_process else second)
         self.reader = RingReader(second if to_process else first)
 
+    def close(self) -> None:
+        """Give the memory up. Nothing may use the rings afterwards."""
+        self.writer.close()
+        self.reader.close()
+
     def check_size(self, message: bytes) -> None:
         """Check that a message fits into a ring.
 
@@ -117,6 +122,7 @@ class MessageChannel:
                 if timer is not None:
                     timer.cancel()
             self._unsent.clear()
+            self._rings.close()
 
     def _flush(self) -> None:
         self._retry = None

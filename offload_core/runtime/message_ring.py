@@ -89,6 +89,11 @@ class _RingEnd:
         self._position = 0
         self._sequence = 0
 
+    def close(self) -> None:
+        """Give the region up. Harmless when repeated; every other method raises ``ValueError`` afterwards."""
+        self._words.release()
+        self._data.release()
+
     @property
     def capacity_bytes(self) -> int:
         """Bytes for frames: a frame takes its payload, :data:`FRAME_OVERHEAD_BYTES`, and up to 7 bytes of padding."""

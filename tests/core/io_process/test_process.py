@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from offload_core.runtime.io_loop import IoLoop
 from tests.core.io_process.rig import OBJECT_BYTES, SECONDS, Rig, key
 from tests.support.plugin_site import Site
 from tests.support.polling import wait_until
-from tests.support.process_state import io_process_ids, is_running
+from tests.support.process_state import io_process_ids, is_running, own_files
 
 HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
 
@@ -197,6 +198,20 @@ def test_a_killed_process_is_replaced_and_the_disk_serves_again(
     assert len(warnings) == 1, "one line"
     assert "the I/O process of tiers 'disk', 'ram' was killed by SIGKILL" in warnings[0].getMessage()
     assert all(tier.health.available for tier in rig.tiers)
+
+
+def test_nothing_of_a_process_that_has_ended_waits_for_the_garbage_collector(make: Make) -> None:
+    rig = make(RAM)
+    before = own_files()
+    gc.freeze()  # as vLLM does: the collector never looks again at the objects that are there now
+    try:
+        pid = rig.pid
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: rig.process.pid not in (None, pid), "no other process takes over")
+        wait_until(lambda: rig.lookup(1) == [False], "it does not serve")
+        assert own_files() - before == Counter()
+    finally:
+        gc.unfreeze()
 
 
 def test_calls_under_way_fail_when_the_process_is_gone(make: Make, tmp_path: Path) -> None:

@@ -40,7 +40,6 @@ def under_kills(workload: Workload, drain: Callable[[], float]) -> Iterator[dict
     (process,) = IoProcess._shared.values()
     process._pause = RestartPause(first_seconds=0.02, longest_seconds=0.05)  # so that there is something to kill
     files = own_files()
-    files["/memfd:offload-rings (deleted)"] += 1  # of the first process: vLLM freezes all garbage of its start
     killer = _Killer(process, workload.fault_seed, notes)
     if workload.fault_seed is not None:
         killer.start()
