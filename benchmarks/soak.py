@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from offload_core.testing.faults.plugin import TIER_KEYS
+from offload_core.testing.faults.plugin import JOURNAL_VARIABLE, TIER_KEYS
 from tests.support import tiny_models
 from tests.support.engine.spec import RunSpec, install_plugin, run_environment
 
@@ -86,7 +86,13 @@ def main() -> int:
         search_path = os.pathsep.join([str(site), *(entry for entry in sys.path if entry)])
         return subprocess.call(
             [sys.executable, "-m", RUN_MODULE, str(folder / "spec.json"), str(arguments.seconds)],
-            env={**run_environment(run), **STEADY, **os.environ, "PYTHONPATH": search_path},
+            env={
+                **run_environment(run),
+                **STEADY,
+                **os.environ,
+                "PYTHONPATH": search_path,
+                JOURNAL_VARIABLE: str(folder / "journal"),
+            },
         )
 
 

@@ -193,6 +193,8 @@ def soak(spec: RunSpec, seconds: float) -> int:
     print(f"{run.compared_outputs} outputs compared with those without offloading")
     if (memory := _memory_problem(memory_trend(run.samples, seconds * _WARM_UP_SHARE))) is not None:
         run.failed([memory])
+    if not any(run.injected.values()):
+        run.failed(["no fault happened"])
     if not run.served_tokens:
         run.failed(["no token was served from the tier"])
     return run.problems
