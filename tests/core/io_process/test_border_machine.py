@@ -7,7 +7,6 @@ hold a pattern that nothing may change. I/O processes hang, fail, end, stop, and
 from __future__ import annotations
 
 import itertools
-import logging
 import signal
 import time
 from collections import Counter
@@ -33,6 +32,7 @@ from offload_core.runtime.io_loop import IoLoop
 from offload_core.transfer.loads import LoadResult
 from tests.core.io_process.border_rig import BorderRig, send
 from tests.core.io_process.commanded import CANCELLATION, ERROR, EXIT
+from tests.support.logged_errors import LoggedErrors
 from tests.support.memory_backend import key
 from tests.support.plugin_site import Site
 from tests.support.polling import wait_until
@@ -75,17 +75,6 @@ class Disturbance(Enum):
     BURIAL = "it has"
 
 
-class Errors(logging.Handler):
-    """Collects unexpected errors of both sides; no test of this border may cause one."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(f"{record.getMessage()}: {record.exc_info}")
-
-
 class Border(RuleBasedStateMachine):
     """Random operations on two tiers in I/O processes.
 
@@ -108,8 +97,7 @@ class Border(RuleBasedStateMachine):
         self.rig: BorderRig | None = None
         self.io = IoLoop.acquire()
         self.files = own_files()
-        self.errors = Errors()
-        logging.getLogger("offload_core").addHandler(self.errors)
+        self.errors = LoggedErrors()
         self.offered: Counter[int] = Counter()
         self.results: Counter[int] = Counter()
         self.loads: dict[int, tuple[list[int], list[int]]] = {}
@@ -348,7 +336,7 @@ class Border(RuleBasedStateMachine):
                 if self.rig is not None:
                     self.everything_ends_and_works_again()
             finally:
-                logging.getLogger("offload_core").removeHandler(self.errors)
+                self.errors.stop()
                 if self.rig is not None:
                     self.rig.close()
                 self.rig = None

@@ -7,7 +7,6 @@ hold a pattern that nothing may change.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +26,7 @@ from hypothesis.stateful import (
 from offload_core.api.keys import ObjectKey
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.io_loop import IoLoop
+from tests.support.logged_errors import LoggedErrors
 from tests.support.memory_backend import key
 from tests.support.transfer_rig import PACK, SECONDS, Rig, item, number_of
 
@@ -56,17 +56,6 @@ class Remembering(dict[ObjectKey, bytes]):
         super().update(new)
 
 
-class Errors(logging.Handler):
-    """Collects unexpected errors, such as a second release of a lease; no test of this engine may cause one."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(f"{record.getMessage()}: {record.exc_info}")
-
-
 class Transfers(RuleBasedStateMachine):
     """Random operations on three tiers.
 
@@ -78,8 +67,7 @@ class Transfers(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.io = IoLoop.acquire()
-        self.errors = Errors()
-        logging.getLogger("offload_core").addHandler(self.errors)
+        self.errors = LoggedErrors()
         self.rig = Rig(self.io, page_bytes=PAGE_BYTES, num_blocks=12)
         self.blocks = self.rig.kv_cache.numpy()  # torch's threads would wait for each other on a busy machine
         self.blocks[TARGETS.start :] = PATTERN
@@ -249,7 +237,7 @@ class Transfers(RuleBasedStateMachine):
             if self.rig.tiers:
                 self.everything_ends_and_works_again()
         finally:
-            logging.getLogger("offload_core").removeHandler(self.errors)
+            self.errors.stop()
             self.rig.finish()
             self.io.release()
 
