@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from tests.support.clusters import lmcache, mooncake, nixl
 from tests.support.polling import wait_until
+from tests.support.process_state import process_state
 from tests.support.server_process import ServerProcess
 
 
@@ -59,8 +60,10 @@ class Store:
             self._lab.parts[part].start()
 
     def resume(self, part: str) -> None:
-        """Let a suspended part go on, and wait until the store can be used again. A tier has killed its own child."""
-        if part != "child":
+        """Let a suspended part go on, and wait until the store can be used again. A tier kills its own child."""
+        if part == "child":
+            wait_until(lambda: not any(map(_is_stopped, _nixl_children())), "the tier does not kill its child")
+        else:
             self._lab.parts[part].resume()
 
     def lose_everything(self) -> None:
@@ -165,6 +168,13 @@ def _nixl_children() -> list[int]:
             if b"offload_backend_nixl.child" in command and status[0] != "Z":
                 children.append(int(entry.name))
     return [child for child in children if os.getpid() in _ancestors(child, parents)]
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return process_state(pid) == "T"
+    except (FileNotFoundError, ProcessLookupError):  # it has been killed just now
+        return False
 
 
 def _ancestors(pid: int, parents: Mapping[int, int]) -> list[int]:
