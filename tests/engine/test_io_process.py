@@ -100,7 +100,9 @@ def test_outputs_are_exact_through_two_hundred_kills_and_stops(gemma3: Lab, tmp_
     assert totals["served"] >= hurts // 10, totals
 
 
-@pytest.mark.parametrize("hangs", [pytest.param(False, id="works"), pytest.param(True, id="hangs", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "hangs", [pytest.param(False, id="works"), pytest.param(True, id="hangs", marks=pytest.mark.long)]
+)
 def test_nothing_is_left_of_an_engine_that_is_killed_in_the_middle_of_its_work(
     gemma3: Lab, tmp_path: Path, hangs: bool
 ) -> None:
