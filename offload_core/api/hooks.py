@@ -65,8 +65,8 @@ class HookSpecs:
         """Return a backend around ``backend``, or ``None`` to leave it as it is.
 
         Called once per tier, before ``open``; each plugin gets the backend that the plugin before it returned. Use
-        :class:`offload_core.api.BackendWrapper`, which passes all calls on. With ``io_process``, the hook runs in each
-        I/O process.
+        :class:`offload_core.api.BackendWrapper`, which passes all calls on. By default, the hook runs in each I/O
+        process.
         """
         raise NotImplementedError
 
@@ -75,7 +75,7 @@ class HookSpecs:
         """Receive an event of a tier.
 
         Called on one thread of its own, in the order of the events. A slow observer delays no tier: when too many
-        events wait, the core drops new ones and counts them in ``events_dropped``. An error is logged once. With
-        ``io_process``, the hook runs in the I/O process.
+        events wait, the core drops new ones and counts them in ``events_dropped``. An error is logged once. By
+        default, the hook runs in the I/O process.
         """
         raise NotImplementedError

@@ -1,7 +1,7 @@
 """Calls to the I/O process without an event loop: any thread makes them, and any thread takes their answers.
 
-The engine's thread sends loads and stores here, and takes the answers when it polls. So a transfer wakes no other
-thread of the engine's process, which would take the interpreter lock away from a step.
+The engine's thread sends loads and stores here, and takes the answers when it polls. So the end of a call wakes no
+other thread of the engine's process, which would take the interpreter lock away from a step.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class DirectCalls:
                 self._own_bell.clear()
 
     def send(self, kind: Kind, tier: int, body: bytes, on_answer: OnAnswer) -> None:
-        """Send a request. ``on_answer`` is not called during this call.
+        """Send a request. This call itself does not call ``on_answer``.
 
         Raises:
             StorageAwayError: the process takes no more calls.
@@ -129,16 +129,12 @@ class DirectCalls:
 
     def _try_flush(self) -> Exception | None:
         """Send messages while the ring has room, and return the error of a damaged ring. Needs the lock."""
-        sent = False
         try:
-            while self._unsent and self._rings.writer.try_write(self._unsent[0]):
-                self._unsent.popleft()
-                sent = True
+            if self._rings.write_all(self._unsent):
+                self._other_bell.ring()
         except Exception as error:
             self._refuses = self._is_closed = True
             return error
-        if sent:
-            self._other_bell.ring()
         return None
 
     @staticmethod

@@ -43,6 +43,18 @@ class RingPair:
         self.writer.close()
         self.reader.close()
 
+    def write_all(self, messages: deque[bytes]) -> bool:
+        """Write messages while there is room, and remove them; return whether there was one.
+
+        Raises:
+            RingError: the ring is damaged.
+        """
+        written = False
+        while messages and self.writer.try_write(messages[0]):
+            messages.popleft()
+            written = True
+        return written
+
     def check_size(self, message: bytes) -> None:
         """Check that a message fits into a ring.
 
@@ -128,11 +140,8 @@ class MessageChannel:
         self._retry = None
         if self._closed:
             return
-        sent = False
         try:
-            while self._unsent and self._rings.writer.try_write(self._unsent[0]):
-                self._unsent.popleft()
-                sent = True
+            sent = self._rings.write_all(self._unsent)
         except Exception as error:  # a damaged ring
             self._fail(error)
             return

@@ -82,7 +82,7 @@ class StorageEvents(NamedTuple):
 class TierStorage(Protocol):
     """The storage of one tier. All coroutines run on the I/O loop, and errors of the backend pass through.
 
-    Loads and stores may start on any thread, once the storage is open. They do not call ``on_end`` before they return.
+    Loads and stores may start on any thread, once the storage is open. They do not call ``on_end`` themselves.
     """
 
     @property

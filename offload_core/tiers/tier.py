@@ -223,7 +223,7 @@ class Tier:
 
         Args:
             on_end: gets the result of :meth:`load`, or nothing after a defect of the core. It is called once, on any
-                thread, and only after this call.
+                thread, and not by this call itself.
 
         Returns:
             ``False`` if nothing is loaded, and ``on_end`` will not be called.
@@ -268,7 +268,7 @@ class Tier:
 
         Args:
             on_end: gets the result of :meth:`store`, or nothing after a defect of the core. It is called once, on any
-                thread, and only after this call.
+                thread, and not by this call itself.
 
         Returns:
             ``False`` if nothing is stored, and ``on_end`` will not be called.

@@ -280,10 +280,10 @@ class Stores:
                     (writer, [store for store in batch if writer in writers_of[store]]) for writer in self._writers
                 ]
                 batches.append((batch, [(writer, writer.begin(share, submitted)) for writer, share in shares if share]))
+        for writer in {writer for _, parts in batches for writer, _ in parts}:
+            if writer.needs_timer:
+                self._io.loop.call_soon_threadsafe(writer.start_timer)
         for batch, parts in batches:
-            for writer, _ in parts:
-                if writer.needs_timer:
-                    self._io.loop.call_soon_threadsafe(writer.start_timer)
             if sealed or all(store.staged.unsealed for store in batch):
                 for writer, part in parts:
                     writer.prepared(part)
