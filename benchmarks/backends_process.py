@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ class OurProcess(OurTier):
         return load_config({"io_process": "engine", "backends": [backend]})
 
     def _open(self, config: OffloadConfig) -> Tier:
-        self._processes = IoProcesses("benchmark", self._io, config)
+        self._processes = IoProcesses(f"benchmark {os.getpid()}", self._io, config)
         self._processes.share_staging(self._memory.shared)
         (tier,) = open_tiers(config, self._io, Counters(), host=self._processes)
         return tier

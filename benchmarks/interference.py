@@ -14,6 +14,7 @@ shows the median over rounds. With only two cores, an unlimited rate takes the s
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -115,7 +116,7 @@ class Engine:
         self.processes: IoProcesses | None = None
         memory = SharedMemory.create("benchmark", STAGING_BYTES)
         if where == "process":
-            self.processes = IoProcesses("benchmark", io, config)
+            self.processes = IoProcesses(f"benchmark {os.getpid()}", io, config)
             self.processes.share_staging(memory)
         self.tiers = open_tiers(config, io, self.counters, host=self.processes)
         self.engine = TransferEngine(

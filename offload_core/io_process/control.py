@@ -10,10 +10,14 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
+BELLS: Final = ("to_process", "to_engine", "direct_to_process", "direct_to_engine")
+"""The names of the doorbells: per lane one for each side."""
+JOIN_DESCRIPTORS: Final = ("log", "rings", *BELLS)
+"""The descriptors that come with the first message of a process that joins, in this order."""
 _MAX_BYTES = 128 * 1024
-_MAX_DESCRIPTORS = 4
+_MAX_DESCRIPTORS = 8
 
 Record = dict[str, Any]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 
 from offload_core.io_process.control import ControlSocket, Record
@@ -11,7 +10,9 @@ _MAX_TEXT = 8000
 
 
 class LogSender(logging.Handler):
-    """Sends each record to the engine's process. A record that the socket cannot take now is dropped.
+    """Sends each record to one process of the engine: the first that is there.
+
+    A record that the socket cannot take now is dropped.
 
     Args:
         end: a socket for log records alone, so that many of them delay nothing else.
@@ -19,14 +20,27 @@ class LogSender(logging.Handler):
 
     def __init__(self, end: ControlSocket) -> None:
         super().__init__()
-        end.set_blocking(False)
-        self._end = end
+        self._ends: list[ControlSocket] = []
+        self.add(end)
         self.setFormatter(logging.Formatter("%(message)s"))
+
+    def add(self, end: ControlSocket) -> None:
+        """Add the socket of a further process."""
+        end.set_blocking(False)
+        self._ends.append(end)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send one record, with the text of its exception."""
-        with contextlib.suppress(OSError):
-            self._end.send({"log": [record.name, record.levelno, self.format(record)[:_MAX_TEXT]]})
+        sent = {"log": [record.name, record.levelno, self.format(record)[:_MAX_TEXT]]}
+        while self._ends:
+            try:
+                self._ends[0].send(sent)
+            except BlockingIOError:
+                return
+            except OSError:  # that process has left
+                self._ends.pop(0).close()
+            else:
+                return
 
 
 def relay(record: Record) -> None:

@@ -1,4 +1,4 @@
-"""The I/O process of an engine: its start, its replacements, and its end after the last user."""
+"""The I/O process of an engine, seen from one of its processes: the start, replacements, and the end."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from offload_core.api.events import Event
 from offload_core.config.limits import Limits
 from offload_core.config.model import OffloadConfig, TierConfig
 from offload_core.io_process.direct_calls import DirectCalls, OnAnswer
+from offload_core.io_process.meeting_point import MeetingPoint
 from offload_core.io_process.protocol import Kind, Message, Reader, pack_event
 from offload_core.io_process.remote_storage import RemoteStorage, pack_objects
 from offload_core.io_process.session import Session
@@ -43,7 +44,10 @@ class IoProcess:
     Its calls run on the I/O loop. A process that ends is replaced: at once, then after growing pauses. The calls under
     way fail, and the tiers answer as absent until the next process has opened them.
 
+    The process serves the other processes of the engine on this host too. The first of them starts it.
+
     Args:
+        name: unique for an engine, and the same in all of its processes.
         io: the I/O loop.
         config: the process reads this configuration again, without its files.
     """
@@ -51,8 +55,10 @@ class IoProcess:
     _shared: ClassVar[dict[str, IoProcess]] = {}
     _class_lock = threading.Lock()
 
-    def __init__(self, io: IoLoop, config: OffloadConfig) -> None:
+    def __init__(self, name: str, io: IoLoop, config: OffloadConfig) -> None:
         self._io = io
+        self._meeting_point = MeetingPoint(name, config.keys)
+        self._generation = 0
         self._config = config
         self._threads = DaemonExecutor(2, "offload-io-process")
         self._users = 0
@@ -73,12 +79,12 @@ class IoProcess:
         Call :meth:`release` once for each call.
 
         Args:
-            name: unique for an engine.
+            name: unique for an engine, and the same in all of its processes.
         """
         with cls._class_lock:
             process = cls._shared.get(name)
             if process is None:
-                process = cls._shared[name] = cls(io, config)
+                process = cls._shared[name] = cls(name, io, config)
             process._users += 1
             return process
 
@@ -156,6 +162,8 @@ class IoProcess:
         """Start a process, with the staging memory and the tiers of the one before."""
         session = Session(
             self._config,
+            self._meeting_point,
+            self._generation,
             self._threads,
             self._received,
             self._ended,
@@ -251,8 +259,10 @@ class IoProcess:
         if self._is_closed or session is not self._session:
             return
         self._session = None
+        self._generation += 1
         pause = self._pause.ended()
-        logger.warning(
+        logger.log(
+            logging.WARNING if session.is_parent else logging.INFO,  # one warning in all processes of the engine
             "the I/O process of %s %s. Its calls have failed, and their requests are computed; it is replaced in "
             "%.3g s.", self._tier_names(), description, pause,
         )  # fmt: skip
@@ -277,6 +287,8 @@ class IoProcess:
             try:
                 await self._start()
             except Exception as error:
+                if isinstance(error, TimeoutError):  # a process that not even SIGKILL ends still has the meeting point
+                    self._generation += 1
                 pause = self._pause.ended()
                 logger.warning("the I/O process cannot be replaced: %s; it is tried again in %.3g s", error, pause)
             else:

@@ -1,4 +1,4 @@
-"""One I/O process during its life, seen from the engine's process: its start, its calls, and its end.
+"""One I/O process during its life, seen from a process of the engine: its start, its calls, and its end.
 
 A call ends with its answer, or once the process is gone with all of its threads. So nobody uses a call's memory again
 while a thread of the process could still write into it (invariant I3). A process in an uninterruptible call stays after
@@ -11,18 +11,22 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections import deque
+import os
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from itertools import count
-from typing import Any, Final
+from typing import Final
 
 from offload_core.api.cancellation import to_the_end
 from offload_core.config.model import OffloadConfig
 from offload_core.io_process import protocol
-from offload_core.io_process.control import ControlSocket, Record
+from offload_core.io_process.control import BELLS, JOIN_DESCRIPTORS, ControlSocket, Record
+from offload_core.io_process.control_channel import ControlChannel
 from offload_core.io_process.direct_calls import DirectCalls
+from offload_core.io_process.joined_process import JoinedProcess
 from offload_core.io_process.log_relay import relay
+from offload_core.io_process.meeting_point import MeetingPoint
 from offload_core.io_process.messages import Lane, MessageChannel, RingPair, make_rings
 from offload_core.io_process.protocol import Kind, Message
 from offload_core.runtime.companion_process import CompanionProcess
@@ -32,18 +36,22 @@ from offload_core.tiers.storage import StorageAwayError
 logger = logging.getLogger(__name__)
 
 MODULE: Final = "offload_core.io_process"
-BELLS: Final = ("to_process", "to_engine", "direct_to_process", "direct_to_engine")
-"""The names of the doorbells: per lane one for each side."""
 _PING_SECONDS = 1.0
 _BUSY_LOOK_SECONDS, _IDLE_LOOK_SECONDS = 0.05, 0.25
 _KILL_SECONDS = 0.2
 """Time in which a killed process is mostly gone."""
+_DROPPED_SECONDS = 1.0
+"""Time in which a process that has closed its socket is mostly gone."""
+_RETRY_SECONDS = 0.02
+"""Pause before the next attempt to meet, while the I/O process begins or ends."""
 
 
 class Session:
     """One I/O process. All methods run on the I/O loop.
 
     Args:
+        meeting_point: where the engine's processes on this host meet.
+        generation: number of I/O processes before this one.
         threads: for the start of the process.
         on_message: gets each message that is no answer.
         on_end: called once, when the process is gone, with a description.
@@ -54,6 +62,8 @@ class Session:
     def __init__(
         self,
         config: OffloadConfig,
+        meeting_point: MeetingPoint,
+        generation: int,
         threads: Executor,
         on_message: Callable[[Message], None],
         on_end: Callable[[Session, str], None],
@@ -61,14 +71,17 @@ class Session:
         silence_seconds: float,
     ) -> None:
         self._config = config
+        self._meeting_point = meeting_point
+        self._generation = generation
         self._threads = threads
         self._on_message = on_message
         self._on_end = on_end
         self._on_killed = on_killed
         self._silence_seconds = silence_seconds
         self._loop = asyncio.get_running_loop()
-        self._control, their_control = ControlSocket.pair()
         self._log, their_log = ControlSocket.pair()
+        self._control: ControlChannel | None = None
+        self._theirs: list[ControlSocket | socket.socket] = [their_log]
         self._rings = make_rings()
         self._bells = {name: Doorbell() for name in BELLS}
         self._channel = MessageChannel(
@@ -85,32 +98,12 @@ class Session:
             on_damage=self._damaged_on_any_thread,
         )
         """Calls that need no event loop."""
-        self._theirs = (their_control, their_log)
-        self._companion = CompanionProcess(
-            MODULE,
-            descriptors={
-                "control": their_control.fileno(),
-                "log": their_log.fileno(),
-                "rings": self._rings.descriptor,
-                **{name: bell.fileno() for name, bell in self._bells.items()},
-            },
-            payload=json.dumps(
-                {
-                    "protocol": protocol.VERSION,
-                    "config": dict(config.keys),
-                    "log_level": logging.getLogger("offload_core").getEffectiveLevel(),
-                },
-                default=str,  # a script may pass paths
-            ).encode(),
-            limits=config.settings.io_process_limits,
-            on_end=self._companion_ended,
-        )
+        self._process: CompanionProcess | JoinedProcess | None = None
         self._calls = count(1)
         self._pending: dict[int, asyncio.Future[Message]] = {}
-        self._ready: asyncio.Future[Record] = self._loop.create_future()
-        self._control_answers: deque[asyncio.Future[Record]] = deque()
         self._ping: asyncio.TimerHandle | None = None
         self._look: asyncio.TimerHandle | None = None
+        self._dropped: asyncio.TimerHandle | None = None
         self._unanswered_pings = 0
         self._is_over = self._is_closing = self._is_killed = False
         self._over = asyncio.Event()
@@ -118,7 +111,12 @@ class Session:
     @property
     def pid(self) -> int | None:
         """The process id, for log lines; ``None`` if there is no process."""
-        return self._companion.pid
+        return None if self._process is None else self._process.pid
+
+    @property
+    def is_parent(self) -> bool:
+        """True if this process of the engine has started the I/O process."""
+        return isinstance(self._process, CompanionProcess)
 
     @property
     def is_killed(self) -> bool:
@@ -126,27 +124,96 @@ class Session:
         return self._is_killed or self._is_over
 
     async def start(self, seconds: float) -> None:
-        """Start the process and wait until it serves.
+        """Meet the I/O process of the engine, or start it, and wait until it serves.
 
         Raises:
             OSError: it did not start.
         """
-        for end, reader in ((self._control, self._on_control), (self._log, self._on_log)):
-            end.set_blocking(False)
-            self._loop.add_reader(end.fileno(), reader)
+        self._log.set_blocking(False)
+        self._loop.add_reader(self._log.fileno(), self._on_log)
         try:
-            await to_the_end(self._loop.run_in_executor(self._threads, self._companion.start))
-            for end in self._theirs:
-                end.close()
             async with asyncio.timeout(seconds):
-                await self._ready
+                await self._meet()
         except BaseException:
-            if self._companion.pid is None:
+            if self.pid is None:
                 self._ended("did not start")
             await self.abandon()
             raise
         self._ping = self._loop.call_later(_PING_SECONDS, self._send_ping)
         self._take_direct_answers()
+
+    async def _meet(self) -> None:
+        while True:
+            listener = connection = None
+            try:
+                listener = self._meeting_point.claim(self._generation)
+                if listener is None:
+                    connection = self._meeting_point.connect(self._generation)
+            except OSError as error:
+                logger.warning("this process of the engine gets an I/O process of its own: %s", error)
+                await self._start_process()
+                return
+            if listener is not None:
+                await self._start_process(listener)
+                return
+            if connection is not None:
+                with contextlib.suppress(ConnectionError):  # it ends at this moment
+                    await self._join(connection)
+                    return
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _start_process(self, listener: socket.socket | None = None) -> None:
+        end, their_control = ControlSocket.pair()
+        self._control = control = ControlChannel(end, self._on_end_of_file)
+        descriptors = {"control": their_control.fileno(), **self._descriptors()}
+        self._theirs.append(their_control)
+        if listener is not None:
+            descriptors["listener"] = listener.fileno()
+            self._theirs.append(listener)
+        payload = {
+            "protocol": protocol.VERSION,
+            "config": dict(self._config.keys),
+            "log_level": logging.getLogger("offload_core").getEffectiveLevel(),
+        }
+        self._process = process = CompanionProcess(
+            MODULE,
+            descriptors=descriptors,
+            payload=json.dumps(payload, default=str).encode(),  # a script may pass paths
+            limits=self._config.settings.io_process_limits,
+            on_end=self._ended_on_any_thread,
+        )
+        await to_the_end(self._loop.run_in_executor(self._threads, process.start))
+        self._close_theirs()
+        _, received = await control.ready
+        for descriptor in received:
+            os.close(descriptor)
+
+    async def _join(self, connection: socket.socket) -> None:
+        """Join the process that another process of the engine has started.
+
+        Raises:
+            ConnectionError: it has ended meanwhile.
+        """
+        self._control = control = ControlChannel(ControlSocket(connection), self._on_end_of_file)
+        try:
+            control.tell({"join": os.getpid()}, list(self._descriptors().values()))
+            record, (descriptor,) = await control.ready
+        except ConnectionError as error:
+            control.close(error)
+            raise
+        self._process = JoinedProcess(record["ready"], descriptor, self._ended)
+        self._close_theirs()
+
+    def _descriptors(self) -> dict[str, int]:
+        """Return the descriptors that the I/O process gets, in the order of :data:`JOIN_DESCRIPTORS`."""
+        files = (self._theirs[0], self._rings.descriptor, *self._bells.values())
+        numbers = [file if isinstance(file, int) else file.fileno() for file in files]
+        return dict(zip(JOIN_DESCRIPTORS, numbers, strict=True))
+
+    def _close_theirs(self) -> None:
+        for end in self._theirs:
+            end.close()
+        self._theirs.clear()
 
     def call(self, kind: Kind, tier: int, body: bytes = b"") -> asyncio.Future[Message]:
         """Send a request. The future ends with the answer, or with :class:`StorageAwayError`.
@@ -174,29 +241,29 @@ class Session:
         Raises:
             OSError: the process is gone, or reports this error.
         """
-        if self._is_over:
+        if self._is_over or self._control is None:
             raise StorageAwayError("the I/O process has ended and is being replaced")
-        answer: asyncio.Future[Record] = self._loop.create_future()
-        self._control.send(record, descriptors)
-        self._control_answers.append(answer)
-        answered = await answer
-        if "error" in answered:
-            raise protocol.Reader(memoryview(bytes.fromhex(answered["error"]))).error()
-        return answered
+        return await self._control.ask(record, descriptors)
 
     def kill(self) -> None:
         """Kill the process. :attr:`on_end` follows once it is gone."""
         self._is_killed = True
         self.direct.refuse()
-        self._companion.kill()
+        if self._process is not None:
+            self._process.kill()
 
     async def end(self, seconds: float) -> None:
-        """Ask the process to end; kill it after ``seconds``, and do not wait for a call that even outlives that."""
+        """Leave the process, which ends with the last one that leaves.
+
+        If it has not answered or ended after ``seconds``, it is killed. A call that even outlives that is not waited
+        for.
+        """
         self._is_closing = True
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.call(Kind.PING, 0)  # after it, the process has all earlier messages
-                await self.ask({"end": True})
+                if (await self.ask({"end": True}))["stays"]:
+                    self._ended("serves other processes of the engine")
                 await self._over.wait()
         if not self._over.is_set():
             await self.abandon()
@@ -217,27 +284,22 @@ class Session:
             else:
                 answer.set_exception(protocol.Reader(message.body).error())
 
-    def _on_control(self) -> None:
-        if not self._control.receive_all(self._take_record):
-            self._loop.remove_reader(self._control.fileno())
+    def _on_end_of_file(self) -> None:
+        if self._process is None and self._control is not None:
+            self._control.fail(ConnectionResetError("the I/O process has ended before it served"))
+        elif not self._is_closing:
+            self._dropped = self._loop.call_later(_DROPPED_SECONDS, self._kill_dropped)
+
+    def _kill_dropped(self) -> None:
+        """Kill a process that lives, but has closed its socket."""
+        if not self.is_killed:
+            logger.error("the I/O process (pid %s) serves this process no more and is killed", self.pid)
+            self.kill()
+            self._on_killed(self)
 
     def _on_log(self) -> None:
         if not self._log.receive_all(lambda record, _: relay(record)):
             self._loop.remove_reader(self._log.fileno())
-
-    def _take_record(self, record: Record, _: list[int]) -> None:
-        if "ready" in record and not self._ready.done():
-            self._ready.set_result(record)
-        elif "failed" in record:
-            self._fail_start(str(record["failed"]))
-        elif self._control_answers and not (answer := self._control_answers.popleft()).done():
-            answer.set_result(record)
-
-    def _fail_start(self, reason: str) -> None:
-        if not self._ready.done():
-            self._ready.set_exception(OSError(f"the I/O process cannot serve: {reason}"))
-        else:
-            logger.error("the I/O process has failed: %s", reason)
 
     def _damaged(self, error: Exception) -> None:
         logger.error("the I/O process (pid %s) has sent damaged messages and is killed: %s", self.pid, error)
@@ -276,7 +338,7 @@ class Session:
         if not answer.cancelled() and answer.exception() is None:
             self._unanswered_pings = 0
 
-    def _companion_ended(self, description: str) -> None:
+    def _ended_on_any_thread(self, description: str) -> None:
         """Note the end, on the companion's thread."""
         with contextlib.suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(self._ended, description)
@@ -287,29 +349,28 @@ class Session:
             return
         self._channel.receive()  # answers from before its end
         self._is_over = True
-        self._on_control()
+        if self._control is not None:
+            self._control.receive()
         self._on_log()
-        for timer in (self._ping, self._look):
+        for timer in (self._ping, self._look, self._dropped):
             if timer is not None:
                 timer.cancel()
         self._channel.close()
-        for end in (self._control, self._log):
-            self._loop.remove_reader(end.fileno())
-            end.close()
-        for end in self._theirs:
-            end.close()
+        self._loop.remove_reader(self._log.fileno())
+        self._log.close()
+        self._close_theirs()
+        if isinstance(self._process, JoinedProcess):
+            self._process.close()
         error = StorageAwayError(f"the I/O process {description}")
         self.direct.close(error)
         for bell in self._bells.values():
             bell.close()
         self._rings.close()
-        unanswered: list[asyncio.Future[Any]] = [*self._pending.values(), *self._control_answers, self._ready]
-        for answer in unanswered:
+        if self._control is not None:
+            self._control.close(error)
+        for answer in self._pending.values():
             if not answer.done():
                 answer.set_exception(error)
         self._pending.clear()
-        self._control_answers.clear()
-        with contextlib.suppress(asyncio.CancelledError, asyncio.InvalidStateError):
-            self._ready.exception()  # retrieved, if nobody waits for it
         self._over.set()
         self._on_end(self, description)

@@ -141,11 +141,20 @@ def prepare_child() -> StartMessage:
     return message
 
 
+def outlive_parent() -> None:
+    """Go on after the end of the parent. Call this on the thread that called :func:`prepare_child`."""
+    _set_signal_of_parents_death(0)
+
+
 def _end_with_parent() -> None:
+    _set_signal_of_parents_death(signal.SIGKILL)
+
+
+def _set_signal_of_parents_death(number: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)):
+    if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number)):
         error = ctypes.get_errno()
-        raise OSError(error, f"this process cannot be tied to its parent: {os.strerror(error)}")
+        raise OSError(error, f"the tie of this process to its parent cannot be changed: {os.strerror(error)}")
 
 
 def _read_nothing_more() -> None:

@@ -10,19 +10,18 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from offload_core.api.backend import Backend, BackendContext, LoadOutcome, StoreOutcome
+from offload_core.api.backend import Backend, LoadOutcome, StoreOutcome
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.errors import BackendError
-from offload_core.api.hooks import TierInfo
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
 from offload_core.config.model import TierConfig
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.io_loop import log_unexpected
-from offload_core.runtime.threads import DaemonExecutor, StuckThreadTimer
 from offload_core.tiers.compression import TierCodec
 from offload_core.tiers.object_io import ObjectIO, answer
 from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.tier_backend import TierBackend
 
 if TYPE_CHECKING:
     from offload_core.memory.staging_pool import Lease  # which imports torch; the command line does without
@@ -141,7 +140,7 @@ class TierStorage(Protocol):
 
 
 StorageFactory = Callable[[TierConfig, Limits, PluginRegistry | None, StorageEvents], TierStorage]
-"""Makes a tier's storage; its backend is not open yet. The arguments are those of :class:`LocalStorage`."""
+"""Makes a tier's storage; its backend is not open yet. The arguments are the first of :class:`LocalStorage`."""
 
 
 class LocalStorage:
@@ -151,6 +150,7 @@ class LocalStorage:
         limits: the limits in force for this tier.
         plugins: the plugins that may wrap the backend.
         changes: told of changes that no call returns.
+        backend: a backend that other storages use too; by default one of its own.
 
     Raises:
         PluginError: a plugin failed to wrap the backend.
@@ -159,20 +159,20 @@ class LocalStorage:
     is_elsewhere = False
 
     def __init__(
-        self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents
+        self,
+        config: TierConfig,
+        limits: Limits,
+        plugins: PluginRegistry | None,
+        changes: StorageEvents,
+        backend: TierBackend | None = None,
     ) -> None:
-        name, stuck_after = config.common.name, limits.longest_call_seconds
         self.codec = TierCodec(config.common)
-        self._executor = DaemonExecutor(
-            config.common.io_threads, f"offload-{name}", stuck_after, changes.stuck_threads_changed
-        )
-        self._stuck_thread_timer = StuckThreadTimer(self._executor, stuck_after / 2)
-        context = BackendContext(name, self._executor, config.common.io_threads)
-        backend = config.backend_type.backend(config.options, context)
-        info = TierInfo(name, config.backend_type.name, config.common.load_weight)
-        self.backend: Backend[Any] = backend if plugins is None else plugins.wrap(backend, info)
-        self._objects = ObjectIO(name, self.backend, self.codec, changes.evicted)
+        self._shared = backend or TierBackend(config, limits, plugins, changes.stuck_threads_changed)
+        self._shared.add_user()
+        self.backend: Backend[Any] = self._shared.backend
+        self._objects = ObjectIO(config.common.name, self.backend, self.codec, changes.evicted)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closed = False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -182,30 +182,30 @@ class LocalStorage:
     @property
     def stuck_threads(self) -> int:
         """Number of the tier's threads that are stuck now."""
-        return self._executor.stuck
+        return self._shared.stuck_threads
 
     async def open(self) -> None:
         """Open the backend."""
         self._loop = asyncio.get_running_loop()
-        self._stuck_thread_timer.start()
-        await self.backend.open()
+        await self._shared.open()
 
     async def close(self) -> None:
-        """Close the backend, and end its threads once they are idle."""
-        self._stuck_thread_timer.close()
-        try:
-            await self.backend.close()
-        finally:
-            self._executor.shutdown()
+        """Close the backend if no other storage uses it, and end its threads once they are idle.
+
+        Harmless when repeated.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            await self._shared.close()
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Return, per key, whether the object is there."""
-        self._stuck_thread_timer.start()
+        self._shared.call_begins()
         return await self._objects.contains(keys)
 
     async def load(self, objects: Sequence[StagedObject], staging: TierShare | None) -> LoadEnd:
         """Load and verify objects."""
-        self._stuck_thread_timer.start()
+        self._shared.call_begins()
         return LoadEnd(*await self._objects.load(objects, staging))
 
     def start_load(self, objects: Sequence[StagedObject], staging: TierShare | None, on_end: LoadEnded) -> None:
@@ -218,7 +218,7 @@ class LocalStorage:
 
     async def store(self, objects: Sequence[StagedObject], staging: TierShare | None) -> list[StoreEnd]:
         """Store sealed objects."""
-        self._stuck_thread_timer.start()
+        self._shared.call_begins()
         scratch: list[Lease] = []
         try:
             forms = await self._objects.compress(objects, staging, scratch)
@@ -233,7 +233,7 @@ class LocalStorage:
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """Remove objects."""
-        self._stuck_thread_timer.start()
+        self._shared.call_begins()
         await self.backend.delete(keys)
 
     async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:

@@ -30,7 +30,7 @@ from offload_core.vllm.compat import (
 from offload_core.vllm.metadata import StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.metrics import HybridOffloadPromMetrics, HybridOffloadStats
 from offload_core.vllm.model.groups import build_planner, handed_over
-from offload_core.vllm.model.identity import engine_identity
+from offload_core.vllm.model.identity import engine_identity, engine_name
 from offload_core.vllm.model.refusals import hash_seed_problem, misaligned_states_problem
 from offload_core.vllm.scheduler.half import SchedulerHalf
 from offload_core.vllm.worker.half import WorkerHalf
@@ -98,7 +98,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             pipelined=bool(vllm_config.scheduler_config.async_scheduling),
             loads=loads,
             stores=stores,
-            engine_id=str(transfer_config.engine_id),
+            engine_name=engine_name(vllm_config),
         )
 
     # Both halves

@@ -44,6 +44,14 @@ def engine_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     }
 
 
+def engine_name(vllm_config: VllmConfig) -> str:
+    """Return a name that is unique for the engine, and the same in all of its processes.
+
+    A user may give several engines the same ``engine_id``, but vLLM draws the identifier of each instance.
+    """
+    return f"{vllm_config.kv_transfer_config.engine_id}/{vllm_config.instance_id}"
+
+
 def worker_identity(vllm_config: VllmConfig, layers: dict[str, torch.Tensor]) -> dict[str, Json]:
     """Return each layer's device, attention backend, dtype, block shape and strides (in elements).
 

@@ -54,7 +54,7 @@ class SchedulerHalf:
         pipelined: whether the engine schedules a step before the one before it has ended.
         loads: whether this engine loads, according to its ``kv_role``.
         stores: whether this engine stores.
-        engine_id: unique for the engine; the halves in one process share an I/O process by this name.
+        engine_name: unique for the engine; its processes share an I/O process by this name.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class SchedulerHalf:
         pipelined: bool = False,
         loads: bool = True,
         stores: bool = True,
-        engine_id: str = "engine",
+        engine_name: str = "engine",
     ) -> None:
         settings = config.settings
         self._close_seconds = settings.close_timeout_seconds
@@ -85,7 +85,7 @@ class SchedulerHalf:
         self._io: IoLoop | None = IoLoop.acquire()
         self._processes: IoProcesses | None = None
         if settings.io_process != "off":
-            self._processes = IoProcesses(engine_id, self._io, config)
+            self._processes = IoProcesses(engine_name, self._io, config)
         self._tiers = open_tiers(config, self._io, self.counters, only_shared=True, host=self._processes)
         self._ranks_refusing_loads: Counter[str] = Counter()
         self._indexes = {tier.name: TierIndex() for tier in self._tiers if not tier.capabilities.shared}

@@ -31,7 +31,7 @@ from offload_core.transfer.batches import TransferObject
 from offload_core.transfer.engine import TransferEngine
 from offload_core.transfer.loads import LoadJob, LoadResult
 from offload_core.vllm.metadata import ChunkTransfer, RequestLoad, StepMetadata, StepReport
-from offload_core.vllm.model.identity import worker_identity
+from offload_core.vllm.model.identity import engine_name, worker_identity
 from offload_core.vllm.worker.geometry_export import engine_geometry, write_in_background
 from offload_core.vllm.worker.layer_pages import layer_pages
 
@@ -103,8 +103,7 @@ class WorkerHalf:
         if settings.io_process == "off":
             self._staging = StagingPool(settings.staging_bytes, STORE_SHARE, pinning_in_use())
         else:
-            engine_id = str(self._vllm_config.kv_transfer_config.engine_id)
-            self._processes = IoProcesses(engine_id, self._io, self._config)
+            self._processes = IoProcesses(engine_name(self._vllm_config), self._io, self._config)
             self._staging_memory = memory = SharedMemory.create("offload-staging", settings.staging_bytes)
             self._staging = StagingPool(settings.staging_bytes, STORE_SHARE, pinning_in_use(), memory.view)
             self._processes.share_staging(memory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -45,11 +46,11 @@ def content(number: int) -> bytes:
 class Rig:
     """The tiers of a configuration."""
 
-    def __init__(self, io: IoLoop, config: OffloadConfig) -> None:
+    def __init__(self, io: IoLoop, config: OffloadConfig, engine: str = f"test {os.getpid()}") -> None:
         self.io = io
         self.config = config
         self.counters = Counters()
-        self.processes = IoProcesses("test", io, config)
+        self.processes = IoProcesses(engine, io, config)
         self.tiers: list[Tier] = []
         try:
             self.memory = SharedMemory.create("test", STAGING_BYTES)

@@ -1,0 +1,350 @@
+"""One process of the engine, seen from the I/O process: its rings, its staging memory, and its calls."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import asdict
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
+
+from offload_core.api.backend import LoadOutcome
+from offload_core.api.events import Event
+from offload_core.api.keys import ObjectKey
+from offload_core.io_process import protocol
+from offload_core.io_process.control import BELLS, ControlSocket, Record
+from offload_core.io_process.messages import Lane, MessageChannel, RingPair
+from offload_core.io_process.protocol import NO_PIECE, Kind, Message, ProtocolError
+from offload_core.io_process.served_tier import OnStuckThreads, ServedTier
+from offload_core.memory.staging_size import in_batches
+from offload_core.runtime.doorbell import Doorbell
+from offload_core.runtime.io_loop import log_unexpected, run_all
+from offload_core.runtime.shared_memory import SharedMemory
+from offload_core.tiers.object_io import answer
+from offload_core.tiers.staged_object import StagedObject, seal_all
+from offload_core.tiers.storage import LocalStorage, StoreEnd
+
+if TYPE_CHECKING:
+    from offload_core.memory.staging_pool import Lease  # which imports torch
+    from offload_core.memory.staging_shares import TierShare
+
+logger = logging.getLogger(__name__)
+
+SEALING_THREADS: Final = 2
+
+
+class Server(Protocol):
+    """What the calls of a process of the engine need of the I/O process."""
+
+    @property
+    def sealers(self) -> Executor:
+        """Threads that compute checksums."""
+        ...
+
+    def tier(self, name: str) -> ServedTier:
+        """Return the tier of that name, which all processes of the engine share."""
+        ...
+
+    def emit(self, event: Event) -> int:
+        """Give an event to the observers, and return the number of events that were dropped since the last call."""
+        ...
+
+    def leave(self, client: ServedClient) -> bool:
+        """Prepare for the leave of a process of the engine, and return whether others stay."""
+        ...
+
+    def client_ended(self, client: ServedClient, closing: set[asyncio.Task[None]]) -> None:
+        """Note that a process of the engine has left, or is gone.
+
+        Args:
+            closing: the ends of its tiers.
+        """
+        ...
+
+
+class _MappedPiece:
+    """A piece of mapped memory in the place of a lease. The engine's process releases the lease itself."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+        self.nbytes = len(view)
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
+class _Scratch:
+    """Memory for compressed objects of one call: the pieces that came with it, and for loads private memory."""
+
+    def __init__(self, pieces: Sequence[memoryview]) -> None:
+        self._unused = list(pieces)
+
+    def try_scratch_for_store(self, nbytes: int) -> _MappedPiece | None:
+        """Return the first unused piece of at least ``nbytes`` bytes."""
+        for index, view in enumerate(self._unused):
+            if len(view) >= nbytes:
+                del self._unused[index]
+                return _MappedPiece(view[:nbytes])
+        return None
+
+    def try_scratch_for_load(self, nbytes: int) -> _MappedPiece:
+        """Return new memory of this process."""
+        return _MappedPiece(memoryview(bytearray(nbytes)))
+
+
+class _UsedTier(NamedTuple):
+    """A tier as this process of the engine uses it."""
+
+    tier: ServedTier
+    storage: LocalStorage
+    on_stuck_threads: OnStuckThreads
+
+
+class ServedClient:
+    """The calls of one process of the engine. All methods run on the event loop.
+
+    Args:
+        control: the socket to it.
+        descriptors: its rings and its doorbells, by name. They belong to this object.
+    """
+
+    def __init__(self, server: Server, control: ControlSocket, descriptors: Mapping[str, int]) -> None:
+        self._server = server
+        self._control = control
+        self._loop = asyncio.get_running_loop()
+        self._tiers: dict[int, _UsedTier] = {}
+        self._staging: SharedMemory | None = None
+        self._running: set[asyncio.Task[None]] = set()
+        self._rings = SharedMemory.from_descriptor(descriptors["rings"])
+        self._bells = {name: Doorbell.from_descriptor(descriptors[name]) for name in BELLS}
+        self._channel = self._channel_of(Lane.LOOP, "to_process", "to_engine")
+        self._direct = self._channel_of(Lane.DIRECT, "direct_to_process", "direct_to_engine")
+        self._has_ended = False
+        control.set_blocking(False)
+        self._loop.add_reader(control.fileno(), self._on_control)
+
+    def greet(self) -> None:
+        """Tell the process of the engine that its calls are served. It can wait for the end of this process."""
+        descriptor = os.pidfd_open(os.getpid())
+        try:
+            self._control.send({"ready": os.getpid()}, [descriptor])
+        finally:
+            os.close(descriptor)
+
+    def _channel_of(self, lane: Lane, own_bell: str, other_bell: str) -> MessageChannel:
+        return MessageChannel(
+            RingPair(self._rings, lane, to_process=False),
+            own_bell=self._bells[own_bell],
+            other_bell=self._bells[other_bell],
+            on_message=partial(self._on_message, lane),
+            on_error=self._on_error,
+        )
+
+    # Control messages
+
+    def _on_control(self) -> None:
+        if not self._control.receive_all(self._answer):
+            self._end()
+
+    def _answer(self, record: Record, descriptors: list[int]) -> None:
+        self._control.send(self._handle(record, descriptors))
+        if "end" in record:
+            self._end()
+
+    def _handle(self, record: Record, descriptors: list[int]) -> Record:
+        """Carry out a control message, and return the answer."""
+        try:
+            if "staging" in record:
+                self._staging = SharedMemory.from_descriptor(descriptors[0])
+                return {"staging": self._staging.nbytes}
+            if "tier" in record:
+                return {"tier": record["tier"], "capabilities": self._use_tier(record["tier"], record["name"])}
+            if "end" in record:
+                return {"end": True, "stays": self._server.leave(self)}
+            raise ProtocolError(f"there is no control message {sorted(record)}")
+        except Exception as error:
+            return {**record, "error": protocol.pack_error(error).hex()}
+
+    def _use_tier(self, number: int, name: str) -> dict[str, Any]:
+        tier = self._server.tier(name)
+        on_stuck_threads = partial(self._stuck, number)
+        storage = tier.make_storage(partial(self._evicted, number), on_stuck_threads)
+        self._tiers[number] = _UsedTier(tier, storage, on_stuck_threads)
+        return asdict(storage.capabilities)
+
+    def _end(self) -> None:
+        """Serve this process of the engine no more: it has asked for the end, or is gone."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._loop.remove_reader(self._control.fileno())
+        self._control.close()
+        for channel in (self._channel, self._direct):
+            channel.close()
+        for bell in self._bells.values():
+            bell.close()
+        self._rings.close()
+        closing = set()
+        for used in self._tiers.values():
+            used.tier.forget(used.on_stuck_threads)
+            closing.add(self._keep(self._loop.create_task(used.storage.close())))
+        self._tiers.clear()
+        if self._staging is not None:
+            self._staging.close()
+        self._server.client_ended(self, closing)
+
+    # Calls
+
+    def _on_message(self, lane: Lane, message: Message) -> None:
+        if message.kind is Kind.PING:
+            self._channel.send(protocol.message(Kind.DONE, message.tier, message.call))
+            return
+        if message.kind is Kind.EVENT:
+            self._observe(message)
+            return
+        self._keep(self._loop.create_task(self._serve(lane, message)))
+
+    def _keep(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        task.add_done_callback(log_unexpected)
+        return task
+
+    async def _serve(self, lane: Lane, message: Message) -> None:
+        """Make a call and send its answer on the lane of the request."""
+        try:
+            kind, body = Kind.DONE, await answer(self._call(message))
+        except Exception as error:
+            kind, body = Kind.FAILED, protocol.pack_error(error)
+        if not self._has_ended:
+            channel = self._direct if lane is Lane.DIRECT else self._channel
+            channel.send(protocol.message(kind, message.tier, message.call, body))
+
+    def _call(self, message: Message) -> Coroutine[Any, Any, bytes]:
+        body = protocol.Reader(message.body)
+        if message.kind is Kind.SEAL:
+            return self._seal(body)
+        used = self._tiers.get(message.tier)
+        if used is None:
+            raise ProtocolError(f"there is no tier {message.tier}")
+        call = _CALLS.get(message.kind)
+        if call is None:
+            raise ProtocolError(f"{message.kind.name} is no call")
+        return call(self, used, body)
+
+    async def _open(self, used: _UsedTier, _: protocol.Reader) -> bytes:
+        await used.storage.open()
+        return b""
+
+    async def _close(self, used: _UsedTier, _: protocol.Reader) -> bytes:
+        await used.storage.close()
+        return b""
+
+    async def _contains(self, used: _UsedTier, body: protocol.Reader) -> bytes:
+        return protocol.pack_flags(await used.storage.contains(body.keys()))
+
+    async def _load(self, used: _UsedTier, body: protocol.Reader) -> bytes:
+        staged, scratch = self._staged(body)
+        tier = used.tier
+
+        async def load(batch: Sequence[StagedObject]) -> tuple[list[LoadOutcome], int]:
+            async with tier.load_slots.held(time.monotonic() + tier.longest_call_seconds):
+                return await used.storage.load(batch, cast("TierShare", scratch))
+
+        parts = await run_all(load(part) for part in _in_parts(staged, tier.load_slots.free - tier.io_threads))
+        return protocol.pack_loaded([one for part, _ in parts for one in part], sum(nbytes for _, nbytes in parts))
+
+    async def _store(self, used: _UsedTier, body: protocol.Reader) -> bytes:
+        staged, scratch = self._staged(body)
+        tier = used.tier
+
+        async def store(batch: Sequence[StagedObject]) -> list[StoreEnd]:
+            if unsealed := [one for one in batch if one.unsealed]:
+                await self._loop.run_in_executor(self._server.sealers, seal_all, unsealed)
+            async with tier.store_slots.held(time.monotonic() + tier.longest_call_seconds):
+                return await used.storage.store(batch, cast("TierShare", scratch))
+
+        parts = await run_all(store(part) for part in _in_parts(staged, tier.store_slots.free - 1))
+        return protocol.pack_stored(chain.from_iterable(parts))
+
+    async def _seal(self, body: protocol.Reader) -> bytes:
+        staged, _scratch = self._staged(body)
+        parts = _in_parts(staged, SEALING_THREADS)
+        await run_all(self._loop.run_in_executor(self._server.sealers, seal_all, part) for part in parts)
+        return b""
+
+    async def _delete(self, used: _UsedTier, body: protocol.Reader) -> bytes:
+        await used.storage.delete(body.keys())
+        return b""
+
+    async def _touch(self, used: _UsedTier, body: protocol.Reader) -> bytes:
+        keys = body.keys()
+        await used.storage.touch(keys, body.flags(len(keys)))
+        return b""
+
+    def _staged(self, body: protocol.Reader) -> tuple[list[StagedObject], _Scratch]:
+        """Return the objects of a call, with their memory, and the memory for their compressed bytes."""
+        keys = body.keys()
+        pieces = body.pieces(len(keys))
+        staged = []
+        for key, piece in zip(keys, pieces, strict=True):
+            lease = cast("Lease", _MappedPiece(self._view(piece.offset, piece.nbytes)))
+            second = None
+            if piece.scratch != NO_PIECE:
+                second = cast("Lease", _MappedPiece(self._view(piece.scratch, piece.nbytes)))
+            staged.append(StagedObject(key, lease, second, piece.spare, piece.unsealed))
+        scratch = [self._view(piece.scratch, piece.nbytes) for piece in pieces if piece.scratch != NO_PIECE]
+        return staged, _Scratch(scratch)
+
+    def _view(self, offset: int, nbytes: int) -> memoryview:
+        if self._staging is None or offset + nbytes > self._staging.nbytes:
+            raise ProtocolError(f"there is no staging memory from {offset} to {offset + nbytes}")
+        return self._staging.view[offset : offset + nbytes]
+
+    def _observe(self, message: Message) -> None:
+        if dropped := self._server.emit(protocol.Reader(message.body).event()):
+            self._tell(Kind.EVENTS_DROPPED, message.tier, protocol.pack_change(dropped))
+
+    # Changes that no call returns
+
+    def _evicted(self, number: int, keys: Sequence[ObjectKey]) -> None:
+        if keys:
+            self._tell(Kind.EVICTED, number, protocol.pack_keys(keys))
+
+    def _stuck(self, number: int, change: int) -> None:
+        self._tell(Kind.STUCK_THREADS, number, protocol.pack_change(change))
+
+    def _tell(self, kind: Kind, number: int, body: bytes) -> None:
+        if not self._has_ended:
+            self._channel.send(protocol.message(kind, number, body=body))
+
+    def _on_error(self, error: Exception) -> None:
+        logger.error("a process of the engine is served no more, since its message is damaged: %s", error)
+        self._end()
+
+
+def _in_parts(staged: Sequence[StagedObject], most: int) -> Iterator[list[StagedObject]]:
+    """Divide the objects of a call into parts of whole batches, each of them the work of one thread.
+
+    Args:
+        most: number of free threads. If there is none, the objects stay together, since that costs less time.
+    """
+    batches = list(in_batches(staged, lambda one: one.lease.nbytes))
+    size = -(-len(batches) // max(1, most))
+    return (list(chain.from_iterable(batches[start : start + size])) for start in range(0, len(batches), size))
+
+
+_CALLS = {
+    Kind.OPEN: ServedClient._open,
+    Kind.CLOSE: ServedClient._close,
+    Kind.CONTAINS: ServedClient._contains,
+    Kind.LOAD: ServedClient._load,
+    Kind.STORE: ServedClient._store,
+    Kind.DELETE: ServedClient._delete,
+    Kind.TOUCH: ServedClient._touch,
+}
