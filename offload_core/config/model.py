@@ -158,8 +158,8 @@ class _IoProcessSettings(BaseModel):
         IoProcessMode,
         BeforeValidator(_yaml_off),
         Field(
-            description="Run the tiers in one I/O process beside the `engine`, in one per `tier`, or on threads of "
-            "the engine's process (`off`).",
+            description="Run the tiers in one I/O process per `engine` and host, in one per `tier`, or on threads of "
+            "the engine's processes (`off`).",
             examples=["engine"],
         ),
     ] = "engine"

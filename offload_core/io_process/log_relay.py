@@ -13,34 +13,38 @@ class LogSender(logging.Handler):
     """Sends each record to one process of the engine: the first that is there.
 
     A record that the socket cannot take now is dropped.
-
-    Args:
-        end: a socket for log records alone, so that many of them delay nothing else.
     """
 
-    def __init__(self, end: ControlSocket) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._ends: list[ControlSocket] = []
-        self.add(end)
         self.setFormatter(logging.Formatter("%(message)s"))
 
     def add(self, end: ControlSocket) -> None:
-        """Add the socket of a further process."""
+        """Add a process of the engine.
+
+        Args:
+            end: a socket for log records alone, so that many of them delay nothing else.
+        """
         end.set_blocking(False)
         self._ends.append(end)
+
+    def remove(self, end: ControlSocket) -> None:
+        """Close the socket of a process that has left."""
+        self._ends.remove(end)
+        end.close()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send one record, with the text of its exception."""
         sent = {"log": [record.name, record.levelno, self.format(record)[:_MAX_TEXT]]}
-        while self._ends:
+        for end in self._ends.copy():
             try:
-                self._ends[0].send(sent)
+                end.send(sent)
             except BlockingIOError:
                 return
-            except OSError:  # that process has left
-                self._ends.pop(0).close()
-            else:
-                return
+            except OSError:  # that process is gone
+                continue
+            return
 
 
 def relay(record: Record) -> None:

@@ -39,7 +39,7 @@ class MeetingPoint:
         """Return a listening socket, or ``None`` if another process has it already.
 
         Args:
-            generation: number of I/O processes before this one.
+            generation: number of I/O processes before it that have ended only in part, and have their sockets still.
 
         Raises:
             OSError: the system allows no such socket.

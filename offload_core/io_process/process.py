@@ -259,7 +259,6 @@ class IoProcess:
         if self._is_closed or session is not self._session:
             return
         self._session = None
-        self._generation += 1
         pause = self._pause.ended()
         logger.log(
             logging.WARNING if session.is_parent else logging.INFO,  # one warning in all processes of the engine
@@ -275,7 +274,12 @@ class IoProcess:
 
         The memory of its calls stays in use until it is gone, and no other call gets it.
         """
-        self._io.loop.call_later(_GONE_SECONDS, self._ended, session, "was killed and is not gone yet")
+        self._io.loop.call_later(_GONE_SECONDS, self._not_gone, session)
+
+    def _not_gone(self, session: Session) -> None:
+        if not self._is_closed and session is self._session:
+            self._generation += 1  # it still has the meeting point
+            self._ended(session, "was killed and is not gone yet")
 
     def _tier_names(self) -> str:
         names = sorted({repr(storage.name) for storage in self._storages.values()})
@@ -287,7 +291,7 @@ class IoProcess:
             try:
                 await self._start()
             except Exception as error:
-                if isinstance(error, TimeoutError):  # a process that not even SIGKILL ends still has the meeting point
+                if isinstance(error, TimeoutError):  # a process that not even SIGKILL ends has the meeting point
                     self._generation += 1
                 pause = self._pause.ended()
                 logger.warning("the I/O process cannot be replaced: %s; it is tried again in %.3g s", error, pause)

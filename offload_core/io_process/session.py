@@ -51,7 +51,7 @@ class Session:
 
     Args:
         meeting_point: where the engine's processes on this host meet.
-        generation: number of I/O processes before this one.
+        generation: number of I/O processes before it that have ended only in part, and have their sockets still.
         threads: for the start of the process.
         on_message: gets each message that is no answer.
         on_end: called once, when the process is gone, with a description.

@@ -46,7 +46,7 @@ COUNTERS = {
     "promotions": "objects loaded from another tier and stored on this one",
     "promotions_dropped": "objects loaded from another tier and not stored, for the reasons of store_dropped",
     "delete_failures": "damaged objects that could not be deleted",
-    "io_process_ends": "ends of the tier's I/O process that nobody asked for, each followed by a new process",
+    "io_process_ends": "unasked ends of the tier's I/O process, as each process of the engine counts them",
     "breaker_opened": "pauses of a tier that kept failing; during a pause it gets no calls",
     "breaker_refused": "lookups, loads and stores refused at once during such a pause",
     "events_dropped": "events dropped, because observers were too slow",

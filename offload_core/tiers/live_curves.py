@@ -35,7 +35,8 @@ class LiveCurves:
         self._planner = planner
         self._placement = config.settings.placement
         self._counters = counters
-        shared = {tier.name: tier.capabilities.shared for tier in tiers if tier.capabilities.bounded}
+        one_process = config.settings.io_process != "off"
+        shared = {tier.name: one_process or tier.capabilities.shared for tier in tiers if tier.capabilities.bounded}
         self._tiers = [
             (tier, capacity, shared[tier.common.name])
             for tier in config.tiers
@@ -52,8 +53,9 @@ class LiveCurves:
         """Begin the estimates.
 
         Args:
-            ranks: for each rank, the bytes of one object by the name of its pack. On a shared medium, the objects of
-                all ranks have one capacity. Otherwise each rank has its own, and the rank with the most bytes decides.
+            ranks: for each rank, the bytes of one object by the name of its pack. On a shared medium and in an I/O
+                process, the objects of all ranks have one capacity. Otherwise each rank has its own, and the rank with
+                the most bytes decides.
         """
         packs = [pack.name for pack in self._planner.packs]
         if self._curves or not ranks or any(name not in sizes for sizes in ranks for name in packs):

@@ -89,10 +89,10 @@ def _few_lines(lines: list[str], most: int) -> None:
     assert not any("Traceback" in line for line in lines)
 
 
-LONG_KINDS = [pytest.param("disk-bounded", marks=pytest.mark.long)]
+LONG_KINDS = [pytest.param(kind, marks=pytest.mark.long) for kind in ("disk-bounded", "nfs")]
 
 
-@pytest.mark.parametrize("kind", ["disk", "nfs", *LONG_KINDS])
+@pytest.mark.parametrize("kind", ["disk", *LONG_KINDS])
 @pytest.mark.parametrize("lab", QUICK_LABS, indirect=True)
 def test_a_file_system_that_hangs_and_vanishes(lab: Lab, fault_fs: FaultFs, kind: str) -> None:
     def mount() -> None:
@@ -126,7 +126,7 @@ def test_a_file_system_that_hangs_and_vanishes(lab: Lab, fault_fs: FaultFs, kind
     assert result.shutdown_seconds < 10
 
 
-@pytest.mark.parametrize("kind", ["disk", pytest.param("nfs", marks=pytest.mark.long), *LONG_KINDS])
+@pytest.mark.parametrize("kind", ["disk", *LONG_KINDS])
 @pytest.mark.parametrize("lab", QUICK_LABS, indirect=True)
 def test_a_file_system_that_fails_and_lies(lab: Lab, fault_fs: FaultFs, kind: str) -> None:
     def no_space() -> None:

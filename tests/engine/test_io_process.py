@@ -15,7 +15,7 @@ from tests.engine.workloads import check_outputs, run_workloads
 from tests.support.engine.lab import Lab, count, installed, objects, ours, served
 from tests.support.engine.spec import Round, compare
 from tests.support.polling import wait_until
-from tests.support.process_state import io_process_ids, is_running, shared_memory_of
+from tests.support.process_state import descendants, io_process_ids, is_running, shared_memory_of
 from tests.support.workload import random_workload
 
 HURTS = 200
@@ -42,6 +42,23 @@ def test_outputs_are_those_without_offloading(gemma3: Lab, tmp_path: Path, mode:
     assert all(served(second).values())
     assert count(second, "load_hits") > 0
     assert count(second, "promotions", "ram") > 0
+
+
+@pytest.mark.long
+def test_two_ranks_and_the_scheduler_have_one_process_and_one_memory(gemma3: Lab, tmp_path: Path) -> None:
+    (first,) = gemma3.standard()
+    again = first.model_copy(update={"name": "again", "reset_prefix_cache_before": True})
+    config = ours(tmp_path, hybrid_chunk_size=128, io_process="engine", backends=backends(tmp_path)[:1])
+    seen: set[int] = set()
+
+    def look(progress: dict[str, Any]) -> None:
+        seen.update(pid for parent in descendants() for pid in io_process_ids(parent))
+
+    result = gemma3.run([first, again], config, tensor_parallel_size=2, on_progress=look)
+    assert compare(gemma3.reference([first, again]), result) == []
+    assert all(served(result, 1).values())
+    assert len(seen) == 1
+    assert not any(map(is_running, seen))
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,18 @@ def io_process_ids(parent: int | None = None) -> list[int]:
     return found
 
 
+def descendants(parent: int | None = None) -> set[int]:
+    """Return the processes that a process, by default this one, and its descendants have started."""
+    found: set[int] = set()
+    unseen = [parent or os.getpid()]
+    while unseen:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for task in Path(f"/proc/{unseen.pop()}/task").iterdir():
+                unseen += map(int, (task / "children").read_text().split())
+        found |= set(unseen)
+    return found
+
+
 def own_files() -> Counter[str]:
     """Return the kinds of this process's descriptors of shared memory, doorbells, sockets and the like."""
     gc.collect()  # a mapping has a descriptor of its own until the last view of it is gone

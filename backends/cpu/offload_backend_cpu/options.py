@@ -13,7 +13,9 @@ from offload_core.api import BackendOptions, Bytes
 class CpuOptions(BackendOptions):
     """Options of the ``cpu`` type."""
 
-    capacity: Bytes = Field(ge=PAGE_BYTES, description="host memory for objects, of each worker process")
+    capacity: Bytes = Field(
+        ge=PAGE_BYTES, description="host memory for objects: of the I/O process, or of each worker without one"
+    )
     eviction: Literal["lru", "slru"] = Field(
         "lru",
         description="order of eviction: lru, the least recently used object first; slru, objects that were never used "

