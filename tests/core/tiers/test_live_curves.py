@@ -86,13 +86,17 @@ def test_everything_has_no_curve(tmp_path: Path) -> None:
     assert lab.gauges() == {}
 
 
-def test_ranks_share_a_disk_and_each_has_its_own_memory(tmp_path: Path) -> None:
-    lab = Lab(tmp_path, {**RAM, "capacity": "64KiB"}, {**DISK, "capacity": "64KiB"})
-    lab.start(2000, 4000, 4000)  # at 1 x, 16 objects in memory and 6 on disk
+@pytest.mark.parametrize("mode", ["engine", "off"])
+def test_ranks_share_a_disk_and_memory_but_for_that_of_their_own_processes(tmp_path: Path, mode: str) -> None:
+    lab = Lab(tmp_path, {**RAM, "capacity": "64KiB"}, {**DISK, "capacity": "64KiB"}, io_process=mode)
+    lab.start(2000, 4000, 4000)  # at 1 x, 16 objects in memory of a rank, and 6 where they share it
     for _ in range(2):
         for family in range(2):
             lab.add(family, seen=8)
-    assert lab.ratios("ram")[1] > 0.45
+    if mode == "off":
+        assert lab.ratios("ram")[1] > 0.45
+    else:
+        assert lab.ratios("ram") == lab.ratios("disk")
     assert lab.ratios("disk")[1] < 0.1
     assert lab.ratios("disk")[3] > 0.45
 
