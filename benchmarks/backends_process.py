@@ -19,7 +19,7 @@ from offload_core.runtime.metrics import Counters
 from offload_core.tiers.opening import open_tiers
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
-from offload_core.transfer.call_size import MESSAGE_BATCHES
+from offload_core.transfer.call_size import CallSize
 
 _CLOSE_SECONDS = 10.0
 
@@ -61,33 +61,40 @@ class OurProcess(OurTier):
         return replace(sample, cpu_seconds=sample.cpu_seconds + time.clock_gettime(clock) - before)
 
     def _store_objects(self, objects: list[StagedObject]) -> None:
-        ends = self._move(self._tier.start_store, [replace(one, unsealed=True) for one in objects], self._threads + 1)
+        unsealed = [replace(one, unsealed=True) for one in objects]
+        ends = self._move(self._tier.start_store, unsealed, self._threads + 1, self._store_size)
         if set(ends) != {True}:
             raise SystemExit(f"{self.name}: the tier did not store some objects")
 
     def _load_objects(self, objects: list[StagedObject]) -> None:
-        ends = self._move(self._tier.start_load, objects, 2 * self._threads)
+        ends = self._move(self._tier.start_load, objects, self._load_slots.slots, self._load_size)
         if set(ends) != {LoadOutcome.HIT}:
             raise SystemExit(f"{self.name}: the tier did not load some objects: {set(ends)}")
 
-    def _move(self, start: Start, objects: list[StagedObject], slots: int) -> list[Any]:
-        """Move objects in calls of several batches, as many at once as there are slots, and return their ends."""
-        batches = self._batches(objects)
-        size = max(1, min(MESSAGE_BATCHES, -(-len(batches) // slots)))
-        calls = deque(
-            [one for batch in batches[first : first + size] for one in batch] for first in range(0, len(batches), size)
-        )
-        ends: list[Sequence[Any]] = []
-        begun = 0
-        while calls or len(ends) < begun:
-            while calls and begun - len(ends) < slots:
-                if not start(calls.popleft(), ends.append):
+    def _move(self, start: Start, objects: list[StagedObject], slots: int, size: CallSize) -> list[Any]:
+        """Move objects in calls as large as the engine's, as many at once as there are slots, and return their ends."""
+        left = deque(self._batches(objects))
+        fair = -(-len(left) // 2)
+        ends: list[Any] = []
+        running = 0
+
+        def ended(batches: int, started: float, end: Sequence[Any]) -> None:
+            nonlocal running
+            running -= 1
+            size.ended(batches, time.monotonic() - started, worked=True)
+            ends.extend(end)
+
+        while left or running:
+            while left and running < slots:
+                count = size.take((sum(one.lease.nbytes for one in batch) for batch in left), fair)
+                call = [staged for _ in range(count) for staged in left.popleft()]
+                if not start(call, partial(ended, count, time.monotonic())):
                     raise SystemExit(f"{self.name}: the tier refused a call")
-                begun += 1
+                running += 1
             self._processes.receive()
-            if len(ends) < begun and not (calls and begun - len(ends) < slots):
+            if running and not (left and running < slots):
                 self._processes.wait(1.0)
-        return [one for end in ends for one in end]
+        return ends
 
     def _delete(self, objects: list[StagedObject]) -> None:
         self._io.submit(self._tier._storage.delete([staged.key for staged in objects])).result()

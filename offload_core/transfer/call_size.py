@@ -1,8 +1,9 @@
 """The size of a tier's calls, in batches.
 
 On a remote medium each call costs round trips, so that one call takes several batches. In host memory and on a local
-disk a call takes one batch: small calls let reads, checks and copies overlap. If the tier is in another process, one
-message for a few batches costs less time on this process's interpreter lock.
+disk a call takes one batch: small calls let reads, checks and copies overlap. If the tier is in another process, a call
+is a message. Each message wakes four threads, so that one message takes many batches, which the process divides among
+its threads.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from offload_core.tiers.tier import Tier
 CALL_BATCHES = 8
 """Maximum number of batches in a large call."""
 CALL_BYTES = CALL_BATCHES * (BATCH_BYTES + BATCH_OBJECTS * HEADER_BYTES)
-"""Maximum number of bytes in a large call, with headers. A call of one batch may have more."""
-MESSAGE_BATCHES = 4
+"""Maximum number of bytes in a large call of so many batches, with headers. A call of one batch may have more."""
+MESSAGE_BATCHES = 16
 """Maximum number of batches in a call to a tier in another process, unless its medium is remote."""
 SHARE_OF_CALLS = 0.5
 """Part of a tier's share of the staging memory that all its large calls together may hold, from 0 to 1."""
@@ -25,21 +26,37 @@ QUICK_SECONDS = 0.25
 """Limit for the duration of a large call. Slower tiers get smaller calls, which lose less at a deadline."""
 
 
-def max_call_bytes(share_bytes: int, calls: int, leases_per_object: int = 1) -> int:
+def max_call_bytes(share_bytes: int, calls: int, leases_per_object: int = 1, batches: int = CALL_BATCHES) -> int:
     """Return the maximum number of bytes that the leases of a call of several batches take.
 
     Args:
         share_bytes: size of the tier's share of the staging memory.
         calls: number of calls that may hold memory of this share at once.
         leases_per_object: 2 for a tier that compresses, else 1.
+        batches: maximum number of batches in a call.
     """
-    return min(leases_per_object * CALL_BYTES, int(share_bytes * SHARE_OF_CALLS) // calls)
+    largest = leases_per_object * batches * (CALL_BYTES // CALL_BATCHES)
+    return min(largest, int(share_bytes * SHARE_OF_CALLS) // calls)
+
+
+def load_slots_of(tier: Tier) -> int:
+    """Return how many loads of ``tier`` run at once, within their deadlines.
+
+    They are twice the threads, so that threads go on reading while other batches are handed over. If the tier is in
+    another process, a message has work for several threads, and half as many messages may be larger.
+    """
+    threads = tier.config.io_threads
+    return max(2, threads) if _takes_messages(tier) else 2 * threads
 
 
 def call_size_of(tier: Tier, share_bytes: int, calls: int) -> CallSize:
     """Return the size of calls on ``tier``; see :func:`max_call_bytes` for the other arguments."""
-    most = CALL_BATCHES if tier.capabilities.medium == "remote" else MESSAGE_BATCHES if tier.is_elsewhere else 1
-    return CallSize(most, max_call_bytes(share_bytes, calls, 1 + tier.compresses) if most > 1 else 0)
+    most = MESSAGE_BATCHES if _takes_messages(tier) else CALL_BATCHES if tier.capabilities.medium == "remote" else 1
+    return CallSize(most, max_call_bytes(share_bytes, calls, 1 + tier.compresses, most) if most > 1 else 0)
+
+
+def _takes_messages(tier: Tier) -> bool:
+    return tier.is_elsewhere and tier.capabilities.medium != "remote"
 
 
 class CallSize:

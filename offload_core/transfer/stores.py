@@ -34,12 +34,14 @@ from offload_core.tiers.staged_object import StagedObject, seal_all
 from offload_core.tiers.storage import StorageAwayError
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject, in_batches
-from offload_core.transfer.call_size import MESSAGE_BATCHES, call_size_of
+from offload_core.transfer.call_size import call_size_of
 from offload_core.transfer.jobs import JobTable
 from offload_core.transfer.pending_store import GatherBudget, PendingStore, StoreResult
 from offload_core.transfer.store_queue import StoreBatch
 from offload_core.transfer.tier_writer import TierWriter
 
+_SEALED_BATCHES = 4
+"""Batches that one message seals, if the tiers are in another process."""
 _Parts = Sequence[tuple[TierWriter, StoreBatch[PendingStore]]]
 """Per tier, the part of one batch that it takes."""
 
@@ -88,7 +90,7 @@ class Stores:
             )
             for tier in tiers
         ]
-        self._batch_times = MESSAGE_BATCHES if processes is not None else 1
+        self._batch_times = _SEALED_BATCHES if processes is not None else 1
         self._writer_of = {writer.name: writer for writer in self._writers}
         self._positions = {tier.name: position for position, tier in enumerate(tiers)}
         self._staging = staging
