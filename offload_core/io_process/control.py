@@ -8,6 +8,7 @@ of their own.
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -62,6 +63,8 @@ class ControlSocket:
     def receive(self) -> tuple[Record, list[int]] | None:
         """Return the next record with its descriptors; ``None`` at the end of file.
 
+        Programs that this process starts do not inherit the descriptors.
+
         Raises:
             BlockingIOError: there is no record, and the socket must not wait.
             OSError: the other side is gone.
@@ -69,6 +72,8 @@ class ControlSocket:
         data, descriptors, _, _ = socket.recv_fds(self._end, _MAX_BYTES, _MAX_DESCRIPTORS)
         if not data:
             return None
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
         record = json.loads(data)
         return record, descriptors
 
