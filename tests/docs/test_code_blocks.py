@@ -31,6 +31,7 @@ RUN_BY = {
         "# offload.yaml": "test_configurations_of_the_documents_are_valid",
         "$ KV_TOKEN": "test_the_programs_of_the_document_have_its_flags",
         "$ mooncake_": "test_the_programs_of_the_document_have_its_flags",
+        "ip netns add": "test_the_commands_for_two_hosts_make_two_hosts",
     },
     "docs/object-format.md": {"FINGERPRINT/PACK": "test_the_path_is_that_of_the_media"},
     "docs/quickstart.md": {

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import second_host
 from tests.support.clusters import lmcache, mooncake
 from tests.support.documents import blocks
 from tests.support.paths import ROOT
@@ -49,3 +50,22 @@ def test_the_modules_config_of_the_document_is_valid() -> None:
     variable = command[0].partition("=")[0]
     assert config.token_variable == variable
     assert config.token({variable: "secret"}) == b"secret"
+
+
+CONNECT = """
+import socket, subprocess, sys
+server = socket.create_server(("10.99.0.1", 0))
+address = server.getsockname()
+client = f"import socket; print(socket.create_connection({address!r}).getsockname()[0])"
+subprocess.run(["ip", "netns", "exec", "second", sys.executable, "-c", client], check=True, timeout=60)
+"""
+
+
+def test_the_commands_for_two_hosts_make_two_hosts() -> None:
+    if reason := second_host.why_not():
+        pytest.skip(reason)
+    (commands,) = blocks(DOCUMENT, "shell")
+    program = f"set -e; trap 'ip netns delete second' EXIT\n{commands}\n{shlex.join([sys.executable, '-c', CONNECT])}"
+    # In a network of its own, so that nothing is left on this host.
+    result = subprocess.run(["unshare", "--net", "bash", "-c", program], capture_output=True, text=True, check=False)
+    assert result.stdout == "10.99.0.2\n", result.stderr

@@ -10,7 +10,13 @@ from typing import Any, Protocol
 from tests.support.clusters import lmcache, mooncake, nixl
 from tests.support.polling import wait_until
 from tests.support.process_state import process_state
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import LOOPBACK, ServerProcess
+
+TIER = "cluster"
+"""The name of the tier."""
+TOKEN_VARIABLE = f"OFFLOAD_CORE_{TIER.upper()}_TOKEN"
+"""The variable from which a tier of that name reads its token."""
+TOKEN = {TOKEN_VARIABLE: "a token of the tests"}
 
 
 class Lab(Protocol):
@@ -78,8 +84,11 @@ class LMCache(Store):
 
     short_deadlines: Mapping[str, Any] = {"connect_timeout_seconds": 0.5, "io_timeout_seconds": 1}
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(lmcache.LMCacheCluster(folder / "server.log"))
+    def __init__(self, folder: Path, host: str = LOOPBACK) -> None:
+        # Addresses other than the loopback address need a token; engines get it in the same variable.
+        module = {} if host == LOOPBACK else {"token_variable": TOKEN_VARIABLE}
+        log = folder / "server.log"
+        super().__init__(lmcache.LMCacheCluster(log, module=module, environment=TOKEN, host=host))
 
 
 class Mooncake(Store):
@@ -90,8 +99,8 @@ class Mooncake(Store):
         "full_wait_seconds": 0.2,
     }  # fmt: skip
 
-    def __init__(self, folder: Path) -> None:
-        self._cluster = mooncake.MooncakeCluster(folder)
+    def __init__(self, folder: Path, host: str = LOOPBACK) -> None:
+        self._cluster = mooncake.MooncakeCluster(folder, host=host)
         super().__init__(self._cluster)
 
     def restart(self, part: str) -> None:
@@ -130,8 +139,8 @@ class NixlBucket(Store):
     # A question to the bucket may take a tenth of it, which a busy machine needs.
     short_deadlines: Mapping[str, Any] = {"transfer_timeout_seconds": 4}
 
-    def __init__(self, folder: Path) -> None:
-        self._bucket = nixl.BucketLab(folder / "server.log")
+    def __init__(self, folder: Path, host: str = LOOPBACK) -> None:
+        self._bucket = nixl.BucketLab(folder / "server.log", host)
         super().__init__(self._bucket)
 
     def restart(self, part: str) -> None:
@@ -149,7 +158,7 @@ STORES: dict[str, tuple[Callable[[Path], Store], Callable[[], str | None]]] = {
 
 
 def children_of_the_engine() -> list[int]:
-    """Return the NIXL children of the engine that runs: one of its scheduler half, one of its worker half."""
+    """Return the NIXL children of the engine that runs: that of its I/O process, or one of each half without it."""
     wait_until(lambda: bool(_nixl_children()), "the engine has no NIXL child")
     return _nixl_children()
 

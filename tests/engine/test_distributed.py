@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.engine.distributed import STORES, Store
+from tests.engine.distributed import STORES, TIER, TOKEN, LMCache, Mooncake, NixlBucket, Store
 from tests.engine.labs import QUICK_LABS
 from tests.engine.phases import Phase, PhasedRun
 from tests.engine.signals_in_calls import ORDER_VARIABLE, CallName, write_order
 from tests.engine.test_faulty_mount import LOAD_SECONDS, LOOKUP_SECONDS, SLACK_SECONDS, settle, transfer
+from tests.support import second_host as second_host_module
 from tests.support.engine.lab import Lab, count, installed, ours, served
 from tests.support.engine.spec import Round, RunResult, compare, logged_problems
+from tests.support.second_host import HERE, SecondHost
 
 BOTH = ["gemma3", "qwen3_next"]
 PARTS = [
@@ -48,17 +50,17 @@ def served_from_disk(lab: Lab, stored: Path) -> dict[str, int]:
 
 
 def tier_of(store: Store, **keys: Any) -> dict[str, Any]:
-    return {"name": "cluster", **store.tier(), **keys}
+    return {"name": TIER, **store.tier(), **keys}
 
 
-def run_on(store: Store, lab: Lab, rounds: list[Round]) -> RunResult:
+def run_on(store: Store, lab: Lab, rounds: list[Round], env: dict[str, str] | None = None) -> RunResult:
     """Run an engine on the store; fail where an output is not that without offloading, or something went wrong."""
     lines: list[str] = []
-    result = lab.run(rounds, ours(Path("unused"), backends=[tier_of(store)]), on_line=lines.append)
+    result = lab.run(rounds, ours(Path("unused"), backends=[tier_of(store)]), env, on_line=lines.append)
     assert compare(lab.reference(rounds), result) == []
     assert logged_problems(lines) == []
     for counter in ("load_failures", "load_timeouts", "load_corrupt", "lookup_failures", "store_failures"):
-        assert count(result, counter, "cluster") == 0, counter
+        assert count(result, counter, TIER) == 0, counter
     return result
 
 
@@ -68,7 +70,7 @@ def test_a_second_engine_is_served_as_from_disk(lab: Lab, store: Store, served_f
     assert not any(served(run_on(store, lab, lab.standard())).values())
     second = run_on(store, lab, lab.standard())
     assert served(second) == served_from_disk
-    assert count(second, "load_missing", "cluster") == 0
+    assert count(second, "load_missing", TIER) == 0
 
 
 @pytest.mark.long
@@ -82,6 +84,44 @@ def test_two_engines_at_once(lab: Lab, store: Store) -> None:
         both = list(pool.map(lambda _: run_on(store, lab, rounds), range(2)))
     for result in both:
         assert sum(served(result, 2).values()) > 0
+
+
+@pytest.fixture
+def second_host() -> Iterator[SecondHost]:
+    if reason := second_host_module.why_not():
+        pytest.skip(reason)
+    host = SecondHost()
+    yield host
+    host.stop()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [LMCache, Mooncake, NixlBucket])
+@pytest.mark.parametrize("lab", BOTH, indirect=True)
+def test_engines_on_two_hosts_share_what_they_store(
+    lab: Lab,
+    kind: type[LMCache | Mooncake | NixlBucket],
+    tmp_path: Path,
+    served_from_disk: dict[str, int],
+    second_host: SecondHost,
+) -> None:
+    (why_not,) = (reason for make, reason in STORES.values() if make is kind)
+    if reason := why_not():
+        pytest.skip(reason)
+    store = kind(tmp_path, HERE)
+    try:
+        there = {**TOKEN, **second_host.environment}
+        assert not any(served(run_on(store, lab, lab.standard(), there)).values())
+        assert served(run_on(store, lab, lab.standard(), TOKEN)) == served_from_disk
+        prompts = [prompt for family in (80, 81) for prompt in lab.prompts(700, 1283, 2500, family=family)]
+        rounds = [Round(name=name, prompts=prompts, reset_prefix_cache_before=True) for name in ("first", "second")]
+        with ThreadPoolExecutor(2) as pool:
+            both = list(pool.map(lambda env: run_on(store, lab, rounds, env), (TOKEN, there)))
+        for result in both:
+            assert sum(served(result, 1).values()) > 0
+        assert served(run_on(store, lab, rounds, there), 0)[prompts[-1].name] > 0
+    finally:
+        store.stop()
 
 
 @dataclass
@@ -164,7 +204,7 @@ def test_a_part_is_killed_and_suspended_in_loads_and_stores(lab: Lab, store: Sto
     for phase in run.phases:
         seconds = run.slowest_seconds(result, phase.name)
         assert seconds < LOOKUP_SECONDS + LOAD_SECONDS + SLACK_SECONDS, (phase.name, seconds)
-    assert count(result, "load_corrupt", "cluster") == 0
+    assert count(result, "load_corrupt", TIER) == 0
     said = logged_problems(run.lines)
     assert 0 < len(said) <= 24, said
     assert not any("Traceback" in line for line in run.lines)

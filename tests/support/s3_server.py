@@ -12,7 +12,7 @@ import boto3
 import botocore.exceptions
 from botocore.config import Config
 
-from tests.support.server_process import ServerProcess, accepts, free_port
+from tests.support.server_process import LOOPBACK, ServerProcess, accepts, free_port
 
 S3_CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "testing",
@@ -29,13 +29,14 @@ class S3Server(ServerProcess):
 
     Args:
         log: file that gets a line for each answered request.
+        host: its address.
     """
 
-    def __init__(self, log: Path | None = None) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(self.port)]
-        super().__init__(command, lambda: accepts(self.port), log)
+    def __init__(self, log: Path | None = None, host: str = LOOPBACK) -> None:
+        self.port = free_port(host)
+        self.url = f"http://{host}:{self.port}"
+        command = [sys.executable, "-m", "moto.server", "--host", host, "--port", str(self.port)]
+        super().__init__(command, lambda: accepts(self.port, host), log)
         self.start()
 
     def client(self) -> Any:

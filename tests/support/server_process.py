@@ -24,17 +24,20 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
-def free_port() -> int:
-    """Return a TCP port of the loopback address that nobody uses now."""
+LOOPBACK = "127.0.0.1"
+
+
+def free_port(host: str = LOOPBACK) -> int:
+    """Return a TCP port of an address of this host that nobody uses now."""
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.bind((host, 0))
         return int(free.getsockname()[1])
 
 
-def accepts(port: int) -> bool:
-    """Return whether a server accepts connections on a port of the loopback address."""
+def accepts(port: int, host: str = LOOPBACK) -> bool:
+    """Return whether a server accepts connections on a port of an address."""
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        socket.create_connection((host, port), timeout=1).close()
     except OSError:
         return False
     return True

@@ -12,7 +12,7 @@ from typing import Any
 
 from offload_backend_lmcache.client.problems import SERVER_MODULE
 
-from tests.support.server_process import ServerProcess, accepts, free_port
+from tests.support.server_process import LOOPBACK, ServerProcess, accepts, free_port
 
 _MAIN = "import sys; from lmcache.cli.main import main; sys.argv[0] = 'lmcache'; main()"
 _NEEDED = ("lmcache", "opentelemetry.exporter.prometheus", "sortedcontainers")
@@ -39,6 +39,7 @@ class LMCacheCluster:
         l2: LMCache's description of an L2 adapter, such as ``{"type": "fs_native", "base_path": "/mnt/kv"}``.
         module: keys of the module's config, besides ``address``.
         environment: additional environment variables of the server.
+        host: the address of offload-core's module. LMCache's own ports are on the loopback address.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class LMCacheCluster:
         l2: Mapping[str, Any] | None = None,
         module: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
+        host: str = LOOPBACK,
     ) -> None:
-        self.port, self.zmq_port, self.http_port = free_port(), free_port(), free_port()
-        self.address = f"127.0.0.1:{self.port}"
+        self.port, self.zmq_port, self.http_port = free_port(host), free_port(), free_port()
+        self.address = f"{host}:{self.port}"
         self.l2 = l2
         config = {"address": self.address, **(module or {})}
         flags = ["--server-module", json.dumps({"module_path": SERVER_MODULE, "config": config})]
@@ -58,7 +60,7 @@ class LMCacheCluster:
             flags += ["--l2-adapter", json.dumps(dict(l2))]
         self.server = ServerProcess(
             self._command(l1_gib, flags),
-            lambda: accepts(self.port) and accepts(self.http_port),
+            lambda: accepts(self.port, host) and accepts(self.http_port),
             log,
             {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING", **(environment or {})},
         )

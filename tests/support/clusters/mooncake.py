@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.server_process import ServerProcess, free_port
+from tests.support.server_process import LOOPBACK, ServerProcess, free_port
 
-_ENVIRONMENT = {"MC_FORCE_TCP": "1", "MC_TCP_BIND_ADDRESS": "127.0.0.1", "MC_LOG_LEVEL": "WARNING"}
+_ENVIRONMENT = {"MC_FORCE_TCP": "1", "MC_LOG_LEVEL": "WARNING"}
 _ANSWER_SECONDS = 5
 
 
@@ -32,7 +32,7 @@ def why_not() -> str | None:
 
 
 class MooncakeCluster:
-    """A master and one segment owner on the loopback address. Call :meth:`stop` at the end.
+    """A master and one segment owner. Call :meth:`stop` at the end.
 
     Args:
         folder: a folder for the logs.
@@ -41,6 +41,7 @@ class MooncakeCluster:
         forget_seconds: time after which the master forgets an owner that is silent.
         master_flags: additional flags of the master.
         owner_environment: additional environment variables of the owners.
+        host: the address of the master and the owner. The page for operators is on the loopback address.
     """
 
     def __init__(
@@ -51,14 +52,17 @@ class MooncakeCluster:
         forget_seconds: int = 3,
         master_flags: Sequence[str] = (),
         owner_environment: Mapping[str, str] | None = None,
+        host: str = LOOPBACK,
     ) -> None:
-        port, self._http_port = free_port(), free_port()
-        self.master = f"127.0.0.1:{port}"
+        port, self._http_port = free_port(host), free_port()
+        self._host = host
+        self.master = f"{host}:{port}"
         self._folder = folder
-        self._owner_environment = {**_ENVIRONMENT, **(owner_environment or {})}
+        environment = {**_ENVIRONMENT, "MC_TCP_BIND_ADDRESS": host}
+        self._owner_environment = {**environment, **(owner_environment or {})}
         command = [
             _program("mooncake_master"),
-            "--rpc_address=127.0.0.1",
+            f"--rpc_address={host}",
             f"--rpc_port={port}",
             "--metrics_host=127.0.0.1",
             f"--metrics_port={self._http_port}",
@@ -69,7 +73,7 @@ class MooncakeCluster:
             f"--client_ttl={forget_seconds}",
             *master_flags,
         ]
-        master = ServerProcess(command, self._master_answers, folder / "master.log", _ENVIRONMENT)
+        master = ServerProcess(command, self._master_answers, folder / "master.log", environment)
         self.parts: dict[str, ServerProcess] = {"master": master}
         self.add_owner("owner", segment)
 
@@ -77,12 +81,12 @@ class MooncakeCluster:
         """Add a segment owner, which is not started yet."""
         command = [
             _program("mooncake_client"),
-            "--host=127.0.0.1",
+            f"--host={self._host}",
             f"--global_segment_size={segment}",
             "--local_buffer_size=0",
             f"--master_server_address={self.master}",
             "--metadata_server=P2PHANDSHAKE",
-            f"--port={free_port()}",
+            f"--port={free_port(self._host)}",
             "--protocol=tcp",
             "--threads=1",
             "--logtostderr",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.s3_server import S3Server
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import LOOPBACK, ServerProcess
 
 
 def why_not() -> str | None:
@@ -27,10 +27,12 @@ class BucketLab:
 
     Args:
         log: file that gets a line for each answered request.
+        host: the server's address.
     """
 
-    def __init__(self, log: Path | None = None) -> None:
+    def __init__(self, log: Path | None = None, host: str = LOOPBACK) -> None:
         self._log = log
+        self._host = host
         self.parts: dict[str, S3Server] = {}
         self.bucket = ""
 
@@ -41,7 +43,7 @@ class BucketLab:
 
     def start(self) -> None:
         """Start the server and make a bucket."""
-        self.parts["server"] = S3Server(self._log)
+        self.parts["server"] = S3Server(self._log, self._host)
         self.bucket = self.server.make_bucket()
 
     def stop(self) -> None:

@@ -33,6 +33,7 @@ from tests.support.engine.spec import (
     RunSpec,
 )
 from tests.support.engine.workload_run import WorkloadDriver
+from tests.support.second_host import enter_network
 from tests.support.workload import Workload, WorkloadResult
 
 _BEGIN_SECONDS = 60.0
@@ -307,6 +308,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 2:
         print("usage: engine_run SPEC.json RESULT.json", file=sys.stderr)
         return 2
+    enter_network()
     # vLLM prints its own records. All other records name their logger, so that callers know the source.
     logging.basicConfig(format=RECORD_FORMAT, level=logging.WARNING)
     spec = RunSpec.model_validate_json(Path(arguments[0]).read_text())
