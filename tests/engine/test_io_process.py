@@ -13,7 +13,7 @@ from tests.engine import stalled
 from tests.engine.test_shutdown import Script
 from tests.engine.workloads import check_outputs, run_workloads
 from tests.support.engine.lab import Lab, count, installed, objects, ours, served
-from tests.support.engine.spec import Round, compare
+from tests.support.engine.spec import Round, compare, logged_problems
 from tests.support.polling import wait_until
 from tests.support.process_state import descendants, io_process_ids, is_running, shared_memory_of
 from tests.support.workload import random_workload
@@ -54,7 +54,9 @@ def test_two_ranks_and_the_scheduler_have_one_process_and_one_memory(gemma3: Lab
     def look(progress: dict[str, Any]) -> None:
         seen.update(pid for parent in descendants() for pid in io_process_ids(parent))
 
-    result = gemma3.run([first, again], config, tensor_parallel_size=2, on_progress=look)
+    lines: list[str] = []
+    result = gemma3.run([first, again], config, tensor_parallel_size=2, on_progress=look, on_line=lines.append)
+    assert logged_problems(lines) == []
     assert compare(gemma3.reference([first, again]), result) == []
     assert all(served(result, 1).values())
     assert len(seen) == 1
