@@ -35,15 +35,16 @@ class MeetingPoint:
         text = json.dumps(sameness, sort_keys=True, default=str)  # a script may pass paths
         self._name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def claim(self, generation: int) -> socket.socket | None:
+    def try_listen(self, generation: int) -> socket.socket | None:
         """Return a listening socket, or ``None`` if another process has it already.
 
         Args:
             generation: number of I/O processes before it that have ended only in part, and have their sockets still.
 
         Raises:
-            OSError: the system allows no such socket.
+            OSError: the system allows no such socket, or no pidfd, which the others would need.
         """
+        os.close(os.pidfd_open(os.getpid()))
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             listener.bind(self._address(generation))
@@ -56,7 +57,7 @@ class MeetingPoint:
         return listener
 
     def connect(self, generation: int) -> socket.socket | None:
-        """Connect to the process that has claimed the socket, without a wait. ``None`` if it does not listen now.
+        """Connect to the process that has the socket, without a wait. ``None`` if nobody listens.
 
         Raises:
             PermissionError: the socket belongs to another user.

@@ -21,7 +21,7 @@ from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.tiers.storage import StoreEnd
 
-VERSION: Final = 2
+VERSION: Final = 3
 """It rises with each change of a message."""
 
 NO_PIECE: Final = 2**64 - 1
@@ -52,6 +52,8 @@ class Kind(enum.IntEnum):
     """The number of stuck threads has changed; not an answer."""
     EVENTS_DROPPED = 24
     """The observers are too slow, and some events were dropped; not an answer."""
+    EVICTED_BY_OTHERS = 25
+    """A store of another process of the engine evicted objects; not an answer."""
 
 
 class Message(NamedTuple):

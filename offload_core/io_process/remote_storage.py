@@ -133,6 +133,8 @@ class RemoteStorage:
         body = protocol.Reader(message.body)
         if message.kind is Kind.EVICTED:
             self._changes.evicted(body.keys())
+        elif message.kind is Kind.EVICTED_BY_OTHERS:
+            self._changes.evicted_by_others(body.keys())
         elif message.kind is Kind.STUCK_THREADS:
             self._stuck(body.change())
 

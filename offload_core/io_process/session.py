@@ -1,8 +1,8 @@
 """One I/O process during its life, seen from a process of the engine: its start, its calls, and its end.
 
 A call ends with its answer, or once the process is gone with all of its threads. So nobody uses a call's memory again
-while a thread of the process could still write into it (invariant I3). A process in an uninterruptible call stays after
-SIGKILL, and its calls stay with it. A replacement need not wait for that.
+while a thread of the process could still write into it (invariant I3). The one exception is :meth:`Session.end`.
+A process in an uninterruptible call stays after SIGKILL, and its calls stay with it. A replacement need not wait.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _KILL_SECONDS = 0.2
 """Time in which a killed process is mostly gone."""
 _DROPPED_SECONDS = 1.0
 """Time in which a process that has closed its socket is mostly gone."""
+_LATER_GENERATIONS = 2
 _RETRY_SECONDS = 0.02
 """Pause before the next attempt to meet, while the I/O process begins or ends."""
 
@@ -146,8 +147,9 @@ class Session:
         while True:
             listener = connection = None
             try:
-                listener = self._meeting_point.claim(self._generation)
-                if listener is None:
+                for later in range(_LATER_GENERATIONS, 0, -1):  # of another process, which knew of a held socket
+                    connection = connection or self._meeting_point.connect(self._generation + later)
+                if connection is None and (listener := self._meeting_point.try_listen(self._generation)) is None:
                     connection = self._meeting_point.connect(self._generation)
             except OSError as error:
                 logger.warning("this process of the engine gets an I/O process of its own: %s", error)
@@ -255,8 +257,11 @@ class Session:
     async def end(self, seconds: float) -> None:
         """Leave the process, which ends with the last one that leaves.
 
-        If it has not answered or ended after ``seconds``, it is killed. A call that even outlives that is not waited
-        for.
+        If it has not answered or ended after ``seconds``, its parent kills it; the others only leave it. A call that
+        even outlives that is not waited for.
+
+        The calls of this process may go on if the I/O process stays. So their memory must not be used again, also after
+        they have ended here: call this when the engine has ended.
         """
         self._is_closing = True
         with contextlib.suppress(OSError, TimeoutError):
@@ -269,7 +274,10 @@ class Session:
             await self.abandon()
 
     async def abandon(self) -> None:
-        """Kill the process, and wait a moment for its end."""
+        """Kill the process, and wait a moment for its end. A process that others may use is only left."""
+        if isinstance(self._process, JoinedProcess):
+            self._ended("serves other processes of the engine")
+            return
         self.kill()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_KILL_SECONDS):

@@ -37,6 +37,12 @@ class TierChanges:
             with self._lock:
                 self._add(self._queue, keys, present)
 
+    def remove(self, keys: Iterable[ObjectKey]) -> None:
+        """Add a change per object that this process has seen, and that another process has removed."""
+        if self._queue is not None:
+            with self._lock:
+                self._add(self._queue, [key for key in keys if key in self._present], present=False)
+
     def lost(self) -> None:
         """Note that the medium has lost all objects."""
         if self._queue is not None:

@@ -54,8 +54,8 @@ class LiveCurves:
 
         Args:
             ranks: for each rank, the bytes of one object by the name of its pack. On a shared medium and in an I/O
-                process, the objects of all ranks have one capacity. Otherwise each rank has its own, and the rank with
-                the most bytes decides.
+                process, the objects of all ranks have one capacity; those of other hosts are counted too. Otherwise
+                each rank has its own, and the rank with the most bytes decides.
         """
         packs = [pack.name for pack in self._planner.packs]
         if self._curves or not ranks or any(name not in sizes for sizes in ranks for name in packs):

@@ -75,6 +75,8 @@ class StorageEvents(NamedTuple):
     """Gets the objects that the backend evicted for a store."""
     stuck_threads_changed: Callable[[int], None]
     """Gets the change of the number of stuck threads. It is called on any thread."""
+    evicted_by_others: Callable[[Sequence[ObjectKey]], None] = lambda keys: None
+    """Gets the objects that the backend evicted for a store of another process of the engine."""
     ended: Callable[[bool], None] = lambda lost: None
     """Called when the storage's process has ended unasked; gets whether the medium has lost all objects with it."""
 

@@ -86,7 +86,9 @@ class Tier:
         self.health = TierHealth(self.name, self.limits, counters, observers, clock)
         """Failures and availability. Callers that watch a deadline report its timeouts here."""
         self._prober = Prober(self.health, self._probe, self.limits.breaker_max_pause_seconds)
-        storage_events = StorageEvents(self._evicted, self._accounting.stuck_threads_changed, self._storage_ended)
+        storage_events = StorageEvents(
+            self._evicted, self._accounting.stuck_threads_changed, self._evicted_by_others, self._storage_ended
+        )
         self._storage = make_storage(config, self.limits, plugins, storage_events)
         self.capabilities = self._storage.capabilities
         self.is_elsewhere = self._storage.is_elsewhere
@@ -375,6 +377,9 @@ class Tier:
     def _evicted(self, keys: Sequence[ObjectKey]) -> None:
         self._changes.add(keys, present=False)
         self._accounting.evicted(keys)
+
+    def _evicted_by_others(self, keys: Sequence[ObjectKey]) -> None:
+        self._changes.remove(keys)
 
     def _storage_ended(self, lost: bool) -> None:
         self._accounting.storage_ended()

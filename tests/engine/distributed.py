@@ -158,7 +158,7 @@ STORES: dict[str, tuple[Callable[[Path], Store], Callable[[], str | None]]] = {
 
 
 def children_of_the_engine() -> list[int]:
-    """Return the NIXL children of the engine that runs: that of its I/O process, or one of each half without it."""
+    """Return the NIXL children of the engine that runs: one of its scheduler half, one of its worker half."""
     wait_until(lambda: bool(_nixl_children()), "the engine has no NIXL child")
     return _nixl_children()
 

@@ -1,4 +1,4 @@
-"""The ``cpu`` backend: host memory of the worker process.
+"""The ``cpu`` backend: host memory of this process.
 
 Everything but the copies happens on the event loop, so nothing here needs a lock. :meth:`CpuBackend.prepare_store`
 *reserves* an object's pages. The object becomes visible when its pages are filled. After its eviction or deletion they

@@ -6,12 +6,12 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.events import Event
@@ -20,7 +20,7 @@ from offload_core.io_process import protocol
 from offload_core.io_process.control import BELLS, ControlSocket, Record
 from offload_core.io_process.messages import Lane, MessageChannel, RingPair
 from offload_core.io_process.protocol import NO_PIECE, Kind, Message, ProtocolError
-from offload_core.io_process.serving.tier import OnStuckThreads, ServedTier
+from offload_core.io_process.serving.tier import ServedTier
 from offload_core.memory.staging_size import in_batches
 from offload_core.runtime.doorbell import Doorbell
 from offload_core.runtime.io_loop import run_all
@@ -47,7 +47,7 @@ class Server(Protocol):
         ...
 
     def tier(self, name: str) -> ServedTier:
-        """Return the tier of that name, which all processes of the engine share."""
+        """Return the tier of that name. If its objects are in this process, all processes of the engine share it."""
         ...
 
     def emit(self, event: Event) -> int:
@@ -97,12 +97,31 @@ class _Scratch:
         return _MappedPiece(memoryview(bytearray(nbytes)))
 
 
-class _UsedTier(NamedTuple):
-    """A tier as this process of the engine uses it."""
+class _UsedTier:
+    """A tier as one process of the engine uses it.
 
-    tier: ServedTier
-    storage: LocalStorage
-    on_stuck_threads: OnStuckThreads
+    Args:
+        tell: sends a message to that process.
+    """
+
+    def __init__(self, tier: ServedTier, tell: Callable[[Kind, bytes], None]) -> None:
+        self.tier = tier
+        self._tell = tell
+        self.storage = tier.make_storage(self)
+
+    def evicted(self, keys: Sequence[ObjectKey]) -> None:
+        """See :class:`TierUser`."""
+        if keys:
+            self._tell(Kind.EVICTED, protocol.pack_keys(keys))
+
+    def evicted_by_others(self, keys: Sequence[ObjectKey]) -> None:
+        """See :class:`TierUser`."""
+        if keys:
+            self._tell(Kind.EVICTED_BY_OTHERS, protocol.pack_keys(keys))
+
+    def stuck_threads_changed(self, change: int) -> None:
+        """See :class:`TierUser`."""
+        self._tell(Kind.STUCK_THREADS, protocol.pack_change(change))
 
 
 class ServedClient:
@@ -128,13 +147,16 @@ class ServedClient:
         control.set_blocking(False)
         self._loop.add_reader(control.fileno(), self._on_control)
 
-    def greet(self) -> None:
-        """Tell the process of the engine that its calls are served. It can wait for the end of this process."""
-        descriptor = os.pidfd_open(os.getpid())
-        try:
-            self._control.send({"ready": os.getpid()}, [descriptor])
-        finally:
-            os.close(descriptor)
+    def greet(self, descriptors: Sequence[int] = ()) -> None:
+        """Tell the process of the engine that its calls are served.
+
+        Args:
+            descriptors: a pidfd of this process, if that process is not the parent.
+
+        Raises:
+            OSError: the other process is gone.
+        """
+        self._control.send({"ready": os.getpid()}, descriptors)
 
     def _channel_of(self, lane: Lane, own_bell: str, other_bell: str) -> MessageChannel:
         return MessageChannel(
@@ -149,12 +171,12 @@ class ServedClient:
 
     def _on_control(self) -> None:
         if not self._control.receive_all(self._answer):
-            self._end()
+            self.end()
 
     def _answer(self, record: Record, descriptors: list[int]) -> None:
         self._control.send(self._handle(record, descriptors))
         if "end" in record:
-            self._end()
+            self.end()
 
     def _handle(self, record: Record, descriptors: list[int]) -> Record:
         """Carry out a control message, and return the answer."""
@@ -171,13 +193,13 @@ class ServedClient:
             return {**record, "error": protocol.pack_error(error).hex()}
 
     def _use_tier(self, number: int, name: str) -> dict[str, Any]:
-        tier = self._server.tier(name)
-        on_stuck_threads = partial(self._stuck, number)
-        storage = tier.make_storage(partial(self._evicted, number), on_stuck_threads)
-        self._tiers[number] = _UsedTier(tier, storage, on_stuck_threads)
-        return asdict(storage.capabilities)
+        def tell(kind: Kind, body: bytes) -> None:
+            self._tell(kind, number, body)
 
-    def _end(self) -> None:
+        used = self._tiers[number] = _UsedTier(self._server.tier(name), tell)
+        return asdict(used.storage.capabilities)
+
+    def end(self) -> None:
         """Serve this process of the engine no more: it has asked for the end, or is gone."""
         if self._has_ended:
             return
@@ -191,11 +213,12 @@ class ServedClient:
         self._rings.close()
         closing = set()
         for used in self._tiers.values():
-            used.tier.forget(used.on_stuck_threads)
+            used.tier.forget(used)
             closing.add(self._keep(self._loop.create_task(self._closed(used.storage))))
         self._tiers.clear()
-        if self._staging is not None:
-            self._staging.close()
+        if self._staging is not None:  # to unmap it takes a while, and other processes are served meanwhile
+            self._server.sealers.submit(self._staging.close)
+            self._staging = None
         self._server.client_ended(self, closing)
 
     async def _closed(self, storage: LocalStorage) -> None:
@@ -315,22 +338,13 @@ class ServedClient:
         if dropped := self._server.emit(protocol.Reader(message.body).event()):
             self._tell(Kind.EVENTS_DROPPED, message.tier, protocol.pack_change(dropped))
 
-    # Changes that no call returns
-
-    def _evicted(self, number: int, keys: Sequence[ObjectKey]) -> None:
-        if keys:
-            self._tell(Kind.EVICTED, number, protocol.pack_keys(keys))
-
-    def _stuck(self, number: int, change: int) -> None:
-        self._tell(Kind.STUCK_THREADS, number, protocol.pack_change(change))
-
     def _tell(self, kind: Kind, number: int, body: bytes) -> None:
         if not self._has_ended:
             self._channel.send(protocol.message(kind, number, body=body))
 
     def _on_error(self, error: Exception) -> None:
         logger.error("a process of the engine is served no more, since its message is damaged: %s", error)
-        self._end()
+        self.end()
 
 
 def _in_parts(staged: Sequence[StagedObject], most: int) -> Iterator[list[StagedObject]]:

@@ -31,6 +31,8 @@ from offload_core.runtime.threads import DaemonExecutor
 
 logger = logging.getLogger(__name__)
 
+_ACCEPT_PAUSE_SECONDS = 1.0
+
 
 def serve(start: StartMessage) -> None:
     """Serve the engine's processes until the last one leaves, or the first one ends. Does not return."""
@@ -60,7 +62,7 @@ class _Server:
         self._config = config
         self._limits = config.settings.limits
         self._log = log
-        self._tiers: dict[str, ServedTier] = {}
+        self._shared_tiers: dict[str, ServedTier] = {}
         self._clients: dict[ServedClient, ControlSocket] = {}
         self._parent: ServedClient | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -80,31 +82,39 @@ class _Server:
         """
         self._loop = asyncio.get_running_loop()
         self._parent = self._serve(control, log, descriptors)
+        self._parent.greet()
         listener: socket.socket | None = None
         if "listener" in descriptors:
             listener = socket.socket(fileno=descriptors["listener"])
             listener.setblocking(False)
             self._loop.add_reader(listener, self._accept, listener)
         await self._end.wait()
-        if listener is not None:
-            listener.close()  # a process that comes now starts another I/O process
+        if listener is not None:  # a process that comes now starts another I/O process
+            self._loop.remove_reader(listener)
+            listener.close()
         if self._closing:
             await asyncio.wait(self._closing, timeout=self._limits.close_timeout_seconds)
         if self._events is not None:
             await self._loop.run_in_executor(None, self._events.close, self._limits.close_timeout_seconds)
+        os._exit(0)  # the end of the loop would wait for calls that hang
 
     # Processes of the engine
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-            while True:
-                connection, _ = listener.accept()
-                if is_own_user(connection):
-                    control = ControlSocket(connection)
-                    control.set_blocking(False)
-                    self._loop.add_reader(control.fileno(), self._join, control)
-                else:
-                    connection.close()
+        try:
+            connection, _ = listener.accept()
+        except OSError as error:  # gone already; or no descriptor is left
+            if not isinstance(error, BlockingIOError | ConnectionAbortedError):
+                logger.warning("no further process of the engine can join now: %s", error)
+                self._loop.remove_reader(listener)
+                self._loop.call_later(_ACCEPT_PAUSE_SECONDS, self._loop.add_reader, listener, self._accept, listener)
+            return
+        if is_own_user(connection):
+            control = ControlSocket(connection)
+            control.set_blocking(False)
+            self._loop.add_reader(control.fileno(), self._join, control)
+        else:
+            connection.close()
 
     def _join(self, control: ControlSocket) -> None:
         """Take the first message of a process that joins."""
@@ -119,16 +129,25 @@ class _Server:
                 raise ProtocolError(f"{len(numbers)} descriptors came in place of {len(JOIN_DESCRIPTORS)}")
             descriptors = dict(zip(JOIN_DESCRIPTORS, numbers, strict=True))
             log = ControlSocket.from_descriptor(descriptors["log"])
-            self._serve(control, log, descriptors)
-            self._log.add(log)
+            client = self._serve(control, log, descriptors)
         except (OSError, ValueError, EOFError) as error:
             logger.warning("a process of the engine could not join: %s", error)
             control.close()
+            return
+        self._log.add(log)
+        try:
+            descriptor = os.pidfd_open(os.getpid())
+            try:
+                client.greet([descriptor])
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            logger.warning("a process of the engine has gone while it joined: %s", error)
+            client.end()
 
     def _serve(self, control: ControlSocket, log: ControlSocket, descriptors: Mapping[str, int]) -> ServedClient:
         client = ServedClient(self, control, descriptors)
         self._clients[client] = log
-        client.greet()
         return client
 
     def leave(self, client: ServedClient) -> bool:
@@ -154,11 +173,14 @@ class _Server:
     # What the calls need
 
     def tier(self, name: str) -> ServedTier:
-        """Return the tier of that name, which all processes of the engine share."""
-        tier = self._tiers.get(name)
-        if tier is None or tier.is_closed:
-            (config,) = (tier for tier in self._config.tiers if tier.common.name == name)
-            tier = self._tiers[name] = ServedTier(config, self._config)
+        """Return the tier of that name. If its objects are in this process, all processes of the engine share it."""
+        shared = self._shared_tiers.get(name)
+        if shared is not None and not shared.is_closed:
+            return shared
+        (config,) = (tier for tier in self._config.tiers if tier.common.name == name)
+        tier = ServedTier(config, self._config)
+        if tier.can_be_shared:
+            self._shared_tiers[name] = tier
         return tier
 
     def emit(self, event: Event) -> int:

@@ -1,16 +1,31 @@
-"""A tier in the I/O process. All processes of an engine use the same backend."""
+"""A tier in the I/O process. If its medium is this process's memory, all processes of an engine use one backend."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from offload_core.api.keys import ObjectKey
 from offload_core.config.model import OffloadConfig, TierConfig
 from offload_core.tiers.call_slots import CallSlots
 from offload_core.tiers.storage import LocalStorage, StorageEvents, TierBackend
 
-OnStuckThreads = Callable[[int], None]
+
+class TierUser(Protocol):
+    """A process of the engine, as a tier sees it. All methods run on the event loop."""
+
+    def evicted(self, keys: Sequence[ObjectKey]) -> None:
+        """Take the objects that a store of this process has evicted."""
+        ...
+
+    def evicted_by_others(self, keys: Sequence[ObjectKey]) -> None:
+        """Take the objects that a store of another process has evicted."""
+        ...
+
+    def stuck_threads_changed(self, change: int) -> None:
+        """Take a change of the number of stuck threads."""
+        ...
 
 
 class ServedTier:
@@ -32,47 +47,43 @@ class ServedTier:
         self.store_slots = CallSlots(self.io_threads + 1, spare_slots=self.io_threads)
         self._loop = asyncio.get_running_loop()
         self._backend = TierBackend(tier, limits, config.plugins, self._stuck_on_any_thread)
-        self._watchers: list[OnStuckThreads] = []
-        self._told = 0
+        self._users: dict[TierUser, int] = {}  # with the number of stuck threads that each of them knows
+
+    @property
+    def can_be_shared(self) -> bool:
+        """True if the objects are in this process. Otherwise each user has threads of its own for the medium."""
+        return not self._backend.backend.capabilities.shared
 
     @property
     def is_closed(self) -> bool:
         """True once the last storage was closed: another tier object takes this one's place."""
         return self._backend.users <= 0
 
-    def make_storage(
-        self, evicted: Callable[[Sequence[ObjectKey]], None], on_stuck_threads: OnStuckThreads
-    ) -> LocalStorage:
-        """Return a storage for one process of the engine.
+    def make_storage(self, user: TierUser) -> LocalStorage:
+        """Return a storage for a process of the engine. Call :meth:`forget` when that is gone."""
 
-        Args:
-            evicted: gets the objects that this storage's stores have evicted.
-            on_stuck_threads: gets changes of the number of stuck threads, if it is the oldest such function: the
-                number is the tier's, and is told once. Call :meth:`forget` when it can take no more.
-        """
-        storage = LocalStorage(
-            self._config,
-            self._limits,
-            self._plugins,
-            StorageEvents(evicted, stuck_threads_changed=lambda change: None),
-            self._backend,
-        )
-        self._watchers.append(on_stuck_threads)
+        def evicted(keys: Sequence[ObjectKey]) -> None:
+            user.evicted(keys)
+            for other in self._users:
+                if other is not user:
+                    other.evicted_by_others(keys)
+
+        changes = StorageEvents(evicted, stuck_threads_changed=lambda change: None)
+        storage = LocalStorage(self._config, self._limits, self._plugins, changes, self._backend)
+        self._users[user] = 0
         self._tell_stuck_threads()
         return storage
 
-    def forget(self, on_stuck_threads: OnStuckThreads) -> None:
-        """Tell this function no more; if it was the oldest, the next one gets the whole number."""
-        if self._watchers and self._watchers[0] == on_stuck_threads:
-            self._told = 0
-        self._watchers.remove(on_stuck_threads)
-        self._tell_stuck_threads()
+    def forget(self, user: TierUser) -> None:
+        """Tell this process nothing more."""
+        self._users.pop(user, None)
 
     def _stuck_on_any_thread(self, change: int) -> None:
         self._loop.call_soon_threadsafe(self._tell_stuck_threads)
 
     def _tell_stuck_threads(self) -> None:
-        change = self._backend.stuck_threads - self._told
-        if change and self._watchers:
-            self._told += change
-            self._watchers[0](change)
+        stuck = self._backend.stuck_threads
+        for user, known in self._users.items():
+            if stuck != known:
+                self._users[user] = stuck
+                user.stuck_threads_changed(stuck - known)

@@ -12,7 +12,8 @@ from typing import Any
 
 from offload_core.config.loading import load_config
 from offload_core.runtime.io_loop import IoLoop
-from tests.core.io_process.rig import Rig
+from offload_core.tiers.staged_object import StagedObject
+from tests.core.io_process.rig import Rig, key
 
 
 class OtherProcess:
@@ -27,6 +28,7 @@ class OtherProcess:
         keys = {"io_process": "engine", **settings, "backends": list(backends)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, engine, json.dumps(keys)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -90,12 +92,18 @@ def main(engine: str, keys: str) -> None:
     log = _Log()
     logging.getLogger("offload_core").addHandler(log)
     rig = Rig(IoLoop.acquire(), load_config(json.loads(keys)), engine)
+
+    def begin_load(number: int) -> None:
+        rig.begin(rig.tiers[0].start_load, [StagedObject(key(number), rig.lease())])
+
     calls: dict[str, Callable[..., Any]] = {
         "io_process": lambda: rig.pid,
         "store": rig.store,
         "load": lambda *numbers, **keywords: [one and one.name for one in rig.load(*numbers, **keywords)],
         "lookup": rig.lookup,
         "warnings": lambda: log.warnings,
+        "begin_load": begin_load,
+        "changes": lambda tier: [(one.key.chunk_hash[-1], one.present) for one in rig.tiers[tier].take_changes()],
         "counts": lambda: {"/".join(name): count for name, count in rig.counters.take().items()},
         "close": rig.close,
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import uuid
@@ -17,10 +16,15 @@ import pytest
 
 from offload_core.api.backend import LoadOutcome
 from offload_core.config.loading import load_config
+from offload_core.io_process.control import BELLS, ControlSocket
 from offload_core.io_process.meeting_point import MeetingPoint
+from offload_core.io_process.messages import make_rings
+from offload_core.runtime.doorbell import Doorbell
 from offload_core.runtime.io_loop import IoLoop
+from tests.core.io_process.border_rig import Medium
 from tests.core.io_process.other_process import OtherProcess
 from tests.core.io_process.rig import OBJECT_BYTES, Rig
+from tests.support.plugin_site import Site
 from tests.support.polling import wait_until
 from tests.support.process_state import is_running
 
@@ -31,12 +35,19 @@ Here = Callable[..., Rig]
 There = Callable[..., OtherProcess]
 
 
-def backends(folder: Path) -> list[dict[str, Any]]:
-    return [{"name": "disk", "type": "disk", "path": str(folder)}, RAM]
+def backends(folder: Path, ram: str = "16MiB", medium: Medium | None = None) -> list[dict[str, Any]]:
+    first = {"name": "disk", "type": "disk", "path": str(folder)}
+    if medium is not None:
+        first = {"name": "medium", "type": "commanded", "path": str(medium.folder)}
+    return [first, {**RAM, "capacity": ram}]
 
 
-def keys(folder: Path, **settings: Any) -> dict[str, Any]:
-    return {"io_process": "engine", **settings, "backends": backends(folder)}
+def keys(folder: Path, ram: str = "16MiB", **settings: Any) -> dict[str, Any]:
+    return {"io_process": "engine", **settings, "backends": backends(folder, ram)}
+
+
+def descriptors_of(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
 @pytest.fixture
@@ -63,8 +74,8 @@ def there(engine: str, tmp_path: Path) -> Iterator[There]:
     """Makes a part of the engine in another process."""
     others: list[OtherProcess] = []
 
-    def make(**settings: Any) -> OtherProcess:
-        others.append(OtherProcess(engine, backends(tmp_path), **settings))
+    def make(ram: str = "16MiB", medium: Medium | None = None, **settings: Any) -> OtherProcess:
+        others.append(OtherProcess(engine, backends(tmp_path, ram, medium), **settings))
         return others[-1]
 
     yield make
@@ -91,6 +102,66 @@ def test_all_processes_of_an_engine_have_one_io_process_and_one_memory(here: Her
         assert second.call("load", 1, 2, 3, tier=tier) == ["HIT"] * 3
     assert rig.store(1, tier=1) == [True], "it is there"
     assert rig.counters.take()["store_bytes", "ram"] == OBJECT_BYTES, "one object is new"
+
+
+def test_an_eviction_is_told_to_the_process_that_has_stored_the_object_too(here: Here, there: There) -> None:
+    rig, other = here(ram="1MiB"), there(ram="1MiB")
+    assert rig.pid == other.io_process
+    numbers = range(15)
+    assert all(other.call("store", *numbers, tier=1))
+    assert other.call("changes", 1) == [[number, True] for number in numbers]
+    assert all(rig.store(*range(100, 110), tier=1))
+    evicted = [change.key.chunk_hash[-1] for change in rig.tiers[1].take_changes() if not change.present]
+    assert len(evicted) >= 8
+    told: list[list[Any]] = []
+
+    def is_told() -> bool:
+        told.extend(other.call("changes", 1))
+        return len(told) == len(evicted)
+
+    wait_until(is_told, "the evictions are not told")
+    assert told == [[number, False] for number in evicted]
+
+
+def test_a_process_that_dies_while_it_joins_leaves_nothing(here: Here, engine: str) -> None:
+    rig = here()
+    assert rig.store(1) == [True]
+    meeting_point, pid = MeetingPoint(engine, rig.config.keys), rig.pid
+    before = descriptors_of(pid)
+    for _ in range(3):
+        os.kill(pid, signal.SIGSTOP)  # so that it answers after the end
+        connection = meeting_point.connect(0)
+        assert connection is not None
+        rings, bells, logs = make_rings(), [Doorbell() for _ in BELLS], ControlSocket.pair()
+        numbers = [logs[1].fileno(), rings.descriptor, *(bell.fileno() for bell in bells)]
+        ControlSocket(connection).send({"join": 1}, numbers)
+        connection.close()
+        rings.close()
+        for bell in bells:
+            bell.close()
+        for end in logs:
+            end.close()
+        os.kill(pid, signal.SIGCONT)
+        assert rig.load(1) == [HIT]
+    wait_until(lambda: descriptors_of(pid) == before, "descriptors of dead processes are left")
+    rig.close()
+    assert not is_running(pid)
+
+
+def test_a_process_without_a_parent_ends_although_a_call_hangs(there: There, tmp_path: Path, site: Site) -> None:
+    site.declare("commanded", "commanded = tests.core.io_process.commanded")
+    medium = Medium(tmp_path / "medium")
+    parent, other = there(medium=medium), there(medium=medium)
+    pid = parent.io_process
+    assert other.io_process == pid
+    assert other.call("store", 1) == [True]
+    medium.shut("load")
+    other.call("begin_load", 1)
+    wait_until(lambda: bool(medium.running()), "no call hangs")
+    parent.close()
+    assert is_running(pid)
+    other.kill()
+    wait_until(lambda: not is_running(pid), "the I/O process outlives the engine")
 
 
 def test_processes_of_other_engines_and_configurations_do_not_meet(here: Here, there: There, tmp_path: Path) -> None:
@@ -171,21 +242,18 @@ def test_a_killed_process_of_the_engine_disturbs_no_other_and_leaves_nothing(her
     assert rig.store(1, 2) == [True, True]
     pid = rig.pid
 
-    def descriptors() -> int:
-        return len(list(Path(f"/proc/{pid}/fd").iterdir()))
-
-    before = descriptors()
+    before = descriptors_of(pid)
     for _ in range(3):
         other = there()
         assert other.io_process == pid
         other.begin("load", *[1, 2] * 20)
         other.kill()
         assert rig.load(1, 2) == [HIT, HIT]
-    wait_until(lambda: descriptors() == before, "descriptors of killed processes are left")
+    wait_until(lambda: descriptors_of(pid) == before, "descriptors of killed processes are left")
     assert rig.pid == pid
 
 
-def test_strangers_at_the_meeting_point_disturb_nobody(here: Here, engine: str, tmp_path: Path) -> None:
+def test_strangers_at_the_meeting_point_disturb_nobody(here: Here, engine: str) -> None:
     rig = here()
     assert rig.store(1) == [True]
     meeting_point = MeetingPoint(engine, rig.config.keys)
@@ -198,7 +266,7 @@ def test_strangers_at_the_meeting_point_disturb_nobody(here: Here, engine: str, 
     assert rig.load(1) == [HIT]
     with pytest.raises(ConnectionError):
         _silent(meeting_point, b'{"join": 1}')
-    assert meeting_point.claim(0) is None
+    assert meeting_point.try_listen(0) is None
 
 
 def _silent(meeting_point: MeetingPoint, sent: bytes) -> None:
@@ -247,4 +315,3 @@ print(connection.recv(100))
     result = subprocess.run([sys.executable, "-c", intruder], capture_output=True, text=True, check=False)
     assert result.stdout == "b''\n" or "ConnectionResetError" in result.stderr
     assert rig.store(1) == [True]
-    assert isinstance(socket.AF_UNIX, int)
