@@ -63,7 +63,7 @@ class CallSize:
     """The number of batches in a tier's next call. For one thread.
 
     It starts with one batch. Quick calls double it and slow calls halve it, so that a slow medium gets calls as small
-    as those on a disk.
+    as those on a disk. After a call that failed it is one batch again, since an error fails all objects of its call.
 
     Args:
         most: its upper limit.
@@ -91,15 +91,18 @@ class CallSize:
             count += 1
         return count
 
-    def ended(self, batches: int, seconds: float, *, worked: bool) -> None:
+    def ended(self, batches: int, seconds: float, *, worked: bool, failed: bool = False) -> None:
         """Note the end of a call.
 
         Args:
             batches: number of batches in the call.
             seconds: duration of the call.
-            worked: whether the call moved any object. A call that failed at once says nothing about the speed.
+            worked: whether the call moved any object. One that found nothing says nothing about the speed.
+            failed: whether it ended in an error.
         """
-        if seconds > QUICK_SECONDS:
+        if failed:
+            self.batches = 1
+        elif seconds > QUICK_SECONDS:
             self.batches = max(1, min(self.batches, batches) // 2)
         elif worked and seconds <= QUICK_SECONDS / 2 and batches == self.batches:
             self.batches = min(self._most, 2 * self.batches)

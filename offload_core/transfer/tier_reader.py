@@ -184,5 +184,6 @@ class TierReader:
         seconds = time.monotonic() - call.started
         with self._lock:
             self._running.discard(call)
-            self._call_size.ended(call.batches, seconds, worked=LoadOutcome.HIT in outcomes)
+            failed = not outcomes or None in outcomes
+            self._call_size.ended(call.batches, seconds, worked=LoadOutcome.HIT in outcomes, failed=failed)
         self._on_end(call.job, call.objects, call.staged, outcomes)

@@ -208,7 +208,7 @@ class TierWriter:
                 store.staged.spare and not there for store, there in zip(call.items, stored, strict=False)
             ):
                 self._spares_from = now + _PAUSE_OF_SPARES_SECONDS
-            self._call_size.ended(len(call.batches), now - begin, worked=any(stored))
+            self._call_size.ended(len(call.batches), now - begin, worked=any(stored), failed=not any(stored))
             self._queue.ended(call)
             for batch in call.batches:
                 self._release(batch, list(islice(results, len(batch.items))))

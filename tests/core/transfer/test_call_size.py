@@ -67,10 +67,18 @@ def test_a_slow_call_halves_the_size() -> None:
     assert size.batches == 1
 
 
+def test_after_a_failed_call_calls_are_small_again() -> None:
+    size = grown(CallSize(8, CALL_BYTES))
+    size.ended(8, 0.0, worked=False, failed=True)
+    assert size.batches == 1
+    size.ended(1, 0.0, worked=True)
+    assert size.batches == 2
+
+
 def test_calls_that_say_nothing_about_the_speed_change_nothing() -> None:
     size = CallSize(8, CALL_BYTES)
     size.ended(1, 0.0, worked=False)
-    assert size.batches == 1, "it failed at once"
+    assert size.batches == 1, "it found nothing"
     size.ended(1, 0.75 * QUICK_SECONDS, worked=True)
     assert size.batches == 1, "a call of two would be slow"
     size.ended(1, 0.0, worked=True)
