@@ -20,6 +20,7 @@ from offload_core.io_process import protocol
 from offload_core.io_process.control import BELLS, ControlSocket, Record
 from offload_core.io_process.messages import Lane, MessageChannel, RingPair
 from offload_core.io_process.protocol import NO_PIECE, Kind, Message, ProtocolError
+from offload_core.io_process.serving.scratch import CallScratch, MappedPiece
 from offload_core.io_process.serving.tier import ServedTier
 from offload_core.memory.staging_size import in_batches
 from offload_core.runtime.doorbell import Doorbell
@@ -65,36 +66,6 @@ class Server(Protocol):
             closing: the ends of its tiers.
         """
         ...
-
-
-class _MappedPiece:
-    """A piece of mapped memory in the place of a lease. The engine's process releases the lease itself."""
-
-    def __init__(self, view: memoryview) -> None:
-        self.view = view
-        self.nbytes = len(view)
-
-    def release(self) -> None:
-        """Do nothing."""
-
-
-class _Scratch:
-    """Memory for compressed objects of one call: the pieces that came with it, and for loads private memory."""
-
-    def __init__(self, pieces: Sequence[memoryview]) -> None:
-        self._unused = list(pieces)
-
-    def try_scratch_for_store(self, nbytes: int) -> _MappedPiece | None:
-        """Return the first unused piece of at least ``nbytes`` bytes."""
-        for index, view in enumerate(self._unused):
-            if len(view) >= nbytes:
-                del self._unused[index]
-                return _MappedPiece(view[:nbytes])
-        return None
-
-    def try_scratch_for_load(self, nbytes: int) -> _MappedPiece:
-        """Return new memory of this process."""
-        return _MappedPiece(memoryview(bytearray(nbytes)))
 
 
 class _UsedTier:
@@ -315,19 +286,19 @@ class ServedClient:
         await used.storage.touch(keys, body.flags(len(keys)))
         return b""
 
-    def _staged(self, body: protocol.Reader) -> tuple[list[StagedObject], _Scratch]:
+    def _staged(self, body: protocol.Reader) -> tuple[list[StagedObject], CallScratch]:
         """Return the objects of a call, with their memory, and the memory for their compressed bytes."""
         keys = body.keys()
         pieces = body.pieces(len(keys))
         staged = []
         for key, piece in zip(keys, pieces, strict=True):
-            lease = cast("Lease", _MappedPiece(self._view(piece.offset, piece.nbytes)))
+            lease = cast("Lease", MappedPiece(self._view(piece.offset, piece.nbytes)))
             second = None
             if piece.scratch != NO_PIECE:
-                second = cast("Lease", _MappedPiece(self._view(piece.scratch, piece.nbytes)))
+                second = cast("Lease", MappedPiece(self._view(piece.scratch, piece.nbytes)))
             staged.append(StagedObject(key, lease, second, piece.spare, piece.unsealed))
         scratch = [self._view(piece.scratch, piece.nbytes) for piece in pieces if piece.scratch != NO_PIECE]
-        return staged, _Scratch(scratch)
+        return staged, CallScratch(scratch)
 
     def _view(self, offset: int, nbytes: int) -> memoryview:
         if self._staging is None or offset + nbytes > self._staging.nbytes:
