@@ -22,7 +22,7 @@ def test_every_object_gets_memory_in_any_order(sizes: list[int], data: st.DataOb
 @given(PIECES)
 def test_no_two_objects_get_the_same_memory(sizes: list[int]) -> None:
     buffers = [bytearray(size) for size in sizes]
-    scratch = CallScratch(list(map(memoryview, buffers)))
+    scratch = CallScratch([memoryview(buffer) for buffer in buffers])
     for number, size in enumerate(sizes, start=1):
         piece = scratch.try_scratch_for_store(size)
         assert piece is not None
