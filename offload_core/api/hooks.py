@@ -64,9 +64,9 @@ class HookSpecs:
     def offload_wrap_backend(self, backend: Backend[Any], tier: TierInfo) -> Backend[Any] | None:
         """Return a backend around ``backend``, or ``None`` to leave it as it is.
 
-        Called once per tier, before ``open``; each plugin gets the backend that the plugin before it returned. Use
-        :class:`offload_core.api.BackendWrapper`, which passes all calls on. By default, the hook runs in each I/O
-        process.
+        Called for each backend that is made, before ``open``; each plugin gets the backend that the plugin before it
+        returned. Use :class:`offload_core.api.BackendWrapper`, which passes all calls on. By default, the hook runs in
+        each I/O process.
         """
         raise NotImplementedError
 

@@ -80,9 +80,9 @@ class Session:
         self._on_killed = on_killed
         self._silence_seconds = silence_seconds
         self._loop = asyncio.get_running_loop()
-        self._log, their_log = ControlSocket.pair()
+        self._log, self._their_log = ControlSocket.pair()
         self._control: ControlChannel | None = None
-        self._theirs: list[ControlSocket | socket.socket] = [their_log]
+        self._theirs: list[ControlSocket | socket.socket] = [self._their_log]
         self._rings = make_rings()
         self._bells = {name: Doorbell() for name in BELLS}
         self._channel = MessageChannel(
@@ -186,9 +186,7 @@ class Session:
         )
         await to_the_end(self._loop.run_in_executor(self._threads, process.start))
         self._close_theirs()
-        _, received = await control.ready
-        for descriptor in received:
-            os.close(descriptor)
+        await control.ready
 
     async def _join(self, connection: socket.socket) -> None:
         """Join the process that another process of the engine has started.
@@ -198,7 +196,8 @@ class Session:
         """
         self._control = control = ControlChannel(ControlSocket(connection), self._on_end_of_file)
         try:
-            control.tell({"join": os.getpid()}, list(self._descriptors().values()))
+            descriptors = self._descriptors()
+            control.tell({"join": os.getpid()}, [descriptors[name] for name in JOIN_DESCRIPTORS])
             record, (descriptor,) = await control.ready
         except ConnectionError as error:
             control.close(error)
@@ -207,10 +206,9 @@ class Session:
         self._close_theirs()
 
     def _descriptors(self) -> dict[str, int]:
-        """Return the descriptors that the I/O process gets, in the order of :data:`JOIN_DESCRIPTORS`."""
-        files = (self._theirs[0], self._rings.descriptor, *self._bells.values())
-        numbers = [file if isinstance(file, int) else file.fileno() for file in files]
-        return dict(zip(JOIN_DESCRIPTORS, numbers, strict=True))
+        """Return the descriptors of :data:`JOIN_DESCRIPTORS`, which the I/O process gets."""
+        bells = {name: bell.fileno() for name, bell in self._bells.items()}
+        return {"log": self._their_log.fileno(), "rings": self._rings.descriptor, **bells}
 
     def _close_theirs(self) -> None:
         for end in self._theirs:

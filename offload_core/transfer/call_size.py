@@ -98,7 +98,7 @@ class CallSize:
             batches: number of batches in the call.
             seconds: duration of the call.
             worked: whether the call moved any object. One that found nothing says nothing about the speed.
-            failed: whether it ended in an error.
+            failed: whether it ended in an error, or a store stored nothing.
         """
         if failed:
             self.batches = 1

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from tests.support.clusters import lmcache, mooncake, nixl
 from tests.support.polling import wait_until
-from tests.support.process_state import process_state
+from tests.support.process_state import command_line, descendants, process_state
 from tests.support.server_process import LOOPBACK, ServerProcess
 
 TIER = "cluster"
@@ -164,19 +163,7 @@ def children_of_the_engine() -> list[int]:
 
 
 def _nixl_children() -> list[int]:
-    parents: dict[int, int] = {}
-    children: list[int] = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                status = (entry / "stat").read_text().rpartition(")")[2].split()
-                command = (entry / "cmdline").read_bytes()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            parents[int(entry.name)] = int(status[1])
-            if b"offload_backend_nixl.child" in command and status[0] != "Z":
-                children.append(int(entry.name))
-    return [child for child in children if os.getpid() in _ancestors(child, parents)]
+    return [pid for pid in descendants() if b"offload_backend_nixl.child" in command_line(pid)]
 
 
 def _is_stopped(pid: int) -> bool:
@@ -184,10 +171,3 @@ def _is_stopped(pid: int) -> bool:
         return process_state(pid) == "T"
     except (FileNotFoundError, ProcessLookupError):  # it has been killed just now
         return False
-
-
-def _ancestors(pid: int, parents: Mapping[int, int]) -> list[int]:
-    found: list[int] = []
-    while pid := parents.get(pid, 0):
-        found.append(pid)
-    return found

@@ -16,7 +16,7 @@ from tests.engine.labs import QUICK_LABS
 from tests.engine.phases import Phase, PhasedRun
 from tests.engine.signals_in_calls import ORDER_VARIABLE, CallName, write_order
 from tests.engine.test_faulty_mount import LOAD_SECONDS, LOOKUP_SECONDS, SLACK_SECONDS, settle, transfer
-from tests.support import second_host as second_host_module
+from tests.support import second_host
 from tests.support.engine.lab import Lab, count, installed, ours, served
 from tests.support.engine.spec import Round, RunResult, compare, logged_problems
 from tests.support.second_host import HERE, SecondHost
@@ -87,8 +87,8 @@ def test_two_engines_at_once(lab: Lab, store: Store) -> None:
 
 
 @pytest.fixture
-def second_host() -> Iterator[SecondHost]:
-    if reason := second_host_module.why_not():
+def other_host() -> Iterator[SecondHost]:
+    if reason := second_host.why_not():
         pytest.skip(reason)
     host = SecondHost()
     yield host
@@ -103,14 +103,14 @@ def test_engines_on_two_hosts_share_what_they_store(
     kind: type[LMCache | Mooncake | NixlBucket],
     tmp_path: Path,
     served_from_disk: dict[str, int],
-    second_host: SecondHost,
+    other_host: SecondHost,
 ) -> None:
     (why_not,) = (reason for make, reason in STORES.values() if make is kind)
     if reason := why_not():
         pytest.skip(reason)
     store = kind(tmp_path, HERE)
     try:
-        there = {**TOKEN, **second_host.environment}
+        there = {**TOKEN, **other_host.environment}
         assert not any(served(run_on(store, lab, lab.standard(), there)).values())
         assert served(run_on(store, lab, lab.standard(), TOKEN)) == served_from_disk
         prompts = [prompt for family in (80, 81) for prompt in lab.prompts(700, 1283, 2500, family=family)]

@@ -15,7 +15,7 @@ from tests.engine.workloads import check_outputs, run_workloads
 from tests.support.engine.lab import Lab, count, installed, objects, ours, served
 from tests.support.engine.spec import Round, compare, logged_problems
 from tests.support.polling import wait_until
-from tests.support.process_state import descendants, io_process_ids, is_running, shared_memory_of
+from tests.support.process_state import command_line, descendants, io_process_ids, is_running, shared_memory_of
 from tests.support.workload import random_workload
 
 HURTS = 200
@@ -52,7 +52,7 @@ def test_two_ranks_and_the_scheduler_have_one_process_and_one_memory(gemma3: Lab
     seen: set[int] = set()
 
     def look(progress: dict[str, Any]) -> None:
-        seen.update(pid for parent in descendants() for pid in io_process_ids(parent))
+        seen.update(pid for pid in descendants() if b"offload_core.io_process" in command_line(pid))
 
     lines: list[str] = []
     result = gemma3.run([first, again], config, tensor_parallel_size=2, on_progress=look, on_line=lines.append)

@@ -25,14 +25,22 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def command_line(pid: int) -> bytes:
+    """Return a process's command, its words divided by zero bytes; nothing if it is gone or was not reaped."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
 def io_process_ids(parent: int | None = None) -> list[int]:
     """Return the I/O processes of a process, by default of this one."""
     line = f"\nPPid:\t{parent or os.getpid()}\n"
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            words = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
-            if b"offload_core.io_process" in words and line in (entry / "status").read_text():
+            is_one = entry.name.isdigit() and b"offload_core.io_process" in command_line(int(entry.name))
+            if is_one and line in (entry / "status").read_text():
                 found.append(int(entry.name))
     return found
 
