@@ -350,7 +350,7 @@ class Session:
             self._loop.call_soon_threadsafe(self._ended, description)
 
     def _ended(self, description: str) -> None:
-        """Fail the calls without an answer. The process is gone with all of its threads."""
+        """Fail the calls without an answer. The process is gone with all of its threads, or was left."""
         if self._is_over:
             return
         self._channel.receive()  # answers from before its end
