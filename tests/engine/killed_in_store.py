@@ -1,4 +1,7 @@
-"""A plugin that kills the engine, as ``kill -9`` does, while a store is on its way to a tier. Its I/O process dies too."""
+"""A plugin that kills the engine, as ``kill -9`` does, while a store is on its way to a tier.
+
+An I/O process dies with the engine.
+"""
 
 from __future__ import annotations
 
