@@ -16,16 +16,19 @@ from typing import Any
 import pytest
 from offload_backend_nfs import NfsBackend
 from offload_backend_nfs.storage.base import TEMPORARY_FOLDER
+from offload_backend_nfs.storage.mounts import is_local
 from offload_backend_nfs.storage.posix import MARKER, PosixShare
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from tests.backends.disk.conftest import mount, small_disk
 from tests.backends.nfs.calls import contains, listed, load, run, store
 from tests.backends.nfs.conftest import Nfs, key
+from tests.media.fuse.fixtures import _session_fault_fs, fault_fs
+from tests.media.fuse.mount import FaultFs
 
 HIT, MISS = LoadOutcome.HIT, LoadOutcome.MISS
 KIB, MIB = 1024, 1024 * 1024
-__all__ = ["small_disk"]  # a fixture
+__all__ = ["_session_fault_fs", "fault_fs", "small_disk"]  # fixtures
 
 
 @pytest.fixture
@@ -151,14 +154,14 @@ _KILLED = """
     from offload_core.api.keys import ObjectKey
     from offload_core.runtime.threads import DaemonExecutor
 
-    def stop(descriptor):
+    def stop(*paths):
         print("written", flush=True)
         time.sleep(600)
 
     async def main():
         backend = NfsBackend(NfsOptions(url=sys.argv[1]), BackendContext("killed", DaemonExecutor(1, "killed")))
         await backend.open()
-        os.fsync = stop
+        os.replace = stop
         await backend.store([ObjectKey("ab" * 32, "full-u256", bytes(32))], [memoryview(bytes(1000))])
 
     asyncio.run(main())
@@ -293,6 +296,64 @@ def test_operations_on_a_failing_disk_are_retried_for_retry_seconds(
 
     tries.clear()  # so that the next ones fail again
     run(nfs(url=f"file://{root}", retry_seconds=0), at_once)
+
+
+def test_an_object_gets_its_name_after_its_bytes_are_on_the_server(nfs: Nfs, fault_fs: FaultFs) -> None:
+    root = fault_fs.path / "kv"
+
+    async def work(backend: NfsBackend) -> None:
+        rule = fault_fs.add("fsync", "*", "error")
+        with pytest.raises(OSError, match="Input/output"):
+            await store(backend, (0, b"zero"))
+        assert objects_under(root) == temporaries(root) == []
+        fault_fs.remove(rule)
+        await store(backend, (0, b"zero"))
+        assert await load(backend, 0, 4) == (HIT, b"zero")
+
+    run(nfs(url=f"file://{root}", lookup_cache_seconds=0, retry_seconds=0), work)
+
+
+def test_on_a_local_file_system_no_store_waits_for_the_disk(
+    nfs: Nfs, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    async def work(backend: NfsBackend) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        await store(backend, (0, b"zero"))
+        assert await load(backend, 0, 4) == (HIT, b"zero")
+
+    run(nfs(url=f"file://{small_disk}", retry_seconds=0), work)
+
+
+@pytest.mark.parametrize(
+    ("folder", "local"),
+    [
+        ("/data", True),
+        ("/data/kv", True),
+        ("/database", True),  # of the root, not of /data
+        ("/mnt/kv", False),
+        ("/mnt/kv/disk", True),
+        ("/mnt/twice/kv", False),
+        ("/mnt/a share/kv", False),
+        ("/mnt/new/kv", False),
+    ],
+)
+def test_the_nearest_mount_tells_whether_a_folder_is_local(tmp_path: Path, folder: str, local: bool) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
+        "30 22 8:2 / /data rw - xfs /dev/sda2 rw\n"
+        "31 22 0:40 / /mnt/kv rw shared:2 master:3 - nfs4 server:/kv rw\n"
+        "32 31 8:3 / /mnt/kv/disk rw - btrfs /dev/sdb1 rw\n"
+        "33 22 8:4 / /mnt/twice rw - ext4 /dev/sdc1 rw\n"
+        "34 33 0:41 / /mnt/twice rw - ceph mon:/ rw\n"
+        "35 22 0:42 / /mnt/a\\040share rw - fuse.sshfs host:/ rw\n"
+        "36 22 0:43 / /mnt/new rw - futurefs none rw\n"
+    )
+    assert is_local(folder, mounts) is local
+    assert not is_local(folder, tmp_path / "missing")
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["with hard links", "without"])

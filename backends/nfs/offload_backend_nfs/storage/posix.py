@@ -8,7 +8,10 @@ The code relies only on the guarantees of NFS:
   is a miss.
 
 It uses no locks, no mmap, no O_DIRECT and no inotify. It forces bytes to the server before the rename. On NFS, closing
-does so anyway and reports errors. On other mounts, a name without its bytes could otherwise survive a server crash.
+does so anyway and reports errors. On other mounts, another host could otherwise see a name without its bytes.
+
+A local file system, for example on the file server itself, needs no such force: all processes see what its kernel has.
+After a crash of that host, an object may be damaged. Its checksum shows that, as on the ``disk`` backend.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from pathlib import Path
 
 from offload_backend_nfs.storage import temporaries
 from offload_backend_nfs.storage.base import TEMPORARY_FOLDER, TEMPORARY_LIFE_SECONDS, Entry, Medium
+from offload_backend_nfs.storage.mounts import is_local
 from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome
 
 logger = logging.getLogger(__name__)
@@ -47,6 +51,7 @@ class PosixShare(Medium):
 
     def __init__(self, root: Path) -> None:
         self._root = str(root)
+        self._is_local = False
         self._has_marker = False
         self._root_seen_seconds = float("-inf")
 
@@ -56,6 +61,7 @@ class PosixShare(Medium):
             if not os.path.isdir(os.path.dirname(self._root)):  # noqa: PTH112, PTH120
                 raise OSError(errno.ENOENT, "the parent folder does not exist; mount the share", self._root)
             _make_private_folder(self._root)
+        self._is_local = is_local(self._root)
         marker = self._path(MARKER)
         try:
             descriptor = os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
@@ -203,7 +209,7 @@ class PosixShare(Medium):
                 done = 0
                 while done < len(buffer):
                     done += os.write(descriptor, buffer[done:])
-                if sync:
+                if sync and not self._is_local:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)  # on NFS it may report that a write has failed
