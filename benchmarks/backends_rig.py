@@ -38,7 +38,7 @@ from offload_core.runtime.threads import DaemonExecutor
 from offload_core.tiers.call_slots import CallSlots
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
-from offload_core.transfer.call_size import call_size_of, load_slots_of
+from offload_core.transfer.call_size import load_size_of, load_slots_of, store_size_of
 from offload_core.transfer.store_queue import StoreBatch, StoreCall, StoreQueue
 
 MIB = 1024 * 1024
@@ -162,9 +162,9 @@ class OurTier:
         self._payload_bytes = payload_bytes
         self._at_once = max(1, min(BATCH_OBJECTS, -(-BATCH_BYTES // payload_bytes)))
         share = int(config.settings.staging_bytes * STORE_SHARE)
-        self._store_size = call_size_of(self._tier, share, 2 * self._threads + 1)
+        self._store_size = store_size_of(self._tier, share)
         self._load_slots = CallSlots(load_slots_of(self._tier), spare_slots=0)
-        self._load_size = call_size_of(self._tier, share, self._load_slots.slots + self._threads)
+        self._load_size = load_size_of(self._tier, share)
         self.nbytes = chunks * CHUNK_BYTES
         self._leases: list[Lease] = []
 

@@ -21,22 +21,24 @@ CALL_BYTES = CALL_BATCHES * (BATCH_BYTES + BATCH_OBJECTS * HEADER_BYTES)
 MESSAGE_BATCHES = 16
 """Maximum number of batches in a call to a tier in another process, unless its medium is remote."""
 SHARE_OF_CALLS = 0.5
-"""Part of a tier's share of the staging memory that all its large calls together may hold, from 0 to 1."""
+"""Part of a tier's share of the staging memory that all its large calls together may hold, from 0 to 1. The rest is for
+stores that wait, and for compressed bytes. The loads of a tier in another process need neither, so they get all of it.
+"""
 QUICK_SECONDS = 0.25
 """Limit for the duration of a large call. Slower tiers get smaller calls, which lose less at a deadline."""
 
 
-def max_call_bytes(share_bytes: int, calls: int, leases_per_object: int = 1, batches: int = CALL_BATCHES) -> int:
+def max_call_bytes(bytes_of_calls: int, calls: int, leases_per_object: int = 1, batches: int = CALL_BATCHES) -> int:
     """Return the maximum number of bytes that the leases of a call of several batches take.
 
     Args:
-        share_bytes: size of the tier's share of the staging memory.
-        calls: number of calls that may hold memory of this share at once.
+        bytes_of_calls: bytes that all calls together may hold.
+        calls: number of calls that may hold memory at once.
         leases_per_object: 2 for a tier that compresses, else 1.
         batches: maximum number of batches in a call.
     """
     largest = leases_per_object * batches * (CALL_BYTES // CALL_BATCHES)
-    return min(largest, int(share_bytes * SHARE_OF_CALLS) // calls)
+    return min(largest, bytes_of_calls // calls)
 
 
 def load_slots_of(tier: Tier) -> int:
@@ -49,10 +51,28 @@ def load_slots_of(tier: Tier) -> int:
     return max(2, threads) if _takes_messages(tier) else 2 * threads
 
 
-def call_size_of(tier: Tier, share_bytes: int, calls: int) -> CallSize:
-    """Return the size of calls on ``tier``; see :func:`max_call_bytes` for the other arguments."""
+def load_size_of(tier: Tier, share_bytes: int) -> CallSize:
+    """Return the size of loads from ``tier``.
+
+    Args:
+        share_bytes: size of the share of the staging memory for these loads.
+    """
+    calls = load_slots_of(tier) + tier.config.io_threads  # with the overdue calls, whose slots other calls may use
+    return _call_size(tier, int(share_bytes * (1 if _takes_messages(tier) else SHARE_OF_CALLS)), calls)
+
+
+def store_size_of(tier: Tier, share_bytes: int) -> CallSize:
+    """Return the size of stores on ``tier``.
+
+    Args:
+        share_bytes: size of the share of the staging memory for these stores.
+    """
+    return _call_size(tier, int(share_bytes * SHARE_OF_CALLS), 2 * tier.config.io_threads + 1)  # overdue calls too
+
+
+def _call_size(tier: Tier, bytes_of_calls: int, calls: int) -> CallSize:
     most = MESSAGE_BATCHES if _takes_messages(tier) else CALL_BATCHES if tier.capabilities.medium == "remote" else 1
-    return CallSize(most, max_call_bytes(share_bytes, calls, 1 + tier.compresses, most) if most > 1 else 0)
+    return CallSize(most, max_call_bytes(bytes_of_calls, calls, 1 + tier.compresses, most) if most > 1 else 0)
 
 
 def _takes_messages(tier: Tier) -> bool:

@@ -34,7 +34,7 @@ from offload_core.tiers.staged_object import StagedObject, seal_all
 from offload_core.tiers.storage import StorageAwayError
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject, in_batches
-from offload_core.transfer.call_size import call_size_of
+from offload_core.transfer.call_size import store_size_of
 from offload_core.transfer.jobs import JobTable
 from offload_core.transfer.pending_store import GatherBudget, PendingStore, StoreResult
 from offload_core.transfer.store_queue import StoreBatch
@@ -79,10 +79,8 @@ class Stores:
             TierWriter(
                 tier,
                 shares[tier.name],
-                call_size=call_size_of(
-                    tier,
-                    min(shares[tier.name].store_limit_bytes, (1 + tier.compresses) * gather_limit_bytes),
-                    2 * tier.config.io_threads + 1,  # with the overdue calls, whose slots other calls may use
+                call_size=store_size_of(
+                    tier, min(shares[tier.name].store_limit_bytes, (1 + tier.compresses) * gather_limit_bytes)
                 ),
                 jobs=jobs,
                 counters=counters,

@@ -24,7 +24,7 @@ from offload_core.objects.format import object_bytes
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject, in_batches
-from offload_core.transfer.call_size import call_size_of, load_slots_of
+from offload_core.transfer.call_size import load_size_of, load_slots_of
 from offload_core.transfer.jobs import Job, JobTable
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class TierReader:
         self._on_end = on_end
         self._slots = load_slots_of(tier)
         self._spare_slots = tier.config.io_threads
-        self._call_size = call_size_of(tier, share.loads.limit_bytes, self._slots + self._spare_slots)
+        self._call_size = load_size_of(tier, share.loads.limit_bytes)
         self._lock = threading.Lock()
         self._waiting: deque[_Waiting] = deque()
         self._running: set[_Call] = set()

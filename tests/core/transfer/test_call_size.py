@@ -17,17 +17,17 @@ BATCH = object_bytes(2 * MIB)
 
 
 @given(st.integers(0, 2**40), st.integers(1, 600), st.integers(1, 2), st.lists(st.integers(1, 40 * MIB), max_size=20))
-def test_all_large_calls_together_leave_half_of_the_share(
-    share_bytes: int, calls: int, leases: int, sizes: list[int]
+def test_all_large_calls_together_hold_no_more_than_they_may(
+    bytes_of_calls: int, calls: int, leases: int, sizes: list[int]
 ) -> None:
-    size = grown(CallSize(8, max_call_bytes(share_bytes, calls, leases)))
+    size = grown(CallSize(8, max_call_bytes(bytes_of_calls, calls, leases)))
     count = size.take(iter(sizes), 20)
     assert min(1, len(sizes)) <= count <= min(8, len(sizes)), "a call of one batch is possible with every pool"
     if count > 1:
-        assert 2 * calls * sum(sizes[:count]) <= share_bytes
+        assert calls * sum(sizes[:count]) <= bytes_of_calls
         assert sum(sizes[:count]) <= leases * CALL_BYTES
     if count < min(8, len(sizes)):
-        limit = max_call_bytes(share_bytes, calls, leases)
+        limit = max_call_bytes(bytes_of_calls, calls, leases)
         assert sum(sizes[: count + 1]) > limit, "no larger call has room"
 
 
@@ -40,12 +40,12 @@ def test_a_call_takes_no_more_than_its_fair_part(most: int, sizes: list[int]) ->
 
 
 def test_known_sizes() -> None:
-    assert taken(256 * MIB, 3, BATCH) == 8, "one thread, the default pool, one tier"
-    assert taken(256 * MIB, 12, BATCH) == 5, "four threads"
-    assert taken(256 * MIB, 3, object_bytes(5 * MIB)) == 3, "large objects: a batch is one object"
-    assert taken(256 * MIB, 3, BATCH_OBJECTS * object_bytes(256 * 1024)) == 8, "eight small objects are a batch"
-    assert taken(256 * MIB, 3, 2 * object_bytes(BATCH_BYTES - 1)) == 4, "two objects that end beyond a batch's bytes"
-    assert taken(16 * MIB, 12, BATCH) == 1, "a small pool"
+    assert taken(128 * MIB, 3, BATCH) == 8, "one thread, the default pool, one tier"
+    assert taken(128 * MIB, 12, BATCH) == 5, "four threads"
+    assert taken(128 * MIB, 3, object_bytes(5 * MIB)) == 3, "large objects: a batch is one object"
+    assert taken(128 * MIB, 3, BATCH_OBJECTS * object_bytes(256 * 1024)) == 8, "eight small objects are a batch"
+    assert taken(128 * MIB, 3, 2 * object_bytes(BATCH_BYTES - 1)) == 4, "two objects that end beyond a batch's bytes"
+    assert taken(8 * MIB, 12, BATCH) == 1, "a small pool"
 
 
 def test_quick_calls_double_the_size_up_to_its_limit() -> None:
@@ -103,6 +103,6 @@ def grown(size: CallSize) -> CallSize:
     return size
 
 
-def taken(share_bytes: int, calls: int, batch_bytes: int) -> int:
+def taken(bytes_of_calls: int, calls: int, batch_bytes: int) -> int:
     """Return the batches of the largest call."""
-    return grown(CallSize(8, max_call_bytes(share_bytes, calls))).take([batch_bytes] * 20, 20)
+    return grown(CallSize(8, max_call_bytes(bytes_of_calls, calls))).take([batch_bytes] * 20, 20)
