@@ -10,8 +10,8 @@ The code relies only on the guarantees of NFS:
 It uses no locks, no mmap, no O_DIRECT and no inotify. It forces bytes to the server before the rename. On NFS, closing
 does so anyway and reports errors. On other mounts, another host could otherwise see a name without its bytes.
 
-A local file system, for example on the file server itself, needs no such force: all processes see what its kernel has.
-After a crash of that host, an object may be damaged. Its checksum shows that, as on the ``disk`` backend.
+A local file system, for example on the file server itself, needs no such force, since all processes see the same page
+cache. After a crash of that host, an object may be damaged. Its checksum shows that, as on the ``disk`` backend.
 """
 
 from __future__ import annotations
