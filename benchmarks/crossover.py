@@ -70,7 +70,6 @@ def spec(model: Path, folder: Path, load_when: str | None, *plugins: str) -> Run
         hybrid_chunk_size=CHUNK_TOKENS,
         load_timeout_seconds=DEADLINE_SECONDS,
         load_when=load_when,
-        io_process="off",  # the engine's process gives the faults their orders
         required_plugins=list(plugins),
     )
     return RunSpec(

@@ -77,7 +77,7 @@ class State:
 
     name: str
     tier: bool = True
-    fault: tuple[str, float] = ("none", 0.0)
+    fault: tuple[str, *tuple[float, ...]] = ("none",)
     breaker_failures: int | None = None
     until_answered: bool = False
 
@@ -98,8 +98,8 @@ def states(slow_seconds: float) -> list[State]:
         State(AGAIN, tier=False),
         State("healthy"),
         State("slow", fault=("slow", slow_seconds)),
-        State("hung", fault=("hung", 0.0), breaker_failures=NEVER_OPENS, until_answered=True),
-        State("breaker open", fault=("hung", 0.0)),
+        State("hung", fault=("hung",), breaker_failures=NEVER_OPENS, until_answered=True),
+        State("breaker open", fault=("hung",)),
     ]
 
 
@@ -175,7 +175,7 @@ def measure_two_tiers(
     console.print(f"starting {len(specs)} engines …")
     with running(specs, folder / "two") as engines:
         for name, engine in engines.items():
-            engine.tell(Order(fault=("hung", 0.0), prompts=sets[0]))
+            engine.tell(Order(fault=("hung",), prompts=sets[0]))
             if name == "breaker open":
                 trip(engine)
             engine.tell(Order(prompts=sets[0]))

@@ -1,15 +1,21 @@
 """Plugin of live engines in benchmarks: it injects faults into one tier's medium on command.
 
-The plugin lies in the engine's process, where :mod:`benchmarks.faults_rig` turns the fault on and off.
+The faults and the events are where the tiers run, by default in the I/O process. There a thread serves a socket, whose
+address is in an environment variable. The engine's process sends it the commands of :mod:`benchmarks.faults_rig`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
 from typing import Any, ClassVar
 
 from offload_core.api.backend import Backend
@@ -22,6 +28,8 @@ from offload_core.testing.faults.plan import ANSWERS, Call, Fault, FaultPlan, Go
 OFFLOAD_API_VERSION = 1
 VICTIM = "victim"
 """Name of the tier that gets the faults."""
+ADDRESS = "OFFLOAD_BENCHMARK_FAULTS"
+"""The variable with the address of the socket, in the environment of the engine's process."""
 
 _backends: list[FaultyBackend] = []
 _loads: deque[LoadsEnded] = deque()
@@ -61,16 +69,59 @@ def hung() -> list[Inject]:
     return _everywhere(Hang(deaf=True), (*ANSWERS, "delete"))
 
 
-def inject(faults: Sequence[Inject]) -> None:
-    """Give new calls these faults from now on, and release the hung calls."""
-    for backend in _backends:
-        before, backend.plan = backend.plan, FaultPlan(faults)
-        before.release()
+KINDS: Mapping[str, Callable[..., Sequence[Inject]]] = {"none": list, "slow": slow, "hung": hung, "far": far}
+"""The faults by name, each with the numbers that it takes."""
+
+
+def inject(kind: str, *numbers: float) -> None:
+    """Give new calls this fault from now on, and release the hung calls."""
+    _tell((kind, *numbers))
 
 
 def take_loads() -> list[LoadsEnded]:
-    """Return the events since the last call: batches of loads of all tiers, in order."""
-    return [_loads.popleft() for _ in range(len(_loads))]
+    """Return the events since the last call: batches of loads of all tiers, in order. Without tiers there are none."""
+    return _tell(()) if Path(os.environ[ADDRESS]).exists() else []
+
+
+def _tell(command: tuple[str | float, ...]) -> Any:
+    connection = _connection()
+    connection.send(command)
+    return connection.recv()
+
+
+@cache
+def _connection() -> Connection[Any, Any]:
+    return Client(os.environ[ADDRESS])
+
+
+# The functions below run in the process of the tiers.
+
+
+@cache
+def _start() -> None:
+    """Serve the commands, from the first tier on."""
+    listener = Listener(os.environ[ADDRESS])
+    threading.Thread(target=_serve, args=(listener,), name="benchmark faults", daemon=True).start()
+
+
+def _serve(listener: Listener) -> None:
+    with listener.accept() as connection:
+        while True:
+            try:
+                connection.send(_obey(*connection.recv()))
+            except EOFError:
+                return
+
+
+def _obey(kind: str = "", *numbers: float) -> list[LoadsEnded]:
+    """Inject a fault, or return the events if there is none."""
+    if not kind:
+        return [_loads.popleft() for _ in range(len(_loads))]
+    faults = KINDS[kind](*numbers)
+    for backend in _backends:
+        before, backend.plan = backend.plan, FaultPlan(faults)
+        before.release()
+    return []
 
 
 def _everywhere(fault: Fault, operations: Sequence[str]) -> list[Inject]:
@@ -79,6 +130,7 @@ def _everywhere(fault: Fault, operations: Sequence[str]) -> list[Inject]:
 
 @hookimpl
 def offload_wrap_backend(backend: Backend[Any], tier: TierInfo) -> Backend[Any] | None:
+    _start()
     if tier.name != VICTIM:
         return None
     _backends.append(FaultyBackend(backend, FaultPlan([])))

@@ -9,7 +9,7 @@ import itertools
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import faults_plugin
-from offload_core.testing.faults.plan import Inject
 from tests.support.engine.spec import PromptResult, PromptSpec, Round, RunSpec, run_environment
 from tests.support.workload import Workload, WorkloadResult
 
@@ -138,6 +137,7 @@ def _serve(connection: Connection, spec: RunSpec, site: str, log: str) -> None:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     sys.path.insert(0, site)
+    os.environ[faults_plugin.ADDRESS] = f"{log}.socket"
     from tests.support.engine.engine_run import Session, start_engine, stop_engine
 
     engine = start_engine(spec)
@@ -150,8 +150,8 @@ def _serve(connection: Connection, spec: RunSpec, site: str, log: str) -> None:
             if order is None:
                 break
             connection.send(_do(session, number, order))
+        faults_plugin.inject("none")
     finally:
-        faults_plugin.inject([])
         stop_engine(engine)
 
 
@@ -169,14 +169,7 @@ def _do(session: Any, number: int, order: Order) -> Answer:
     from tests.support.engine.engine_run import engine_metrics
 
     if order.fault is not None:
-        kind, *numbers = order.fault
-        kinds: dict[str, Callable[..., Sequence[Inject]]] = {
-            "none": lambda *_: [],
-            "slow": faults_plugin.slow,
-            "hung": lambda *_: faults_plugin.hung(),
-            "far": faults_plugin.far,
-        }
-        faults_plugin.inject(kinds[kind](*numbers))
+        faults_plugin.inject(*order.fault)
     prompts: Sequence[PromptResult] = ()
     if order.prompts:
         batch = Round(name="batch", prompts=list(order.prompts), reset_prefix_cache_before=True, one_at_a_time=False)

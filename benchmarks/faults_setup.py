@@ -33,8 +33,7 @@ def prompt(name: str, length: int, seed: int) -> PromptSpec:
 
 def run_spec(model: Path, tiers: Sequence[dict[str, Any]], max_num_seqs: int = 1) -> RunSpec:
     transfer = disk_transfer_config(
-        model, backends=list(tiers), hybrid_chunk_size=CHUNK_TOKENS, required_plugins=[DISTRIBUTION],
-        io_process="off",  # the engine's process gives the faults their orders
+        model, backends=list(tiers), hybrid_chunk_size=CHUNK_TOKENS, required_plugins=[DISTRIBUTION]
     )  # fmt: skip
     return RunSpec(
         model=str(model), dtype="float32", max_model_len=8192, max_num_batched_tokens=8192, max_num_seqs=max_num_seqs,

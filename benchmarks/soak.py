@@ -2,8 +2,9 @@
 
 Prints the memory and the served tokens over time. Fails (exit status 1) in these cases:
 
-- Resident memory, without mapped files, grows after the warm-up (the first 30 %). The limit for the line through the
-  samples is 8 MiB and 0.1 MiB per minute.
+- Resident memory of the engine's process or of its I/O process grows after the warm-up (the first 30 %), without mapped
+  files. The limit for the line through the samples is 8 MiB and 0.1 MiB per minute.
+- The I/O process ends.
 - Threads, tasks, file descriptors or staging leases are left after a round and the end of its faults.
 - A request waits longer for storage than its deadlines and a step after each wait.
 - The counters of jobs do not add up.

@@ -19,12 +19,14 @@ import gc
 import logging
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from offload_core.testing.faults.plugin import ALLOWANCE_SECONDS, DEADLINE_SECONDS
 from tests.support.engine.engine_run import Session, engine_metrics, start_engine, stop_engine
 from tests.support.engine.spec import RECORD_FORMAT, RunSpec
+from tests.support.process_state import io_process_ids
 from tests.support.scores import rescoring, score_problems, token_gaps
 from tests.support.steadiness import MemorySample, MemoryTrend, counter_problems, memory_trend, wait_problems
 from tests.support.workload import Workload, WorkloadResult, compare_workloads, random_workload
@@ -37,6 +39,7 @@ _WORKLOADS = 30
 _PRINT_SECONDS = 10.0
 _WARM_UP_SHARE = 0.3
 _PROBLEMS_SHOWN = 20
+_ENGINE = "engine's process"
 
 # Limits for the growth of the fitted line from the end of the warm-up to the end: the noise of the allocators, and
 # nearly nothing per minute. A leak of one object's bytes per round would be some 3 MiB per minute.
@@ -53,7 +56,8 @@ class Soak:
 
     def __init__(self, session: Session, *, exact: bool) -> None:
         self.problems = 0
-        self.samples: list[MemorySample] = []
+        self.samples: defaultdict[str, list[MemorySample]] = defaultdict(list)
+        """Per process: the engine's, and each I/O process by its id."""
         self.injected: dict[str, dict[str, int]] = {}
         self.rounds = self.served_tokens = self.compared_outputs = 0
         self._session = session
@@ -125,26 +129,32 @@ class Soak:
         return {f"round {self.rounds}: {name}": values for name, values in gaps.items()}
 
     def _sample(self) -> None:
-        """Measure the memory in use, after collecting garbage and trimming the allocator's free memory."""
+        """Measure the memory in use. The engine's process first collects garbage and trims its allocator's memory."""
         gc.collect()
         _LIBC.malloc_trim(0)
         now = time.monotonic() - self._started
-        self.samples.append(MemorySample(now, _resident_bytes("RssAnon") + _resident_bytes("RssShmem")))
+        processes = {_ENGINE: "self"} | {f"I/O process {pid}": str(pid) for pid in io_process_ids()}
+        for name, process in processes.items():
+            rss_bytes = sum(_resident_bytes(kind, process) for kind in ("RssAnon", "RssShmem"))
+            self.samples[name].append(MemorySample(now, rss_bytes))
 
     def _print(self) -> None:
-        seconds, rss_bytes = self.samples[-1]
-        files_mib = _resident_bytes("RssFile") / _MIB
+        seconds, rss_bytes = self.samples[_ENGINE][-1]
+        files_mib = _resident_bytes("RssFile", "self") / _MIB
         threads, files = (len(list(Path("/proc/self", kind).iterdir())) for kind in ("task", "fd"))
+        others = [samples[-1] for name, samples in self.samples.items() if name != _ENGINE]
+        others_mib = sum(sample.rss_bytes for sample in others if sample.seconds == seconds) / _MIB
         print(
-            f"{seconds:7.0f} s  round {self.rounds:4}  RSS {rss_bytes / _MIB:7.1f} + {files_mib:.1f} MiB of files  "
-            f"{threads} threads  {files} files  {self.served_tokens} tokens served  {self.problems} problems",
+            f"{seconds:7.0f} s  round {self.rounds:4}  RSS {rss_bytes / _MIB:7.1f} + {files_mib:.1f} MiB of files, "
+            f"I/O process {others_mib:.1f} MiB  {threads} threads  {files} files  "
+            f"{self.served_tokens} tokens served  {self.problems} problems",
             flush=True,
         )
 
 
-def _resident_bytes(kind: str) -> int:
-    """Return this process's resident memory of one of the kinds that ``proc_pid_status(5)`` lists in kB."""
-    status = Path("/proc/self/status").read_text()
+def _resident_bytes(kind: str, process: str) -> int:
+    """Return a process's resident memory of one of the kinds that ``proc_pid_status(5)`` lists in kB."""
+    status = Path("/proc", process, "status").read_text()
     return int(status.partition(f"\n{kind}:")[2].split(maxsplit=1)[0]) * 1024
 
 
@@ -165,13 +175,13 @@ def _well(number: int) -> Workload:
     return random_workload(-1 - number, requests=6)
 
 
-def _memory_problem(trend: MemoryTrend) -> str | None:
+def _memory_problem(name: str, trend: MemoryTrend) -> str | None:
     limit_bytes = GROWTH_LIMIT_BYTES + GROWTH_LIMIT_BYTES_PER_MINUTE * trend.seconds / 60
     print(
-        f"memory: {trend.bytes_per_second * 60 / _MIB:+.3f} MiB per minute after the warm-up, "
+        f"memory of the {name}: {trend.bytes_per_second * 60 / _MIB:+.3f} MiB per minute after the warm-up, "
         f"{trend.growth_bytes / _MIB:+.1f} MiB in {trend.seconds:.0f} s (limit {limit_bytes / _MIB:.1f} MiB)"
     )
-    return "memory grows" if trend.growth_bytes > limit_bytes else None
+    return f"the memory of the {name} grows" if trend.growth_bytes > limit_bytes else None
 
 
 def soak(spec: RunSpec, seconds: float) -> int:
@@ -191,8 +201,11 @@ def soak(spec: RunSpec, seconds: float) -> int:
     ours = {name.partition("hybrid_offload_")[2]: value for name, value in metrics.items() if value}
     print("counters:", *(f"{name} {value:g}" for name, value in sorted(ours.items()) if name), sep="  ")
     print(f"{run.compared_outputs} outputs compared with those without offloading")
-    if (memory := _memory_problem(memory_trend(run.samples, seconds * _WARM_UP_SHARE))) is not None:
-        run.failed([memory])
+    for name, samples in run.samples.items():
+        if name != _ENGINE and len(samples) < len(run.samples[_ENGINE]):
+            run.failed([f"the {name} served for a part of the time only"])
+        elif (memory := _memory_problem(name, memory_trend(samples, seconds * _WARM_UP_SHARE))) is not None:
+            run.failed([memory])
     if not any(run.injected.values()):
         run.failed(["no fault happened"])
     if not run.served_tokens:
