@@ -53,6 +53,7 @@ from benchmarks.backends_rig import (
 )
 from benchmarks.reporting.document import Run, add_json_option
 from benchmarks.reporting.rows import Backends, Calls, Operation, Peak, Speed, percentile
+from benchmarks.reporting.tables import IO_PROCESS, OURS
 from offload_core.plugins.registry import load_plugins
 
 PAGE_BYTES = 256 * 1024
@@ -72,7 +73,7 @@ AIMS: Mapping[tuple[str, int, Operation, Medium], float] = {
 """The speed in relation to vLLM's helpers that we aim at."""
 PLAIN_CPU_AIM = 1.3
 """CPU seconds per GiB in relation to the plain loop's that we aim at, or less: at 2 MiB, through the page cache."""
-PEER, PLAIN, PROCESS = "vLLM's helpers", "plain loop", "I/O process"
+PEER, PLAIN = "vLLM's helpers", "plain loop"
 LIMIT_AIMS = {"cpu": 0.8, "lmcache": None, "mooncake": 0.8, "nixl": 0.8}
 
 
@@ -130,7 +131,7 @@ def contenders_of(
     packed = "ours" if cell.page_bytes == CHUNK_BYTES else "ours, pack of 8"
     yield lambda: OurTier(packed, memory, chunks, CHUNK_BYTES, options)
     if cell.backend in ("disk", "nfs"):
-        yield lambda: OurProcess(PROCESS, memory, chunks, CHUNK_BYTES, options)
+        yield lambda: OurProcess(IO_PROCESS, memory, chunks, CHUNK_BYTES, options)
     if cell.page_bytes != CHUNK_BYTES:
         yield lambda: OurTier("ours, single", memory, chunks, cell.page_bytes, options)
     elif cell.backend == "cpu":
@@ -213,7 +214,7 @@ def speeds_of(cell: Cell, rows: list[Measured]) -> Iterator[Speed]:
         limit = next(p50(speed) for name, speed in speeds.items() if name.startswith("limit"))
         for row in rows:
             speed = speeds[row.name]
-            ours = row.name in ("ours", "ours, pack of 8", PROCESS)
+            ours = row.name in (*OURS, IO_PROCESS)
             yield Speed(
                 backend=cell.backend,
                 medium=cell.medium,

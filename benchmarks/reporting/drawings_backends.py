@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter
 
 from benchmarks.reporting.rows import Backends, Codecs, CpuMemory, DiskCapacity, DiskScan, Speed
 from benchmarks.reporting.style import BLUE, GREEN, GREY, ORANGE, x_grid, y_grid
-from benchmarks.reporting.tables import BACKEND_COLUMNS, is_ours, size
+from benchmarks.reporting.tables import BACKEND_COLUMNS, ours, size
 
 BAR = 0.27
 
@@ -23,7 +23,7 @@ def backends(figure: Figure, results: Backends) -> None:
     for axes, cell in zip(panels, cells, strict=False):
         rows = [row for row in results.speed if (row.backend, row.medium, row.page_kib) == cell]
         groups = {
-            "ours, with checksums": (BLUE, [row for row in rows if is_ours(row)]),
+            "ours, with checksums": (BLUE, ours(rows)),
             "vLLM's helpers": (ORANGE, [row for row in rows if row.name.startswith("vLLM")]),
             "limit of the machine (one file; memcpy)": (GREY, [row for row in rows if row.name.startswith("limit")]),
         }

@@ -16,7 +16,7 @@ from benchmarks.reporting.rows import (
     Scheduler,
     Ttft,
 )
-from benchmarks.reporting.tables import cold_lookups, is_ours, tokens
+from benchmarks.reporting.tables import cold_lookups, ours, tokens
 
 
 def span(numbers: Iterable[float], form: str = ".2f") -> str:
@@ -63,7 +63,7 @@ def scheduler(results: Scheduler) -> str:
 
 def backends(results: Backends) -> str:
     """Compare stores and loads of the disk backend with those of vLLM's helpers."""
-    rows = [row for row in results.speed if row.backend == "disk" and is_ours(row)]
+    rows = [row for row in ours(results.speed) if row.backend == "disk"]
     stores, loads = (
         span(row.vllm_ratio or 0 for row in rows if row.operation == operation) for operation in ("store", "load")
     )

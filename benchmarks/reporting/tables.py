@@ -145,28 +145,29 @@ def size(kib: int) -> str:
 BACKEND_COLUMNS: tuple[tuple[Operation, int], ...] = (("store", 1), ("load", 1), ("store", 4), ("load", 4))
 """Operations and threads, in the order of the columns."""
 OURS = ("ours", "ours, pack of 8")
-"""Names of our contenders in the configuration of an engine."""
+"""Names of our contenders in the benchmark's process, in an engine's configuration."""
+IO_PROCESS = "I/O process"
+"""Name of our contender in the I/O process, as engines use it by default."""
 
 
-def is_ours(row: Speed) -> bool:
-    """Return whether a row is one of ours in the configuration of an engine."""
-    return row.name in OURS
+def ours(rows: Sequence[Speed]) -> list[Speed]:
+    """Return the rows of ours in the I/O process. Without such a row, those in the benchmark's process stand for it."""
+    elsewhere = {_cell(row) for row in rows if row.name == IO_PROCESS}
+    return [row for row in rows if row.name == IO_PROCESS or (row.name in OURS and _cell(row) not in elsewhere)]
+
+
+def _cell(row: Speed) -> tuple[str, str, int]:
+    return row.backend, row.medium, row.page_kib
 
 
 def backends(results: Backends) -> str:
     """Return speeds with ratios, the cost of the checksums, and peaks of memory."""
-    cells = dict.fromkeys((row.backend, row.medium, row.page_kib) for row in results.speed)
+    mine = ours(results.speed)
     speeds: list[tuple[str, ...]] = []
-    for cell in cells:
+    for cell in dict.fromkeys(map(_cell, results.speed)):
         shown: list[str] = []
         for column in BACKEND_COLUMNS:
-            row = next(
-                row
-                for row in results.speed
-                if is_ours(row)
-                and (row.backend, row.medium, row.page_kib) == cell
-                and (row.operation, row.threads) == column
-            )
+            row = next(row for row in mine if _cell(row) == cell and (row.operation, row.threads) == column)
             ratio = row.limit_ratio if row.vllm_ratio is None else row.vllm_ratio
             shown.append(f"{row.gb_per_second_p50:.2f} ({ratio:.2f})")
         backend, medium, kib = cell
@@ -199,10 +200,10 @@ def backends(results: Backends) -> str:
 
 def _processor_times(results: Backends, header: Sequence[str]) -> list[str]:
     """Return a table of CPU seconds per GiB with ratios to the plain loop's; older results have none."""
-    compared = [row for row in results.speed if is_ours(row) and row.plain_cpu_ratio is not None]
+    compared = [row for row in ours(results.speed) if row.plain_cpu_ratio is not None]
     rows: list[tuple[str, ...]] = []
-    for backend, medium, kib in dict.fromkeys((row.backend, row.medium, row.page_kib) for row in compared):
-        of_cell = [row for row in compared if (row.backend, row.medium, row.page_kib) == (backend, medium, kib)]
+    for backend, medium, kib in dict.fromkeys(map(_cell, compared)):
+        of_cell = [row for row in compared if _cell(row) == (backend, medium, kib)]
         by_column = {(row.operation, row.threads): row for row in of_cell}
         ordered = [by_column[column] for column in BACKEND_COLUMNS]
         figures = [f"{row.cpu_seconds_per_gib:.3f} ({row.plain_cpu_ratio:.2f})" for row in ordered]

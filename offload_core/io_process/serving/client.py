@@ -255,7 +255,7 @@ class ServedClient:
             async with tier.load_slots.held(time.monotonic() + tier.longest_call_seconds):
                 return await used.storage.load(batch, cast("TierShare", scratch))
 
-        parts = await run_all(load(part) for part in _in_parts(staged, tier.load_slots.free - tier.io_threads))
+        parts = await run_all(load(part) for part in _in_parts(staged, tier.load_parts))
         return protocol.pack_loaded([one for part, _ in parts for one in part], sum(nbytes for _, nbytes in parts))
 
     async def _store(self, used: _UsedTier, body: protocol.Reader) -> bytes:
@@ -268,7 +268,7 @@ class ServedClient:
             async with tier.store_slots.held(time.monotonic() + tier.longest_call_seconds):
                 return await used.storage.store(batch, cast("TierShare", scratch))
 
-        parts = await run_all(store(part) for part in _in_parts(staged, tier.store_slots.free - 1))
+        parts = await run_all(store(part) for part in _in_parts(staged, tier.store_parts))
         return protocol.pack_stored(chain.from_iterable(parts))
 
     async def _seal(self, body: protocol.Reader) -> bytes:
@@ -322,10 +322,10 @@ def _in_parts(staged: Sequence[StagedObject], most: int) -> Iterator[list[Staged
     """Divide the objects of a call into parts of whole batches, each of them the work of one thread.
 
     Args:
-        most: number of free threads. If there is none, the objects stay together, since that costs less time.
+        most: maximum number of parts, at least 1.
     """
     batches = list(in_batches(staged, lambda one: one.lease.nbytes))
-    size = -(-len(batches) // max(1, most))
+    size = -(-len(batches) // most)
     return (list(chain.from_iterable(batches[start : start + size])) for start in range(0, len(batches), size))
 
 

@@ -55,6 +55,22 @@ class ServedTier:
         return not self._backend.backend.capabilities.shared
 
     @property
+    def load_parts(self) -> int:
+        """Number of parts into which to divide a load: one per free thread. See :attr:`store_parts`."""
+        return self._parts(self.load_slots.free - self.io_threads)
+
+    @property
+    def store_parts(self) -> int:
+        """Number of parts into which to divide a store: one per free thread.
+
+        On a remote medium, a call of many objects costs as many round trips as one of few. Its backend gets it whole.
+        """
+        return self._parts(self.store_slots.free - 1)
+
+    def _parts(self, free_threads: int) -> int:
+        return 1 if self._backend.backend.capabilities.medium == "remote" else max(1, free_threads)
+
+    @property
     def is_closed(self) -> bool:
         """True once the last storage was closed: another tier object takes this one's place."""
         return self._backend.users <= 0

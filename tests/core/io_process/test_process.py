@@ -55,6 +55,28 @@ def offload_wrap_backend(backend, tier):
         raise LookupError("out of order")
 """
 
+COUNTING = """
+from pathlib import Path
+from offload_core.api.wrapper import BackendWrapper
+
+class Counting(BackendWrapper):
+    def note(self, kind, keys):
+        with Path({path!r}).open("a") as file:
+            print(kind, len(keys), file=file)
+
+    async def load_and_check(self, keys, buffers, checks):
+        self.note("load", keys)
+        return await super().load_and_check(keys, buffers, checks)
+
+    async def store(self, keys, buffers):
+        self.note("store", keys)
+        return await super().store(keys, buffers)
+
+@hookimpl
+def offload_wrap_backend(backend, tier):
+    return Counting(backend)
+"""
+
 RAM = {"name": "ram", "type": "cpu", "capacity": "16MiB"}
 
 
@@ -73,6 +95,22 @@ def test_objects_are_stored_found_and_loaded_by_the_process(make: Make, tmp_path
     counts = rig.counters.take()
     assert counts["stores", "disk"] == counts["load_hits", "disk"] == 2
     assert len(list(tmp_path.rglob("*.kv"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("disk", [8, 8, 8, 8]), ("nfs", [32])], ids=["a disk gets parts", "a share gets it whole"]
+)
+def test_the_free_threads_divide_a_call_unless_the_medium_is_remote(
+    make: Make, tmp_path: Path, site: Site, kind: str, sizes: list[int]
+) -> None:
+    counts = tmp_path / "counts"
+    site.install("counting", COUNTING.format(path=str(counts)))
+    place = {"path": str(tmp_path / "kv")} if kind == "disk" else {"url": (tmp_path / "kv").as_uri()}
+    rig = make({"name": "files", "type": kind, "io_threads": 4, **place})
+    numbers = range(32)
+    assert rig.store(*numbers) == [True] * 32
+    assert rig.load(*numbers) == [HIT] * 32
+    assert counts.read_text().splitlines() == [f"{call} {size}" for call in ("store", "load") for size in sizes]
 
 
 @pytest.mark.parametrize("compression", ["zstd", "zstd-planes"])
