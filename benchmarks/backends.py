@@ -130,8 +130,7 @@ def contenders_of(
     options = options | {"io_threads": cell.threads}
     packed = "ours" if cell.page_bytes == CHUNK_BYTES else "ours, pack of 8"
     yield lambda: OurTier(packed, memory, chunks, CHUNK_BYTES, options)
-    if cell.backend in ("disk", "nfs"):
-        yield lambda: OurProcess(IO_PROCESS, memory, chunks, CHUNK_BYTES, options)
+    yield lambda: OurProcess(IO_PROCESS, memory, chunks, CHUNK_BYTES, options)
     if cell.page_bytes != CHUNK_BYTES:
         yield lambda: OurTier("ours, single", memory, chunks, cell.page_bytes, options)
     elif cell.backend == "cpu":
