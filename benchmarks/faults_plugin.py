@@ -79,14 +79,18 @@ def inject(kind: str, *numbers: float) -> None:
 
 
 def take_loads() -> list[LoadsEnded]:
-    """Return the events since the last call: batches of loads of all tiers, in order. Without tiers there are none."""
-    return _tell(()) if Path(os.environ[ADDRESS]).exists() else []
+    """Return the events since the last call: batches of loads of all tiers, in order."""
+    return _tell(())
 
 
-def _tell(command: tuple[str | float, ...]) -> Any:
+def _tell(command: tuple[str | float, ...]) -> list[LoadsEnded]:
+    """Send a command and return the answer. An engine without tiers has no socket, and nothing happens there."""
+    if not Path(os.environ[ADDRESS]).exists():
+        return []
     connection = _connection()
     connection.send(command)
-    return connection.recv()
+    loads: list[LoadsEnded] = connection.recv()
+    return loads
 
 
 @cache
