@@ -38,6 +38,7 @@ from tests.support.standin.cache import RankCache
 from tests.support.standin.config import make_vllm_config, plan_caches
 from tests.support.standin.content import Prefix
 from tests.support.standin.geometries import StandInModel
+from tests.support.standin.io import loop_at_rest
 from tests.support.standin.runner import StandInRunner
 
 _FIRST_TOKEN = 3
@@ -174,8 +175,12 @@ class StandInEngine:
     # Steps
 
     def step(self) -> None:
-        """Run one step of the engine core, in the order in which vLLM's does."""
+        """Run one step of the engine core, in the order in which vLLM's does. No answer comes in the middle of it."""
         self.steps += 1
+        with loop_at_rest():
+            self._step()
+
+    def _step(self) -> None:
         if self.scheduler.has_requests() and len(self._queue) < self._queue_size:
             self.new_blocks.clear()
             output = self.scheduler.schedule()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from offload_core.runtime.threads import DaemonExecutor
 _QUIET_TURNS = 64
 """Turns of the loop, without a call on any thread, after which the loop counts as idle."""
 _POLL_SECONDS = 0.0002
+_REST_SECONDS = 60.0
 
 
 class CallWatch:
@@ -56,3 +58,22 @@ class CallWatch:
             else:
                 turns += 1
                 await asyncio.sleep(0)
+
+
+@contextmanager
+def loop_at_rest() -> Iterator[None]:
+    """Let the I/O loop do nothing during the block: no answer comes in the middle of a step."""
+    begun, over = threading.Event(), threading.Event()
+
+    def rest() -> None:
+        begun.set()
+        over.wait(_REST_SECONDS)
+
+    io = IoLoop.acquire()
+    try:
+        io.loop.call_soon_threadsafe(rest)
+        begun.wait()
+        yield
+    finally:
+        over.set()
+        io.release()
