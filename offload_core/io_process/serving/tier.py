@@ -47,6 +47,7 @@ class ServedTier:
         self.store_slots = CallSlots(self.io_threads + 1, spare_slots=self.io_threads)
         self._loop = asyncio.get_running_loop()
         self._backend = TierBackend(tier, limits, config.plugins, self._stuck_on_any_thread)
+        self._is_remote = self._backend.backend.capabilities.medium == "remote"
         self._users: dict[TierUser, int] = {}  # with the number of stuck threads that each of them knows
 
     @property
@@ -68,7 +69,7 @@ class ServedTier:
         return self._parts(self.store_slots.free - 1)
 
     def _parts(self, free_threads: int) -> int:
-        return 1 if self._backend.backend.capabilities.medium == "remote" else max(1, free_threads)
+        return 1 if self._is_remote else max(1, free_threads)
 
     @property
     def is_closed(self) -> bool:

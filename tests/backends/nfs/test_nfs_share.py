@@ -330,27 +330,27 @@ def test_on_a_local_file_system_no_store_waits_for_the_disk(
 @pytest.mark.parametrize(
     ("folder", "local"),
     [
-        ("/data", True),
-        ("/data/kv", True),
-        ("/database", True),  # of the root, not of /data
-        ("/mnt/kv", False),
-        ("/mnt/kv/disk", True),
-        ("/mnt/twice/kv", False),
-        ("/mnt/a share/kv", False),
-        ("/mnt/new/kv", False),
+        ("/offload-data", True),
+        ("/offload-data/kv", True),
+        ("/offload-database", True),  # of the root, not of /offload-data
+        ("/offload-mnt/kv", False),
+        ("/offload-mnt/kv/disk", True),
+        ("/offload-mnt/twice/kv", False),
+        ("/offload-mnt/a share/kv", False),
+        ("/offload-mnt/new/kv", False),
     ],
 )
 def test_the_nearest_mount_tells_whether_a_folder_is_local(tmp_path: Path, folder: str, local: bool) -> None:
     mounts = tmp_path / "mountinfo"
     mounts.write_text(
         "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
-        "30 22 8:2 / /data rw - xfs /dev/sda2 rw\n"
-        "31 22 0:40 / /mnt/kv rw shared:2 master:3 - nfs4 server:/kv rw\n"
-        "32 31 8:3 / /mnt/kv/disk rw - btrfs /dev/sdb1 rw\n"
-        "33 22 8:4 / /mnt/twice rw - ext4 /dev/sdc1 rw\n"
-        "34 33 0:41 / /mnt/twice rw - ceph mon:/ rw\n"
-        "35 22 0:42 / /mnt/a\\040share rw - fuse.sshfs host:/ rw\n"
-        "36 22 0:43 / /mnt/new rw - futurefs none rw\n"
+        "30 22 8:2 / /offload-data rw - xfs /dev/sda2 rw\n"
+        "31 22 0:40 / /offload-mnt/kv rw shared:2 master:3 - nfs4 server:/kv rw\n"
+        "32 31 8:3 / /offload-mnt/kv/disk rw - btrfs /dev/sdb1 rw\n"
+        "33 22 8:4 / /offload-mnt/twice rw - ext4 /dev/sdc1 rw\n"
+        "34 33 0:41 / /offload-mnt/twice rw - ceph mon:/ rw\n"
+        "35 22 0:42 / /offload-mnt/a\\040share rw - fuse.sshfs host:/ rw\n"
+        "36 22 0:43 / /offload-mnt/new rw - futurefs none rw\n"
     )
     assert is_local(folder, mounts) is local
     assert not is_local(folder, tmp_path / "missing")

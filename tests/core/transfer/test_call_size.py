@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import cast
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS
 from offload_core.objects.format import object_bytes
-from offload_core.transfer.call_size import CALL_BYTES, QUICK_SECONDS, CallSize, max_call_bytes
+from offload_core.tiers.tier import Tier
+from offload_core.transfer.call_size import (
+    CALL_BYTES,
+    QUICK_SECONDS,
+    CallSize,
+    load_size_of,
+    load_slots_of,
+    max_call_bytes,
+    store_size_of,
+)
 
 MIB = 1024 * 1024
 BATCH = object_bytes(2 * MIB)
@@ -29,6 +40,32 @@ def test_all_large_calls_together_hold_no_more_than_they_may(
     if count < min(8, len(sizes)):
         limit = max_call_bytes(bytes_of_calls, calls, leases)
         assert sum(sizes[: count + 1]) > limit, "no larger call has room"
+
+
+@given(
+    st.integers(0, 2**36),
+    st.integers(1, 64),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["disk", "remote"]),
+    st.lists(st.integers(1, 40 * MIB), min_size=2, max_size=20),
+)
+def test_large_calls_leave_half_of_the_share_unless_they_load_by_messages(
+    share_bytes: int, threads: int, compresses: bool, is_elsewhere: bool, medium: str, sizes: list[int]
+) -> None:
+    config, capabilities = SimpleNamespace(io_threads=threads), SimpleNamespace(medium=medium)
+    fake = SimpleNamespace(config=config, capabilities=capabilities, compresses=compresses, is_elsewhere=is_elsewhere)
+    tier = cast("Tier", fake)
+    by_messages = is_elsewhere and medium == "disk"
+    load, store = grown(load_size_of(tier, share_bytes)), grown(store_size_of(tier, share_bytes))
+    loaded, stored = (size.take(iter(sizes), 20) for size in (load, store))
+    if loaded > 1:
+        calls = load_slots_of(tier) + threads
+        assert calls * sum(sizes[:loaded]) <= (share_bytes if by_messages else share_bytes // 2)
+    if stored > 1:
+        assert (2 * threads + 1) * sum(sizes[:stored]) <= share_bytes // 2
+    if medium == "disk" and not is_elsewhere:
+        assert loaded == stored == 1
 
 
 @given(st.integers(1, 8), st.lists(st.integers(1, 4 * MIB), min_size=1, max_size=20))
