@@ -21,8 +21,10 @@ CALL_BYTES = CALL_BATCHES * (BATCH_BYTES + BATCH_OBJECTS * HEADER_BYTES)
 MESSAGE_BATCHES = 16
 """Maximum number of batches in a call to a tier in another process, unless its medium is remote."""
 SHARE_OF_CALLS = 0.5
-"""Part of a tier's share of the staging memory that all its large calls together may hold, from 0 to 1. The rest is for
-stores that wait, and for compressed bytes. Loads by messages of ``MESSAGE_BATCHES`` need neither, so they get all of it.
+"""Part of a tier's share of the staging memory that all its large calls together may hold, from 0 to 1.
+
+The rest is for stores that wait, and for compressed bytes. Loads by messages of ``MESSAGE_BATCHES`` need neither, so
+they get all of it.
 """
 QUICK_SECONDS = 0.25
 """Limit for the duration of a large call. Slower tiers get smaller calls, which lose less at a deadline."""
