@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import subprocess
@@ -25,6 +26,7 @@ from tests.backends.nfs.calls import contains, listed, load, run, store
 from tests.backends.nfs.conftest import Nfs, key
 from tests.media.fuse.fixtures import _session_fault_fs, fault_fs
 from tests.media.fuse.mount import FaultFs
+from tests.support.polling import wait_until
 
 HIT, MISS = LoadOutcome.HIT, LoadOutcome.MISS
 KIB, MIB = 1024, 1024 * 1024
@@ -187,7 +189,12 @@ def test_leftovers_of_a_killed_writer_are_removed_and_a_living_writers_are_not(
         writers[0].kill()
         writers[0].wait()
         assert len(temporaries(root)) == 5
-        run(share, lambda backend: store(backend, (1, b"works")))
+
+        async def work(backend: NfsBackend) -> None:
+            await store(backend, (1, b"works"))
+            await asyncio.to_thread(wait_until, lambda: len(temporaries(root)) <= 3, "the leftovers were not removed")
+
+        run(share, work)
         assert {path.name for path in temporaries(root)} >= {young.name, foreign.name}
         assert len(temporaries(root)) == 3, "the killed writer's and the old one are gone, the living writer's is not"
         assert len(objects_under(root)) == 1
