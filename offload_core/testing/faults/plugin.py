@@ -39,9 +39,11 @@ SCRIPT = FaultScript(
         hang_seconds=(0.5, 2.5),
         sick_seconds=(0.3, 1.0),
         sick_calls=(5, 20),
-        well_seconds=(0.2, 0.6),
-        well_calls=(3, 15),
+        well_seconds=(0.3, 0.8),
+        well_calls=(5, 20),
         kinds_at_once=5,
+        chance=(0.05, 0.3),
+        lookup_share=0.45,
     ),
     journal=Path(os.environ[JOURNAL_VARIABLE]) if JOURNAL_VARIABLE in os.environ else None,
 )
