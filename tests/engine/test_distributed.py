@@ -18,7 +18,7 @@ from tests.engine.signals_in_calls import ORDER_VARIABLE, CallName, write_order
 from tests.engine.test_faulty_mount import LOAD_SECONDS, LOOKUP_SECONDS, SLACK_SECONDS, settle, transfer
 from tests.support import second_host
 from tests.support.engine.lab import Lab, count, installed, ours, served
-from tests.support.engine.spec import Round, RunResult, compare, logged_problems
+from tests.support.engine.spec import Round, RunResult, compare, logged_problems, logged_tracebacks
 from tests.support.second_host import HERE, SecondHost
 
 BOTH = ["gemma3", "qwen3_next"]
@@ -207,5 +207,5 @@ def test_a_part_is_killed_and_suspended_in_loads_and_stores(lab: Lab, store: Sto
     assert count(result, "load_corrupt", TIER) == 0
     said = logged_problems(run.lines)
     assert 0 < len(said) <= 24, said
-    assert not any("Traceback" in line for line in run.lines)
+    assert logged_tracebacks(run.lines) == []
     assert result.shutdown_seconds < 10

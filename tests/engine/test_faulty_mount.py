@@ -14,7 +14,7 @@ from tests.engine.labs import QUICK_LABS
 from tests.engine.phases import Phase, PhasedRun
 from tests.media.fuse.mount import FaultFs
 from tests.support.engine.lab import Lab, count, ours
-from tests.support.engine.spec import RunResult, logged_problems
+from tests.support.engine.spec import RunResult, logged_problems, logged_tracebacks
 
 LOOKUP_SECONDS = 1.5
 LOAD_SECONDS = 1.0
@@ -86,7 +86,7 @@ def _few_lines(lines: list[str], most: int) -> None:
     """What went wrong is told, by a line or two for each; what was damaged is told per object."""
     said = [line for line in logged_problems(lines) if "damaged object" not in line]
     assert 0 < len(said) <= most, said
-    assert not any("Traceback" in line for line in lines)
+    assert logged_tracebacks(lines) == []
 
 
 LONG_KINDS = [pytest.param(kind, marks=pytest.mark.long) for kind in ("disk-bounded", "nfs")]

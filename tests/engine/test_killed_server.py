@@ -13,7 +13,7 @@ import pytest
 from tests.engine.phases import Phase, PhasedRun
 from tests.engine.test_faulty_mount import settle, transfer
 from tests.support.engine.lab import Lab, count
-from tests.support.engine.spec import logged_problems
+from tests.support.engine.spec import logged_problems, logged_tracebacks
 from tests.support.s3_server import S3Server
 
 _LIMIT_SECONDS = 120
@@ -113,5 +113,5 @@ def test_object_store_is_killed_in_the_middle_and_comes_back(lab: Lab, server: S
     assert count(result, "load_corrupt", "bucket") == 0
     said = logged_problems(run.lines)
     assert 0 < len(said) <= 16, said
-    assert not any("Traceback" in line for line in run.lines)
+    assert logged_tracebacks(run.lines) == []
     assert result.shutdown_seconds < 10

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,12 @@ def _difference(name: str, a: PromptResult, b: PromptResult, max_gap: float) -> 
 def logged_problems(lines: Iterable[str]) -> list[str]:
     """Return the lines of a run that are a traceback's head, or a warning or an error that is not vLLM's."""
     return [line for line in lines if _PROBLEM.match(line)]
+
+
+def logged_tracebacks(lines: Sequence[str], lines_each: int = 60) -> list[str]:
+    """Return each traceback of a run as one text, with the lines around its head: two before and up to 60 after."""
+    heads = [number for number, line in enumerate(lines) if "Traceback" in line]
+    return ["\n".join(lines[max(0, head - 2) : head + lines_each]) for head in heads]
 
 
 IO_PROCESS = os.environ.get("OFFLOAD_TEST_IO_PROCESS", "engine")
