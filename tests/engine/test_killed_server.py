@@ -39,8 +39,8 @@ class Killer:
         threading.Thread(target=self._watch, args=(re.compile(request.encode()), begun), daemon=True).start()
 
     def check(self) -> None:
-        """Fail unless it has killed."""
-        assert self._killed.is_set(), "no such request came"
+        """Wait until it has killed; a store may come after its request has ended."""
+        assert self._killed.wait(_LIMIT_SECONDS / 2), "no such request came"
 
     def _watch(self, request: re.Pattern[bytes], begun: int) -> None:
         pause = threading.Event()
