@@ -45,12 +45,10 @@ def _scripted_plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 @pytest.fixture(scope="session")
-def _frozen_imports(_quiet_offline_vllm: None) -> Iterator[None]:
+def _frozen_imports(_quiet_offline_vllm: None) -> None:
     """Keep imported modules out of the garbage collection after each test, which takes half a second otherwise."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
