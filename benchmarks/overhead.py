@@ -1,24 +1,36 @@
 """Tokens per second while everything is stored and nothing is reused: the cost of offloading for new prompts.
 
-The model is a Gemma 3 of some 76 million parameters with seeded random weights. All prompts are different and run at
-the same time. Contenders, each in a new engine:
+The model is a Gemma 3 of some 76 million parameters with seeded random weights. All prompts are different, and those of
+a batch run at the same time. Contenders, each an engine:
 
-- "none": no connector;
-- "disk" and "cpu": ours with one tier;
+- "none": no connector. Beside one half of its batches, this process writes as many bytes as "disk" stores, by plain
+  writes to files of 2 MiB. So it shows what the system itself takes for them;
+- "disk", "disk, O_DIRECT" and "cpu": ours with one tier. The memory of "cpu" is taken at the start (``prefault``);
 - "stock": vLLM's own connector with an in-RAM spec.
 
-The contenders take turns. A ratio compares a run with the run without a connector of the same turn. The limit is 1.
+All engines are there at once, and one of them computes at a time. They take turns in a random order, after a turn that
+warms them up. A turn is two batches, in a random order: one is stored, and the requests of the other opt out of it. For
+"stock", which knows no such option, the two are alike. A batch's tokens per second are those until its last output, and
+the next batch begins when its stores have ended. There are two ratios:
 
-    python -m benchmarks.overhead [--rounds 5] [--prompts 8] [--prompt-tokens 1500] [--output-tokens 64]
+- "to opted out": of a batch to the other one of its turn. It has the cost of lookups, copies and stores, and no
+  difference between two engines, each of which has a speed of its own. The limit is 1.
+- "to none": of the opted-out batch to that of "none" in the same round of turns.
+
+    python -m benchmarks.overhead [--turns 12] [--prompts 8] [--prompt-tokens 1500] [--output-tokens 64]
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import tempfile
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +40,7 @@ from tests.support import tiny_models
 from tests.support.engine.spec import (
     PromptSpec,
     Round,
+    RunResult,
     RunSpec,
     disk_transfer_config,
     run_in_process,
@@ -35,74 +48,215 @@ from tests.support.engine.spec import (
 )
 
 VOCABULARY = 4096
-RUN_TIMEOUT_SECONDS = 1800.0
+FILE_BYTES = 2 << 20
+OPT_OUT = {"hybrid_offload": {"load": False, "store": False}}
+RUN_TIMEOUT_SECONDS = 3600.0
+BATCH_TIMEOUT_SECONDS = 600.0
+ENGINE_ENVIRONMENT = {  # the threads and compilation of a server
+    "OMP_NUM_THREADS": str(os.cpu_count()), "TORCHDYNAMO_DISABLE": "0", "VLLM_CPU_OMP_THREADS_BIND": "auto",
+}  # fmt: skip
 
 
-def prompts(count: int, tokens: int, output_tokens: int, seed: int) -> list[PromptSpec]:
+class Speeds(NamedTuple):
+    """The tokens per second of an engine's batches, by turn."""
+
+    stored: list[float]
+    opted_out: list[float]
+
+
+def prompts(number_of_prompts: int, tokens: int, output_tokens: int, seed: int, stored: bool) -> list[PromptSpec]:
     """Return prompts that share nothing."""
     return [
         PromptSpec(
             name=str(number),
             token_ids=tiny_models.prompt_token_ids(tokens, seed=1000 * seed + number, vocab_size=VOCABULARY),
             max_tokens=output_tokens,
+            kv_transfer_params=None if stored else OPT_OUT,
         )
-        for number in range(count)
+        for number in range(number_of_prompts)
     ]
 
 
-def tokens_per_second(model: Path, transfer: dict[str, Any] | None, arguments: argparse.Namespace) -> float:
-    """Return the tokens per second of one engine, prompts and outputs together, after a round that warms it up."""
-    warm = prompts(2, arguments.prompt_tokens, 4, seed=1)
-    measured = prompts(arguments.prompts, arguments.prompt_tokens, arguments.output_tokens, seed=2)
-    spec = RunSpec(
-        model=str(model), dtype="bfloat16", max_model_len=4096, max_num_batched_tokens=2048,
-        kv_cache_memory_bytes=1 << 30, kv_transfer_config=transfer,
-        rounds=[Round(name="warm", prompts=warm), Round(name="measured", prompts=measured, one_at_a_time=False)],
-    )  # fmt: skip
-    env = {  # the threads and compilation of a server
-        "OMP_NUM_THREADS": str(os.cpu_count()), "TORCHDYNAMO_DISABLE": "0", "VLLM_CPU_OMP_THREADS_BIND": "auto",
-    }  # fmt: skip
-    result = run_in_process(spec, timeout_seconds=RUN_TIMEOUT_SECONDS, env=env, fresh_interpreter=True)
-    last = result.rounds[-1]
-    if any(prompt.external_cached_tokens or prompt.local_cached_tokens for prompt in last.prompts):
-        raise SystemExit("a prompt was served from a cache, so this run says nothing about new prompts")
-    return float(arguments.prompts * (arguments.prompt_tokens + arguments.output_tokens) / last.seconds)
+class PlainWriter:
+    """Writes as much as a tier stores per batch, evenly over as long as a batch takes.
+
+    Args:
+        like: the folder of the tier.
+    """
+
+    def __init__(self, folder: Path, like: Path) -> None:
+        self._folder = folder
+        self._like = like
+        self._nbytes = 0
+        self._batch_seconds = 0.0
+        self._numbers = count()
+
+    def write(self, until: Path) -> None:
+        """Write until all is written, or until a file exists. The first call only measures how long that takes."""
+        data = os.urandom(FILE_BYTES)
+        began = time.monotonic()
+        for number in range(self._nbytes // FILE_BYTES):
+            if until.exists():
+                break
+            time.sleep(max(0.0, began + number * FILE_BYTES / self._nbytes * self._batch_seconds - time.monotonic()))
+            (self._folder / str(next(self._numbers))).write_bytes(data)
+        while not until.exists():
+            time.sleep(0.02)
+        self._batch_seconds = time.monotonic() - began
+
+    def learn(self) -> None:
+        """Note the bytes that the tier has stored for its first batch."""
+        self._nbytes = sum(path.stat().st_size for path in self._like.rglob("*") if path.is_file())
+
+
+class Contender:
+    """An engine in its own process that computes a batch when it is told to.
+
+    Args:
+        transfer: the engine's ``kv_transfer_config``.
+        folder: a new one, for the files that begin and end the batches.
+        writer: writes beside the batches that are "stored".
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        transfer: dict[str, Any] | None,
+        folder: Path,
+        arguments: argparse.Namespace,
+        writer: PlainWriter | None = None,
+    ) -> None:
+        folder.mkdir()
+        self._writer = writer
+        batches = range(2 * (1 + arguments.turns))
+        self._begins = [folder / f"begin {number}" for number in batches]
+        self._ends = [folder / f"end {number}" for number in batches]
+        draw = random.Random(str(folder.name))
+        self._stored_first = [draw.random() < 0.5 for _ in range(1 + arguments.turns)]
+        shape = arguments.prompts, arguments.prompt_tokens, arguments.output_tokens
+        spec = RunSpec(
+            model=str(model), dtype="bfloat16", max_model_len=4096, max_num_batched_tokens=2048,
+            kv_cache_memory_bytes=1 << 30, kv_transfer_config=transfer,
+            rounds=[
+                Round(
+                    name=str(number), prompts=prompts(*shape, 1 + number, self.is_stored(number)), one_at_a_time=False,
+                    begin_file=str(self._begins[number]), end_file=str(self._ends[number]),
+                )
+                for number in batches
+            ],
+        )  # fmt: skip
+        self._pool = ThreadPoolExecutor(1)
+        self._run: Future[RunResult] = self._pool.submit(
+            run_in_process,
+            spec,
+            timeout_seconds=RUN_TIMEOUT_SECONDS,
+            env=ENGINE_ENVIRONMENT,
+            fresh_interpreter=True,
+        )
+
+    def compute(self, batch: int) -> None:
+        """Compute a batch, and wait for the end of its stores.
+
+        Args:
+            batch: two per turn.
+
+        Raises:
+            RunFailedError: the engine has failed.
+        """
+        self._begins[batch].touch()
+        if self._writer is not None and self.is_stored(batch):
+            self._writer.write(self._ends[batch])
+        limit = time.monotonic() + BATCH_TIMEOUT_SECONDS
+        while not self._ends[batch].exists():
+            if self._run.done():
+                self._run.result()
+            if time.monotonic() > limit:
+                raise SystemExit(f"batch {batch} did not end within {BATCH_TIMEOUT_SECONDS:.0f} s")
+            time.sleep(0.02)
+
+    def tokens_per_second(self, tokens: int) -> Speeds:
+        """Return the tokens per second of each turn but the first, prompts and outputs together.
+
+        Args:
+            tokens: the tokens of a batch.
+        """
+        measured = self._run.result().rounds
+        self._pool.shutdown()
+        if any(one.external_cached_tokens or one.local_cached_tokens for batch in measured for one in batch.prompts):
+            raise SystemExit("a prompt was served from a cache, so this run says nothing about new prompts")
+        speeds = Speeds([], [])
+        for number, batch in enumerate(measured):
+            if number > 1:
+                found = speeds.stored if self.is_stored(number) else speeds.opted_out
+                found.append(tokens / max(one.total_seconds for one in batch.prompts))
+        return speeds
+
+    def is_stored(self, batch: int) -> bool:
+        """Return whether a batch is stored, or its requests opt out."""
+        return self._stored_first[batch // 2] == (batch % 2 == 0)
 
 
 def transfers(folder: Path) -> dict[str, dict[str, Any] | None]:
     """Return the connector of each contender."""
-    ram = {"name": "ram", "type": "cpu", "capacity": "2GiB"}
+    direct = {"name": "disk", "type": "disk", "path": str(folder / "direct"), "direct_io": "on"}
+    ram = {"name": "ram", "type": "cpu", "capacity": "3GiB", "prefault": True}
     return {
         "none": None,
         "disk": disk_transfer_config(folder / "kv"),
-        "cpu": disk_transfer_config(folder / "kv", backends=[ram]),
+        "disk, O_DIRECT": disk_transfer_config(folder, backends=[direct]),
+        "cpu": disk_transfer_config(folder, backends=[ram]),
         "stock": stock_transfer_config(),
     }
 
 
+def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Speeds]:
+    """Return the speeds of each contender."""
+    with tempfile.TemporaryDirectory(prefix="offload-core-bench-") as folder:
+        model = tiny_models.write_gemma3_75m(Path(folder) / "model")
+        (written := Path(folder) / "written").mkdir()
+        writer = PlainWriter(written, Path(folder) / "kv")
+        contenders = {
+            name: Contender(
+                model, transfer, Path(folder) / f"files of {name}", arguments, writer if transfer is None else None
+            )
+            for name, transfer in transfers(Path(folder)).items()
+        }
+        draw = random.Random(arguments.turns)
+        for turn in range(1 + arguments.turns):
+            for name in draw.sample(list(contenders), len(contenders)):
+                contenders[name].compute(2 * turn)
+                contenders[name].compute(2 * turn + 1)
+            if not turn:
+                writer.learn()
+            console.print(f"round {turn} of {arguments.turns} computed" if turn else "warmed up")
+        tokens = arguments.prompts * (arguments.prompt_tokens + arguments.output_tokens)
+        return {name: contender.tokens_per_second(tokens) for name, contender in contenders.items()}
+
+
+def _percentiles(values: list[float], digits: int) -> str:
+    return ", ".join(f"{percentile(values, at):.{digits}f}" for at in (10, 50, 90))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=12, help="measured turns of each engine")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=1500)
     parser.add_argument("--output-tokens", type=int, default=64)
     arguments = parser.parse_args()
     console = Console(width=120)
-    speeds: dict[str, list[float]] = {}
-    for number in range(arguments.rounds):
-        with tempfile.TemporaryDirectory(prefix="offload-core-bench-") as folder:
-            model = tiny_models.write_gemma3_75m(Path(folder) / "model")
-            contenders = list(transfers(Path(folder)).items())
-            for name, transfer in contenders[number % 4 :] + contenders[: number % 4]:
-                speeds.setdefault(name, []).append(tokens_per_second(model, transfer, arguments))
-                console.print(f"round {number + 1}, {name}: {speeds[name][-1]:.0f} tokens/s")
-    table = Table(title="New prompts: tokens per second, prompts and outputs together")
-    for column in ("", "p10", "p50", "p90", "ratio p10", "ratio p50", "ratio p90"):
+    speeds = measure(arguments, console)
+    table = Table(title="New prompts: tokens per second, prompts and outputs together (p10, p50, p90)")
+    for column in ("", "stored", "opted out", "to opted out", "to none"):
         table.add_column(column, justify="right" if column else "left")
-    for name in transfers(Path()):
-        ratios = [ours / none for ours, none in zip(speeds[name], speeds["none"], strict=True)]
-        cells = [f"{percentile(speeds[name], at):.0f}" for at in (10, 50, 90)]
-        table.add_row(name, *cells, *(f"{percentile(ratios, at):.3f}" for at in (10, 50, 90)))
+    for name, (stored, opted_out) in speeds.items():
+        ratios = [one / other for one, other in zip(stored, opted_out, strict=True)]
+        to_none = [one / none for one, none in zip(opted_out, speeds["none"].opted_out, strict=True)]
+        table.add_row(
+            name,
+            *(_percentiles(one, 0) for one in (stored, opted_out)),
+            *(_percentiles(one, 3) for one in (ratios, to_none)),
+        )
     console.print(table)
 
 

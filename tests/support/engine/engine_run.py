@@ -36,7 +36,7 @@ from tests.support.engine.workload_run import WorkloadDriver
 from tests.support.second_host import enter_network
 from tests.support.workload import Workload, WorkloadResult
 
-_BEGIN_SECONDS = 60.0
+_BEGIN_SECONDS = 600.0
 _DRAIN_SECONDS = 60.0
 _SHUTDOWN_SECONDS = 30.0
 
@@ -155,6 +155,8 @@ class Session:
             results += self._run_batch(f"{index}.{number}", item.name, batch)
             drained += self._drain()
         seconds = time.perf_counter() - started
+        if item.end_file is not None:
+            Path(item.end_file).touch()
         return RoundResult(name=item.name, prompts=results, seconds=seconds, drain_seconds=drained)
 
     def run_workload(self, workload: Workload) -> WorkloadResult:
@@ -190,6 +192,7 @@ class Session:
             ignore_eos=True,
             logprobs=self._logprobs,
             detokenize=False,
+            extra_args=prompt.kv_transfer_params and {"kv_transfer_params": prompt.kv_transfer_params},
         )
         lora = self._lora(prompt.lora) if prompt.lora else None
         return str(

@@ -47,6 +47,7 @@ class PromptSpec(_Model):
     token_ids: list[int]
     max_tokens: int = Field(default=8, ge=1)
     lora: str | None = Field(default=None, description="folder of a LoRA adapter; the engine needs enable_lora")
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class Round(_Model):
@@ -58,6 +59,7 @@ class Round(_Model):
     reset_connector_before: bool = False
     one_at_a_time: bool = True
     begin_file: str | None = Field(default=None, description="the round begins when this file exists")
+    end_file: str | None = Field(default=None, description="made when the round has ended and its stores have too")
 
 
 class RunSpec(_Model):
