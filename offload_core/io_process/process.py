@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import ClassVar, Final
 
@@ -67,6 +67,8 @@ class IoProcess:
         self._numbers = count()
         self._observed_by: dict[int, Counters] = {}
         self._staging: SharedMemory | None = None
+        self.replace_memory: Callable[[], None] | None = None
+        """Called on the I/O loop if the process outlives its SIGKILL."""
         self._pause = RestartPause()
         self._replacing: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -116,7 +118,7 @@ class IoProcess:
 
     def forget_staging(self) -> None:
         """Give later processes no staging memory. Call it after the last load and store."""
-        self._staging = None
+        self._staging = self.replace_memory = None
 
     def make_storage(
         self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents
@@ -272,7 +274,7 @@ class IoProcess:
     def _killed(self, session: Session) -> None:
         """Do not wait long for the end of a killed process: a call on a dead medium can outlive it.
 
-        The memory of its calls stays in use until it is gone, and no other call gets it.
+        The memory of its calls stays in use until it is gone. Other calls get other memory.
         """
         self._io.loop.call_later(_GONE_SECONDS, self._not_gone, session)
 
@@ -280,6 +282,8 @@ class IoProcess:
         if not self._is_closed and session is self._session:
             self._generation += 1  # it still has the meeting point
             self._ended(session, "was killed and is not gone yet")
+            if self.replace_memory is not None:
+                self.replace_memory()
 
     def _tier_names(self) -> str:
         names = sorted({repr(storage.name) for storage in self._storages.values()})

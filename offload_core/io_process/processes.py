@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from offload_core.api.events import Event
 from offload_core.config.limits import Limits
@@ -93,6 +93,11 @@ class IoProcesses:
         self._has_shared_staging = True
         for process in self._processes.values():
             process.share_staging(memory)
+
+    def when_killed_and_not_gone(self, replace_memory: Callable[[], None]) -> None:
+        """Call a function, on the I/O loop, if a process outlives its SIGKILL."""
+        for process in self._processes.values():
+            process.replace_memory = replace_memory
 
     def receive(self) -> None:
         """Take the ends of loads and stores that are there. May be called on any thread; never waits."""

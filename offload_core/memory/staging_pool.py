@@ -7,6 +7,9 @@ stays in one piece. If that part is full, the caller drops the store and never w
 Each tier's loads have a limit. With several tiers, each tier's loads also have a private piece of the arena, so that a
 hung tier never stops another. A lease lives until the backend's call on it has really ended (invariant I3). So only the
 lease's owner releases it, exactly once.
+
+A killed process may outlive its SIGKILL for hours, in a system call on a dead medium, and so do its leases. Then a
+reserve behind the arena takes their place until the process is gone.
 """
 
 from __future__ import annotations
@@ -21,26 +24,30 @@ from dataclasses import dataclass
 import torch
 
 from offload_core.api.pinned_memory import HostPinning
+from offload_core.memory.byte_budget import ByteBudget
 from offload_core.memory.staging_size import ALIGNMENT_BYTES, lease_bytes
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class LoadShare:
+def arena_bytes(capacity_bytes: int) -> int:
+    """Return the size of an arena with a reserve for all of a pool's memory. The reserve takes no memory until used."""
+    return 2 * capacity_bytes + ALIGNMENT_BYTES
+
+
+class LoadShare(ByteBudget):
     """The share of a pool for the loads of one tier, made by :meth:`StagingPool.add_load_share`.
 
     Args:
         limit_bytes: bytes that these loads may hold at once.
         private_start: offset in the arena, in bytes, of a piece that only these loads use.
         private_stop: offset of the end of that piece; equal to ``private_start`` for no piece.
-        held_bytes: bytes that these loads hold now; guarded by the pool's lock.
     """
 
-    limit_bytes: int
-    private_start: int
-    private_stop: int
-    held_bytes: int = 0
+    def __init__(self, limit_bytes: int, private_start: int, private_stop: int) -> None:
+        super().__init__(limit_bytes)
+        self.private_start = private_start
+        self.private_stop = private_stop
 
 
 class Lease:
@@ -87,6 +94,18 @@ class Lease:
             raise RuntimeError(f"staging lease of {self.nbytes} bytes at {self._offset} is used after its release")
 
 
+@dataclass
+class _ReplacedGroup:
+    """Leases that were replaced together, and limits that are higher until the last of them is released."""
+
+    leases: set[Lease]
+    limits: Sequence[tuple[ByteBudget, int]]
+
+    def withdraw(self) -> None:
+        for budget, nbytes in self.limits:
+            budget.withdraw(nbytes)
+
+
 class StagingPool:
     """A byte budget of staging memory.
 
@@ -98,8 +117,9 @@ class StagingPool:
         capacity_bytes: rounded down to a multiple of 4096.
         store_share: share of the capacity, at the arena's end, that stores may hold, from 0 to 1.
         pinning: pins the memory, if a GPU copies to and from it. Memory that cannot be pinned is used unpinned.
-        arena: page-aligned memory of at least that capacity, such as memory that another process maps too. By default,
-            the pool maps its own.
+        arena: page-aligned memory of at least that capacity, such as memory that another process maps too. What is
+            beyond the capacity, but for one page, is the reserve. It is neither pinned nor written at the start. By
+            default, the pool maps its own memory, without a reserve.
     """
 
     def __init__(
@@ -112,14 +132,24 @@ class StagingPool:
         self.capacity_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         if self.capacity_bytes <= 0:
             raise ValueError(f"staging capacity is {capacity_bytes} bytes; set it to {ALIGNMENT_BYTES} or more")
-        self.store_limit_bytes = int(self.capacity_bytes * store_share)
-        self.memory = memoryview(mmap.mmap(-1, self.capacity_bytes)) if arena is None else arena[: self.capacity_bytes]
+        self.memory = memoryview(mmap.mmap(-1, self.capacity_bytes)) if arena is None else arena
         self.tensor = torch.frombuffer(self.memory, dtype=torch.int8)
-        self.tensor.zero_()
+        self.tensor[: self.capacity_bytes].zero_()
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, self.capacity_bytes)]
+        # A page between them, so that no lease is partly pinned.
+        self._reserve_start = self.capacity_bytes + ALIGNMENT_BYTES
+        self._reserve_bytes = max(0, (len(self.memory) - self._reserve_start) // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+        if self._reserve_bytes:
+            self._free.append((self._reserve_start, self._reserve_bytes))
+        self._end = self.capacity_bytes
+        """The offset that new leases end at, or before."""
+        self._leases: dict[Lease, None] = {}
+        self._replaced: dict[Lease, _ReplacedGroup] = {}
+        self._replaced_bytes = 0
         self._used_bytes = 0
-        self._store_bytes = 0
+        self._stores = ByteBudget(int(self.capacity_bytes * store_share))
+        self._stores_start = self.capacity_bytes - self._stores.limit_bytes
         self._common_start = 0  # end of the private pieces of all tiers' loads
         self._pinning = pinning
         if pinning is not None:
@@ -146,9 +176,19 @@ class StagingPool:
         return self._used_bytes
 
     @property
+    def replaced_bytes(self) -> int:
+        """Bytes of the reserve that may be leased now."""
+        return self._replaced_bytes
+
+    @property
     def store_bytes(self) -> int:
         """Bytes leased by stores now; each lease counts as a multiple of 4096."""
-        return self._store_bytes
+        return self._stores.held_bytes
+
+    @property
+    def store_limit_bytes(self) -> int:
+        """Bytes that stores may lease at once."""
+        return self._stores.limit_bytes
 
     def add_load_share(self, limit_bytes: int, private_bytes: int) -> LoadShare:
         """Make a share for the loads of one tier. Call it before the first lease.
@@ -160,10 +200,43 @@ class StagingPool:
         start, self._common_start = self._common_start, self._common_start + private_bytes
         return LoadShare(limit_bytes, start, self._common_start)
 
+    def replace_held(self, budgets: Sequence[ByteBudget] = ()) -> int:
+        """Let the reserve take the place of all memory that is leased now, as far as the reserve is large enough.
+
+        The leases stay as they are. The limits that they count towards rise by their bytes, each until its release.
+
+        Args:
+            budgets: more limits, which rise by all that they count, until the last of the leases is released.
+
+        Returns:
+            The number of bytes of the reserve that may be leased from now on.
+        """
+        group = _ReplacedGroup(set(), [(budget, budget.replace_held()) for budget in budgets])
+        before = self._replaced_bytes
+        with self._lock:
+            for lease in self._leases:
+                if lease not in self._replaced and self._replaced_bytes + lease._reserved <= self._reserve_bytes:
+                    group.leases.add(lease)
+                    self._replaced[lease] = group
+                    self._change_reserve(lease._reserved)
+                    (lease._share or self._stores).replace(lease._reserved)
+        if not group.leases:
+            group.withdraw()
+        return self._replaced_bytes - before
+
+    def _change_reserve(self, nbytes: int) -> None:
+        """Let leases use more or less of the reserve."""
+        self._replaced_bytes += nbytes
+        self._end = self._reserve_start + self._replaced_bytes if self._replaced_bytes else self.capacity_bytes
+
     def try_acquire(self, nbytes: int, *, for_store: bool) -> Lease | None:
         """Lease ``nbytes`` bytes now, or return ``None`` if the pool, or the stores' part of it, is full."""
         with self._lock:
-            return self._take_for_store(nbytes) if for_store else self._take_for_load(nbytes, self._unlimited_share())
+            if for_store:
+                return self._take_for_store(nbytes)
+            share = self._unlimited_share()
+            share.try_take(lease_bytes(nbytes))
+            return self._take_for_load(nbytes, share)
 
     def try_acquire_all(self, sizes: Sequence[int], share: LoadShare | None = None) -> list[Lease] | None:
         """Lease a piece of each size (in bytes) now, for a load within ``share``; all of them or, with ``None``, none.
@@ -173,11 +246,12 @@ class StagingPool:
         share = share or self._unlimited_share()
         leases: list[Lease] = []
         with self._lock:
-            if share.held_bytes + sum(map(lease_bytes, sizes)) > share.limit_bytes:
+            if not share.try_take(sum(map(lease_bytes, sizes))):
                 return None
             for nbytes in sizes:
                 lease = self._take_for_load(nbytes, share)
                 if lease is None:
+                    share.give_back(sum(map(lease_bytes, sizes[len(leases) :])))
                     for taken in leases:
                         taken._released = True
                         self._free_lease(taken)
@@ -189,45 +263,47 @@ class StagingPool:
         """Turn a load's lease into a store's; return ``False``, without any change, if the stores' limit is reached.
 
         A lease in the private piece of one tier's loads is refused too: a hung store must not take that piece away.
+        So is a replaced lease.
         """
         lease._check_held()
         with self._lock:
             share = lease._share
-            if share is None or lease._offset < self._common_start:
+            if share is None or lease._offset < self._common_start or lease in self._replaced:
                 return False
-            if self._store_bytes + lease._reserved > self.store_limit_bytes:
+            if not self._stores.try_take(lease._reserved):
                 return False
-            share.held_bytes -= lease._reserved
+            share.give_back(lease._reserved)
             lease._share = None
-            self._store_bytes += lease._reserved
         return True
 
     def _unlimited_share(self) -> LoadShare:
         """Return a share without a limit or a private piece."""
-        return LoadShare(self.capacity_bytes, 0, 0)
+        return LoadShare(len(self.memory), 0, 0)
 
     def _take_for_load(self, nbytes: int, share: LoadShare) -> Lease | None:
-        """Take the first piece that fits, in the common part, then in the share's private piece."""
+        """Take the first piece that fits, in the common part, then in the share's private piece.
+
+        The share counts the bytes already.
+        """
         reserved = lease_bytes(nbytes)
-        for start, stop in ((self._common_start, self.capacity_bytes), (share.private_start, share.private_stop)):
+        for start, stop in ((self._common_start, self._end), (share.private_start, share.private_stop)):
             for index, (offset, size) in enumerate(self._free):
                 first = max(offset, start)
                 if min(offset + size, stop) - first >= reserved:
-                    share.held_bytes += reserved
                     return self._take(index, first, Lease(self, first, nbytes, share))
         return None
 
     def _take_for_store(self, nbytes: int) -> Lease | None:
         """Take the end of the last piece that fits, in the stores' part."""
         reserved = lease_bytes(nbytes)
-        if self._store_bytes + reserved > self.store_limit_bytes:  # leases turned from loads lie anywhere
+        if not self._stores.try_take(reserved):  # leases turned from loads lie anywhere
             return None
         for index in reversed(range(len(self._free))):
             offset, size = self._free[index]
-            first = offset + size - reserved
-            if size >= reserved and first >= self.capacity_bytes - self.store_limit_bytes:
-                self._store_bytes += reserved
+            first = min(offset + size, self._end) - reserved
+            if first >= max(offset, self._stores_start):
                 return self._take(index, first, Lease(self, first, nbytes, None))
+        self._stores.give_back(reserved)
         return None
 
     def _take(self, index: int, first: int, lease: Lease) -> Lease:
@@ -236,6 +312,7 @@ class StagingPool:
         remainders = ((offset, first - offset), (first + lease._reserved, offset + size - first - lease._reserved))
         self._free[index : index + 1] = [rest for rest in remainders if rest[1]]
         self._used_bytes += lease._reserved
+        self._leases[lease] = None
         return lease
 
     def _release(self, lease: Lease) -> None:
@@ -245,10 +322,15 @@ class StagingPool:
     def _free_lease(self, lease: Lease) -> None:
         offset, reserved = lease._offset, lease._reserved
         self._used_bytes -= reserved
-        if lease._share is None:
-            self._store_bytes -= reserved
-        else:
-            lease._share.held_bytes -= reserved
+        budget = lease._share or self._stores
+        budget.give_back(reserved)
+        self._leases.pop(lease, None)
+        if (group := self._replaced.pop(lease, None)) is not None:
+            self._change_reserve(-reserved)
+            budget.withdraw(reserved)
+            group.leases.discard(lease)
+            if not group.leases:
+                group.withdraw()
         insort(self._free, (offset, reserved))
         index = self._free.index((offset, reserved))
         if index + 1 < len(self._free) and offset + reserved == self._free[index + 1][0]:

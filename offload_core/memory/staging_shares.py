@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 
+from offload_core.memory.byte_budget import ByteBudget
 from offload_core.memory.staging_pool import Lease, LoadShare, StagingPool
 from offload_core.memory.staging_size import ALIGNMENT_BYTES, StagingUse, batch_lease_bytes, lease_bytes
 
@@ -15,23 +15,17 @@ class TierShare:
     Args:
         pool: the staging pool.
         loads: the share of the loads' part; the pool counts its bytes.
-        store_limit_bytes: the share of the stores' part. Several tiers may hold a store's lease at once, each during
-            its own call. Each of them is charged for it.
+        store_limit_bytes: the share of the stores' part.
         leases_per_object: number of leases that a store is charged for: 2 for a tier that compresses, else 1.
     """
 
     def __init__(self, pool: StagingPool, loads: LoadShare, store_limit_bytes: int, leases_per_object: int) -> None:
         self._pool = pool
         self.loads = loads
-        self.store_limit_bytes = store_limit_bytes
+        self.stores = ByteBudget(store_limit_bytes)
+        """The bytes that the tier is charged for. Several tiers may hold a store's lease at once, each during its own
+        call, and each of them is charged for it."""
         self._leases_per_object = leases_per_object
-        self._lock = threading.Lock()
-        self._store_bytes = 0
-
-    @property
-    def store_bytes(self) -> int:
-        """Bytes that the tier is charged for its stores now."""
-        return self._store_bytes
 
     def store_charge_bytes(self, nbytes: int) -> int:
         """Return the charge, in bytes, for a store with a lease of ``nbytes`` bytes."""
@@ -39,21 +33,15 @@ class TierShare:
 
     def store_shortfall_bytes(self, nbytes: int) -> int:
         """Return the bytes that stores must free before :meth:`try_charge_store` can succeed; 0 or more."""
-        return max(0, self._store_bytes + self.store_charge_bytes(nbytes) - self.store_limit_bytes)
+        return max(0, self.stores.held_bytes + self.store_charge_bytes(nbytes) - self.stores.limit_bytes)
 
     def try_charge_store(self, nbytes: int) -> bool:
         """Charge the tier for a store with a lease of ``nbytes`` bytes; return ``False``, uncharged, at its limit."""
-        charged = self.store_charge_bytes(nbytes)
-        with self._lock:
-            if self._store_bytes + charged > self.store_limit_bytes:
-                return False
-            self._store_bytes += charged
-            return True
+        return self.stores.try_take(self.store_charge_bytes(nbytes))
 
     def discharge_store(self, nbytes: int) -> None:
         """Undo :meth:`try_charge_store`, after the end of the tier's call."""
-        with self._lock:
-            self._store_bytes -= self.store_charge_bytes(nbytes)
+        self.stores.give_back(self.store_charge_bytes(nbytes))
 
     def try_scratch_for_store(self, nbytes: int) -> Lease | None:
         """Lease ``nbytes`` more bytes for a store that is charged for them; ``None`` if the pool is full."""

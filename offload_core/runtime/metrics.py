@@ -47,6 +47,7 @@ COUNTERS = {
     "promotions_dropped": "objects loaded from another tier and not stored, for the reasons of store_dropped",
     "delete_failures": "damaged objects that could not be deleted",
     "io_process_ends": "unasked ends of the tier's I/O process, as each process of the engine counts them",
+    "staging_replaced_bytes": "bytes of staging memory in calls of a killed I/O process that was not gone in time",
     "breaker_opened": "pauses of a tier that kept failing; during a pause it gets no calls",
     "breaker_refused": "lookups, loads and stores refused at once during such a pause",
     "events_dropped": "events dropped, because observers were too slow",

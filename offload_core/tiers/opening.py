@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Protocol
 
@@ -43,6 +43,10 @@ class TierHost(Protocol):
 
 class TierProcesses(TierHost, Protocol):
     """Other processes in which the storages run."""
+
+    def when_killed_and_not_gone(self, replace_memory: Callable[[], None]) -> None:
+        """Call a function if a process outlives its SIGKILL, so that its calls may keep their memory for long."""
+        ...
 
     async def seal(self, objects: Sequence[StagedObject]) -> None:
         """Write the headers and checksums of objects in staging memory.

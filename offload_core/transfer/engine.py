@@ -56,6 +56,8 @@ class TransferEngine:
     ) -> None:
         self._io = io
         self._processes = processes
+        self._staging = staging
+        self._counters = counters
         self._touched_tiers = [tier for tier in tiers if tier.capabilities.spares]
         self.jobs = JobTable(counters)
         """All loads and stores under way."""
@@ -89,6 +91,9 @@ class TransferEngine:
             counters=counters,
             promote=self._stores.promote,
         )
+
+        if processes is not None:
+            processes.when_killed_and_not_gone(self._replace_staging)
 
     @property
     def has_active_loads(self) -> bool:
@@ -130,6 +135,11 @@ class TransferEngine:
     def take_store_results(self) -> list[StoreResult]:
         """Return the results of stores since the last call: whether a tier has the object, as soon as that is known."""
         return self._stores.take_results()
+
+    def _replace_staging(self) -> None:
+        """Use other staging memory in place of all that is in use, since a killed process may still write into it."""
+        budgets = [self._stores.budget, *(share.stores for share in self._shares.values())]
+        self._counters.add("staging_replaced_bytes", "all", self._staging.replace_held(budgets))
 
     def wait_for_arrival(self, seconds: float) -> None:
         """Wait for an arrived object, at most ``seconds``. For a step in which the engine has no other work."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from offload_core.api.keys import ObjectKey
+from offload_core.memory.byte_budget import ByteBudget
 from offload_core.memory.staging_shares import TierShare
 from offload_core.memory.staging_size import lease_bytes
 from offload_core.tiers.staged_object import StagedObject
@@ -21,32 +21,6 @@ class StoreResult:
     stored: bool
 
 
-class GatherBudget:
-    """The staging bytes that the leases of all stores may hold together. Thread-safe.
-
-    Args:
-        limit_bytes: upper limit in bytes.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._lock = threading.Lock()
-        self._reserved_bytes = 0
-
-    def try_reserve(self, nbytes: int) -> bool:
-        """Reserve a lease of ``nbytes`` bytes; return ``False``, and reserve nothing, at the limit."""
-        with self._lock:
-            if self._reserved_bytes + lease_bytes(nbytes) > self._limit_bytes:
-                return False
-            self._reserved_bytes += lease_bytes(nbytes)
-            return True
-
-    def release(self, nbytes: int) -> None:
-        """Undo :meth:`try_reserve`."""
-        with self._lock:
-            self._reserved_bytes -= lease_bytes(nbytes)
-
-
 class PendingStore:
     """One object on its way to one or more tiers. Each tier is charged for the object as long as it holds it.
 
@@ -55,6 +29,7 @@ class PendingStore:
 
     Args:
         age: smaller for an older object.
+        budget: it gets the bytes of the lease back after their release.
         promotion: whether the object was loaded from another tier; nobody waits for its result.
         report: receives the result, as soon as one tier has the object or every tier has decided that it has not.
         on_released: called after the release of the memory.
@@ -64,7 +39,7 @@ class PendingStore:
         self,
         age: int,
         staged: StagedObject,
-        budget: GatherBudget,
+        budget: ByteBudget,
         *,
         promotion: bool,
         report: Callable[[StoreResult], None],
@@ -108,6 +83,6 @@ class PendingStore:
         share, _ = self._holders.pop(tier)
         share.discharge_store(self.nbytes)
         if not self._holders:
-            self._budget.release(self.nbytes)
+            self._budget.give_back(lease_bytes(self.nbytes))
             self.staged.lease.release()
             self._on_released()

@@ -22,9 +22,11 @@ from typing import Any
 
 from offload_core.api.keys import ObjectKey
 from offload_core.memory.block_copier import BlockCopier
+from offload_core.memory.byte_budget import ByteBudget
 from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_shares import TierShare
+from offload_core.memory.staging_size import lease_bytes
 from offload_core.objects.format import HEADER_BYTES, object_bytes
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters
@@ -36,7 +38,7 @@ from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject, in_batches
 from offload_core.transfer.call_size import store_size_of
 from offload_core.transfer.jobs import JobTable
-from offload_core.transfer.pending_store import GatherBudget, PendingStore, StoreResult
+from offload_core.transfer.pending_store import PendingStore, StoreResult
 from offload_core.transfer.store_queue import StoreBatch
 from offload_core.transfer.tier_writer import TierWriter
 
@@ -80,7 +82,7 @@ class Stores:
                 tier,
                 shares[tier.name],
                 call_size=store_size_of(
-                    tier, min(shares[tier.name].store_limit_bytes, (1 + tier.compresses) * gather_limit_bytes)
+                    tier, min(shares[tier.name].stores.limit_bytes, (1 + tier.compresses) * gather_limit_bytes)
                 ),
                 jobs=jobs,
                 counters=counters,
@@ -95,7 +97,8 @@ class Stores:
         self._copier = copier
         self._layouts = layouts
         self._counters = counters
-        self._budget = GatherBudget(gather_limit_bytes)
+        self.budget = ByteBudget(gather_limit_bytes)
+        """The bytes that the leases of all stores may hold together."""
         self._ages = count()
         self._pending = 0  # objects on their way; under the lock
         self._promotions: list[tuple[PendingStore, list[TierWriter]]] = []
@@ -145,11 +148,11 @@ class Stores:
         writers = self._charge(willing, lease.nbytes, "promotions_dropped", may_drop=False)
         if not writers:
             return False
-        if not self._budget.try_reserve(lease.nbytes):
+        if not self.budget.try_take(lease_bytes(lease.nbytes)):
             self._discharge(writers, lease.nbytes, "promotions_dropped")
             return False
         if not self._staging.convert_to_store(lease):
-            self._budget.release(lease.nbytes)
+            self.budget.give_back(lease_bytes(lease.nbytes))
             self._discharge(writers, lease.nbytes, "promotions_dropped")
             return False
         self._promotions.append((self._new_store(StagedObject(key, lease), promotion=True), writers))
@@ -192,11 +195,11 @@ class Stores:
         return lease
 
     def _try_lease(self, nbytes: int) -> Lease | None:
-        if not self._budget.try_reserve(nbytes):
+        if not self.budget.try_take(lease_bytes(nbytes)):
             return None
         lease = self._staging.try_acquire(nbytes, for_store=True)
         if lease is None:
-            self._budget.release(nbytes)
+            self.budget.give_back(lease_bytes(nbytes))
         return lease
 
     def _drop_oldest(self) -> bool:
@@ -254,7 +257,7 @@ class Stores:
         return PendingStore(
             next(self._ages),
             staged,
-            self._budget,
+            self.budget,
             promotion=promotion,
             report=self._results.append,
             on_released=self._store_ended,

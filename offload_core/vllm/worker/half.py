@@ -17,7 +17,7 @@ from offload_core.io_process.processes import IoProcesses
 from offload_core.memory.block_copier import block_copier
 from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.memory.payload_layout import PackLayout
-from offload_core.memory.staging_pool import StagingPool
+from offload_core.memory.staging_pool import StagingPool, arena_bytes
 from offload_core.memory.staging_size import STORE_SHARE, staging_problem
 from offload_core.objects.fingerprint import Json
 from offload_core.objects.format import object_bytes
@@ -104,7 +104,7 @@ class WorkerHalf:
             self._staging = StagingPool(settings.staging_bytes, STORE_SHARE, pinning_in_use())
         else:
             self._processes = IoProcesses(engine_name(self._vllm_config), self._io, self._config)
-            self._staging_memory = memory = SharedMemory.create("offload-staging", settings.staging_bytes)
+            self._staging_memory = memory = SharedMemory.create("offload-staging", arena_bytes(settings.staging_bytes))
             self._staging = StagingPool(settings.staging_bytes, STORE_SHARE, pinning_in_use(), memory.view)
             self._processes.share_staging(memory)
         self._tiers = open_tiers(self._config, self._io, self.counters, host=self._processes)

@@ -17,7 +17,7 @@ import numpy as np
 from offload_core.config.loading import load_config
 from offload_core.io_process.process import IoProcess
 from offload_core.io_process.processes import IoProcesses
-from offload_core.memory.staging_pool import Lease, LoadShare, StagingPool
+from offload_core.memory.staging_pool import Lease, LoadShare, StagingPool, arena_bytes
 from offload_core.memory.staging_size import STORE_SHARE, lease_bytes
 from offload_core.objects.format import object_bytes
 from offload_core.runtime.io_loop import IoLoop
@@ -197,7 +197,7 @@ class BorderRig(Rig):
         ]
         config = load_config({"io_process": mode, "io_process_timeout_seconds": 2, "backends": backends})
         self.kills = HeldKills()
-        self.memory = SharedMemory.create("border", staging_bytes)
+        self.memory = SharedMemory.create("border", arena_bytes(staging_bytes))
         self.processes = IoProcesses(f"border {folder}", io, config)
         self.processes.share_staging(self.memory)
         for process in self.processes.all:

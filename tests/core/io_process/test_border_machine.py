@@ -28,6 +28,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from offload_core.memory.staging_pool import StagingPool
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.transfer.loads import LoadResult
 from tests.core.io_process.border_rig import BorderRig, send
@@ -308,7 +309,7 @@ class Border(RuleBasedStateMachine):
         for tier in self.rig.tiers:
             assert tier.staging is not None
             assert 0 <= tier.staging.loads.held_bytes <= tier.staging.loads.limit_bytes
-            assert 0 <= tier.staging.store_bytes <= tier.staging.store_limit_bytes
+            assert 0 <= tier.staging.stores.held_bytes <= tier.staging.stores.limit_bytes
 
     @invariant()
     def each_call_of_a_process_has_leases_here(self) -> None:
@@ -360,6 +361,7 @@ class Border(RuleBasedStateMachine):
         self.poll()
         assert self.results == self.offered, "every store has one result"
         self.step_until(lambda: not self.there.engine.jobs.live)
+        assert self.there.pool.replaced_bytes == 0, "the reserve is not given back"
         self.there.pool.check_free()
         self.no_memory_changes_without_a_lease()
         assert self.there.running() == [set() for _ in TIERS], "a call goes on"
@@ -411,6 +413,14 @@ def machine(site: Site, tmp_path: Path) -> Callable[..., Border]:
     return lambda silences=0: Border(tmp_path / str(next(folders)), silences)
 
 
+def free_pages(pool: StagingPool) -> int:
+    """Return the number of leases of a page that the pool has for anybody."""
+    leases = list(iter(lambda: pool.try_acquire(1, for_store=False), None))
+    for lease in leases:
+        lease.release()
+    return len(leases)
+
+
 @pytest.mark.parametrize("call", ["load", pytest.param("store", marks=pytest.mark.long)])
 def test_i3_a_process_that_outlives_its_kill_writes_to_no_memory_of_others(
     machine: Callable[..., Border], call: str
@@ -420,6 +430,8 @@ def test_i3_a_process_that_outlives_its_kill_writes_to_no_memory_of_others(
     try:
         border.start(mode="engine", load_timeout=SECONDS, store_timeout=SECONDS, breaker_failures=1000)
         assert border.there.engine.drain_stores(SECONDS)
+        border.step_until(lambda: not border.there.pool.used_bytes)
+        free = free_pages(border.there.pool)
         first = border.there.process(0).pid
         border.disturb(0, call, Disturbance.HANG_OF_PROCESS)
         if call == "load":
@@ -430,6 +442,8 @@ def test_i3_a_process_that_outlives_its_kill_writes_to_no_memory_of_others(
         border.disturb(0, call, Disturbance.DEAFNESS)
         border.wait_for_replacements()
         assert border.there.kills.held == {first}
+        assert border.there.counted("staging_replaced_bytes", "all") == border.there.pool.used_bytes > 0
+        assert free_pages(border.there.pool) == free, "other memory is in its place"
         border.each_call_of_a_process_has_leases_here()
         border.step_until(lambda: border.serves(0))  # in memory that the old process has no longer, or beside it
         border.disturb(0, call, Disturbance.RECOVERY)

@@ -140,7 +140,7 @@ def test_if_the_pool_is_full_the_oldest_object_that_only_waits_is_dropped(rig: R
     submit(rig, 2, 3)
     assert (one.reserved, second.reserved, third.reserved) == (2, 2, 2), "again: they wait there, and run elsewhere"
     assert rig.counted("store_dropped", "one") == rig.counted("store_dropped", "second") == 0
-    rig.engine._shares["one"].store_limit_bytes *= 2  # so that it is the pool that is full
+    rig.engine._shares["one"].stores._limit_bytes *= 2  # so that it is the pool that is full
     submit(rig, 4)
     assert rig.store_results() == {2: False}, "the oldest, which waits for one tier only"
     assert rig.counted("store_dropped", "one") == 1
@@ -203,11 +203,11 @@ def test_i3_at_its_deadline_a_store_has_its_result_and_keeps_its_memory_until_it
     assert results(rig, 2) == {1: False, 2: False}
     assert (rig.counted("store_timeouts"), rig.counted("store_late")) == (2, 0)
     assert (rig.counted("jobs_timed_out"), rig.counted("draining_leases"), rig.counted("jobs_retired")) == (1, 2, 0)
-    assert rig.staging.used_bytes == rig.engine._shares["memory"].store_bytes == 2 * LEASE
+    assert rig.staging.used_bytes == rig.engine._shares["memory"].stores.held_bytes == 2 * LEASE
     assert not rig.engine.drain_stores(0.01)
     backend.gates["store"].open()
     assert rig.engine.drain_stores(SECONDS)
-    assert rig.staging.used_bytes == rig.engine._shares["memory"].store_bytes == 0
+    assert rig.staging.used_bytes == rig.engine._shares["memory"].stores.held_bytes == 0
     assert rig.store_results() == {}, "one result each"
     assert kept(backend) == {1, 2}, "stored after all"
     assert rig.counted("store_late") == 2

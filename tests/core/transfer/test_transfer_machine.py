@@ -202,7 +202,7 @@ class Transfers(RuleBasedStateMachine):
         assert 0 <= staging.store_bytes <= staging.store_limit_bytes
         for share in engine._shares.values():
             assert 0 <= share.loads.held_bytes <= share.loads.limit_bytes
-            assert 0 <= share.store_bytes <= share.store_limit_bytes < staging.store_limit_bytes
+            assert 0 <= share.stores.held_bytes <= share.stores.limit_bytes < staging.store_limit_bytes
 
     @invariant()
     def pending_stores_have_their_memory(self) -> None:
@@ -252,7 +252,7 @@ class Transfers(RuleBasedStateMachine):
         self.every_job_has_one_verdict()
         assert self.rig.staging.store_bytes == 0
         for share in self.rig.engine._shares.values():
-            assert (share.store_bytes, share.loads.held_bytes) == (0, 0)
+            assert (share.stores.held_bytes, share.loads.held_bytes) == (0, 0)
         for tier, its in enumerate(self.rig.tiers):
             its.limits = its.limits.model_copy(
                 update={"load_timeout_seconds": SECONDS, "store_timeout_seconds": SECONDS}
