@@ -4,7 +4,7 @@ The model is a Gemma 3 of some 76 million parameters with seeded random weights.
 a batch run at the same time. Contenders, each an engine:
 
 - "none": no connector. Beside one half of its batches, this process writes as many bytes as "disk" stores, by plain
-  writes to files of 2 MiB. So it shows what the system itself takes for them;
+  writes to files of 2 MiB. So it shows the cost of the system itself;
 - "disk", "disk, O_DIRECT" and "cpu": ours with one tier. The memory of "cpu" is taken at the start (``prefault``);
 - "stock": vLLM's own connector with an in-RAM spec.
 
