@@ -117,9 +117,9 @@ class StagingPool:
         capacity_bytes: rounded down to a multiple of 4096.
         store_share: share of the capacity, at the arena's end, that stores may hold, from 0 to 1.
         pinning: pins the memory, if a GPU copies to and from it. Memory that cannot be pinned is used unpinned.
-        arena: page-aligned memory of at least that capacity, such as memory that another process maps too. What is
-            beyond the capacity, but for one page, is the reserve. It is neither pinned nor written at the start. By
-            default, the pool maps its own memory, without a reserve.
+        arena: page-aligned memory of at least that capacity, such as memory that another process maps too. The
+            memory beyond the capacity, but for one page, is the reserve. It is neither pinned nor written at the start.
+            By default, the pool maps its own memory, without a reserve.
     """
 
     def __init__(
