@@ -88,21 +88,19 @@ class PlainWriter:
         self._folder = folder
         self._like = like
         self._nbytes = 0
-        self._batch_seconds = 0.0
         self._numbers = count()
+        self.batch_seconds = 0.0
+        """The time that a batch takes."""
 
     def write(self, until: Path) -> None:
-        """Write until all is written, or until a file exists. The first call only measures how long that takes."""
+        """Write until all is written, or until a file exists."""
         data = os.urandom(FILE_BYTES)
         began = time.monotonic()
         for number in range(self._nbytes // FILE_BYTES):
             if until.exists():
                 break
-            time.sleep(max(0.0, began + number * FILE_BYTES / self._nbytes * self._batch_seconds - time.monotonic()))
+            time.sleep(max(0.0, began + number * FILE_BYTES / self._nbytes * self.batch_seconds - time.monotonic()))
             (self._folder / str(next(self._numbers))).write_bytes(data)
-        while not until.exists():
-            time.sleep(0.02)
-        self._batch_seconds = time.monotonic() - began
 
     def learn(self) -> None:
         """Note the bytes that the tier has stored for its first batch."""
@@ -164,15 +162,17 @@ class Contender:
             RunFailedError: the engine has failed.
         """
         self._begins[batch].touch()
+        began = time.monotonic()
         if self._writer is not None and self.is_stored(batch):
             self._writer.write(self._ends[batch])
-        limit = time.monotonic() + BATCH_TIMEOUT_SECONDS
         while not self._ends[batch].exists():
             if self._run.done():
                 self._run.result()
-            if time.monotonic() > limit:
+            if time.monotonic() > began + BATCH_TIMEOUT_SECONDS:
                 raise SystemExit(f"batch {batch} did not end within {BATCH_TIMEOUT_SECONDS:.0f} s")
             time.sleep(0.02)
+        if self._writer is not None:
+            self._writer.batch_seconds = time.monotonic() - began
 
     def tokens_per_second(self, tokens: int) -> Speeds:
         """Return the tokens per second of each turn but the first, prompts and outputs together.

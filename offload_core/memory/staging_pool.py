@@ -212,17 +212,18 @@ class StagingPool:
             The number of bytes of the reserve that may be leased from now on.
         """
         group = _ReplacedGroup(set(), [(budget, budget.replace_held()) for budget in budgets])
-        before = self._replaced_bytes
         with self._lock:
+            before = self._replaced_bytes
             for lease in self._leases:
                 if lease not in self._replaced and self._replaced_bytes + lease._reserved <= self._reserve_bytes:
                     group.leases.add(lease)
                     self._replaced[lease] = group
                     self._change_reserve(lease._reserved)
                     (lease._share or self._stores).replace(lease._reserved)
-        if not group.leases:
+            added = self._replaced_bytes - before
+        if not added:
             group.withdraw()
-        return self._replaced_bytes - before
+        return added
 
     def _change_reserve(self, nbytes: int) -> None:
         """Let leases use more or less of the reserve."""
