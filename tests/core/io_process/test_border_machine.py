@@ -421,7 +421,13 @@ def free_pages(pool: StagingPool) -> int:
     return len(leases)
 
 
-@pytest.mark.parametrize("call", ["load", pytest.param("store", marks=pytest.mark.long)])
+def store_room_bytes(there: BorderRig) -> list[int]:
+    """Return the bytes that stores may still take: all together, and each tier's."""
+    budgets = [there.engine._stores.budget, *(tier.staging.stores for tier in there.tiers if tier.staging)]
+    return [budget.limit_bytes - budget.held_bytes for budget in budgets]
+
+
+@pytest.mark.parametrize("call", ["load", "store"])
 def test_i3_a_process_that_outlives_its_kill_writes_to_no_memory_of_others(
     machine: Callable[..., Border], call: str
 ) -> None:
@@ -431,7 +437,7 @@ def test_i3_a_process_that_outlives_its_kill_writes_to_no_memory_of_others(
         border.start(mode="engine", load_timeout=SECONDS, store_timeout=SECONDS, breaker_failures=1000)
         assert border.there.engine.drain_stores(SECONDS)
         border.step_until(lambda: not border.there.pool.used_bytes)
-        free = free_pages(border.there.pool)
+        free, store_room = free_pages(border.there.pool), store_room_bytes(border.there)
         first = border.there.process(0).pid
         border.disturb(0, call, Disturbance.HANG_OF_PROCESS)
         if call == "load":
@@ -444,6 +450,7 @@ def test_i3_a_process_that_outlives_its_kill_writes_to_no_memory_of_others(
         assert border.there.kills.held == {first}
         assert border.there.counted("staging_replaced_bytes", "all") == border.there.pool.used_bytes > 0
         assert free_pages(border.there.pool) == free, "other memory is in its place"
+        assert store_room_bytes(border.there) == store_room, "no tier's stores are limited by it"
         border.each_call_of_a_process_has_leases_here()
         border.step_until(lambda: border.serves(0))  # in memory that the old process has no longer, or beside it
         border.disturb(0, call, Disturbance.RECOVERY)
