@@ -17,6 +17,7 @@ from offload_core.api import (
     Backend,
     BackendContext,
     Capabilities,
+    LoadCheck,
     LoadOutcome,
     LoadReservation,
     ObjectKey,
@@ -82,6 +83,12 @@ class NixlBackend(Backend[NixlOptions]):
         """See :meth:`Backend.load_into`. Cancelled, it waits for the transfers, at most until their deadline."""
         return await self.run_blocking(self._load, keys, buffers)
 
+    async def load_and_check(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
+    ) -> Sequence[LoadOutcome]:
+        """See :meth:`Backend.load_and_check`. Each part is checked while the child reads the next object."""
+        return await self.run_blocking(self._load, keys, buffers, checks)
+
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         """See :meth:`Backend.store`. Cancelled, it waits for the transfers, at most until their deadline."""
         return await self.run_blocking(self._store, keys, buffers)
@@ -106,8 +113,11 @@ class NixlBackend(Backend[NixlOptions]):
 
     # The methods below run on the tier's threads.
 
-    def _load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
-        return transfers.load_batch(self._supervisor.child(), keys, buffers, self.options.transfer_timeout_seconds)
+    def _load(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck] = ()
+    ) -> list[LoadOutcome]:
+        seconds = self.options.transfer_timeout_seconds
+        return transfers.load_batch(self._supervisor.child(), keys, buffers, seconds, checks)
 
     def _store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
         return transfers.store_batch(self._supervisor.child(), keys, buffers, self.options.transfer_timeout_seconds)

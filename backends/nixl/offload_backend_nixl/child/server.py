@@ -73,15 +73,15 @@ class Server:
         return bool(readable)
 
     def _receive(self) -> bool:
-        """Take all requests that have arrived; return ``False`` at the parent's end."""
-        while True:
-            try:
-                packet = self._connection.recv(MAX_PACKET_BYTES + 1, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return True
-            if not packet:
-                return False
+        """Take the next request; return ``False`` at the parent's end.
+
+        A plugin may move all bytes before its call returns. So the transfers that have ended are answered between two
+        requests, and the parent copies one object while the next one is read.
+        """
+        packet = self._connection.recv(MAX_PACKET_BYTES + 1)
+        if packet:
             self._begin(decode_request(packet))
+        return bool(packet)
 
     def _begin(self, request: Request) -> None:
         operation = request.operation

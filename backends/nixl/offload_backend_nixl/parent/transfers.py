@@ -17,7 +17,7 @@ from offload_backend_nixl.naming import name_of
 from offload_backend_nixl.parent.connection import Child, ChildError, Ticket
 from offload_backend_nixl.parent.ring import Slot
 from offload_backend_nixl.protocol import Answer, Operation, Outcome
-from offload_core.api import LoadOutcome, ObjectKey, StoreOutcome
+from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome, ObjectKey, StoreOutcome
 
 MAX_IN_PROGRESS = 8
 """The most objects of one batch that the child transfers at the same time."""
@@ -40,9 +40,16 @@ def fits(child: Child, nbytes: int) -> bool:
 
 
 def load_batch(
-    child: Child, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], deadline_seconds: float
+    child: Child,
+    keys: Sequence[ObjectKey],
+    buffers: Sequence[memoryview],
+    deadline_seconds: float,
+    checks: Sequence[LoadCheck] = (),
 ) -> list[LoadOutcome]:
     """Load objects. An object that is larger than the shared memory is a miss.
+
+    Args:
+        checks: one per key, told of each part that is copied; or none.
 
     Raises:
         OSError: the medium or the child failed.
@@ -53,7 +60,7 @@ def load_batch(
         if answer.outcome is Outcome.CORRUPT:
             outcomes[loaded.index] = LoadOutcome.CORRUPT
         elif answer.outcome is Outcome.DONE:
-            outcomes[loaded.index] = _copy_out(child, loaded)
+            outcomes[loaded.index] = _copy_out(child, loaded, checks[loaded.index] if checks else None)
         elif answer.outcome is not Outcome.MISS:
             raise child.failure(answer)
 
@@ -149,10 +156,14 @@ def _begin(child: Child, operation: Operation, index: int, key: ObjectKey, buffe
     return _Object(index, key, buffer, slot, ticket)
 
 
-def _copy_out(child: Child, loaded: _Object) -> LoadOutcome:
+def _copy_out(child: Child, loaded: _Object, check: LoadCheck | None) -> LoadOutcome:
     with child.ring.view(loaded.slot) as memory:
         if not is_whole(memory, loaded.key):
             return LoadOutcome.CORRUPT
-    if len(loaded.buffer):
-        child.ring.read(loaded.slot, HEAD_BYTES, loaded.buffer)
+    step = len(loaded.buffer) if check is None else CHECK_BYTES
+    for start in range(0, len(loaded.buffer), step or 1):
+        part = loaded.buffer[start : start + step]
+        child.ring.read(loaded.slot, HEAD_BYTES + start, part)
+        if check is not None:
+            check.filled(len(part))
     return LoadOutcome.HIT
