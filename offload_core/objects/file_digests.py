@@ -33,7 +33,7 @@ class FileDigests:
         settled_seconds: age of a file's last change from which its digest is kept. It is longer than any tick of a
             file system's clock, and than the delay of times that are written late.
         progress_bytes: amount to read from which the log shows the progress.
-        progress_seconds: interval of the progress.
+        progress_seconds: interval of the progress, and of keeping the digests that are ready.
     """
 
     def __init__(
@@ -75,27 +75,26 @@ class FileDigests:
 
     def _read(self, sizes: dict[Path, int]) -> dict[Path, str]:
         reading = _Reading(sum(sizes.values()))
+        shown = reading.total_bytes >= self._progress_bytes
+        if shown:
+            reading.show()
         threads = DaemonExecutor(min(_THREADS, len(sizes)), "offload-digests")
         largest_first = sorted(sizes, key=lambda path: sizes[path], reverse=True)
         futures = {threads.submit(reading.digest, path): path for path in largest_first}
-        shown = reading.total_bytes >= self._progress_bytes
         digests: dict[Path, str] = {}
         pending = set(futures)
         try:
             while pending:
-                if shown:
-                    logger.info("reading model files for the cache's identity: %s", reading.progress())
                 ended, pending = wait(pending, self._progress_seconds, FIRST_EXCEPTION)
-                digests.update({futures[future]: future.result()[0] for future in ended})
-                # What is kept by now is not read again if the engine is killed meanwhile.
-                results = (future.result() for future in ended)
-                self._kept.add(
-                    {
-                        state: digest
-                        for digest, state, began_ns in results
-                        if state.settled(began_ns, self._settled_seconds)
-                    }
-                )
+                settled: dict[FileState, str] = {}
+                for future in ended:
+                    digest, state, began_ns = future.result()
+                    digests[futures[future]] = digest
+                    if state.settled(began_ns, self._settled_seconds):
+                        settled[state] = digest
+                self._kept.add(settled)  # not only at the end: the engine may be killed before
+                if shown:
+                    reading.show()
         finally:
             reading.stop()
             threads.shutdown()
@@ -116,13 +115,12 @@ class _Reading:
         """End all reading."""
         self._stopped = True
 
-    def progress(self) -> str:
-        """Return the amount that was read, and the time that is left, such as ``120 of 700 GB, 45 s left``."""
+    def show(self) -> None:
+        """Log the amount that was read, and the time that is left, such as ``120 of 700 GB, 45 s left``."""
         done, seconds = self._done_bytes, time.monotonic() - self._began
+        left = f", {max(0, self.total_bytes - done) * seconds / done:.0f} s left" if done else ""
         amounts = f"{done / _GB:.0f} of {self.total_bytes / _GB:.0f} GB"
-        if not done:
-            return amounts
-        return f"{amounts}, {max(0, self.total_bytes - done) * seconds / done:.0f} s left"
+        logger.info("reading model files for the cache's identity: %s%s", amounts, left)
 
     def digest(self, path: Path) -> tuple[str, FileState, int]:
         """Return a file's digest, the state of the file, and the time at which the reading began, in nanoseconds."""

@@ -25,6 +25,7 @@ from offload_core.objects.file_digests import FileDigests
 from offload_core.objects.fingerprint import files_identity
 from tests.backends.disk.conftest import mount
 from tests.core.objects.digests import CACHE, MIB, identity, write
+from tests.support.polling import wait_until
 from tests.support.process_state import bytes_read
 from tests.support.random_examples import examples
 
@@ -69,6 +70,22 @@ def test_engines_keep_the_digests_of_each_other(tmp_path: Path, cache: Path) -> 
     files_identity(models[1], second)
     files_identity(models[0], first)
     assert bytes_read(lambda: [identity(folder, cache) for folder in models]) < MIB
+
+
+def test_a_start_after_a_killed_one_reads_only_the_rest(model: Path, cache: Path) -> None:
+    write(model / "weights.bin", bytes(4 * MIB))
+    with (model / "endless.bin").open("wb") as file:
+        file.truncate(1 << 40)
+    script = (
+        "import sys; from pathlib import Path; from offload_core.objects.file_digests import FileDigests\n"
+        "FileDigests(Path(sys.argv[1]), 0.0, progress_seconds=0.05).of([Path(name) for name in sys.argv[2:]])"
+    )
+    names = [str(path) for path in model.iterdir()]
+    with subprocess.Popen([sys.executable, "-c", script, str(cache), *names]) as killed:
+        wait_until((cache / CACHE).exists, "no digest was kept")
+        killed.kill()
+    (model / "endless.bin").unlink()
+    assert bytes_read(lambda: identity(model, cache)) < MIB
 
 
 def test_a_changed_byte_is_seen_though_the_modification_time_is_restored(model: Path, cache: Path) -> None:
@@ -156,7 +173,7 @@ def test_random_edits_are_seen_with_a_warm_cache_and_without(
     for kind, draw in [("start", 0), *edits, ("start", 0)]:
         _edit(model, kind, random.Random(draw), root)
         content = {
-            os.path.relpath(Path(place, name), model): Path(place, name).bytes_read()
+            os.path.relpath(Path(place, name), model): Path(place, name).read_bytes()
             for place, _, names in os.walk(model, followlinks=True)
             for name in names
         }
@@ -174,7 +191,7 @@ def _edit(model: Path, kind: str, chance: random.Random, outside: Path) -> None:
     if not files or kind in ("add", "start"):
         return
     path = chance.choice(files)
-    data, times = bytearray(path.bytes_read()), path.stat()
+    data, times = bytearray(path.read_bytes()), path.stat()
     if kind.startswith("flip") and data:
         data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
         write(path, bytes(data))

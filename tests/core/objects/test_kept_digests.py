@@ -22,7 +22,7 @@ from tests.support.process_state import bytes_read
 def _planted(cache: Path, model: Path) -> bytes:
     """Return the file of kept digests with a wrong digest for each file of the model, and a right checksum."""
     identity(model, cache)
-    text = re.sub(rb"xxh3:\w{32}", b"xxh3:" + b"0" * 32, (cache / CACHE).bytes_read().split(b"\n", 1)[1])
+    text = re.sub(rb"xxh3:\w{32}", b"xxh3:" + b"0" * 32, (cache / CACHE).read_bytes().split(b"\n", 1)[1])
     return xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text
 
 
@@ -121,13 +121,13 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(
 ) -> None:
     with tmpfs("64k") as disk:
         identity(model, disk)
-        kept = (disk / CACHE).bytes_read()
+        kept = (disk / CACHE).read_bytes()
         (disk / "full").write_bytes(bytes(64 * 1024 - 2 * 4096))
         for number in range(100):
             write(model / f"{number}.bin", b"content")
         assert identity(model, disk) == identity(model, None)
         assert sorted(path.name for path in disk.iterdir()) == [CACHE, "full"]
-        assert (disk / CACHE).bytes_read() == kept
+        assert (disk / CACHE).read_bytes() == kept
     (record,) = caplog.records
     assert "No space left on device" in record.getMessage()
 
