@@ -52,8 +52,8 @@ class FileState:
         """Return whether a later change of the content must change the times as well.
 
         A file that has just changed can change again within one tick of the file system's clock. File systems that
-        count whole seconds are not trusted at all: among them are images with the same times in every build, and
-        mounts of object stores without a change time.
+        count whole seconds are never trusted. Some of them are images with the same times in every build, or mounts of
+        object stores without a change time.
         """
         return now_ns - self.changed_ns >= seconds * 1e9 and self.changed_ns % 1_000_000_000 != 0
 

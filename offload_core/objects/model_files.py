@@ -38,8 +38,8 @@ class ModelFiles:
 def model_files(folder: Path) -> ModelFiles:
     """Return the files in ``folder`` and below that can decide the bytes of a KV cache.
 
-    All files count but a short list: documents, images, logs, chat templates, sampling defaults, the folders of git and
-    of caches, and the folders of tiers. Links are followed. Each folder is entered once, so links that form a loop end.
+    All files count but a short list: documents, images, logs, chat templates, sampling defaults, and the folders of
+    git, caches and tiers. Links are followed. Each folder is entered once, so links that form a loop end.
 
     Raises:
         OSError: a folder cannot be read, or there are more than 100,000 entries.

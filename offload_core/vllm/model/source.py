@@ -61,8 +61,8 @@ class _Sources:
     def of_all(self) -> dict[str, Json]:
         """Return the identity of the model, and of all others that take part.
 
-        These are a draft model, repositories with the model's code, and the tokenizer of a multimodal model: some of
-        these models tokenize texts on their own.
+        These are a draft model, repositories with the model's code, and the tokenizer of a multimodal model. Some
+        of these models tokenize texts on their own.
         """
         model: Any = self._vllm_config.model_config
         identity = self._of(model.model, model.revision, getattr(model.hf_config, "_commit_hash", None))
