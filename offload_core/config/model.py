@@ -104,6 +104,12 @@ def _json_or_yaml(path: Path | None) -> Path | None:
     return path
 
 
+def _printable_name(name: str | None) -> str | None:
+    if name is not None and (not name.isprintable() or name != name.strip()):
+        raise ValueError("the name must be of printable characters, without spaces at its ends")
+    return name
+
+
 def _json_lines(path: Path | None) -> Path | None:
     if path is not None and path.suffix not in (".jsonl", ".json"):
         raise ValueError("the name must end in .jsonl or .json (the content is one JSON object per line)")
@@ -192,6 +198,17 @@ class OffloadSettings(Limits, _IoProcessSettings, _ChunkSettings):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    model_identity: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            max_length=200,
+            description="Name for the model and its weights, in place of the digests of its files. Two models under "
+            "one name give wrong text.",
+            examples=["llama-3.1-70b-2026-01"],
+        ),
+        AfterValidator(_printable_name),
+    ] = None
     required_plugins: Annotated[
         list[str],
         Field(description="Entry-point names of plugins that must be installed though no backend needs them."),

@@ -13,13 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-import xxhash
+from offload_core.objects.file_digests import FileDigests
+from offload_core.objects.model_files import model_files
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
-
-_READ_BYTES = 16 * 1024 * 1024
-_CONFIG_SUFFIXES = (".json",)
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def fingerprint(identity: Mapping[str, Json]) -> str:
@@ -32,31 +29,15 @@ def fingerprint(identity: Mapping[str, Json]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def weights_identity(folder: Path) -> dict[str, Json]:
+def files_identity(folder: Path, digests: FileDigests) -> dict[str, Json]:
     """Identify the model in ``folder`` by its content: a copy is the same model, an edited copy is another.
 
-    Usually a file is hashed whole with XXH3-128. This runs at the speed of the page cache, which the engine has just
-    filled. A weight file that links into a hub cache's ``blobs`` folder is identified by its blob, whose name is a
-    hash.
-
     Returns:
-        ``{relative file name: digest}`` for all configuration and weight files directly in ``folder``.
+        ``{name relative to the folder: digest}`` for all files that can decide the bytes of a KV cache.
+
+    Raises:
+        OSError: a file or folder cannot be read; the message names it.
     """
-    identity: dict[str, Json] = {}
-    for path in sorted(folder.iterdir()):
-        if not path.is_file() or path.suffix not in _CONFIG_SUFFIXES + _WEIGHT_SUFFIXES:
-            continue
-        target = path.resolve()
-        if path.is_symlink() and target.parent.name == "blobs" and path.suffix in _WEIGHT_SUFFIXES:
-            identity[path.name] = f"blob:{target.name}"
-        else:
-            identity[path.name] = f"xxh3:{_file_digest(path)}"
-    return identity
-
-
-def _file_digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+    found = model_files(folder)
+    by_path = digests.of(found.files.values())
+    return {**{name: by_path[path] for name, path in found.files.items()}, **found.others}

@@ -31,7 +31,7 @@ from offload_core.vllm.metadata import StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.metrics import HybridOffloadPromMetrics, HybridOffloadStats
 from offload_core.vllm.model.groups import build_planner, handed_over
 from offload_core.vllm.model.identity import engine_identity, engine_name
-from offload_core.vllm.model.refusals import hash_seed_problem, misaligned_states_problem
+from offload_core.vllm.model.refusals import block_hash_problem, misaligned_states_problem
 from offload_core.vllm.scheduler.half import SchedulerHalf
 from offload_core.vllm.worker.half import WorkerHalf
 
@@ -80,14 +80,14 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         problems = (
             nothing_stored,
             version_problem(),
-            hash_seed_problem(vllm_config),
+            block_hash_problem(vllm_config),
             misaligned_states_problem(vllm_config, kv_cache_config),
         )
         for warning in (*planner.warnings, *problems):
             if warning is not None:
                 logger.warning("%s", warning)
         logger.info("placement is %r; %s", config.settings.placement, handed_over(vllm_config, planner))
-        identity = engine_identity(vllm_config, kv_cache_config)
+        identity = engine_identity(vllm_config, kv_cache_config, config.settings.model_identity)
         self._scheduler_half = SchedulerHalf(
             config,
             planner,

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
 
 from offload_core.api.errors import PlanError
 from offload_core.vllm.model.groups import build_planner
-from offload_core.vllm.model.refusals import hash_seed_problem, misaligned_states_problem
+from offload_core.vllm.model.refusals import misaligned_states_problem
 
 pytestmark = pytest.mark.every_version
 
@@ -61,20 +61,6 @@ def _engine(**parallel: int) -> Any:
 def test_refused_at_start_with_the_reason(engine: Any, groups: KVCacheConfig, reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
         build_planner(engine, groups, None)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "seed", "warned"), [("sha256", None, 0), ("xxhash", None, 1), ("xxhash", "0", 0)]
-)
-def test_block_hashes_that_no_other_process_will_make(
-    monkeypatch: pytest.MonkeyPatch, algorithm: str, seed: str | None, warned: int
-) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    if seed is not None:
-        monkeypatch.setenv("PYTHONHASHSEED", seed)
-    problem = hash_seed_problem(SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm)))
-    assert (problem is not None) == bool(warned)
-    assert problem is None or "set PYTHONHASHSEED to any fixed number" in problem
 
 
 @pytest.mark.parametrize(("step", "cure"), [(256, None), (512, None), (128, "--block-size 256")])

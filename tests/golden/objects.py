@@ -143,7 +143,7 @@ def fingerprints(folder: Path) -> dict[str, Any]:
     (model / "linked.safetensors").symlink_to("../blobs/0123abcd")
     return {
         "fingerprints": {name: subject.fingerprint(identity) for name, identity in IDENTITIES.items()},
-        "weights": subject.weights_identity(model),
+        "model": subject.model_identity(model),
     }
 
 

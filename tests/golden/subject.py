@@ -43,7 +43,8 @@ from offload_core.memory.staging_pool import StagingPool
 from offload_core.memory.staging_shares import share_out
 from offload_core.memory.staging_size import StagingUse
 from offload_core.objects.compression import compress, largest_compressed_bytes, verify_any
-from offload_core.objects.fingerprint import Json, fingerprint, weights_identity
+from offload_core.objects.file_digests import FileDigests
+from offload_core.objects.fingerprint import Json, files_identity, fingerprint
 from offload_core.objects.format import FORMAT_VERSION, HEADER_BYTES, Codec, read_header, seal
 from offload_core.planning.chunk_keys import ChunkHashes, object_keys
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner, Pack
@@ -75,7 +76,6 @@ __all__ = [
     "fingerprint",
     "load_plugins",
     "verify_any",
-    "weights_identity",
 ]
 
 PUBLIC_CLASSES: tuple[type, ...] = (
@@ -126,6 +126,11 @@ def run_command(arguments: Sequence[str]) -> tuple[int, str, str]:
 
 
 # Objects
+
+
+def model_identity(folder: Path) -> dict[str, Json]:
+    """Return the identity of a model's folder, without digests from earlier runs."""
+    return files_identity(folder, FileDigests(None))
 
 
 def sealed(key: ObjectKey, payload: bytes) -> bytes:

@@ -41,11 +41,13 @@ class Rig:
             "lookup_timeout_seconds": changes.pop("lookup_timeout_seconds", NEVER_SECONDS),
             "shutdown_timeout_seconds": changes.pop("shutdown_timeout_seconds", 5.0),
         }
-        if "geometry_file" in changes:
-            settings["geometry_file"] = str(changes.pop("geometry_file"))
+        for key in ("geometry_file", "model_identity"):
+            if key in changes:
+                settings[key] = str(changes.pop(key))
         if model.hybrid_chunk_size is not None:
             settings["hybrid_chunk_size"] = model.hybrid_chunk_size
-        engine = StandInEngine(model, self._model_folder, settings, **changes)
+        folder = changes.pop("folder", self._model_folder)
+        engine = StandInEngine(model, folder, settings, **changes)
         self._engines.append(engine)
         return engine
 

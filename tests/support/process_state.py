@@ -7,6 +7,7 @@ import gc
 import os
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 _OWN_FILES = re.compile(r"/memfd:|anon_inode:\[(eventfd|eventpoll|pidfd)\]|(socket|pipe):")
@@ -84,3 +85,16 @@ def shared_memory_of(pid: int) -> set[int]:
                 if str(entry.readlink()).startswith("/memfd:"):
                     found.add(entry.stat().st_ino)
     return found
+
+
+def bytes_read(action: Callable[[], object]) -> int:
+    """Return the bytes that this process reads while ``action`` runs, from page cache or disk."""
+    before = _bytes_read_so_far()
+    action()
+    return _bytes_read_so_far() - before
+
+
+def _bytes_read_so_far() -> int:
+    found = re.search(r"^rchar: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1])

@@ -61,6 +61,37 @@ def test_the_same_files_are_the_same_adapter_wherever_they_lie(folder: Path, tmp
     assert all(digests)
 
 
+@pytest.mark.parametrize("name", ["sub/weights.npz", "code.py"])
+def test_all_files_of_an_adapter_count(folder: Path, tmp_path: Path, name: str) -> None:
+    other = _write(tmp_path / "other", b"weights")
+    for place, content in ((folder, b"one"), (other, b"two")):
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_bytes(content)
+    identities = AdapterIdentities(SECONDS, started_ns=time.time_ns())
+    first, second = (_settled(identities.of(_lora(path))).digest for path in (folder, other))
+    identities.shutdown()
+    assert first
+    assert second
+    assert first != second
+
+
+def test_files_in_sub_folders_that_change_under_a_running_engine_are_not_trusted(folder: Path) -> None:
+    (folder / "sub").mkdir()
+    identities = AdapterIdentities(SECONDS, started_ns=_changed_ns(folder))
+    (folder / "sub/weights.bin").write_bytes(b"first")
+    while (folder / "sub/weights.bin").stat().st_ctime_ns <= _changed_ns(folder):
+        os.utime(folder / "sub/weights.bin")
+    assert not _settled(identities.of(_lora(folder))).usable
+    identities.shutdown()
+
+
+def test_a_pipe_holds_nothing_up(folder: Path) -> None:
+    os.mkfifo(folder / "pipe.bin")
+    identities = AdapterIdentities(SECONDS, started_ns=time.time_ns())
+    assert _settled(identities.of(_lora(folder))).usable
+    identities.shutdown()
+
+
 def test_files_that_change_under_a_running_engine_are_not_trusted(
     identities: AdapterIdentities, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

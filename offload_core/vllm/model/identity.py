@@ -5,27 +5,39 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-from offload_core.objects.fingerprint import Json, weights_identity
+from offload_core.objects.fingerprint import Json
 from offload_core.objects.format import FORMAT_VERSION
+from offload_core.vllm.model.source import model_source
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def engine_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Json]:
-    """Return the facts that decide the bytes of the KV cache, except for the rank and its tensors (invariant I7)."""
+def engine_identity(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, given_name: str | None = None
+) -> dict[str, Json]:
+    """Return the facts that decide the bytes of the KV cache, except for the rank and its tensors (invariant I7).
+
+    Args:
+        given_name: the operator's ``model_identity``, which stands for the model's files.
+
+    Raises:
+        ConfigError: a file of the model cannot be read.
+    """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     return {
         "format_version": FORMAT_VERSION,
         "engine": ["vllm", vllm.__version__],
-        "model": _model_identity(vllm_config),
+        "model": model_source(vllm_config, given_name),
+        "loader": None
+        if given_name
+        else _jsonable(getattr(vllm_config.load_config, "model_loader_extra_config", None)),
         "model_config": _jsonable({k: v for k, v in model.hf_config.to_dict().items() if k != "_name_or_path"}),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
@@ -67,22 +79,6 @@ def worker_identity(vllm_config: VllmConfig, layers: dict[str, torch.Tensor]) ->
             tensor.device.type, backend, str(tensor.dtype), list(tensor.shape[1:]),
             [stride if stride <= tensor.stride(0) else None for stride in tensor.stride()[1:]],
         ]  # fmt: skip
-    return identity
-
-
-def _model_identity(vllm_config: VllmConfig) -> Json:
-    model = vllm_config.model_config
-    load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
-    identity: dict[str, Json] = {"load_format": load_format}
-    if load_format == "dummy":
-        identity["dummy_seed"] = model.seed
-    folder = Path(model.model)
-    if folder.is_dir():
-        identity["files"] = weights_identity(folder)
-    else:
-        identity["name"] = model.model
-        identity["revision"] = model.revision
-        identity["commit"] = getattr(model.hf_config, "_commit_hash", None)
     return identity
 
 

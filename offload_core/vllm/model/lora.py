@@ -8,7 +8,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload_core.objects.fingerprint import fingerprint, weights_identity
+from offload_core.objects.file_digests import FileDigests
+from offload_core.objects.fingerprint import files_identity, fingerprint
+from offload_core.objects.model_files import model_files
 from offload_core.runtime.threads import DaemonExecutor
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class AdapterIdentities:
         self._wait_seconds = wait_seconds
         self._started_ns = time.time_ns() - _CLOCK_TICK_NS if started_ns is None else started_ns
         self._digests: dict[tuple[str, Signature], str] = {}
+        self._file_digests = FileDigests.of_user()
         self._warned: set[str] = set()
         self._thread = DaemonExecutor(1, "offload-adapters")
 
@@ -79,8 +82,13 @@ class AdapterIdentities:
             if problem is None:
                 key = (str(folder), signature)
                 if key not in self._digests:
-                    self._digests[key] = fingerprint({"adapter": weights_identity(folder)})
-                return self._digests[key]
+                    digest = fingerprint({"adapter": files_identity(folder, self._file_digests)})
+                    if _signature(folder) == signature:
+                        self._digests[key] = digest
+                    else:
+                        problem = "its files change"
+                if problem is None:
+                    return self._digests[key]
         except OSError as error:
             problem = f"its files cannot be read: {error}"
         if str(folder) not in self._warned:
@@ -95,5 +103,5 @@ def _signature(folder: Path) -> Signature:
     Raises:
         OSError: ``folder`` is not a readable folder.
     """
-    found = ((path.name, path.stat()) for path in sorted(folder.iterdir()))
+    found = ((name, path.stat()) for name, path in model_files(folder).files.items())
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in found)

@@ -1,4 +1,4 @@
-"""Settings of vLLM with which few or no stored prefixes are found again; each is a warning at start."""
+"""Settings of vLLM with which stored prefixes are not safe, or rarely found again; each is a warning at start."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ if TYPE_CHECKING:
 _CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
 
 
-def hash_seed_problem(vllm_config: VllmConfig) -> str | None:
-    """Return a warning if block hashes differ from process to process, else ``None``."""
+def block_hash_problem(vllm_config: VllmConfig) -> str | None:
+    """Return a warning if prompts could be made to share a block hash, or hashes differ by process, else ``None``."""
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    if algorithm in _CRYPTOGRAPHIC_HASHES or os.environ.get("PYTHONHASHSEED") is not None:
+    if algorithm in _CRYPTOGRAPHIC_HASHES:
         return None
-    return (
-        f"prefix_caching_hash_algo is {algorithm!r} and PYTHONHASHSEED is not set, so vLLM seeds its block hashes at "
-        "random and no process finds the objects of another; set PYTHONHASHSEED to any fixed number, or use "
-        "--prefix-caching-hash-algo sha256"
+    problem = (
+        f"prefix_caching_hash_algo is {algorithm!r}, which is not cryptographic: a user can craft a prompt with the "
+        "block hashes of another one, and each of the two may then get text made from the other's prompt"
     )
+    if os.environ.get("PYTHONHASHSEED") is None:
+        problem += (
+            "; and PYTHONHASHSEED is not set, so vLLM seeds these hashes at random and no process finds the objects of "
+            "another (set PYTHONHASHSEED to any fixed number)"
+        )
+    return f"{problem}; use --prefix-caching-hash-algo sha256"
 
 
 def misaligned_states_problem(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:

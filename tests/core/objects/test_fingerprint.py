@@ -1,4 +1,4 @@
-"""Fingerprints, weights and names of objects: two things that could differ in bytes never share a key (I7)."""
+"""Fingerprints and names of objects: two things that could differ in bytes never share a key (I7)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from offload_core.api.keys import ObjectKey
-from offload_core.objects.fingerprint import Json, fingerprint, weights_identity
+from offload_core.objects.fingerprint import Json, fingerprint
 from offload_core.objects.format import HEADER_BYTES, seal
 
 scalars = st.none() | st.booleans() | st.integers() | st.text(max_size=5)
@@ -55,55 +55,6 @@ def test_what_is_not_spelled_out_is_refused(value: object) -> None:
 def test_not_a_number_is_refused() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         fingerprint({"key": float("nan")})
-
-
-def model(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"weights")
-    (folder / "README.md").write_text("not part of the model")
-    (folder / "sub").mkdir()
-    return folder
-
-
-def test_a_copy_elsewhere_is_the_same_model(tmp_path: Path) -> None:
-    identity = weights_identity(model(tmp_path / "a"))
-    assert identity == weights_identity(model(tmp_path / "b"))
-    assert set(identity) == {"config.json", "model.safetensors"}
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_changed_byte_of_the_same_size_is_another_model(tmp_path: Path, name: str) -> None:
-    folder = model(tmp_path / "a")
-    before = weights_identity(folder)
-    data = bytearray((folder / name).read_bytes())
-    data[-1] ^= 1
-    (folder / name).write_bytes(data)
-    assert weights_identity(folder) != before
-
-
-def test_one_more_file_is_another_model(tmp_path: Path) -> None:
-    folder = model(tmp_path / "a")
-    before = weights_identity(folder)
-    (folder / "model-2.safetensors").write_bytes(b"")
-    assert weights_identity(folder) != before
-
-
-def test_a_hub_caches_weights_are_named_by_their_blob(tmp_path: Path) -> None:
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "blobs" / "0123abcd").write_bytes(b"weights")
-    snapshot = tmp_path / "snapshot"
-    snapshot.mkdir()
-    (snapshot / "model.safetensors").symlink_to(tmp_path / "blobs" / "0123abcd")
-    assert weights_identity(snapshot) == {"model.safetensors": "blob:0123abcd"}
-
-
-def test_a_link_to_elsewhere_is_read(tmp_path: Path) -> None:
-    target = model(tmp_path / "a") / "model.safetensors"
-    linked = tmp_path / "linked"
-    linked.mkdir()
-    (linked / "model.safetensors").symlink_to(target)
-    assert weights_identity(linked)["model.safetensors"] == weights_identity(target.parent)["model.safetensors"]
 
 
 def test_a_key_has_a_path_for_file_systems_and_a_short_name_for_people() -> None:

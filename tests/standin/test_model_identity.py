@@ -1,0 +1,58 @@
+"""Engines find the objects of a model with the same files, or with the same name given in the configuration."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.standin.rig import Rig
+from tests.support.standin.engine import StandInEngine
+from tests.support.standin.geometries import MODELS
+
+PROMPT = [3 + i % 997 for i in range(600)]
+
+
+def served(rig: Rig, **changes: Any) -> bool:
+    """Return whether an engine that starts now loads the prompt."""
+    engine: StandInEngine = rig.engine(MODELS["gpt_oss"](), **changes)
+    (request,) = rig.run(engine, PROMPT)
+    loaded = engine.served[request].external_tokens > 0
+    rig.end(engine)
+    return loaded
+
+
+@pytest.fixture
+def folder(model_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model_folder, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("name", ["modeling_custom.py", "sub/weights.npz", "model.safetensors"])
+def test_an_edited_file_is_another_model(rig: Rig, folder: Path, name: str) -> None:
+    (folder / "sub").mkdir()
+    path = folder / name
+    path.touch()
+    assert [served(rig, folder=folder), served(rig, folder=folder)] == [False, True]
+    path.write_bytes(path.read_bytes() + b"edited")
+    assert [served(rig, folder=folder), served(rig, folder=folder)] == [False, True]
+
+
+def test_a_given_name_stands_for_the_files(rig: Rig, folder: Path) -> None:
+    assert not served(rig, folder=folder)
+    assert not served(rig, folder=folder, model_identity="mine")
+    (folder / "model.safetensors").write_bytes(b"edited")
+    assert served(rig, folder=folder, model_identity="mine")
+    assert not served(rig, folder=folder, model_identity="yours")
+
+
+def test_hashes_that_can_be_forged_are_one_warning(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    with caplog.at_level(logging.WARNING, "offload_core"):
+        rig.end(rig.engine(MODELS["gpt_oss"](), ranks=2, prefix_caching_hash_algo="xxhash"))
+    warnings = [record.getMessage() for record in caplog.records if "cryptographic" in record.getMessage()]
+    assert len(warnings) == 1
