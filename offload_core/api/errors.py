@@ -18,6 +18,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+from offload_core.api.credentials import without_credentials
+
 
 class OffloadError(Exception):
     """Base of every exception that offload-core raises on purpose."""
@@ -27,15 +29,16 @@ class ConfigError(OffloadError, ValueError):
     """The configuration cannot work.
 
     Args:
-        problems: one entry per problem; all of them are found before the error is raised.
+        problems: one entry per problem; all of them are found before the error is raised. Credentials in URLs are
+            masked.
         source: the place of the configuration, for the first line of the message.
     """
 
     def __init__(self, problems: Sequence[str], source: str = "kv_connector_extra_config") -> None:
-        self.problems = tuple(problems)
-        self.source = source
+        self.problems = tuple(map(without_credentials, problems))
+        self.source = without_credentials(source)
         count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
-        super().__init__("\n".join([f"{count} in {source}:", *(f"  - {problem}" for problem in self.problems)]))
+        super().__init__("\n".join([f"{count} in {self.source}:", *(f"  - {problem}" for problem in self.problems)]))
 
 
 class PlanError(OffloadError, ValueError):

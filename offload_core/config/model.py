@@ -36,7 +36,12 @@ class _TierIdentity(BaseModel):
 
     name: Annotated[
         str,
-        Field(min_length=1, description="Unique name of the tier, used in logs and metrics.", examples=["nvme"]),
+        Field(
+            min_length=1,
+            max_length=100,
+            description="Unique name of the tier, used in logs and metrics.",
+            examples=["nvme"],
+        ),
     ]
     type: Annotated[
         str,
