@@ -20,6 +20,9 @@ from collections.abc import Iterable, Sequence
 
 from offload_core.api.credentials import without_credentials
 
+_MAX_COMPARED = 100
+"""The most characters of a word that are compared with valid words, which takes time with their square."""
+
 
 class OffloadError(Exception):
     """Base of every exception that offload-core raises on purpose."""
@@ -66,5 +69,10 @@ class BackendError(OffloadError, OSError):
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for a message about ``word``, or nothing when no valid word resembles it."""
-    close = difflib.get_close_matches(word, list(valid), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    close = closest(word, valid)
+    return f" (did you mean {close!r}?)" if close is not None else ""
+
+
+def closest(word: str, valid: Iterable[str]) -> str | None:
+    """Return the valid word that resembles ``word`` most, or ``None``."""
+    return next(iter(difflib.get_close_matches(word[:_MAX_COMPARED], list(valid), n=1)), None)

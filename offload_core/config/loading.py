@@ -54,8 +54,8 @@ def load_config(
     tiers, tier_problems = _tiers(raw.get("backends"), registry, environ)
     problems += tier_problems
     problems += _missing_plugins(raw.get("required_plugins"), registry)
-    if len(problems) > MAX_PROBLEMS:
-        problems = [*problems[:MAX_PROBLEMS], f"and {len(problems) - MAX_PROBLEMS} more problems"]
+    if len(problems) > 2 * MAX_PROBLEMS:
+        problems = [*problems[: 2 * MAX_PROBLEMS], f"and {len(problems) - 2 * MAX_PROBLEMS} more problems"]
     if problems or settings is None:
         raise ConfigError(problems, source)
     return OffloadConfig(settings, tuple(tiers), registry, raw)

@@ -178,7 +178,7 @@ class _IoProcessSettings(BaseModel):
         int, Field(ge=0, le=19, strict=True, description="Niceness of the I/O process.", examples=[5])
     ] = 0
     io_process_cpus: Annotated[
-        list[Annotated[int, Field(ge=0, strict=True)]],
+        list[Annotated[int, Field(ge=0, le=65535, strict=True)]],
         Field(description="Processors of the I/O process. If empty, those of the engine.", examples=[[0, 1]]),
     ] = []
     io_process_memory_bytes: Annotated[

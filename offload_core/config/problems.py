@@ -6,7 +6,6 @@ place may hold anything.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_args
@@ -14,7 +13,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from offload_core.api.errors import did_you_mean
+from offload_core.api.errors import closest, did_you_mean
 from offload_core.api.options import DURATION_ERROR, SIZE_ERROR
 
 M = TypeVar("M", bound=BaseModel)
@@ -112,9 +111,9 @@ def _describe(detail: dict[str, Any], prefix: str, valid_keys: Sequence[str], se
 
 
 def _hint(key: str, valid_keys: Sequence[str], secrets: Secrets) -> str:
-    close = difflib.get_close_matches(key, [*valid_keys, *secrets.variables], n=1)
-    if close and close[0] in secrets.variables:
-        hint = f" (did you mean the secret {close[0]!r}? set the environment variable {secrets.variables[close[0]]})"
+    close = closest(key, [*valid_keys, *secrets.variables])
+    if close is not None and close in secrets.variables:
+        hint = f" (did you mean the secret {close!r}? set the environment variable {secrets.variables[close]})"
     else:
         hint = did_you_mean(key, valid_keys)
     return f"{hint}; valid keys: {', '.join(valid_keys)}"

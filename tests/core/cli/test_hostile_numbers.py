@@ -18,7 +18,7 @@ from tests.core.cli.conftest import Site
 
 ODD_VALUES: Mapping[str, Any] = {
     "huge": 10**400, "negative": -1, "1e308": 1e308, "nan": math.nan, "inf": math.inf, "zero": 0,
-    "digits": "1" * 400 + "GiB", "9e18": 9 * 10**18, "true": True, "list": [1], "small": 5e-324, "years": "520w",
+    "digits": "1" * 400 + "GiB", "9e18": 9 * 10**18, "true": True, "list": [1], "years": "520w",
 }  # fmt: skip
 TIERS: Mapping[str, Mapping[str, Any]] = {
     "disk": {},
@@ -51,7 +51,7 @@ def test_every_bundled_type_has_a_tier_here() -> None:
     assert set(load_plugins().backend_types) == set(TIERS)
 
 
-@pytest.mark.parametrize(("type_name", "place", "option"), options())
+@pytest.mark.parametrize(("type_name", "place", "option"), list(options()))
 def test_an_odd_value_is_refused_by_name_or_works(site: Site, type_name: str, place: str, option: str) -> None:
     for value in ODD_VALUES.values():
         tier: dict[str, Any] = {"name": "kv", "type": type_name, **TIERS[type_name]}
@@ -64,7 +64,8 @@ def test_an_odd_value_is_refused_by_name_or_works(site: Site, type_name: str, pl
             load_config({"backends": [tier], **settings})
         except ConfigError as error:
             path = option if place == "top" else f"backends.0.{option}"
-            assert any(problem.startswith(path) or option in problem for problem in error.problems)
+            if not any(problem.startswith(path) or option in problem for problem in error.problems):
+                pytest.fail(f"{value!r}: no problem names the option: {error.problems}")
             continue
         if type_name in OPENED:
             config = site.folder / "offload.json"

@@ -103,7 +103,7 @@ def test_all_credentials_are_reported_together_and_alone() -> None:
 
 
 def test_empty_values_and_flags_under_such_names_are_no_credentials(tmp_path: Path) -> None:
-    options = {"token": "", "key": None, "auth": False, "headers": {"Cookie": {}}}
+    options: dict[str, Any] = {"token": "", "key": None, "auth": False, "headers": {"Cookie": {}}}
     config = load_config({"backends": [{"name": "a", "type": "nfs", "url": "memory://a", "storage_options": options}]})
     assert len(config.tiers) == 1
 
