@@ -29,14 +29,13 @@ _HARMLESS_LAST_WORD = re.compile(
 """Last words of names that tell about a credential, such as ``token_file`` or ``signature_version``."""
 
 _WORD_BORDERS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+")
-_USERINFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<userinfo>.*)@", re.DOTALL)
 _PARAMETER = re.compile(r"(?P<before>[?&;#])(?P<name>[^=?&;#\s]+)=(?P<value>[^&;#\s'\"]+)")
 _HEADER = re.compile(
-    r"\b(?P<name>(?:proxy-)?authorization|cookie|set-cookie|x-[a-z-]*(?:key|token))\s*[:=]\s*(?P<value>\S.*)",
+    r"\b(?P<name>(?:proxy-)?authorization|cookie|set-cookie|x-[a-z-]{0,40}(?:key|token))\s*[:=]\s*(?P<value>\S.*)",
     re.IGNORECASE,
 )
 _SCHEME_OF_AUTHORIZATION = re.compile(r"\b(?P<name>Bearer|Basic|AWS4-HMAC-SHA256)\s+(?P<value>[^\s'\"]{8,})")
-_SHOWN_USERINFO = re.compile(r"[^\s'\"/]*:[^\s'\"]*@(?=[^\s'\"])")
+_UNBROKEN_TEXT = re.compile(r"[^\s'\"]+")
 
 
 def is_credential_name(name: str) -> bool:
@@ -58,8 +57,11 @@ def holds_credential(text: str) -> bool:
         return True
     if _HEADER.search(text) or _SCHEME_OF_AUTHORIZATION.match(text):
         return True
-    match = _USERINFO.search(text)
-    return match is not None and (":" in match["userinfo"] or match["scheme"].lower() in ("http", "https"))
+    scheme, separator, rest = text.partition("://")
+    userinfo, at, _ = rest.rpartition("@")
+    if not separator or not at or scheme.lower() == "file":
+        return False
+    return ":" in userinfo or scheme.lower().endswith(("http", "https"))
 
 
 def credentials_in(value: object, place: str, harmless_names: Iterable[str] = ()) -> Iterator[str]:
@@ -96,9 +98,13 @@ def without_credentials(text: str) -> str:
         value = MASK if is_credential_name(match["name"]) else match["value"]
         return f"{match['before']}{match['name']}={value}"
 
+    def mask_userinfo(match: re.Match[str]) -> str:
+        userinfo, _, host = match[0].rpartition("@")
+        return f"{MASK}@{host}" if ":" in userinfo and host else match[0]
+
     text = _PARAMETER.sub(mask_parameter, text)
     text = _SCHEME_OF_AUTHORIZATION.sub(rf"\g<name> {MASK}", text)
-    return _SHOWN_USERINFO.sub(f"{MASK}@", text)
+    return _UNBROKEN_TEXT.sub(mask_userinfo, text)
 
 
 def _names_credential(value: object) -> bool:

@@ -228,8 +228,9 @@ class Reader:
         if base is errors.ConfigError:
             return errors.ConfigError(text.split("\0"), "backends")
         known = getattr(errors, name, None) or _OS_ERRORS.get(name)
-        made = known if isinstance(known, type) and issubclass(known, base) else type(name, (base,), {})
-        error: Exception = made(number, text) if number and issubclass(made, OSError) else made(text)
+        if not (isinstance(known, type) and issubclass(known, base)):
+            known = type(name.replace("\0", "") or base.__name__, (base,), {})
+        error: Exception = known(number, text) if number and issubclass(known, OSError) else known(text)
         return error
 
     def event(self) -> events.Event:

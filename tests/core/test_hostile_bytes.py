@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import re
@@ -91,17 +92,11 @@ def with_right_checksums(data: bytes) -> bytes:
 def parse_object(data: bytes, folder: Path) -> None:
     view = memoryview(data)
     target = memoryview(bytearray(object_format.object_bytes(RAW_BYTES)))
-    problems = []
-    for check in (
-        lambda: object_format.verify(view, KEY),
-        lambda: compression.restore(view, target, KEY),
-        lambda: compression.verify_any(view, KEY),
-    ):
-        try:
-            check()
-        except ObjectFormatError as error:
-            problems.append(error)
-    assert len(problems) < 3 or any(map(str, problems))
+    with contextlib.suppress(ObjectFormatError):
+        compression.restore(view, target, KEY)
+    compression.verify_any(view, KEY)
+    if object_format.read_header(view, KEY).codec is Codec.NONE:
+        object_format.verify(view, KEY)
 
 
 def file_parser(name: str, parse: Callable[[Path], object]) -> Callable[[bytes, Path], object]:
@@ -235,7 +230,7 @@ OWN_BYTES: Mapping[str, str] = {
 
 _DECODERS = re.compile(
     r"json\.loads?\(|unpack(_from)?\(|SafeLoader|tomllib\.|ZstdDecompressor\(|gzip\.open|validate_json|"
-    r"pickle|marshal|text_string_to_metric"
+    r"pickle\.|marshal\.|text_string_to_metric"
 )
 
 PIECES_OF_TEXT = (
@@ -295,7 +290,7 @@ def test_good_bytes_are_read(name: str, tmp_path: Path) -> None:
         try:
             PARSERS[name].parse(sample, tmp_path)
         except OffloadError as error:
-            assert name == "YAML configuration", error  # noqa: PT017 - its extra keys are there for the syntax
+            assert name in ("YAML configuration", "TOML configuration"), error  # noqa: PT017 - a key is for the syntax
         check(name, tmp_path, sample)
 
 

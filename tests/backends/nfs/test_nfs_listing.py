@@ -63,7 +63,7 @@ def test_foreign_keys_are_jumped_over(
 def test_pages_are_short_and_complete(
     nfs: Nfs, s3_server: S3Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert s3._PAGE_KEYS <= 100
+    assert s3._PAGE_KEYS <= 200
     monkeypatch.setattr(s3, "_PAGE_KEYS", 7)
     many = [key(number, pack) for number in range(30) for pack in ("full-u256", "state")]
     bucket = fill(s3_server, [name_of(one) for one in many])

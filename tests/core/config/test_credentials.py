@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,16 @@ def problems(**tier: Any) -> list[str]:
         load_config({"backends": [{"name": "far", "type": "nfs", "url": "s3://bucket/kv", **tier}]})
     assert SECRET not in str(caught.value)
     return list(caught.value.problems)
+
+
+@pytest.mark.parametrize("unit", ["n", "a://", ":", "@", "x-", "?a", "&sig", "Bearer ", "a:b@", "A-", "%41", "://@"])
+def test_long_texts_take_time_in_proportion_to_their_length(unit: str) -> None:
+    text = (unit * 256 * 1024)[: 256 * 1024]
+    began = time.process_time()
+    holds_credential(text)
+    is_credential_name(text)
+    without_credentials(text)
+    assert time.process_time() - began < 2  # a search that begins again at each character takes minutes
 
 
 @pytest.mark.parametrize("name", ["headers", "client_kwargs"])

@@ -18,7 +18,7 @@ from offload_backend_nfs.storage.fsspec_store import MAX_CONCURRENT_REQUESTS, Ob
 
 _DELETE_BATCH = 1000
 """The most keys that S3 accepts in one request."""
-_PAGE_KEYS = 100
+_PAGE_KEYS = 200
 """Keys in a page of a listing. botocore reads a page with the interpreter lock held, 1000 keys for 30 ms and more."""
 _PAUSE_PER_PAGE_SECONDS = 0.02
 """Pause between two pages, for the answers to loads."""
