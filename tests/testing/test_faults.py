@@ -179,8 +179,8 @@ def test_reordered_outcomes_of_hits_and_misses_are_misses(make_rig: MakeRig) -> 
     rig = make_rig(Inject(Lie(), "prepare_load"), Inject(Reorder(), "load_into"))  # else only hits are loaded
     rig.store(1, 3)
     outcomes = rig.load(1, 2, 3)
-    assert CORRUPT in outcomes, "the miss was taken for a hit, and seen not to be one"
-    assert MISS in outcomes, "a hit was taken for a miss"
+    assert outcomes[1] is MISS, "the miss was taken for a hit, and seen not to be one"
+    assert MISS in (outcomes[0], outcomes[2]), "a hit was taken for a miss"
 
 
 STORE_FAULTS: dict[str, tuple[Inject, list[bool], list[LoadOutcome | None]]] = {
