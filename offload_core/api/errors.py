@@ -18,6 +18,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+from offload_core.api.credentials import without_credentials
+
+_MAX_COMPARED = 100
+"""The most characters of a word that are compared with valid words, which takes time with their square."""
+
 
 class OffloadError(Exception):
     """Base of every exception that offload-core raises on purpose."""
@@ -27,15 +32,16 @@ class ConfigError(OffloadError, ValueError):
     """The configuration cannot work.
 
     Args:
-        problems: one entry per problem; all of them are found before the error is raised.
+        problems: one entry per problem; all of them are found before the error is raised. Credentials in URLs are
+            masked.
         source: the place of the configuration, for the first line of the message.
     """
 
     def __init__(self, problems: Sequence[str], source: str = "kv_connector_extra_config") -> None:
-        self.problems = tuple(problems)
-        self.source = source
+        self.problems = tuple(map(without_credentials, problems))
+        self.source = without_credentials(source)
         count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
-        super().__init__("\n".join([f"{count} in {source}:", *(f"  - {problem}" for problem in self.problems)]))
+        super().__init__("\n".join([f"{count} in {self.source}:", *(f"  - {problem}" for problem in self.problems)]))
 
 
 class PlanError(OffloadError, ValueError):
@@ -63,5 +69,10 @@ class BackendError(OffloadError, OSError):
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for a message about ``word``, or nothing when no valid word resembles it."""
-    close = difflib.get_close_matches(word, list(valid), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    close = closest(word, valid)
+    return f" (did you mean {close!r}?)" if close is not None else ""
+
+
+def closest(word: str, valid: Iterable[str]) -> str | None:
+    """Return the valid word that resembles ``word`` most, or ``None``."""
+    return next(iter(difflib.get_close_matches(word[:_MAX_COMPARED], list(valid), n=1)), None)

@@ -1,6 +1,6 @@
-"""The base class of a backend's options, the field types for sizes and durations, and a check of folders.
+"""The base class of a backend's options, the field types for sizes, durations and folders, and a check of folders.
 
-Both field types accept a number or a string with a unit, and give a plain number. A default is a plain number too::
+Sizes and durations accept a number or a string with a unit, and give a plain number. A default is a plain number too::
 
     class BoxOptions(BackendOptions):
         capacity: Bytes = Field(20 * 1024**3, ge=1, description="capacity for objects")
@@ -10,14 +10,24 @@ Both field types accept a number or a string with a unit, and give a plain numbe
 from __future__ import annotations
 
 import math
+import os
 import re
 import threading
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Annotated, TypeGuard, TypeVar
+from typing import Annotated, ClassVar, TypeGuard, TypeVar
 
 import durationpy
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, TypeAdapter, ValidationError, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+)
 from pydantic_core import PydanticCustomError
 
 
@@ -30,6 +40,9 @@ class BackendOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    credentials_cure: ClassVar[str] = "give it in the environment, or in the configuration of the storage's own library"
+    """Advice to an operator whose configuration holds a credential, which the core refuses."""
+
 
 OptionsT = TypeVar("OptionsT", bound=BackendOptions)
 
@@ -41,6 +54,10 @@ _DURATION_PATTERN = r"^([0-9]+(\.[0-9]+)?(us|ms|s|m|h|d|w))+$"
 SIZE_ERROR = "size_form"
 DURATION_ERROR = "duration_form"
 
+# Databases hold sizes in 64 bits and add them up; no clock or lock waits for much longer than these seconds.
+MAX_BYTES = 1024**6
+MAX_SECONDS = 10 * 365 * 86_400.0
+
 _byte_size = TypeAdapter(ByteSize)
 
 
@@ -49,28 +66,51 @@ def _is_finite_number(value: object) -> TypeGuard[int | float]:
 
 
 def _to_bytes(value: object) -> int:
+    nbytes: int | None = None
     if isinstance(value, str) and re.fullmatch(_SIZE_PATTERN, value):
         try:
-            return int(_byte_size.validate_python(value))
-        except ValidationError:
-            pass  # a number too large for a float
+            nbytes = int(_byte_size.validate_python(value))
+        except ValidationError:  # a number too large for a float
+            nbytes = MAX_BYTES + 1
     elif _is_finite_number(value) and value == int(value):
-        return int(value)
-    raise PydanticCustomError(SIZE_ERROR, "not a size; write a number of bytes or a size such as 20GiB or 512MiB")
+        nbytes = int(value)
+    if nbytes is None:
+        raise PydanticCustomError(SIZE_ERROR, "not a size; write a number of bytes or a size such as 20GiB or 512MiB")
+    if nbytes > MAX_BYTES:
+        raise PydanticCustomError(SIZE_ERROR, "too large; write a size of at most 1EiB")
+    return nbytes
 
 
 def _to_seconds(value: object) -> float:
+    seconds: float | None = None
     try:
         if isinstance(value, str) and re.fullmatch(_DURATION_PATTERN, value):
-            return float(durationpy.from_str(value).total_seconds())
-        if _is_finite_number(value):
-            return float(value)
-    except (ValueError, OverflowError):
-        pass  # a number too large for a float or a timedelta
-    raise PydanticCustomError(
-        DURATION_ERROR,
-        "not a duration; write a number of seconds, 0 or more, or a duration such as 500ms, 30s or 1m30s",
-    )
+            seconds = float(durationpy.from_str(value).total_seconds())
+        elif _is_finite_number(value):
+            seconds = float(value)
+    except (ValueError, OverflowError):  # a number too large for a float or a timedelta
+        seconds = math.inf
+    if seconds is None:
+        raise PydanticCustomError(
+            DURATION_ERROR,
+            "not a duration; write a number of seconds, 0 or more, or a duration such as 500ms, 30s or 1m30s",
+        )
+    if seconds > MAX_SECONDS:
+        raise PydanticCustomError(DURATION_ERROR, "too long; write a duration of at most 3650d, which is ten years")
+    return seconds
+
+
+def _to_folder(value: object) -> object:
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("the path is empty, which would be the working folder; name a folder")
+    return value
+
+
+def _to_absolute(folder: Path) -> Path:
+    try:
+        return folder.expanduser().absolute()
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~user names no user of this machine
+        raise ValueError(f"{error}; name a folder that this process may use") from error
 
 
 Bytes = Annotated[
@@ -83,7 +123,7 @@ Bytes = Annotated[
         }
     ),
 ]
-"""A size in bytes, an ``int`` of at least 0. Users write a whole number, or a string with a unit.
+"""A size in bytes, an ``int`` from 0 to 1 EiB. Users write a whole number, or a string with a unit.
 
 Units are B, KiB, MiB, GiB, TiB, PiB, EiB (powers of 1024) and KB, MB, … or K, M, … (powers of 1000). Their case does
 not matter.
@@ -99,16 +139,19 @@ Seconds = Annotated[
         }
     ),
 ]
-"""A duration in seconds, a finite ``float`` of at least 0. Users write a number, or a string such as ``1m30s``.
+"""A duration in seconds, a ``float`` from 0 to ten years. Users write a number, or a string such as ``1m30s``.
 
 Units are us, ms, s, m (minutes), h, d and w. The parts are added up, to the microsecond.
 """
+
+Folder = Annotated[Path, BeforeValidator(_to_folder), AfterValidator(_to_absolute)]
+"""An absolute path of a folder. Users may write a relative one, or ``~`` for the home folder, but not nothing."""
 
 _FOLDER_CHECK_SECONDS = 2.0
 
 
 def check_folder(folder: Path, cure: str) -> None:
-    """Refuse a folder that cannot be used: its name is that of a file, or it and its parent are missing.
+    """Refuse a folder that cannot be used: the root, a file, or a folder that is missing together with its parent.
 
     Call it in a validator of the options. A file system that does not answer within two seconds is no error here: the
     tier opens the folder later, under a deadline.
@@ -120,6 +163,8 @@ def check_folder(folder: Path, cure: str) -> None:
     Raises:
         ValueError: with the folder, the problem and the cure.
     """
+    if os.path.normpath(folder) in ("/", "//"):
+        raise ValueError(f"{folder} is the root of all file systems; name a folder for the objects alone")
     answer: Future[tuple[bool, bool, bool]] = Future()
 
     def inspect_folder() -> None:

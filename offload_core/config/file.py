@@ -3,6 +3,8 @@
 No key is lost silently. Keys written twice are refused, where YAML's and JSON's readers would take the last one. Keys
 that YAML does not read as text are refused as well. No message quotes the file's text, which may hold a secret: errors
 give line and column instead.
+
+A file may have 256 KiB, so that even one made by an attacker is read or refused within seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,10 @@ import yaml
 from offload_core.api.errors import ConfigError
 from offload_core.config.problems import kind_of, shown
 
+MAX_FILE_BYTES = 256 * 1024
+"""The largest file that is read. PyYAML takes up to 3 s for it."""
 _MAX_YAML_NODES = 100_000
+_MAX_REPORTED_KEYS = 20
 
 
 class _UnreadableError(ValueError):
@@ -63,7 +69,8 @@ def _read(file: object) -> dict[str, Any]:
     kind = Path(file).suffix[1:]
     try:
         path = Path(file).expanduser()
-        content = reader(path.read_text(encoding="utf-8-sig"))
+        content = reader(_text_of(path))
+        _check_values(content)
     except FileNotFoundError:
         looked_in = "" if path.is_absolute() else f" (looked in {Path.cwd()})"
         raise _UnreadableError(f"{prefix} does not exist{looked_in}; write its absolute path") from None
@@ -83,6 +90,27 @@ def _read(file: object) -> dict[str, Any]:
     return content
 
 
+def _text_of(path: Path) -> str:
+    with path.open("rb") as file:  # perhaps a device or a pipe without an end
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise _UnreadableError(f"it has more than {MAX_FILE_BYTES // 1024} KiB; a configuration is much shorter")
+    return data.decode("utf-8-sig")
+
+
+def _check_values(content: object) -> None:
+    """Refuse values that no message and no system call can hold."""
+    try:
+        text = json.dumps(content, ensure_ascii=False, default=str)
+        text.encode()
+    except UnicodeEncodeError:
+        raise _UnreadableError("a text has half of a surrogate pair; write whole characters") from None
+    except ValueError:  # from the conversion of a number to text
+        raise _UnreadableError("a number has thousands of digits; write a smaller one") from None
+    if "\\u0000" in text:
+        raise _UnreadableError("a text has a NUL character; remove it")
+
+
 def _read_json(text: str) -> object:
     if not text.strip():
         return None
@@ -91,13 +119,12 @@ def _read_json(text: str) -> object:
     def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         content = dict(pairs)
         if len(content) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice.extend(f"the key {key!r} is written twice; remove one" for key in content if keys.count(key) > 1)
+            uses = Counter(key for key, _ in pairs)
+            twice.extend(f"the key {key!r} is written twice; remove one" for key in content if uses[key] > 1)
         return content
 
     content = json.loads(text, object_pairs_hook=without_repeats)
-    if twice:
-        raise _UnreadableError(*twice)
+    _raise_if_any(twice)
     return content
 
 
@@ -109,9 +136,7 @@ def _read_yaml(text: str) -> object:
             if root is None:
                 return None
             _check_size(root)
-            problems = list(_key_problems(root, set()))
-            if problems:
-                raise _UnreadableError(*problems)
+            _raise_if_any(list(_key_problems(root, set())))
             return loader.construct_document(root)
         except (LookupError, AttributeError, TypeError):  # raised by PyYAML for "!!bool maybe" and similar values
             raise _UnreadableError("a value does not match its tag (!!…)") from None
@@ -186,6 +211,14 @@ def _key_problems(node: yaml.Node, seen: set[int]) -> Iterator[str]:
                 yield f"the key {name!r} is written {len(places)} times, in lines {_listed(places)}; keep one"
     for child in _children(node):
         yield from _key_problems(child, seen)
+
+
+def _raise_if_any(problems: Sequence[str]) -> None:
+    if len(problems) > _MAX_REPORTED_KEYS:
+        left = len(problems) - _MAX_REPORTED_KEYS
+        raise _UnreadableError(*problems[:_MAX_REPORTED_KEYS], f"{left} more keys have such problems")
+    if problems:
+        raise _UnreadableError(*problems)
 
 
 def _listed(lines: list[int]) -> str:

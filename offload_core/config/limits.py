@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from offload_core.api.options import Seconds
+from offload_core.api.options import MAX_SECONDS, Seconds
 
 _MIB = 1024 * 1024
 
@@ -103,7 +103,8 @@ class Limits(BaseModel):
 
     def load_seconds(self, nbytes: int) -> float:
         """Return the deadline of a load of ``nbytes``, counted from its begin."""
-        return self.load_timeout_seconds + self.load_timeout_seconds_per_mib * nbytes / _MIB
+        seconds = self.load_timeout_seconds + self.load_timeout_seconds_per_mib * nbytes / _MIB
+        return min(seconds, MAX_SECONDS)
 
     @property
     def longest_call_seconds(self) -> float:

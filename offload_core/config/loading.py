@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload_core.api.backend import BackendType
+from offload_core.api.credentials import credentials_in
 from offload_core.api.errors import ConfigError, PluginError
+from offload_core.api.options import BackendOptions
 from offload_core.config.file import read_keys
 from offload_core.config.model import BackendConfig, OffloadConfig, OffloadSettings, TierConfig
-from offload_core.config.problems import Secrets, shown, validate, written_key
+from offload_core.config.problems import MAX_PROBLEMS, Secrets, shown, validate, written_key
 from offload_core.config.secrets import SecretField, from_environment, secret_fields, variable_name
 from offload_core.plugins.registry import PluginRegistry, load_plugins
 
@@ -45,14 +47,47 @@ def load_config(
             value = f" ({shown(raw[key])})" if key in OffloadSettings.model_fields and key != "backends" else ""
             problems.append(f"{key}: set in the file and inline as well{value}; remove one of the two")
         raw = {**from_file, **raw}
+    if credentials := _credentials(raw, registry):  # alone, since messages about other problems show values
+        raise ConfigError(credentials, source)
     settings, shape_problems = validate(OffloadSettings, raw, prefix="")
     problems += shape_problems
     tiers, tier_problems = _tiers(raw.get("backends"), registry, environ)
     problems += tier_problems
     problems += _missing_plugins(raw.get("required_plugins"), registry)
+    if len(problems) > 2 * MAX_PROBLEMS:
+        problems = [*problems[: 2 * MAX_PROBLEMS], f"and {len(problems) - 2 * MAX_PROBLEMS} more problems"]
     if problems or settings is None:
         raise ConfigError(problems, source)
     return OffloadConfig(settings, tuple(tiers), registry, raw)
+
+
+def _credentials(raw: Mapping[str, Any], registry: PluginRegistry) -> list[str]:
+    """Report the credentials in a configuration, without showing them.
+
+    The models' own keys are no credentials by name: an option that holds one is a ``SecretStr``, refused later.
+    """
+    top = {key: value for key, value in raw.items() if key != "backends"}
+    places = [(place, BackendOptions) for place in credentials_in(top, "", OffloadSettings.model_fields)]
+    backends = raw.get("backends")
+    for index, entry in enumerate(backends if isinstance(backends, list) else [backends]):
+        options = _options_model(entry, registry)
+        if any(secret.kind is None for secret in secret_fields(options)):
+            continue  # the type is refused, and its values are never shown
+        own = {key for name, field in options.model_fields.items() for key in (name, written_key(name, field))}
+        path = f"backends.{index}" if isinstance(backends, list) else "backends"
+        places += [(place, options) for place in credentials_in(entry, path, {*BackendConfig.model_fields, *own})]
+    return [
+        f"{place}: holds a credential; remove it from the configuration, which vLLM logs: {options.credentials_cure}"
+        for place, options in places
+    ]
+
+
+def _options_model(entry: object, registry: PluginRegistry) -> type[BackendOptions]:
+    type_name = entry.get("type") if isinstance(entry, dict) else None
+    try:
+        return registry.backend_type(type_name).options if isinstance(type_name, str) else BackendOptions
+    except PluginError:  # reported later
+        return BackendOptions
 
 
 def _tiers(

@@ -36,7 +36,12 @@ class _TierIdentity(BaseModel):
 
     name: Annotated[
         str,
-        Field(min_length=1, description="Unique name of the tier, used in logs and metrics.", examples=["nvme"]),
+        Field(
+            min_length=1,
+            max_length=100,
+            description="Unique name of the tier, used in logs and metrics.",
+            examples=["nvme"],
+        ),
     ]
     type: Annotated[
         str,
@@ -179,7 +184,7 @@ class _IoProcessSettings(BaseModel):
         int, Field(ge=0, le=19, strict=True, description="Niceness of the I/O process.", examples=[5])
     ] = 0
     io_process_cpus: Annotated[
-        list[Annotated[int, Field(ge=0, strict=True)]],
+        list[Annotated[int, Field(ge=0, le=65535, strict=True)]],
         Field(description="Processors of the I/O process. If empty, those of the engine.", examples=[[0, 1]]),
     ] = []
     io_process_memory_bytes: Annotated[

@@ -6,7 +6,6 @@ place may hold anything.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_args
@@ -14,10 +13,15 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from offload_core.api.errors import did_you_mean
+from offload_core.api.errors import closest, did_you_mean
 from offload_core.api.options import DURATION_ERROR, SIZE_ERROR
 
 M = TypeVar("M", bound=BaseModel)
+
+MAX_PROBLEMS = 100
+"""The most problems that one error lists."""
+_MAX_SHOWN = 1000
+"""The most characters of a bad value, and of a message about it."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,17 @@ def validate(
     except ValidationError as error:
         keys = sorted(valid_keys if valid_keys is not None else model.model_fields)
         details = error.errors(include_url=False)
+    left = len(details) - MAX_PROBLEMS
     # Outside the except clause: the traceback of a later error must not show pydantic's text with its inputs.
     secrets = secrets or Secrets()
-    return None, [
+    problems = [
         _describe(dict(detail), prefix, keys if len(detail["loc"]) == 1 else _keys_at(detail["loc"], model), secrets)
-        for detail in details
+        for detail in details[:MAX_PROBLEMS]
         if not (detail["type"] == "missing" and detail["loc"][0] in secrets.reported)
     ]
+    if left > 0:
+        problems.append(f"{prefix.rstrip('.') or 'other keys'}: {left} more problems")
+    return None, problems
 
 
 def _keys_at(loc: Sequence[int | str], model: type[BaseModel]) -> list[str]:
@@ -78,7 +86,7 @@ def _keys_at(loc: Sequence[int | str], model: type[BaseModel]) -> list[str]:
 
 def _describe(detail: dict[str, Any], prefix: str, valid_keys: Sequence[str], secrets: Secrets) -> str:
     loc = detail["loc"]
-    path = (prefix + ".".join(str(part) for part in loc)).rstrip(".")
+    path = _shortened((prefix + ".".join(str(part) for part in loc)).rstrip("."))
     kind = detail["type"]
     variable = secrets.variables.get(loc[0]) if loc and isinstance(loc[0], str) else None
     if kind == "extra_forbidden":
@@ -87,7 +95,7 @@ def _describe(detail: dict[str, Any], prefix: str, valid_keys: Sequence[str], se
         return f"{path}: a key must be text; put it in quotes"
     if kind == "missing":
         return f"{path}: missing; set the environment variable {variable}" if variable else f"{path}: missing; add it"
-    message = secrets.hide(detail["msg"].removeprefix("Value error, "))
+    message = _shortened(secrets.hide(detail["msg"].removeprefix("Value error, ")))
     if variable:
         return f"{path}: the value of the environment variable {variable} is not valid: {message}"
     if kind in ("model_type", "model_attributes_type"):
@@ -96,16 +104,16 @@ def _describe(detail: dict[str, Any], prefix: str, valid_keys: Sequence[str], se
         return f"{path}: {kind_of(detail['input'])} is not valid: {message}"
     if not loc:  # a validator of the whole entry
         return f"{path}: {message}"
-    value = secrets.hide(shown(detail["input"]))
+    value = _shortened(secrets.hide(shown(detail["input"])))
     if kind in (SIZE_ERROR, DURATION_ERROR):
         return f"{path}: {value} is {message}"
     return f"{path}: {value} is not valid: {message}"
 
 
 def _hint(key: str, valid_keys: Sequence[str], secrets: Secrets) -> str:
-    close = difflib.get_close_matches(key, [*valid_keys, *secrets.variables], n=1)
-    if close and close[0] in secrets.variables:
-        hint = f" (did you mean the secret {close[0]!r}? set the environment variable {secrets.variables[close[0]]})"
+    close = closest(key, [*valid_keys, *secrets.variables])
+    if close is not None and close in secrets.variables:
+        hint = f" (did you mean the secret {close!r}? set the environment variable {secrets.variables[close]})"
     else:
         hint = did_you_mean(key, valid_keys)
     return f"{hint}; valid keys: {', '.join(valid_keys)}"
@@ -120,7 +128,17 @@ def shown(value: object) -> str:
     """Return a single value as text, but only the kind of a collection."""
     if isinstance(value, Mapping) or (isinstance(value, Collection) and not isinstance(value, str | bytes)):
         return kind_of(value)
-    return repr(value)
+    try:
+        return repr(value)
+    except ValueError:  # Python writes no number of thousands of digits
+        return "a number of thousands of digits"
+
+
+def _shortened(text: str) -> str:
+    """Return ``text`` with its middle left out if it is long. Hide secrets first, since a part of one is left."""
+    if len(text) <= _MAX_SHOWN:
+        return text
+    return f"{text[: _MAX_SHOWN // 2]} … ({len(text)} characters) … {text[-_MAX_SHOWN // 4 :]}"
 
 
 def kind_of(value: object) -> str:

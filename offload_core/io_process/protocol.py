@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, TypeGuard
 from offload_core.api import errors, events
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
+from offload_core.tiers.object_io import LoadEnd
 from offload_core.tiers.storage import StoreEnd
 
 VERSION: Final = 3
@@ -141,9 +142,10 @@ def pack_flags(flags: Iterable[bool]) -> bytes:
     return bytes(map(bool, flags))
 
 
-def pack_loaded(outcomes: Sequence[LoadOutcome], stored_bytes: int) -> bytes:
+def pack_loaded(end: LoadEnd) -> bytes:
     """Return the bytes of a load's answer."""
-    return _NBYTES.pack(stored_bytes) + bytes(map(_LOAD_OUTCOMES.index, outcomes))
+    outcomes = bytes(map(_LOAD_OUTCOMES.index, end.outcomes))
+    return _NBYTES.pack(end.stored_bytes) + _COUNT.pack(end.read_twice) + outcomes
 
 
 def pack_stored(ends: Iterable[StoreEnd]) -> bytes:
@@ -195,11 +197,12 @@ class Reader:
         """Read the flags that :func:`pack_flags` wrote."""
         return list(map(bool, self._bytes(count)))
 
-    def loaded(self, count: int) -> tuple[list[LoadOutcome], int]:
+    def loaded(self, count: int) -> LoadEnd:
         """Read the answer that :func:`pack_loaded` wrote."""
         (stored_bytes,) = self._read(_NBYTES)
+        read_twice = self._count()
         try:
-            return [_LOAD_OUTCOMES[index] for index in self._bytes(count)], stored_bytes
+            return LoadEnd([_LOAD_OUTCOMES[index] for index in self._bytes(count)], stored_bytes, read_twice)
         except IndexError as error:
             raise ProtocolError("there is no such outcome of a load") from error
 
@@ -225,8 +228,9 @@ class Reader:
         if base is errors.ConfigError:
             return errors.ConfigError(text.split("\0"), "backends")
         known = getattr(errors, name, None) or _OS_ERRORS.get(name)
-        made = known if isinstance(known, type) and issubclass(known, base) else type(name, (base,), {})
-        error: Exception = made(number, text) if number and issubclass(made, OSError) else made(text)
+        if not (isinstance(known, type) and issubclass(known, base)):
+            known = type(name.replace("\0", "") or base.__name__, (base,), {})
+        error: Exception = known(number, text) if number and issubclass(known, OSError) else known(text)
         return error
 
     def event(self) -> events.Event:

@@ -11,7 +11,7 @@ from offload_core.io_process import protocol
 from offload_core.io_process.direct_calls import OnAnswer
 from offload_core.io_process.protocol import NO_PIECE, Kind, Message, Piece
 from offload_core.tiers.staged_object import StagedObject
-from offload_core.tiers.storage import LoadEnd, LoadEnded, StorageAwayError, StorageEvents, StoreEnd, StoreEnded
+from offload_core.tiers.storage import LoadEnded, StorageAwayError, StorageEvents, StoreEnd, StoreEnded
 
 if TYPE_CHECKING:
     from offload_core.memory.staging_pool import Lease  # which imports torch
@@ -97,7 +97,7 @@ class RemoteStorage:
         """Load and verify objects; see :class:`TierStorage`."""
 
         body = pack_objects(objects, [staged.scratch for staged in objects])
-        self._send_direct(Kind.LOAD, body, lambda answer: LoadEnd(*answer.loaded(len(objects))), on_end)
+        self._send_direct(Kind.LOAD, body, lambda answer: answer.loaded(len(objects)), on_end)
 
     def start_store(self, objects: Sequence[StagedObject], staging: TierShare | None, on_end: StoreEnded) -> None:
         """Store objects; see :class:`TierStorage`."""

@@ -18,6 +18,7 @@ COUNTERS = {
     "load_hits": "objects loaded and verified",
     "load_missing": "objects that a lookup found and the load did not",
     "load_corrupt": "objects with a wrong checksum, key or size; they are deleted",
+    "load_read_twice": "objects of a shared medium read again, since the first read had a wrong checksum, key or size",
     "load_failures": "objects whose load ended in an error",
     "load_timeouts": "loads that missed their deadline",
     "load_late": "objects that arrived after their load was given up; they are dropped",

@@ -30,6 +30,8 @@ FORMAT = "offload-core trace"
 VERSION = 1
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens per id in the traces that Mooncake has published."""
+MAX_LINE_CHARACTERS = 16 << 20
+"""The longest line: a request of millions of ids."""
 MAX_PROBLEMS = 10
 """Problems that one error reports."""
 
@@ -98,7 +100,10 @@ def _read(lines: TextIO, block_tokens: int | None, source: str) -> Trace:
     arrivals_ms: list[int] = []
     header: int | None = None
     predecessors = _Predecessors()
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE_CHARACTERS + 1), ""), 1):
+        if len(line) > MAX_LINE_CHARACTERS:
+            problems.append(f"line {number}: longer than 16 MiB, so it is no request; later lines were not read")
+            break
         if not line.strip():
             continue
         try:

@@ -9,6 +9,7 @@ from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.plugins.observers import EventSink
 from offload_core.runtime.metrics import Counters
+from offload_core.tiers.object_io import LoadEnd
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.storage import StoreEnd
 
@@ -62,16 +63,9 @@ class TierAccounting:
         self._add("lookup_timeouts")
         self._add("lookup_failures")
 
-    def loaded(
-        self, objects: Sequence[StagedObject], outcomes: Sequence[LoadOutcome], stored_bytes: int, seconds: float
-    ) -> None:
-        """Count a batch of loads that has ended.
-
-        Args:
-            outcomes: one per object.
-            stored_bytes: bytes of the hits, as the medium has them.
-            seconds: duration of the call.
-        """
+    def loaded(self, objects: Sequence[StagedObject], end: LoadEnd, seconds: float) -> None:
+        """Count a batch of loads that has ended, after ``seconds``."""
+        outcomes = end.outcomes
         hits, missing = outcomes.count(LoadOutcome.HIT), outcomes.count(LoadOutcome.MISS)
         pairs = list(zip(objects, outcomes, strict=True))
         corrupt = tuple(staged.key for staged, outcome in pairs if outcome is LoadOutcome.CORRUPT)
@@ -80,9 +74,10 @@ class TierAccounting:
             self._add("load_raw_bytes", raw)
         self._add("load_missing", missing)
         self._add("load_hits", hits)
-        self._add("load_bytes", stored_bytes)
+        self._add("load_bytes", end.stored_bytes)
+        self._add("load_read_twice", end.read_twice)
         self._add("load_corrupt", len(corrupt))
-        self._emit(events.LoadsEnded(self._tier, hits, missing, len(corrupt), 0, stored_bytes, seconds))
+        self._emit(events.LoadsEnded(self._tier, hits, missing, len(corrupt), 0, end.stored_bytes, seconds))
         if corrupt:
             self._emit(events.ObjectsDamaged(self._tier, corrupt))
 

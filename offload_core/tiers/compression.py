@@ -7,9 +7,8 @@ of staging memory. A store is dropped if there is none; a load brings its own.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload_core.api.backend import Backend, LoadOutcome
 from offload_core.api.errors import ObjectFormatError
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from offload_core.memory.staging_pool import Lease  # which imports torch; the command line does without
     from offload_core.memory.staging_shares import TierShare
 
-logger = logging.getLogger(__name__)
-
 TRIALS = 4
 """Objects of a pack in a row that compression does not shrink enough, before the pack is stored uncompressed."""
 RETRY_EVERY = 64
@@ -34,6 +31,14 @@ RETRY_EVERY = 64
 # XXH3 checks this many bytes in about 0.2 ms; a thread costs 0.1 ms, and 2 ms on busy cores (measured). After each
 # part of this size, the event loop serves others.
 _INLINE_CHECK_BYTES = 4 * 1024 * 1024
+
+
+class Damage(NamedTuple):
+    """Damage that a read of an object has shown."""
+
+    reason: str
+    checksum: bytes | None = None
+    """Checksum of the bytes that were read; ``None`` if the object's size is wrong."""
 
 
 class CompressionHistory:
@@ -59,7 +64,6 @@ class TierCodec:
     """Compresses a tier's stores, and verifies and decompresses its loads."""
 
     def __init__(self, config: BackendConfig) -> None:
-        self._tier = config.name
         self._codec = CODECS[config.compression]
         self._level = config.compression_level
         self._history = CompressionHistory()
@@ -117,7 +121,12 @@ class TierCodec:
         return forms
 
     def load_target(
-        self, staged: StagedObject, nbytes: int | None, staging: TierShare | None, scratch: list[Lease]
+        self,
+        staged: StagedObject,
+        nbytes: int | None,
+        staging: TierShare | None,
+        scratch: list[Lease],
+        damage: dict[ObjectKey, Damage],
     ) -> StoredForm | LoadOutcome:
         """Return the memory into which the object's stored bytes are to be loaded.
 
@@ -125,6 +134,7 @@ class TierCodec:
             nbytes: size of the object on the medium, ``None`` if unknown.
             staging: provides memory for objects that are compressed although the tier does not compress now.
             scratch: gets the leases of that memory, for the caller to release.
+            damage: gets the reason if the object is ``CORRUPT``.
 
         Returns:
             The form to fill, or the outcome of an object that cannot be loaded.
@@ -134,10 +144,8 @@ class TierCodec:
         if nbytes is None or nbytes == staged.lease.nbytes:
             return StoredForm(staged, staged.lease.view)
         if not HEADER_BYTES < nbytes < staged.lease.nbytes:
-            logger.warning(
-                "tier %r: damaged object, deleting it: %s has %d bytes on the medium; at most %d are expected",
-                self._tier, staged.key, nbytes, staged.lease.nbytes,
-            )  # fmt: skip
+            expected = f"at most {staged.lease.nbytes} are expected"
+            damage[staged.key] = Damage(f"{staged.key} has {nbytes} bytes on the medium; {expected}")
             return LoadOutcome.CORRUPT
         lease = staged.scratch
         if lease is None and staging is not None:
@@ -147,15 +155,21 @@ class TierCodec:
         return LoadOutcome.MISS if lease is None else StoredForm(staged, lease.view[:nbytes], compressed=True)
 
     async def verify(
-        self, forms: Sequence[StoredForm], outcomes: Sequence[LoadOutcome], backend: Backend[Any]
+        self,
+        forms: Sequence[StoredForm],
+        outcomes: Sequence[LoadOutcome],
+        backend: Backend[Any],
+        damage: dict[ObjectKey, Damage],
     ) -> list[LoadOutcome]:
         """Verify the header and checksums of every hit and decompress it; damage becomes ``CORRUPT``.
+
+        ``damage`` gets the reason of each.
 
         Small objects are verified on the event loop, part by part, so that the threads go on reading. Threads of
         ``backend`` verify large objects and decompress. When cancelled, this call waits for them to end.
         """
         if any(form.compressed or len(form.view) > _INLINE_CHECK_BYTES for form in forms):
-            return await backend.run_blocking(self._verify_all, forms, outcomes)
+            return await backend.run_blocking(self._verify_all, forms, outcomes, damage)
         checked: list[LoadOutcome] = []
         nbytes = 0
         for form, outcome in zip(forms, outcomes, strict=True):
@@ -163,7 +177,7 @@ class TierCodec:
             if nbytes > _INLINE_CHECK_BYTES:
                 await asyncio.sleep(0)
                 nbytes = len(form.view)
-            checked += self._verify_all([form], [outcome])
+            checked += self._verify_all([form], [outcome], damage)
         return checked
 
     def _compress_all(self, batch: Sequence[tuple[ObjectKey, memoryview, memoryview]]) -> list[int | None]:
@@ -172,7 +186,9 @@ class TierCodec:
             for key, source, target in batch
         ]
 
-    def _verify_all(self, forms: Sequence[StoredForm], outcomes: Sequence[LoadOutcome]) -> list[LoadOutcome]:
+    def _verify_all(
+        self, forms: Sequence[StoredForm], outcomes: Sequence[LoadOutcome], damage: dict[ObjectKey, Damage]
+    ) -> list[LoadOutcome]:
         checked: list[LoadOutcome] = []
         for form, outcome in zip(forms, outcomes, strict=True):
             if outcome is LoadOutcome.HIT:
@@ -182,7 +198,7 @@ class TierCodec:
                     else:
                         object_format.verify(form.view, form.staged.key)
                 except ObjectFormatError as error:
-                    logger.warning("tier %r: damaged object, deleting it: %s", self._tier, error)
+                    damage[form.staged.key] = Damage(str(error), object_format.checksum(form.view))
                     outcome = LoadOutcome.CORRUPT
             checked.append(outcome)
         return checked

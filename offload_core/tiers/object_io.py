@@ -6,21 +6,45 @@ Every answer of the backend is checked against clause C2 of the contract, one re
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from offload_core.api.backend import Backend, LoadOutcome, StoreOutcome
 from offload_core.api.errors import BackendError
 from offload_core.api.keys import ObjectKey
+from offload_core.config.limits import Limits
 from offload_core.objects.arriving_object import ArrivingObject
-from offload_core.tiers.compression import TierCodec
+from offload_core.tiers.compression import Damage, TierCodec
 from offload_core.tiers.staged_object import StagedObject, StoredForm
 
 if TYPE_CHECKING:
     from offload_core.memory.staging_pool import Lease  # which imports torch; the command line does without
     from offload_core.memory.staging_shares import TierShare
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+_SHARE_OF_FIRST_READ = 0.25
+"""The largest part of a load's deadline that the first read may take for a second read to begin."""
+
+
+class LoadEnd(NamedTuple):
+    """The end of a load.
+
+    Args:
+        outcomes: one per object.
+        stored_bytes: bytes of the hits, as the medium has them.
+        read_twice: number of objects that were read a second time.
+    """
+
+    outcomes: list[LoadOutcome]
+    stored_bytes: int
+    read_twice: int = 0
 
 
 class ObjectIO:
@@ -31,11 +55,18 @@ class ObjectIO:
     """
 
     def __init__(
-        self, tier: str, backend: Backend[Any], codec: TierCodec, on_eviction: Callable[[Sequence[ObjectKey]], None]
+        self,
+        tier: str,
+        backend: Backend[Any],
+        codec: TierCodec,
+        limits: Limits,
+        on_eviction: Callable[[Sequence[ObjectKey]], None],
     ) -> None:
         self._tier = tier
         self._backend = backend
         self._codec = codec
+        self._limits = limits
+        self._shared = backend.capabilities.shared
         self._sizes = backend.capabilities.sizes
         self._spares = backend.capabilities.spares
         self._loads_in_one_call = backend.loads_in_one_call
@@ -45,23 +76,81 @@ class ObjectIO:
         """Return, per key, whether the object is there."""
         return list(map(bool, self._one_per_key(keys, await answer(self._backend.contains(keys)), "contains")))
 
-    async def load(self, objects: Sequence[StagedObject], staging: TierShare | None) -> tuple[list[LoadOutcome], int]:
+    async def load(self, objects: Sequence[StagedObject], staging: TierShare | None) -> LoadEnd:
         """Load and verify objects.
+
+        A damaged object of a shared medium is read a second time, into the same memory, since it will be deleted for
+        all hosts. It is ``CORRUPT`` only if both reads brought the same damage. Otherwise it is kept: it is a hit if
+        the second read was sound, and else a miss. It is a miss as well if the first read took so long that a second
+        one could miss the load's deadline.
+        """
+        damage: dict[ObjectKey, Damage] = {}
+        began = time.monotonic()
+        outcomes, nbytes = await self._load_once(objects, staging, damage)
+        damaged = [index for index, outcome in enumerate(outcomes) if outcome is LoadOutcome.CORRUPT]
+        seconds = time.monotonic() - began
+        if not self._shared or not damaged:
+            self._log_deletions(objects, outcomes, damage)
+            return LoadEnd(outcomes, nbytes)
+        again = [objects[index] for index in damaged]
+        second_damage: dict[ObjectKey, Damage] = {}
+        in_time = seconds < self._limits.load_seconds(sum(one.lease.nbytes for one in objects)) * _SHARE_OF_FIRST_READ
+        if in_time:
+            for staged in again:
+                np.frombuffer(staged.lease.view, np.uint8).fill(
+                    0
+                )  # a read that brings too little differs from the first
+            second, more_bytes = await self._load_once(again, staging, second_damage)
+            nbytes += more_bytes
+        else:
+            second = [LoadOutcome.MISS] * len(again)
+        for place, (staged, outcome) in enumerate(zip(again, second, strict=True)):
+            if outcome is LoadOutcome.CORRUPT and _differ(damage.get(staged.key), second_damage.get(staged.key)):
+                second[place] = LoadOutcome.MISS
+        _put(outcomes, damaged, second)
+        self._log_deletions(objects, outcomes, damage)
+        return LoadEnd(outcomes, nbytes, len(again) if in_time else 0)
+
+    def _log_deletions(
+        self, objects: Sequence[StagedObject], outcomes: Sequence[LoadOutcome], damage: dict[ObjectKey, Damage]
+    ) -> None:
+        for staged, outcome in zip(objects, outcomes, strict=True):
+            found = damage.get(staged.key)
+            if outcome is LoadOutcome.CORRUPT:
+                reason = found.reason if found else f"{staged.key} is damaged or has another size, says the backend"
+                logger.warning("tier %r: damaged object, deleting it: %s", self._tier, reason)
+            elif found is not None:
+                logger.warning(
+                    "tier %r: a read has brought other bytes than the medium has, or is too late to be repeated; the "
+                    "object stays: %s",
+                    self._tier,
+                    found.reason,
+                )
+
+    async def _load_once(
+        self, objects: Sequence[StagedObject], staging: TierShare | None, damage: dict[ObjectKey, Damage]
+    ) -> tuple[list[LoadOutcome], int]:
+        """Load and verify objects.
+
+        Args:
+            damage: gets the reasons of objects that are ``CORRUPT``.
 
         Returns:
             One outcome per object, and the bytes of the hits as the medium has them.
         """
         if not self._loads_in_one_call or self._codec.compresses:  # compressed objects have sizes of their own
-            return await self._load_in_steps(objects, staging)
-        outcomes, other_sizes = await self._load_in_one_call(objects)
+            return await self._load_in_steps(objects, staging, damage)
+        outcomes, other_sizes = await self._load_in_one_call(objects, damage)
         nbytes = sum(one.lease.nbytes for one, got in zip(objects, outcomes, strict=True) if got is LoadOutcome.HIT)
         if other_sizes:  # damaged, or compressed under another configuration
-            again, more_bytes = await self._load_in_steps([objects[index] for index in other_sizes], staging)
+            again, more_bytes = await self._load_in_steps([objects[index] for index in other_sizes], staging, damage)
             _put(outcomes, other_sizes, again)
             nbytes += more_bytes
         return outcomes, nbytes
 
-    async def _load_in_one_call(self, objects: Sequence[StagedObject]) -> tuple[list[LoadOutcome], list[int]]:
+    async def _load_in_one_call(
+        self, objects: Sequence[StagedObject], damage: dict[ObjectKey, Damage]
+    ) -> tuple[list[LoadOutcome], list[int]]:
         """Load objects that are not compressed; the backend's threads check their parts as they arrive.
 
         An object whose check has not passed is verified afterwards: the backend may not have told of all its parts.
@@ -79,11 +168,11 @@ class ObjectIO:
         left = [index for index, (got, check) in enumerate(hits) if got is LoadOutcome.HIT and not check.passed]
         if left:
             forms = [StoredForm(objects[index], views[index]) for index in left]
-            _put(outcomes, left, await self._codec.verify(forms, [LoadOutcome.HIT] * len(left), self._backend))
+            _put(outcomes, left, await self._codec.verify(forms, [LoadOutcome.HIT] * len(left), self._backend, damage))
         return outcomes, other_sizes
 
     async def _load_in_steps(
-        self, objects: Sequence[StagedObject], staging: TierShare | None
+        self, objects: Sequence[StagedObject], staging: TierShare | None, damage: dict[ObjectKey, Damage]
     ) -> tuple[list[LoadOutcome], int]:
         """Load and verify objects of any form: ask for their sizes, load, and verify them afterwards."""
         keys = [staged.key for staged in objects]
@@ -94,7 +183,7 @@ class ObjectIO:
             reported_sizes = reservation.nbytes if self._sizes else (None,) * len(keys)
             sizes = self._one_per_key(keys, reported_sizes, "prepare_load (nbytes)")
             targets = [
-                self._codec.load_target(staged, size, staging, scratch) if there else LoadOutcome.MISS
+                self._codec.load_target(staged, size, staging, scratch, damage) if there else LoadOutcome.MISS
                 for staged, there, size in zip(objects, present, sizes, strict=True)
             ]
             wanted = [target for target in targets if isinstance(target, StoredForm)]
@@ -103,7 +192,7 @@ class ObjectIO:
                 wanted_keys = [form.staged.key for form in wanted]
                 results = await self._backend.load_into(wanted_keys, [form.view for form in wanted])
                 loaded = self._one_per_key(wanted_keys, results, "load_into")
-                verified = await self._codec.verify(wanted, loaded, self._backend)
+                verified = await self._codec.verify(wanted, loaded, self._backend, damage)
             nbytes = sum(len(form.view) for form, got in zip(wanted, verified, strict=True) if got is LoadOutcome.HIT)
             outcomes = iter(verified)
             return [next(outcomes) if isinstance(target, StoredForm) else target for target in targets], nbytes
@@ -163,6 +252,11 @@ class ObjectIO:
                 "clause C2 asks for one per key, in order"
             )
         return list(results)
+
+
+def _differ(first: Damage | None, second: Damage | None) -> bool:
+    """Return whether two reads of an object have brought different bytes."""
+    return (first and first.checksum) != (second and second.checksum)
 
 
 def _put(outcomes: list[LoadOutcome], places: Sequence[int], new: Sequence[LoadOutcome]) -> None:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from offload_core.api.backend import Backend, BackendContext, LoadOutcome, StoreOutcome
+from offload_core.api.backend import Backend, BackendContext, StoreOutcome
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.errors import BackendError
 from offload_core.api.hooks import TierInfo
@@ -21,7 +21,7 @@ from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.io_loop import log_unexpected
 from offload_core.runtime.threads import DaemonExecutor, StuckThreadTimer
 from offload_core.tiers.compression import TierCodec
-from offload_core.tiers.object_io import ObjectIO, answer
+from offload_core.tiers.object_io import LoadEnd, ObjectIO, answer
 from offload_core.tiers.staged_object import StagedObject
 
 if TYPE_CHECKING:
@@ -48,18 +48,6 @@ class StoreEnd(NamedTuple):
     outcome: StoreOutcome | None
     nbytes: int = 0
     compressed: bool = False
-
-
-class LoadEnd(NamedTuple):
-    """The end of a load.
-
-    Args:
-        outcomes: one per object.
-        stored_bytes: bytes of the hits, as the medium has them.
-    """
-
-    outcomes: list[LoadOutcome]
-    stored_bytes: int
 
 
 LoadEnded = Callable[[LoadEnd | Exception], None]
@@ -241,7 +229,7 @@ class LocalStorage:
         self._shared = backend or TierBackend(config, limits, plugins, changes.stuck_threads_changed)
         self._shared.add_user()
         self.backend: Backend[Any] = self._shared.backend
-        self._objects = ObjectIO(config.common.name, self.backend, self.codec, changes.evicted)
+        self._objects = ObjectIO(config.common.name, self.backend, self.codec, limits, changes.evicted)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
 
@@ -277,7 +265,7 @@ class LocalStorage:
     async def load(self, objects: Sequence[StagedObject], staging: TierShare | None) -> LoadEnd:
         """Load and verify objects."""
         self._shared.call_begins()
-        return LoadEnd(*await self._objects.load(objects, staging))
+        return await self._objects.load(objects, staging)
 
     def start_load(self, objects: Sequence[StagedObject], staging: TierShare | None, on_end: LoadEnded) -> None:
         """Start :meth:`load` on the I/O loop; see :class:`TierStorage`."""

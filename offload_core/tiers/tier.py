@@ -23,11 +23,10 @@ from offload_core.tiers.accounting import TierAccounting
 from offload_core.tiers.changes import TierChange, TierChanges
 from offload_core.tiers.circuit_breaker import Call
 from offload_core.tiers.health import TierHealth
-from offload_core.tiers.object_io import answer
+from offload_core.tiers.object_io import LoadEnd, answer
 from offload_core.tiers.prober import Prober
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.storage import (
-    LoadEnd,
     LocalStorage,
     StorageAwayError,
     StorageEvents,
@@ -326,7 +325,7 @@ class Tier:
         self.health.succeeded(call)
         pairs = zip(objects, end.outcomes, strict=True)
         self._changes.add((staged.key for staged, outcome in pairs if outcome is not LoadOutcome.HIT), present=False)
-        self._accounting.loaded(objects, end.outcomes, end.stored_bytes, seconds)
+        self._accounting.loaded(objects, end, seconds)
         return list(end.outcomes)
 
     def _store_ended(

@@ -131,18 +131,18 @@ def make_rig(tmp_path: Path, io: IoLoop, counters: Counters) -> Iterator[MakeRig
 
 
 LOAD_FAULTS: dict[str, tuple[Inject, list[LoadOutcome | None], list[LoadOutcome | None]]] = {
-    # fault, what the load says, what a load without faults says afterwards
+    # fault, what the load says, what a load without faults says afterwards; damage of the way deletes nothing
     "slow": (Inject(Slow(0.01), "load_into"), [HIT] * 3, [HIT] * 3),
     "late": (Inject(Late(0.01), "load_into"), [HIT] * 3, [HIT] * 3),
     "stall": (Inject(Stall(0.01), "load_into"), [HIT] * 3, [HIT] * 3),
     "fail": (Inject(Fail(errno.EIO), "load_into"), [None] * 3, [HIT] * 3),
     "fail after": (Inject(Fail(errno.EIO, after=True), "load_into"), [None] * 3, [HIT] * 3),
     "fail to prepare": (Inject(Fail(errno.EIO, after=True), "prepare_load"), [None] * 3, [HIT] * 3),
-    "lie": (Inject(Lie(), "load_into"), [CORRUPT] * 3, [MISS] * 3),
+    "lie": (Inject(Lie(), "load_into"), [MISS] * 3, [HIT] * 3),
     "lose": (Inject(Lose(), "prepare_load"), [MISS] * 3, [MISS] * 3),
-    "truncate": (Inject(Truncate(), "load_into"), [CORRUPT] * 3, [MISS] * 3),
-    "one byte short": (Inject(Truncate(0.9999), "load_into"), [CORRUPT] * 3, [MISS] * 3),
-    "flip a bit": (Inject(FlipBit(), "load_into"), [CORRUPT] * 3, [MISS] * 3),
+    "truncate": (Inject(Truncate(), "load_into"), [MISS] * 3, [HIT] * 3),
+    "one byte short": (Inject(Truncate(0.9999), "load_into"), [MISS] * 3, [HIT] * 3),
+    "flip a bit": (Inject(FlipBit(), "load_into"), [MISS] * 3, [HIT] * 3),
     "reorder": (Inject(Reorder(), "load_into"), [HIT] * 3, [HIT] * 3),
     "swap buffers": (Inject(Reorder(buffers=True), "load_into"), [CORRUPT] * 3, [MISS] * 3),
 }
@@ -155,7 +155,9 @@ def test_no_fault_of_a_load_brings_wrong_bytes(
     rig = make_rig(fault)
     assert rig.store(*BATCH) == [True] * 3
     assert rig.load(*BATCH) == outcomes
-    assert rig.happened() == [(fault.fault, fault.operation, list(BATCH))]
+    first, *again = rig.happened()
+    assert first == (fault.fault, fault.operation, list(BATCH))
+    assert again in ([], [first]), "damaged objects are read twice"
     rig.plan.active = False
     assert rig.load(*BATCH) == afterwards
 
@@ -177,8 +179,8 @@ def test_reordered_outcomes_of_hits_and_misses_are_misses(make_rig: MakeRig) -> 
     rig = make_rig(Inject(Lie(), "prepare_load"), Inject(Reorder(), "load_into"))  # else only hits are loaded
     rig.store(1, 3)
     outcomes = rig.load(1, 2, 3)
-    assert CORRUPT in outcomes, "the miss was taken for a hit, and seen not to be one"
-    assert MISS in outcomes, "a hit was taken for a miss"
+    assert outcomes[1] is MISS, "the miss was taken for a hit, and seen not to be one"
+    assert MISS in (outcomes[0], outcomes[2]), "a hit was taken for a miss"
 
 
 STORE_FAULTS: dict[str, tuple[Inject, list[bool], list[LoadOutcome | None]]] = {
@@ -366,13 +368,11 @@ def test_faults_compose_and_calls_are_counted(make_rig: MakeRig) -> None:
         Inject(Fail(errno.EIO), "load_into", calls={3}),
     )
     rig.store(*BATCH)
-    assert rig.load(*BATCH) == [CORRUPT] * 3
-    rig.store(*BATCH)
-    assert rig.load(1) == [CORRUPT]
-    assert rig.load(2) == [None]
-    assert rig.load(2, 3) == [HIT, HIT]
+    assert rig.load(*BATCH) == [MISS] * 3, "the second read is the second call, with other damage"
+    assert rig.load(1) == [None]
+    assert rig.load(*BATCH) == [HIT] * 3
     kinds = [(type(fault).__name__, sorted(numbers)) for fault, _, numbers in rig.happened()]
-    assert kinds == [("Reorder", [1, 2, 3]), ("FlipBit", [1, 2, 3]), ("FlipBit", [1]), ("Fail", [2])]
+    assert kinds == [("Reorder", [1, 2, 3]), ("FlipBit", [1, 2, 3]), ("FlipBit", [1, 2, 3]), ("Fail", [1])]
 
 
 def test_a_fault_that_an_operation_does_not_know_is_refused() -> None:

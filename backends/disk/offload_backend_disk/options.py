@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, fie
 from offload_backend_disk.capacity.eviction import Policy
 from offload_backend_disk.folder.direct_io import DirectIo
 from offload_backend_disk.folder.files import Fsync
-from offload_core.api import BackendOptions, Bytes, check_folder
+from offload_core.api import BackendOptions, Bytes, Folder, check_folder
 
 
 def _on_or_off(given: object) -> object:
@@ -21,7 +21,7 @@ def _on_or_off(given: object) -> object:
 class DiskOptions(BackendOptions):
     """Options of the ``disk`` type."""
 
-    path: Path = Field(description="folder for the objects; created when its parent exists")
+    path: Folder = Field(description="folder for the objects; created when its parent exists")
     capacity: Annotated[
         Bytes | None,
         Field(gt=0, description="limit on all objects in the folder, shared by all its processes; none by default"),
@@ -72,10 +72,6 @@ class DiskOptions(BackendOptions):
     @field_validator("path")
     @classmethod
     def _parent_exists(cls, path: Path) -> Path:
-        try:
-            path = path.expanduser().absolute()
-        except (OSError, RuntimeError) as error:  # RuntimeError: ~user names no user of this machine
-            raise ValueError(f"{error}; name a folder that this process may use") from error
         check_folder(path, "create it, or mount the disk that should be there")
         return path
 

@@ -13,7 +13,6 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
-from offload_core.api.backend import LoadOutcome
 from offload_core.api.events import Event
 from offload_core.api.keys import ObjectKey
 from offload_core.io_process import protocol
@@ -26,7 +25,7 @@ from offload_core.memory.staging_size import in_batches
 from offload_core.runtime.doorbell import Doorbell
 from offload_core.runtime.io_loop import run_all
 from offload_core.runtime.shared_memory import SharedMemory
-from offload_core.tiers.object_io import answer
+from offload_core.tiers.object_io import LoadEnd, answer
 from offload_core.tiers.staged_object import StagedObject, seal_all
 from offload_core.tiers.storage import LocalStorage, StoreEnd
 
@@ -251,12 +250,18 @@ class ServedClient:
         staged, scratch = self._staged(body)
         tier = used.tier
 
-        async def load(batch: Sequence[StagedObject]) -> tuple[list[LoadOutcome], int]:
+        async def load(batch: Sequence[StagedObject]) -> LoadEnd:
             async with tier.load_slots.held(time.monotonic() + tier.longest_call_seconds):
                 return await used.storage.load(batch, cast("TierShare", scratch))
 
         parts = await run_all(load(part) for part in _in_parts(staged, tier.load_parts))
-        return protocol.pack_loaded([one for part, _ in parts for one in part], sum(nbytes for _, nbytes in parts))
+        return protocol.pack_loaded(
+            LoadEnd(
+                [outcome for part in parts for outcome in part.outcomes],
+                sum(part.stored_bytes for part in parts),
+                sum(part.read_twice for part in parts),
+            )
+        )
 
     async def _store(self, used: _UsedTier, body: protocol.Reader) -> bytes:
         staged, scratch = self._staged(body)

@@ -67,6 +67,13 @@ def test_a_path_that_cannot_be_examined_is_reported_like_any_problem(path: str, 
     assert reason in found
 
 
+@pytest.mark.parametrize("path", ["", " ", "/", "//", "/tmp/.."])
+def test_no_folder_and_the_root_are_refused(path: str) -> None:
+    found = problem(path)
+    assert found.startswith(f"backends.0.path: {path!r} is not valid: ")
+    assert "name a folder" in found
+
+
 def test_watermarks_in_the_wrong_order_are_refused_with_the_cure(tmp_path: Path) -> None:
     for given, low in (({"low_watermark": 0.9, "high_watermark": 0.8}, 0.9), ({"high_watermark": 0.8}, 0.95)):
         tier = {"name": "nvme", "type": "disk", "path": str(tmp_path), "capacity": "1GiB", **given}

@@ -46,6 +46,13 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
     assert problem(url=f"file://{tmp_path}/file").endswith("is a file; name a folder")
 
 
+@pytest.mark.parametrize("url", ["file://", "file:// ", "file:///", "file:////", "file:///mnt/.."])
+def test_a_url_without_a_folder_is_refused(url: str) -> None:
+    found = problem(url=url)
+    assert found.startswith(f"backends.0.url: {url!r} is not valid: ")
+    assert found.endswith(("write its path, such as file:///mnt/kv", "name a folder for the objects alone"))
+
+
 def test_a_path_is_refused_with_its_url_as_the_cure() -> None:
     assert "write file:///mnt/kv for a folder" in problem(url="/mnt/kv")
 
@@ -83,7 +90,7 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
 def test_credentials_are_refused_and_not_shown(storage_options: dict[str, Any], place: str) -> None:
     found = problem(url="s3://bucket", storage_options=storage_options)
     assert found.startswith(
-        f"backends.0: storage_options.{place}: holds a credential; remove it: credentials come from"
+        f"backends.0.storage_options.{place}: holds a credential; remove it from the configuration, which vLLM logs: "
     )
     assert "FSSPEC_S3_KEY" in found
     assert "hunter2" not in found
@@ -92,7 +99,7 @@ def test_credentials_are_refused_and_not_shown(storage_options: dict[str, Any], 
 def test_a_password_in_the_url_is_refused_and_not_shown() -> None:
     for url in ("sftp://user:hunter2@host/kv", "nonsense://user:hunter2@host"):
         found = problem(url=url)
-        assert found.startswith("backends.0: url: holds a credential")
+        assert found.startswith("backends.0.url: holds a credential")
         assert "hunter2" not in found
 
 

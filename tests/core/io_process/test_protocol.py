@@ -14,6 +14,7 @@ from offload_core.api.errors import BackendError, ConfigError, PluginError
 from offload_core.api.keys import ObjectKey
 from offload_core.io_process import protocol
 from offload_core.io_process.protocol import Kind, Piece, ProtocolError, Reader
+from offload_core.tiers.object_io import LoadEnd
 from offload_core.tiers.storage import StoreEnd
 
 KEYS = st.builds(
@@ -25,7 +26,7 @@ KEYS = st.builds(
 NUMBERS = st.integers(0, 2**63)
 PIECES = st.builds(Piece, NUMBERS, NUMBERS, NUMBERS | st.just(protocol.NO_PIECE), st.booleans())
 ENDS = st.builds(StoreEnd, st.sampled_from([None, *StoreOutcome]), NUMBERS, st.booleans())
-OUTCOMES = st.lists(st.sampled_from(LoadOutcome))
+LOAD_ENDS = st.builds(LoadEnd, st.lists(st.sampled_from(LoadOutcome)), NUMBERS, st.integers(0, 2**32 - 1))
 
 
 def read(body: bytes) -> Reader:
@@ -42,12 +43,12 @@ def test_the_parts_of_a_request_are_read_as_they_were_written(
     assert body.flags(len(flags)) == flags
 
 
-@given(outcomes=OUTCOMES, nbytes=NUMBERS, ends=st.lists(ENDS), change=st.integers(-(2**31), 2**31 - 1))
+@given(end=LOAD_ENDS, ends=st.lists(ENDS), change=st.integers(-(2**31), 2**31 - 1))
 def test_the_parts_of_an_answer_are_read_as_they_were_written(
-    outcomes: list[LoadOutcome], nbytes: int, ends: Sequence[StoreEnd], change: int
+    end: LoadEnd, ends: Sequence[StoreEnd], change: int
 ) -> None:
-    body = read(protocol.pack_loaded(outcomes, nbytes) + protocol.pack_stored(ends) + protocol.pack_change(change))
-    assert body.loaded(len(outcomes)) == (outcomes, nbytes)
+    body = read(protocol.pack_loaded(end) + protocol.pack_stored(ends) + protocol.pack_change(change))
+    assert body.loaded(len(end.outcomes)) == end
     assert body.stored(len(ends)) == ends
     assert body.change() == change
 

@@ -215,9 +215,9 @@ def test_an_object_of_another_size_is_loaded_again_in_steps(rig: Rig) -> None:
     tier, backend = rig.tier()
     backend.objects[key(1)] += b"\0"
     assert rig.load(tier, 0, 1, 2) == [HIT, CORRUPT, HIT]
-    assert backend.calls == ["load_and_check", "prepare_load", "load_into", "delete"]
+    assert backend.calls == [*["load_and_check", "prepare_load", "load_into"] * 2, "delete"]
     assert backend.reserved == 0
-    assert backend.call_objects["load_into"] == [1], "the others were loaded"
+    assert backend.call_objects["load_into"] == [1, 1], "the others were loaded"
 
 
 @pytest.mark.parametrize("fault", [[HIT], [HIT, HIT, HIT, HIT], OSError(5, "the medium is gone"), RuntimeError("bug")])
@@ -248,7 +248,8 @@ class HidesAll(BackendWrapper):
         (FlipsABit, CORRUPT),
         (lambda inner: BackendWrapper(FlipsABit(inner)), CORRUPT),
         (lambda inner: FlipsABit(BackendWrapper(inner)), CORRUPT),
-        (lambda inner: FaultyBackend(inner, FaultPlan([Inject(FlipBit(), "load_into", chance=1.0)], seed=1)), CORRUPT),
+        # Another bit at each read: such damage is not on the medium, and deletes nothing.
+        (lambda inner: FaultyBackend(inner, FaultPlan([Inject(FlipBit(), "load_into", chance=1.0)], seed=1)), MISS),
         (HidesAll, MISS),
     ],
 )

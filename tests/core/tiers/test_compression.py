@@ -268,7 +268,7 @@ def test_a_backend_that_cannot_tell_sizes_is_refused_with_the_cure(io: IoLoop, c
 def test_an_object_of_unknown_size_is_loaded_only_where_nothing_is_compressed(disk: Rig, compression: str) -> None:
     tier = disk.tier(compression)
     staged = StagedObject(key(1), disk.lease(), disk.lease())
-    target = tier.storage.codec.load_target(staged, None, tier.staging, [])
+    target = tier.storage.codec.load_target(staged, None, tier.staging, [], {})
     if compression == "none":
         assert isinstance(target, StoredForm)
         assert len(target.view) == OBJECT_BYTES
@@ -280,4 +280,4 @@ def test_a_size_that_no_object_can_have_is_damage_before_it_is_loaded(disk: Rig)
     tier = disk.tier("zstd")
     staged = StagedObject(key(1), disk.lease(), disk.lease())
     for nbytes in (0, HEADER_BYTES, OBJECT_BYTES + 1):
-        assert tier.storage.codec.load_target(staged, nbytes, tier.staging, []) is CORRUPT
+        assert tier.storage.codec.load_target(staged, nbytes, tier.staging, [], {}) is CORRUPT

@@ -132,10 +132,10 @@ def test_between_two_parts_of_a_large_batch_the_event_loop_serves_others(
     assert turns[:9] == [0, 1, "others", "others", 2, 3, "others", "others", 4]
 
 
-def test_a_hit_that_brought_nothing_is_corrupt(rig: Rig) -> None:
+def test_a_hit_that_brought_nothing_is_a_miss(rig: Rig) -> None:
     rig.backend.faults = {"prepare_load": [True], "load_into": [HIT]}
-    assert rig.load(1) == [CORRUPT]
-    assert rig.counted() == {"load_corrupt": 1}
+    assert rig.load(1) == [MISS]
+    assert rig.counted() == {"load_missing": 1, "load_read_twice": 1}
 
 
 def test_an_object_gone_between_the_preparation_and_the_load_is_a_miss(rig: Rig) -> None:
@@ -150,7 +150,7 @@ def test_a_damaged_object_that_cannot_be_deleted_is_counted(rig: Rig) -> None:
     _flip_a_payload_bit(rig.backend.objects)
     rig.backend.faults = {"delete": OSError("read-only")}
     assert rig.load(1) == [CORRUPT]
-    assert rig.counted() == {"load_corrupt": 1, "delete_failures": 1}
+    assert rig.counted() == {"load_corrupt": 1, "load_read_twice": 1, "delete_failures": 1}
 
 
 FAULTS = {

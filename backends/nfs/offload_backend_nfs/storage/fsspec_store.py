@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import errno
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -66,6 +67,12 @@ class ObjectStore(Medium):
         if data is None:
             return LoadOutcome.MISS
         if len(data) != len(buffer):
+            if self.sizes([name]) == [len(buffer)]:
+                raise OSError(
+                    errno.EIO,
+                    "the answer to a read has another length than the object; a proxy may have changed it",
+                    name,
+                )
             return LoadOutcome.CORRUPT
         for start in range(0, len(data), CHECK_BYTES):
             part = memoryview(data)[start : start + CHECK_BYTES]
@@ -121,7 +128,7 @@ class ObjectStore(Medium):
             return []
         names = [(found["name"].rstrip("/").rpartition("/")[2], found) for found in listed]
         return [
-            Entry(name, found["type"] == "directory", int(found.get("size") or 0), _time_of(found))
+            Entry(name, found["type"] == "directory", int(found.get("size") or 0), time_of(found))
             for name, found in names
             if name and found["name"].strip("/") != path.strip("/")  # the marker of an empty folder
         ]
@@ -238,7 +245,7 @@ async def _gather_limited(requests: Sequence[Coroutine[Any, Any, Any]]) -> list[
     return await asyncio.gather(*map(one, requests), return_exceptions=True)
 
 
-def _time_of(found: dict[str, Any]) -> float:
+def time_of(found: dict[str, Any]) -> float:
     """Return the time at which an object was stored.
 
     If the server gives no time, return the current time, so that no object is removed because of its age.

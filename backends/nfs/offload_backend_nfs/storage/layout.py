@@ -16,6 +16,14 @@ OBJECT_SUFFIX = ".kv"
 
 FOLDERS = (re.compile(r"[0-9a-f]{64}"), re.compile(r"[a-z0-9-]{1,64}"), re.compile(r"[0-9a-f]{2}"))
 """Patterns for the names of the folders above an object, from the root down."""
+_HEX = "0123456789abcdef"
+_ALPHABETS = (
+    [*[_HEX] * 64, "/"],
+    [*["-/0123456789abcdefghijklmnopqrstuvwxyz"] * 64, "/"],
+    [*[_HEX] * 2, "/"],
+    [f".{_HEX}kv"] * 200,
+)
+"""Per depth of a folder, the characters at each place of a name in it. A folder's name ends in ``/``."""
 _DIGEST = re.compile(r"(?:[0-9a-f]{2}){1,64}")
 
 
@@ -36,3 +44,28 @@ def objects_in(folder: str, entries: Iterable[Entry]) -> list[StoredObject]:
         key = ObjectKey(namespace, pack, bytes.fromhex(digest))
         found.append(StoredObject(key, entry.nbytes, entry.modified_seconds))
     return found
+
+
+def last_impossible_name(folder: str, name: str) -> str | None:
+    """Return the place in the order of names behind which the next name of the layout can come.
+
+    Args:
+        folder: a folder under the root, ``""`` for the root itself.
+        name: the last name seen; that of a folder ends in ``/``.
+
+    Returns:
+        ``name`` itself if a name of the layout may follow at once, or if the folder is not one of the layout; ``None``
+        if no name of the layout can follow.
+    """
+    parts = folder.split("/") if folder else []
+    if len(parts) > len(FOLDERS) or not all(map(re.Pattern.fullmatch, FOLDERS, parts)):
+        return name
+    alphabets = _ALPHABETS[len(parts)]
+    good = next((at for at, char in enumerate(name) if at >= len(alphabets) or char not in alphabets[at]), len(name))
+    if good == len(name) or "/" in name[:good]:
+        return name
+    for at in range(min(good, len(alphabets) - 1), -1, -1):
+        larger = next((char for char in alphabets[at] if char > name[at]), None)
+        if larger is not None:
+            return max(name, f"{name[:at]}{chr(ord(larger) - 1)}~")
+    return None

@@ -6,15 +6,22 @@ s3fs by itself makes two requests. It lists a folder if an object is missing, an
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsspec.asyn import sync
 
-from offload_backend_nfs.storage.fsspec_store import MAX_CONCURRENT_REQUESTS, ObjectStore
+from offload_backend_nfs.storage import layout
+from offload_backend_nfs.storage.base import Entry
+from offload_backend_nfs.storage.fsspec_store import MAX_CONCURRENT_REQUESTS, ObjectStore, time_of
 
 _DELETE_BATCH = 1000
 """The most keys that S3 accepts in one request."""
+_PAGE_KEYS = 200
+"""Keys in a page of a listing. botocore reads a page with the interpreter lock held, 1000 keys for 30 ms and more."""
+_PAUSE_PER_PAGE_SECONDS = 0.02
+"""Pause between two pages, for the answers to loads."""
 _MIN_TIMEOUT_SECONDS = 1.0
 _MAX_CONNECT_SECONDS = 3.0
 
@@ -114,6 +121,33 @@ class S3Store(ObjectStore):
         """See :meth:`Medium.read_small`."""
         data: bytes | None = sync(self._fs.loop, self._get_async, name, None)
         return data
+
+    def _entries(self, folder: str) -> list[Entry]:
+        """List a folder in short pages with pauses, so that loads go on, and without the listing of its folders.
+
+        In a folder of folders, other keys than those of the layout may be any number. So the listing jumps over them.
+        """
+        prefix = f"{self._prefix}{folder}/" if folder else self._prefix
+        found: list[Entry] = []
+        place: dict[str, str] = {}
+        while True:
+            try:
+                page = self._call("list_objects_v2", Prefix=prefix, Delimiter="/", MaxKeys=_PAGE_KEYS, **place)
+            except FileNotFoundError:
+                return found
+            folders = [one["Prefix"][len(prefix) :] for one in page.get("CommonPrefixes", [])]
+            files = {one["Key"][len(prefix) :]: one for one in page.get("Contents", [])}
+            found += [Entry(name[:-1], True, 0, time.time()) for name in folders if name != "/"]
+            found += [Entry(name, False, int(one["Size"]), time_of(one)) for name, one in files.items() if name]
+            if not page.get("IsTruncated"):
+                return found
+            last = max([*folders, *files], default="")
+            jump = layout.last_impossible_name(folder, last) if list(files) == sorted(files) else last
+            if jump is None:
+                return found
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+            place = token if jump == last else {"StartAfter": prefix + jump}
+            time.sleep(_PAUSE_PER_PAGE_SECONDS)
 
     async def _size_async(self, name: str) -> int | None:
         """Return the size with one HEAD request. Cancellation has no effect on the medium."""
