@@ -6,7 +6,6 @@ Everything here blocks. One thread at a time.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import sqlite3
 import stat
@@ -26,8 +25,6 @@ from offload_backend_disk.folder.control_files import (
 )
 from offload_backend_disk.folder.files import DISK_FULL_ERRNOS, FILE_MODE
 
-logger = logging.getLogger(__name__)
-
 SCHEMA_VERSION = 3
 
 _HELD_AFTER_SECONDS = 0.25
@@ -40,6 +37,8 @@ _FAULTS_OF_THE_DISK = (
     *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY),
 )
 """Errors of SQLite that do not mean a damaged file."""
+_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+"""The ``sqlite3`` module cannot decode SQLite's message if that quotes a damaged name."""
 _SCHEMA = """
 CREATE TABLE packs (id INTEGER PRIMARY KEY, namespace TEXT NOT NULL, pack TEXT NOT NULL, UNIQUE (namespace, pack));
 CREATE TABLE objects (
@@ -102,7 +101,7 @@ class Database:
         with self._sqlite_errors_as_os_errors():
             try:
                 self._connect(wait_seconds)
-            except sqlite3.Error as error:
+            except _ERRORS as error:
                 if not self._is_damage(error):
                     raise
                 self._set_aside(error)
@@ -209,15 +208,19 @@ class Database:
         with suppress(FileExistsError):
             close_control_file(open_control_file(self.path, os.O_RDWR | os.O_EXCL))
 
-    def _set_aside(self, reason: object) -> None:
-        for path in self._files():
-            set_aside(path, reason)
+    def _set_aside(self, error: Exception) -> None:
+        file, *others = self._files()
+        set_aside(file, f"it is damaged: {error}; a scan of the folder rebuilds it")
+        for other in others:  # worth nothing without the first one
+            other.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
         return [self.path.with_name(self.path.name + suffix) for suffix in _FILE_SUFFIXES]
 
-    def _is_damage(self, error: sqlite3.Error) -> bool:
+    def _is_damage(self, error: Exception) -> bool:
         """Return whether an error comes from the file's content."""
+        if isinstance(error, UnicodeDecodeError):
+            return True
         if not isinstance(error, sqlite3.DatabaseError) or isinstance(error, sqlite3.ProgrammingError):
             return False
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
@@ -229,12 +232,11 @@ class Database:
     def _sqlite_errors_as_os_errors(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except _ERRORS as error:
             code = getattr(error, "sqlite_errorcode", 0)  # errors of the sqlite3 module itself have none
             if _is_busy(error):
                 raise held_by_another(self.path, LOCK_SECONDS) from error
             if self._is_damage(error) and self.is_in_place:
-                logger.warning("%s is damaged (%s); a scan of the folder rebuilds it", self.path, error)
                 self._set_aside(error)
             number = errno.ENOSPC if code == sqlite3.SQLITE_FULL or self._is_full() else errno.EIO
             raise OSError(number, f"{error}", str(self.path)) from error
@@ -256,7 +258,7 @@ def damage(reason: str) -> sqlite3.DatabaseError:
     return error
 
 
-def _is_busy(error: sqlite3.Error) -> bool:
+def _is_busy(error: Exception) -> bool:
     """Return whether another process has locked the database."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
