@@ -16,11 +16,11 @@ _ROOT_USER = 0
 def check_ownership(folder: Path) -> None:
     """Refuse a folder that another user could change. Blocks; call it when the backend opens.
 
-    Objects carry a checksum and no signature. So whoever can write to the folder can replace the content of a KV cache,
-    or plant a link to a file of this process's user.
+    Objects carry a checksum and no signature. So any user with write permission can replace the content of a KV cache,
+    or plant a link to a private file.
 
-    Its owner must be this process's user or root. One more owner is good: the user whom the file system gives to each
-    file that this process creates there, as NFS with root squash does. Group and others must have no write permission.
+    The folder's owner must be this process's user or root. NFS with root squash gives new files of this process to
+    another user. That user is a good owner there too. Group and others must have no write permission.
     A link to a folder is as good as that folder.
 
     Args:
@@ -35,8 +35,8 @@ def check_ownership(folder: Path) -> None:
     if status.st_uid not in (user, _ROOT_USER, _owner_of_new_files(folder, status.st_uid)):
         raise PermissionError(
             errno.EPERM,
-            f"the folder belongs to {_name(status.st_uid)}, who can change its content, and this process runs as "
-            f"{_name(user)}; its owner must be {_name(user)}{'' if user == _ROOT_USER else ' or root'}. Choose another "
+            f"the folder belongs to {_name(status.st_uid)}. That user can change its content, and this process runs as "
+            f"{_name(user)}. Its owner must be {_name(user)}{'' if user == _ROOT_USER else ' or root'}. Choose another "
             "folder. If you trust everything in this one, change its owner (chown -R)",
             str(folder),
         )

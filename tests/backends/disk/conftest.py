@@ -65,6 +65,7 @@ def recover(folder: Path, capacity_bytes: int) -> tuple[int, list[Path]]:
     total = account.used_bytes
     account.close()
     assert list((folder / STATE_FOLDER / "owners").iterdir()) == [], "lock files of dead processes remain"
+    assert list((folder / STATE_FOLDER).glob("starting-*")) == [], "unfinished lock files remain"
     return total, [path for path in files_under(folder) if path.suffix != ".kv"]
 
 

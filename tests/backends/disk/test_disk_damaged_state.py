@@ -173,6 +173,7 @@ def test_odd_things_among_the_lock_files_neither_hang_nor_count(disk: Disk, tmp_
     (locks / "link").symlink_to(victim)
     (locks / "name with\nspaces").touch()
     (locks / "dead").write_bytes(b"\xff" * 1000)
+    (locks.parent / "starting-0123456789abcdef").touch()
 
     async def main() -> None:
         backend = disk(tmp_path / "kv", capacity="10MiB")
@@ -185,3 +186,4 @@ def test_odd_things_among_the_lock_files_neither_hang_nor_count(disk: Disk, tmp_
     asyncio.run(asyncio.wait_for(main(), 20))
     assert sorted(path.name for path in locks.iterdir()) == ["fifo", "folder", "link", "name with\nspaces"]
     assert victim.read_text() == "precious"
+    assert list(locks.parent.glob("starting-*")) == []

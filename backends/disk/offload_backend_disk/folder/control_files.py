@@ -1,6 +1,6 @@
 """The control files of a folder, such as lock files and the account.
 
-They are private whatever the umask, are never reached through a link, and are locked under a deadline. A process that
+They are private under every umask, are never reached through a link, and are locked under a deadline. A process that
 is forked without exec has none of them open. Otherwise the locks of a killed process would live as long as its child.
 
 Everything here blocks, on any thread.

@@ -77,6 +77,7 @@ class Processes:
             make_control_folder(self.state_folder)
             make_control_folder(self._lock_files)
             self._descriptor = self._create_lock_file()
+            self._remove_unfinished()
             return is_first
 
     def unregister(self) -> None:
@@ -118,9 +119,6 @@ class Processes:
         """Remove the lock files of dead processes, after everything else of theirs was removed."""
         for name in names:
             self._lock_file(name).unlink(missing_ok=True)
-        for unfinished in self.state_folder.glob(f"{_UNFINISHED}*"):
-            if not _is_locked(unfinished):
-                unfinished.unlink(missing_ok=True)
 
     @property
     def own_lock_file(self) -> Path:
@@ -148,6 +146,13 @@ class Processes:
                 close_control_file(descriptor)
                 unfinished.unlink(missing_ok=True)
                 raise
+
+    def _remove_unfinished(self) -> None:
+        """Remove lock files of processes that were killed before the file had its name."""
+        for unfinished in self.state_folder.glob(f"{_UNFINISHED}*"):
+            with suppress(OSError):
+                if not _is_locked(unfinished):
+                    unfinished.unlink()
 
     def _lock_file(self, name: str) -> Path:
         return self._lock_files / name
