@@ -15,20 +15,12 @@ from offload_backend_disk import DiskBackend
 from offload_backend_disk.folder.processes import STATE_FOLDER
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
-from tests.backends.disk.conftest import Disk, key
+from tests.backends.disk.conftest import Disk, key, store
 from tests.backends.disk.test_disk import umask
 
 NOBODY = 65534
 LIMITS = pytest.mark.parametrize("options", [{}, {"capacity": "10MiB"}], ids=["without a limit", "with a limit"])
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-
-
-async def store(backend: DiskBackend, number: int = 0, data: bytes = b"data") -> StoreOutcome:
-    reservation = await backend.prepare_store([key(number)], [len(data)])
-    try:
-        return reservation.outcomes[0] or (await backend.store([key(number)], [memoryview(data)]))[0]
-    finally:
-        await reservation.release()
 
 
 async def use(backend: DiskBackend) -> StoreOutcome:

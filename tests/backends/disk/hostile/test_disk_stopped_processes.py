@@ -17,8 +17,7 @@ from offload_backend_disk.folder.layout import Layout
 from offload_backend_disk.folder.processes import STATE_FOLDER
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
-from tests.backends.disk.conftest import Disk, key
-from tests.backends.disk.test_disk_other_users import store
+from tests.backends.disk.conftest import Disk, key, store
 from tests.support.polling import wait_until
 from tests.support.process_state import process_state
 

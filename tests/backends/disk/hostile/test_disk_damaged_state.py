@@ -17,8 +17,7 @@ from offload_backend_disk.folder.processes import STATE_FOLDER, Processes
 from offload_backend_disk.scan import Scan
 
 from offload_core.api.backend import StoreOutcome
-from tests.backends.disk.conftest import Disk, key, open_account
-from tests.backends.disk.test_disk_other_users import store
+from tests.backends.disk.conftest import Disk, key, open_account, store
 
 KIB = 1024
 OBJECTS = 6

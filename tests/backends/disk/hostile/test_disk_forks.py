@@ -11,8 +11,7 @@ import pytest
 from offload_backend_disk.folder.processes import STATE_FOLDER
 
 from offload_core.api.backend import StoreOutcome
-from tests.backends.disk.conftest import Disk, key
-from tests.backends.disk.test_disk_other_users import store
+from tests.backends.disk.conftest import Disk, key, store
 from tests.support.process_state import is_running
 
 OWNER = Path(__file__).with_name("forking_owner.py")
