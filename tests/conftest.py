@@ -26,6 +26,10 @@ __all__ = ["random_examples"]
 settings.load_profile("quick")  # what the command line says comes later
 
 
+def pytest_configure() -> None:
+    os.umask(0o022)  # the file backends refuse folders that a group may write to
+
+
 def pytest_report_header() -> str:
     return processor_line()
 

@@ -41,6 +41,7 @@ from offload_core.api.eviction_order import EvictionOrder, EvictionPolicy
 from offload_core.api.hooks import API_VERSION, OLDEST_API_VERSION, TierInfo, hookimpl
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions, Bytes, Folder, OptionsT, Seconds, check_folder
+from offload_core.api.ownership import check_ownership
 from offload_core.api.pinned_memory import CudaPinning, HostPinning, demand_pinning, pinning_in_use
 from offload_core.api.wrapper import BackendWrapper
 
@@ -91,6 +92,7 @@ __all__ = [
     "TierUnavailable",
     "UnsupportedLayoutError",
     "check_folder",
+    "check_ownership",
     "demand_pinning",
     "hookimpl",
     "pinning_in_use",

@@ -32,6 +32,7 @@ from offload_core.api.errors import ConfigError, ObjectFormatError
 from offload_core.api.hooks import API_VERSION, OLDEST_API_VERSION, HookSpecs, TierInfo
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions, check_folder
+from offload_core.api.ownership import check_ownership
 from offload_core.api.wrapper import BackendWrapper
 from offload_core.cli import app
 from offload_core.config.geometry_file import load_geometry
@@ -72,6 +73,7 @@ __all__ = [
     "PluginRegistry",
     "app",
     "check_folder",
+    "check_ownership",
     "contract_tests",
     "fingerprint",
     "load_plugins",

@@ -51,7 +51,10 @@ def surface(folder: Path) -> dict[str, Any]:
             "may be overridden": sorted(name for name in dir(contract) if not name.startswith(("_", "test_"))),
         },
         "classes": {kind.__name__: _class(kind) for kind in sorted(subject.PUBLIC_CLASSES, key=lambda k: k.__name__)},
-        "functions": {"check_folder": _signature(subject.check_folder)},
+        "functions": {
+            "check_folder": _signature(subject.check_folder),
+            "check_ownership": _signature(subject.check_ownership),
+        },
     }
 
 

@@ -7,6 +7,8 @@ Folders have mode 0700 and files 0600: a KV cache holds users' text.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import secrets
 from collections.abc import AsyncIterator, Sequence
 
@@ -40,6 +42,9 @@ from offload_core.api import (
 _load = wrap(ObjectFolder.load)
 _store = wrap(ObjectFolder.store_all)
 _store_bounded = wrap(BoundedFolder.store)
+
+_NFS_MARKER = ".offload-core-share"
+"""A file in the folder of an ``nfs`` tier. Each of the two backends would remove control files of the other."""
 
 
 class DiskBackend(Backend[DiskOptions]):
@@ -81,6 +86,9 @@ class DiskBackend(Backend[DiskOptions]):
     def _open(self) -> bool:
         """Return whether the folder needs housekeeping."""
         self._mount_guard.open()
+        if os.path.lexists(self.options.path / _NFS_MARKER):
+            raise OSError(errno.EEXIST, "the folder belongs to an nfs tier; choose another folder", self.options.path)
+        self._processes.check_folders()
         self._folder.direct = use_direct_io(self.options.path, self.options.direct_io)
         if self._bounded is not None:
             self._bounded.open()

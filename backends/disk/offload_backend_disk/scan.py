@@ -5,13 +5,13 @@ One process scans at a time; the others use the account as it is.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from offload_backend_disk.capacity.account import Account
+from offload_backend_disk.folder.control_files import locked
 from offload_backend_disk.folder.layout import Layout, hash_range
 from offload_backend_disk.folder.processes import Processes
 
@@ -121,10 +121,10 @@ class Scan:
     @contextmanager
     def _only_scan(self) -> Iterator[bool]:
         """Keep other processes from scanning meanwhile. Yields ``False`` if one scans already."""
-        with (self._processes.state_folder / "scanning").open("w") as lock:
+        with ExitStack() as stack:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                stack.enter_context(locked(self._processes.state_folder / "scanning", 0))
+            except TimeoutError:
                 yield False
                 return
             yield True

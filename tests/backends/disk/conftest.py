@@ -19,7 +19,7 @@ from offload_backend_disk.folder.mount_guard import MountGuard
 from offload_backend_disk.folder.processes import STATE_FOLDER, Processes
 from offload_backend_disk.scan import Scan
 
-from offload_core.api.backend import BackendContext
+from offload_core.api.backend import BackendContext, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
 
@@ -28,6 +28,15 @@ Disk = Callable[..., DiskBackend]
 
 def key(number: int, pack: str = "full-u256") -> ObjectKey:
     return ObjectKey("ab" * 32, pack, bytes([number]) * 32)
+
+
+async def store(backend: DiskBackend, number: int = 0, data: bytes = b"data") -> StoreOutcome:
+    """Store an object as the core does: with a reservation."""
+    reservation = await backend.prepare_store([key(number)], [len(data)])
+    try:
+        return reservation.outcomes[0] or (await backend.store([key(number)], [memoryview(data)]))[0]
+    finally:
+        await reservation.release()
 
 
 def files_under(folder: Path) -> list[Path]:
@@ -65,6 +74,7 @@ def recover(folder: Path, capacity_bytes: int) -> tuple[int, list[Path]]:
     total = account.used_bytes
     account.close()
     assert list((folder / STATE_FOLDER / "owners").iterdir()) == [], "lock files of dead processes remain"
+    assert list((folder / STATE_FOLDER).glob("starting-*")) == [], "unfinished lock files remain"
     return total, [path for path in files_under(folder) if path.suffix != ".kv"]
 
 

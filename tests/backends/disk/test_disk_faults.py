@@ -144,6 +144,6 @@ def test_a_lookup_on_a_failing_disk_is_an_error(backend: DiskBackend, monkeypatc
     def failing(*arguments: object, **keywords: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(os, "stat", failing)
+    monkeypatch.setattr(os, "lstat", failing)
     with pytest.raises(OSError, match="Input/output error"):
         asyncio.run(backend.contains([key(0)]))

@@ -2,14 +2,17 @@
 
 One SQLite database in the folder serves all processes on the host. Every byte is reserved in it before the write, so
 the account never counts less than the disk holds. If a process is killed, the surviving ones release its reservations.
-Files are removed inside a transaction only, so a file seen there exists until the transaction ends.
+Files are removed inside a transaction, so a file seen there exists until the transaction ends. The one exception: if
+another process holds the database for long, :meth:`Account.remove` does not wait for it. Its change is written later.
 
 Everything here blocks; calls may come from any thread.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,11 +22,18 @@ from offload_backend_disk.capacity.eviction import Evictor, Limits
 from offload_backend_disk.capacity.pins import Pins
 from offload_backend_disk.capacity.rows import PackNumbers, Rows, Segment
 from offload_backend_disk.capacity.write_behind import Recency, WriteBehind
+from offload_backend_disk.folder.control_files import LOCK_SECONDS, held_by_another
 from offload_backend_disk.folder.files import DISK_FULL_ERRNOS
 from offload_backend_disk.folder.layout import Layout, hash_range
 from offload_backend_disk.folder.mount_guard import MountGuard
 from offload_backend_disk.folder.processes import Processes
 from offload_core.api import ObjectKey
+
+logger = logging.getLogger(__name__)
+
+_TURN_STEP_SECONDS = 0.05
+_REMOVE_WAIT_SECONDS = 0.1
+"""A load waits for the removal of a damaged object."""
 
 
 class Account:
@@ -48,16 +58,21 @@ class Account:
         self._is_open = False
         self._reopened = False
         self._is_scanned = False
+        self._has_logged_that_it_is_held = False
 
-    def open(self) -> None:
+    def open(self, wait_seconds: float = LOCK_SECONDS) -> None:
         """Open or create the account, and register this process.
 
+        Args:
+            wait_seconds: the longest wait for each lock that another process holds.
+
         Raises:
+            TimeoutError: another process holds it.
             OSError: the folder cannot be written, is full, or is on another file system than before.
         """
-        with self._lock:
+        with self._turn(wait_seconds):
             self._is_open = True
-            self._open()
+            self._open(wait_seconds)
 
     def close(self) -> None:
         """Flush the pending changes, then close all files and remove this process's lock. Idempotent."""
@@ -82,7 +97,8 @@ class Account:
             A reservation per object, ``None`` if it does not fit; and the evicted keys.
 
         Raises:
-            OSError: the account cannot be used. A full disk is no error: nothing fits then.
+            OSError: the account cannot be used. A full disk is no error, nor is another process that has held the
+                account for ``LOCK_SECONDS``: nothing fits then.
         """
         evicted: list[ObjectKey] = []
         granted: list[int | None] = []
@@ -104,7 +120,9 @@ class Account:
                 self._is_scanned = self._is_scanned or rows.totals().scanned
         except OSError as error:
             self._write_behind.record_removed(evicted)
-            if error.errno not in DISK_FULL_ERRNOS:
+            if isinstance(error, TimeoutError):
+                self._log_once_that_it_is_held(error)
+            elif error.errno not in DISK_FULL_ERRNOS:
                 raise
             return [None] * len(wanted), evicted
         return granted, evicted
@@ -126,20 +144,31 @@ class Account:
     def remove(self, keys: Iterable[ObjectKey]) -> None:
         """Remove objects from the disk and from the account.
 
+        If another process holds the account, the next transaction removes them from it.
+
         Raises:
             OSError: the folder cannot be written.
         """
+        keys = list(keys)
         removed = 0
         try:
-            with self._transaction() as rows:
+            with self._transaction(_REMOVE_WAIT_SECONDS) as rows:
                 for key in keys:
                     self._layout.unlink(key)
                     rows.removed_files.append(key)
                     removed += 1
                 rows.remove_objects(rows.removed_files)
+        except TimeoutError:
+            self.remove_at_once(keys)
         except OSError as error:
             if error.errno not in DISK_FULL_ERRNOS or not removed:
                 raise
+
+    def remove_at_once(self, keys: Iterable[ObjectKey]) -> None:
+        """Remove objects from the disk. The next transaction removes them from the account."""
+        for key in keys:
+            self._layout.unlink(key)
+            self._write_behind.record_removed([key])
 
     def record_use(self, keys: Iterable[ObjectKey]) -> None:
         """Record a use of objects. The next transaction writes it to the database."""
@@ -253,22 +282,27 @@ class Account:
         )
 
     @contextmanager
-    def _transaction(self) -> Iterator[Rows]:
+    def _transaction(self, wait_seconds: float = LOCK_SECONDS) -> Iterator[Rows]:
         """Run one transaction, all or nothing. It begins with the pending changes.
 
+        Args:
+            wait_seconds: the longest wait for other threads and processes.
+
         Raises:
+            TimeoutError: another thread or process has held the account for so long.
             OSError: the account cannot be used.
         """
-        with self._lock:
+        with self._turn(wait_seconds) as seconds_left:
             if not self._is_open:
                 raise OSError(f"{self._database.path}: the account is not open")
             if not self._database.is_in_place:  # the folder was removed or unmounted
-                self._open()
+                self._open(seconds_left)
                 self._reopened = True
             pending = self._write_behind.take()
             removed_files: list[ObjectKey] = []
             try:
-                with self._database.transaction() as sql:
+                with self._database.transaction(seconds_left) as sql:
+                    self._has_logged_that_it_is_held = False
                     rows = Rows(sql, self._pack_numbers)
                     removed_files = rows.removed_files
                     rows.remove_reservations(pending.reservations)
@@ -282,13 +316,40 @@ class Account:
                 self._write_behind.record_removed(removed_files)
                 raise
 
-    def _open(self) -> None:
+    @contextmanager
+    def _turn(self, wait_seconds: float) -> Iterator[float]:
+        """Wait for the turn of this thread. Yields the seconds that are left.
+
+        At most one thread waits for another process, so that the others remain for loads.
+
+        Raises:
+            TimeoutError: it did not come.
+        """
+        deadline = time.monotonic() + wait_seconds
+        while not self._lock.acquire(timeout=min(_TURN_STEP_SECONDS, wait_seconds)):
+            if self._database.is_held or time.monotonic() > deadline:
+                raise held_by_another(self._database.path, wait_seconds)
+        try:
+            yield max(0.0, deadline - time.monotonic())
+        finally:
+            self._lock.release()
+
+    def _log_once_that_it_is_held(self, error: TimeoutError) -> None:
+        if not self._has_logged_that_it_is_held:
+            self._has_logged_that_it_is_held = True
+            logger.warning(
+                "%s: stores are rejected until the account is free again, and loads continue: %s",
+                self._layout.root,
+                error,
+            )
+
+    def _open(self, wait_seconds: float) -> None:
         self._database.close()
         self._pack_numbers.clear()
         self._mount_guard.open()
         self._processes.register()
-        with self._processes.startup_lock():
-            self._database.open()
+        with self._processes.startup_lock(wait_seconds):
+            self._database.open(wait_seconds)
         self._pins.open()
 
 

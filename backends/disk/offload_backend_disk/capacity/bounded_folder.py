@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from offload_backend_disk.capacity.account import Account, segment_of
 from offload_backend_disk.capacity.held_reservations import HeldReservation
+from offload_backend_disk.folder.control_files import LOCK_SECONDS
 from offload_backend_disk.folder.files import DISK_FULL_ERRNOS
 from offload_backend_disk.folder.object_folder import ObjectFolder
 from offload_core.api import LoadCheck, LoadOutcome, ObjectKey, StoreOutcome
 
 _RETRY_SECONDS = 1.0
+_RETRY_WAIT_SECONDS = 0.05
 
 
 class ReservedCapacity(NamedTuple):
@@ -38,6 +41,7 @@ class BoundedFolder:
         self._account = account
         self._open_error: OSError | None = None
         self._next_try_seconds = 0.0
+        self._retrying = threading.Lock()
 
     def open(self) -> None:
         """Open the account, and release the reservations of processes that were killed.
@@ -168,8 +172,12 @@ class BoundedFolder:
 
     def delete(self, keys: Sequence[ObjectKey]) -> None:
         """Remove objects; absent ones are no error."""
-        self._retry_open()
-        self._account.remove(keys)
+        try:
+            self._retry_open()
+        except TimeoutError:
+            self._account.remove_at_once(keys)
+        else:
+            self._account.remove(keys)
 
     def _reserve(
         self, wanted: Sequence[tuple[ObjectKey, int]], spare: Sequence[bool]
@@ -177,7 +185,7 @@ class BoundedFolder:
         try:
             self._retry_open()
         except OSError as error:
-            if error.errno not in DISK_FULL_ERRNOS:
+            if not isinstance(error, TimeoutError) and error.errno not in DISK_FULL_ERRNOS:
                 raise
             return [None] * len(wanted), []
         return self._account.reserve(wanted, spare) if wanted else ([], [])
@@ -186,16 +194,22 @@ class BoundedFolder:
         """Open the account if that failed before: the disk may have been full or read-only.
 
         Raises:
-            OSError: it failed again, or failed less than a second ago.
+            OSError: it failed again, or failed less than a second ago, or another thread tries it now.
         """
-        if self._open_error is not None:
-            if time.monotonic() < self._next_try_seconds:
-                raise self._open_error
-            self._open_account()
-
-    def _open_account(self) -> None:
+        error = self._open_error
+        if error is None:
+            return
+        if time.monotonic() < self._next_try_seconds or not self._retrying.acquire(blocking=False):
+            raise error
         try:
-            self._account.open()
+            if self._open_error is not None:
+                self._open_account(_RETRY_WAIT_SECONDS if isinstance(error, TimeoutError) else LOCK_SECONDS)
+        finally:
+            self._retrying.release()
+
+    def _open_account(self, wait_seconds: float = LOCK_SECONDS) -> None:
+        try:
+            self._account.open(wait_seconds)
             self._account.release_dead_reservations()
         except OSError as error:
             self._account.close()

@@ -6,23 +6,39 @@ Everything here blocks. One thread at a time.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import sqlite3
+import stat
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from offload_backend_disk.folder.files import DISK_FULL_ERRNOS
-
-logger = logging.getLogger(__name__)
+from offload_backend_disk.folder.control_files import (
+    LOCK_SECONDS,
+    close_control_file,
+    held_by_another,
+    is_own_file,
+    open_control_file,
+    set_aside,
+)
+from offload_backend_disk.folder.files import DISK_FULL_ERRNOS, FILE_MODE
 
 SCHEMA_VERSION = 3
 
-_BUSY_SECONDS = 10.0
+_HELD_AFTER_SECONDS = 0.25
+_HELD_BUSY_SECONDS = 0.02
 _SHORTEST_PAUSE_SECONDS = 0.0002
 _LONGEST_PAUSE_SECONDS = 0.005
+_FILE_SUFFIXES = ("", "-wal", "-shm", "-journal")
+_FAULTS_OF_THE_DISK = (
+    *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR),
+    *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY),
+)
+"""Errors of SQLite that do not mean a damaged file."""
+_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+"""The ``sqlite3`` module cannot decode SQLite's message if that quotes a damaged name."""
 _SCHEMA = """
 CREATE TABLE packs (id INTEGER PRIMARY KEY, namespace TEXT NOT NULL, pack TEXT NOT NULL, UNIQUE (namespace, pack));
 CREATE TABLE objects (
@@ -59,28 +75,37 @@ class Database:
     """An SQLite database that several processes use.
 
     Args:
-        path: its file. It is created if it is missing, damaged, or of another version.
+        path: its file. It is created if it is missing, damaged, or of another version. A damaged one is set aside.
+
+    Attributes:
+        is_held: another process has held the database for so long that it may be stopped. A transaction then waits only
+            for a moment.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._connection: sqlite3.Connection | None = None
         self._file_status: os.stat_result | None = None
+        self.is_held = False
 
-    def open(self) -> None:
+    def open(self, wait_seconds: float = LOCK_SECONDS) -> None:
         """Connect. One process at a time: SQLite does not wait while another process turns on WAL mode.
 
+        Args:
+            wait_seconds: the longest wait for a transaction of another process.
+
         Raises:
+            TimeoutError: another process holds the database.
             OSError: the folder cannot be written, or is full.
         """
         with self._sqlite_errors_as_os_errors():
             try:
-                self._connect()
-            except sqlite3.DatabaseError as error:
-                if isinstance(error, sqlite3.OperationalError):
+                self._connect(wait_seconds)
+            except _ERRORS as error:
+                if not self._is_damage(error):
                     raise
-                self._remove_files()
-                self._connect()
+                self._set_aside(error)
+                self._connect(wait_seconds)
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
@@ -102,17 +127,21 @@ class Database:
             return False
 
     @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
+    def transaction(self, wait_seconds: float = LOCK_SECONDS) -> Iterator[sqlite3.Connection]:
         """Run one transaction, all or nothing.
 
+        Args:
+            wait_seconds: the longest wait for a transaction of another process.
+
         Raises:
-            OSError: another process has locked the database for ten seconds; or the disk has failed, or is full.
+            TimeoutError: another process has held the database for so long.
+            OSError: the disk has failed, or is full.
         """
         sql = self._connection
         if sql is None:
             raise OSError(f"{self.path}: the account is not open")
         with self._sqlite_errors_as_os_errors():
-            _begin(sql)
+            self._begin(sql, wait_seconds)
             try:
                 yield sql
                 sql.execute("COMMIT")
@@ -120,9 +149,29 @@ class Database:
                 if sql.in_transaction:
                     sql.execute("ROLLBACK")
 
-    def _connect(self) -> None:
-        sql = sqlite3.connect(self.path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    def _begin(self, sql: sqlite3.Connection, wait_seconds: float) -> None:
+        """Begin a transaction after those of other processes. SQLite would wait in steps of up to 100 ms, too long."""
+        began = time.monotonic()
+        wait_seconds = _HELD_BUSY_SECONDS if self.is_held else wait_seconds
+        pause = _SHORTEST_PAUSE_SECONDS
+        while True:
+            try:
+                sql.execute("BEGIN IMMEDIATE")
+                self.is_held = False
+                return
+            except sqlite3.OperationalError as error:
+                waited = time.monotonic() - began
+                self.is_held = self.is_held or waited > _HELD_AFTER_SECONDS
+                if not _is_busy(error) or waited > wait_seconds:
+                    raise
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _connect(self, wait_seconds: float) -> None:
+        self._make_files_private()
+        sql = sqlite3.connect(self.path, timeout=wait_seconds, isolation_level=None, check_same_thread=False)
         try:
+            sql.text_factory = _lenient_text
             sql.execute("PRAGMA journal_mode = WAL")
             sql.execute("PRAGMA synchronous = NORMAL")  # a crash of the machine may undo the latest changes
             sql.execute("BEGIN IMMEDIATE")
@@ -132,6 +181,8 @@ class Database:
                 for statement in _statements(_SCHEMA):
                     sql.execute(statement)
                 sql.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            if _schema_of(sql) != _SCHEMA_ENTRIES:
+                raise damage("its tables are of another program")
             sql.execute("COMMIT")
             sql.execute("PRAGMA busy_timeout = 0")  # from here on _begin waits, in shorter steps
         except BaseException:
@@ -140,49 +191,88 @@ class Database:
         self._connection = sql
         self._file_status = self.path.stat()
 
-    def _remove_files(self) -> None:
-        for damaged in self.path.parent.glob(f"{self.path.name}*"):
-            damaged.unlink(missing_ok=True)
+    def _make_files_private(self) -> None:
+        """Make the database's files private. SQLite gives the others the mode of the first one.
+
+        Nothing but a new file is opened here: the end of any descriptor releases SQLite's locks in this process.
+        """
+        for path in self._files():
+            try:
+                status = os.lstat(path)
+            except FileNotFoundError:
+                continue
+            if not is_own_file(path, status):
+                set_aside(path, "it is no file of this process's user")
+            elif stat.S_IMODE(status.st_mode) != FILE_MODE:
+                path.chmod(FILE_MODE)
+        with suppress(FileExistsError):
+            close_control_file(open_control_file(self.path, os.O_RDWR | os.O_EXCL))
+
+    def _set_aside(self, error: Exception) -> None:
+        file, *others = self._files()
+        set_aside(file, f"it is damaged: {error}; a scan of the folder rebuilds it")
+        for other in others:  # worth nothing without the first one
+            other.unlink(missing_ok=True)
+
+    def _files(self) -> list[Path]:
+        return [self.path.with_name(self.path.name + suffix) for suffix in _FILE_SUFFIXES]
+
+    def _is_damage(self, error: Exception) -> bool:
+        """Return whether an error comes from the file's content."""
+        if isinstance(error, UnicodeDecodeError):
+            return True
+        if not isinstance(error, sqlite3.DatabaseError) or isinstance(error, sqlite3.ProgrammingError):
+            return False
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+        if code == sqlite3.SQLITE_READONLY:  # a damaged file may forbid writes; so may the disk
+            return os.access(self.path, os.W_OK)
+        return code not in _FAULTS_OF_THE_DISK
 
     @contextmanager
     def _sqlite_errors_as_os_errors(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except _ERRORS as error:
             code = getattr(error, "sqlite_errorcode", 0)  # errors of the sqlite3 module itself have none
-            if code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) and self.is_in_place:
-                logger.warning("%s is damaged (%s); a scan of the folder rebuilds it", self.path, error)
-                self._remove_files()
+            if _is_busy(error):
+                raise held_by_another(self.path, LOCK_SECONDS) from error
+            if self._is_damage(error) and self.is_in_place:
+                self._set_aside(error)
             number = errno.ENOSPC if code == sqlite3.SQLITE_FULL or self._is_full() else errno.EIO
             raise OSError(number, f"{error}", str(self.path)) from error
 
     def _is_full(self) -> bool:
         """Return whether the disk or a quota is full. SQLite's own error does not always say so."""
-        probe = self.path.with_name(f"probe-{os.getpid()}")
         try:
-            probe.write_bytes(bytes(64 * 1024))
+            with tempfile.TemporaryFile(dir=self.path.parent) as probe:
+                probe.write(bytes(64 * 1024))
         except OSError as error:
             return error.errno in DISK_FULL_ERRNOS
-        finally:
-            with suppress(OSError):
-                probe.unlink(missing_ok=True)
         return False
 
 
-def _begin(sql: sqlite3.Connection) -> None:
-    """Begin a transaction after those of other processes. SQLite would wait in steps of up to 100 ms, too long."""
-    deadline = time.monotonic() + _BUSY_SECONDS
-    pause = _SHORTEST_PAUSE_SECONDS
-    while True:
-        try:
-            sql.execute("BEGIN IMMEDIATE")
-            return
-        except sqlite3.OperationalError as error:
-            busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
-            if not busy or time.monotonic() > deadline:
-                raise
-        time.sleep(pause)
-        pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
+def damage(reason: str) -> sqlite3.DatabaseError:
+    """Return the error for a content that this package does not write."""
+    error = sqlite3.DatabaseError(reason)
+    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    return error
+
+
+def _is_busy(error: Exception) -> bool:
+    """Return whether another process has locked the database."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
+
+
+def _lenient_text(content: bytes) -> str:
+    """Decode a text; damage becomes a text that no check accepts."""
+    return content.decode(errors="replace")
+
+
+def _schema_of(sql: sqlite3.Connection) -> list[tuple[str, str, str]]:
+    """Return the type, name and definition of all tables, indices and triggers."""
+    entries = sql.execute("SELECT type, name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'").fetchall()
+    return sorted(entries, key=str)
 
 
 def _drop_everything(sql: sqlite3.Connection) -> None:
@@ -200,3 +290,13 @@ def _statements(script: str) -> Iterator[str]:
         if sqlite3.complete_statement(statement):
             yield statement
             statement = ""
+
+
+def _make_schema_entries() -> list[tuple[str, str, str]]:
+    with closing(sqlite3.connect(":memory:")) as sql:
+        for statement in _statements(_SCHEMA):
+            sql.execute(statement)
+        return _schema_of(sql)
+
+
+_SCHEMA_ENTRIES = _make_schema_entries()

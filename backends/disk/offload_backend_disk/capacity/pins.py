@@ -13,10 +13,11 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 
+from offload_backend_disk.folder.control_files import close_control_file, open_control_file
 from offload_core.api import ObjectKey
 
 _LOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, process
@@ -44,8 +45,8 @@ class Pins:
         """
         with self._lock:
             self._close()
-            self._pin_descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            self._evict_descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            self._pin_descriptor = open_control_file(self._path, os.O_RDWR)
+            self._evict_descriptor = open_control_file(self._path, os.O_RDWR)
             for key in self._counts:
                 _set_lock(self._pin_descriptor, fcntl.F_RDLCK, key)
 
@@ -115,12 +116,9 @@ class Pins:
 
     def _close(self) -> None:
         descriptors = self._pin_descriptor, self._evict_descriptor
-        # Reset them first: a close that fails has closed nevertheless, and the number may soon be another file's.
         self._pin_descriptor = self._evict_descriptor = -1
         for descriptor in descriptors:
-            if descriptor >= 0:
-                with suppress(OSError):  # after an unmount even a close may fail
-                    os.close(descriptor)
+            close_control_file(descriptor)
 
 
 def _set_lock(descriptor: int, kind: int, key: ObjectKey) -> bool:

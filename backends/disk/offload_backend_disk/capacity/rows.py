@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
+from offload_backend_disk.capacity.database import damage
 from offload_core.api import ObjectKey
 
 _ROWS_PER_STEP = 64
+_NAME = re.compile(r"[0-9a-z-]{1,64}")
 
 
 class Segment(IntEnum):
@@ -86,8 +89,11 @@ class Rows:
 
     def totals(self) -> Totals:
         """Return the sums."""
-        row = self._sql.execute("SELECT objects, protected, reserved, scanned, boot FROM totals").fetchone()
-        return Totals(row[0], row[1], row[2], bool(row[3]), row[4])
+        rows = self._sql.execute("SELECT objects, protected, reserved, scanned, boot FROM totals").fetchall()
+        if len(rows) != 1 or not all(isinstance(number, int) and number >= 0 for number in rows[0][:4]):
+            raise damage(f"its totals are {rows[:2]}")
+        ((objects, protected, reserved, scanned, boot),) = rows
+        return Totals(objects, protected, reserved, bool(scanned), str(boot))
 
     def set_scanned(self, boot: str) -> None:
         """Record that all folders were scanned in this boot of the machine."""
@@ -111,13 +117,13 @@ class Rows:
         query = "SELECT id, owner, pack, hash, segment FROM reservations WHERE owner != ?"
         rows = self._sql.execute(query, (process,)).fetchall()
         return [
-            LeftReservation(number, other, self._key(pack, chunk_hash), Segment(segment))
+            LeftReservation(number, _process(other), self._key(pack, chunk_hash), _segment(segment))
             for number, other, pack, chunk_hash, segment in rows
         ]
 
     def reserving_processes(self) -> set[str]:
         """Return the processes that have reservations."""
-        return {process for (process,) in self._sql.execute("SELECT DISTINCT owner FROM reservations")}
+        return {_process(process) for (process,) in self._sql.execute("SELECT DISTINCT owner FROM reservations")}
 
     def put_objects(self, objects: Iterable[tuple[ObjectKey, int, int, Segment]]) -> None:
         """Add or change objects: key, bytes, time of the last use, and segment. No object that has a row is demoted."""
@@ -169,7 +175,7 @@ class Rows:
             for pack, chunk_hash, nbytes in rows:
                 row = (next_time_ns(), pack, chunk_hash)
                 self._sql.execute("UPDATE objects SET segment = 0, used = ? WHERE pack = ? AND hash = ?", row)
-                excess_bytes -= nbytes
+                excess_bytes -= _nbytes(nbytes)
                 if excess_bytes <= 0:
                     return
 
@@ -177,7 +183,7 @@ class Rows:
         """Yield all objects with their bytes, the next to evict first. Change no row before the iteration ends."""
         rows = self._sql.execute("SELECT pack, hash, nbytes FROM objects ORDER BY segment, used")
         while some := rows.fetchmany(_ROWS_PER_STEP):
-            yield from ((self._key(pack, chunk_hash), nbytes) for pack, chunk_hash, nbytes in some)
+            yield from ((self._key(pack, chunk_hash), _nbytes(nbytes)) for pack, chunk_hash, nbytes in some)
 
     def objects_between(self, namespace: str, pack: str, after: bytes, up_to: bytes) -> dict[bytes, int]:
         """Return the bytes of a pack's objects by hash, for hashes above ``after`` and at most ``up_to``."""
@@ -191,7 +197,8 @@ class Rows:
     def folders(self) -> list[tuple[str, str, str]]:
         """Return the folders of all objects: namespace, pack and the hash's first two digits."""
         found: list[tuple[str, str, str]] = []
-        for number, namespace, pack in self._sql.execute("SELECT id, namespace, pack FROM packs").fetchall():
+        for number, *names in self._sql.execute("SELECT id, namespace, pack FROM packs").fetchall():
+            namespace, pack = _pack(names)
             last = b""
             while True:  # one step per folder, not per object
                 row = self._sql.execute(
@@ -199,6 +206,8 @@ class Rows:
                 ).fetchone()
                 if row is None:
                     break
+                if _hash(row[0]) <= last:
+                    raise damage(f"its object {row[0]!r} is out of order")
                 found.append((namespace, pack, row[0][:1].hex()))
                 last = row[0][:1] + b"\xff" * 64
         return found
@@ -209,13 +218,45 @@ class Rows:
         number = self._pack_numbers.numbers.get(name)
         if number is None:
             self._sql.execute("INSERT OR IGNORE INTO packs (namespace, pack) VALUES (?, ?)", name)
-            (number,) = self._sql.execute("SELECT id FROM packs WHERE namespace = ? AND pack = ?", name).fetchone()
-            self._pack_numbers.numbers[name] = number
+            row = self._sql.execute("SELECT id FROM packs WHERE namespace = ? AND pack = ?", name).fetchone()
+            if row is None:
+                raise damage(f"it lost the pack {name}")
+            number = self._pack_numbers.numbers[name] = int(row[0])
         return number
 
     def _key(self, number: int, chunk_hash: bytes) -> ObjectKey:
         """Return the key of an object in the pack with this number."""
         if number not in self._pack_numbers.names:
             row = self._sql.execute("SELECT namespace, pack FROM packs WHERE id = ?", (number,)).fetchone()
-            self._pack_numbers.names[number] = (row[0], row[1])
-        return ObjectKey(*self._pack_numbers.names[number], chunk_hash)
+            self._pack_numbers.names[number] = _pack(row)
+        return ObjectKey(*self._pack_numbers.names[number], _hash(chunk_hash))
+
+
+def _pack(names: Sequence[object] | None) -> tuple[str, str]:
+    if names is None or not all(isinstance(name, str) and _NAME.fullmatch(name) for name in names):
+        raise damage(f"it has a pack {names}")
+    return str(names[0]), str(names[1])
+
+
+def _hash(chunk_hash: object) -> bytes:
+    if not isinstance(chunk_hash, bytes) or not chunk_hash:
+        raise damage(f"it has an object with the hash {chunk_hash!r}")
+    return chunk_hash
+
+
+def _process(name: object) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise damage(f"it has a reservation of {name!r}")
+    return name
+
+
+def _segment(number: object) -> Segment:
+    if not isinstance(number, int) or number not in list(Segment):
+        raise damage(f"it has a reservation in the segment {number!r}")
+    return Segment(number)
+
+
+def _nbytes(number: object) -> int:
+    if not isinstance(number, int) or number < 0:
+        raise damage(f"it has an object of {number!r} bytes")
+    return number

@@ -20,20 +20,20 @@ DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 Fsync = Literal["none", "data", "data and folder"]
 
 
-def exists(path: str) -> bool:
-    """Return whether the file exists. Any other difficulty is an ``OSError``."""
-    try:
-        return stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116 - pathlib is slow
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+def open_to_read(path: str, *, direct: bool = False) -> int | None:
+    """Return a descriptor of a regular file, or ``None`` if there is none. An open file survives its removal.
 
-
-def open_to_read(path: str | Path, *, direct: bool = False) -> int | None:
-    """Return a descriptor of the file, or ``None`` if it is missing. An open file survives its removal."""
+    Links are not followed, and the call waits for no writer of a FIFO.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_DIRECT if direct else 0)
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+        descriptor = os.open(path, flags)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 def read(descriptor: int, buffer: memoryview, *, direct: bool = False) -> LoadOutcome:

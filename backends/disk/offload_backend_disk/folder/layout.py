@@ -6,9 +6,11 @@ lies beside its final place; its name tells the process that writes it: ``.abcde
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +19,12 @@ from offload_core.api import ObjectKey, StoredObject
 
 OBJECT_SUFFIX = ".kv"
 TEMPORARY_SUFFIX = ".tmp"
+
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_ODD_PATH_ERRNOS = frozenset(
+    {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.ENXIO, errno.EACCES, errno.EPERM}
+)
+"""Errors that may mean a thing in the place of a file or folder, such as a folder, a link or an unreadable file."""
 
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _PACK = re.compile(r"[a-z0-9-]{1,64}")
@@ -32,6 +40,7 @@ class Layout:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._root = os.fspath(root)
+        self._private_folders: set[str] = set()
 
     def path_string(self, key: ObjectKey) -> str:
         """Return the path of ``key``'s file as a string: making a ``Path`` costs more than a system call."""
@@ -49,11 +58,53 @@ class Layout:
         return f"{folder}{slash}.{file}.{process}-{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
 
     def status(self, key: ObjectKey) -> os.stat_result | None:
-        """Return the status of ``key``'s file, or ``None`` if it is missing."""
+        """Return the status of ``key``'s file, or ``None`` if it is missing. No link is followed to it."""
+        path = self.path_string(key)
         try:
-            return os.stat(self.path_string(key))  # noqa: PTH116 - making a Path costs more than the call
+            status = os.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            self.raise_unless_odd(error)
+            return None
+        return status if stat.S_ISREG(status.st_mode) and self.is_private(path) else None
+
+    def is_private(self, path: str) -> bool:
+        """Return whether no other user can change the folders between the root and an object's file.
+
+        A link is none of them, and a missing one counts as private. It looks only once at each folder: nobody but this
+        process's user can replace it.
+        """
+        folder = path.rpartition("/")[0]
+        if folder in self._private_folders:
+            return True
+        try:
+            owners = (os.geteuid(), os.stat(self._root).st_uid)  # noqa: PTH116 - strings are used throughout
+        except (FileNotFoundError, NotADirectoryError):
+            return True  # removed, with all that was in it
+        below, are_there = folder, True
+        while below != self._root:
+            try:
+                status = os.lstat(below)
+            except (FileNotFoundError, NotADirectoryError):
+                are_there = False
+            else:
+                is_good = stat.S_ISDIR(status.st_mode) and status.st_uid in owners
+                if not is_good or status.st_mode & _OTHERS_MAY_WRITE:
+                    return False
+            below = below.rpartition("/")[0]
+        if are_there:
+            self._private_folders.add(folder)
+        return True
+
+    def raise_unless_odd(self, error: OSError, mode: int = os.R_OK | os.X_OK) -> None:
+        """Raise the error unless it comes from one odd thing in the root, such as a folder in the place of a file.
+
+        Args:
+            mode: the access to the root that this process must have. Otherwise the error concerns all objects.
+        """
+        if error.errno not in _ODD_PATH_ERRNOS or not os.access(self._root, mode):
+            raise error
 
     def nbytes(self, key: ObjectKey) -> int | None:
         """Return the size of ``key``'s file, or ``None`` if it is missing."""
@@ -61,8 +112,8 @@ class Layout:
         return None if status is None else status.st_size
 
     def unlink(self, key: ObjectKey) -> None:
-        """Remove ``key``'s file; a missing one is no error."""
-        with suppress(FileNotFoundError, NotADirectoryError):
+        """Remove ``key``'s file; a missing one is no error, nor is a folder in its place, which stays."""
+        with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             os.unlink(self.path_string(key))  # noqa: PTH108 - making a Path costs more than the call
 
     def remove_temporaries(self, key: ObjectKey, process: str) -> None:
@@ -75,7 +126,12 @@ class Layout:
         """Return the folders that may contain objects."""
         folders = [self.root]
         for name in (_NAMESPACE, _PACK, _PREFIX):
-            folders = [Path(entry.path) for folder in folders for entry in _list(folder) if name.fullmatch(entry.name)]
+            folders = [
+                Path(entry.path)
+                for folder in folders
+                for entry in _list(folder)
+                if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            ]
         return folders
 
     def is_empty(self) -> bool:

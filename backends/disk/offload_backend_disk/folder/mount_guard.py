@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from offload_backend_disk.folder import files
+from offload_core.api import check_ownership
 
 
 class MountGuard:
@@ -30,13 +31,15 @@ class MountGuard:
         self._file_system = 0
 
     def open(self) -> None:
-        """Create the folder if it is missing. The first call remembers its file system.
+        """Create the folder if it is missing, and check its owner. The first call remembers its file system.
 
         Raises:
+            PermissionError: another user could change its content.
             OSError: the folder cannot be created, or would be on another file system than before.
         """
         self.check()
         files.make_private_folder(self.root)
+        check_ownership(self.root)
         if self._device is None:
             self._device = self.root.stat().st_dev
             self._file_system = os.statvfs(self.root).f_fsid

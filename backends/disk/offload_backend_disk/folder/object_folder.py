@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Sequence
@@ -39,18 +40,22 @@ class ObjectFolder:
         self._fsync = fsync
         self._keep_free_bytes = keep_free_bytes
         self._is_full = False
+        self._has_warned_of_odd_path = False
         self.direct = False
 
     def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Return, per key, whether its file exists."""
-        return [files.exists(self.layout.path_string(key)) for key in keys]
+        return [self.layout.status(key) is not None for key in keys]
 
     def sizes(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         """Return, per key, the bytes of its file, or ``None`` if it is missing."""
         return [self.layout.nbytes(key) for key in keys]
 
     def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
-        """Read objects, in order; the first error ends the batch."""
+        """Read objects, in order; the first error of the disk ends the batch.
+
+        Anything but a file that this process may read is a miss.
+        """
         return [self.load_one(*item) for item in zip(keys, buffers, strict=True)]
 
     def load_and_check(
@@ -67,7 +72,12 @@ class ObjectFolder:
                 ask the disk for the next object, while another thread checks this one.
         """
         direct = self.direct and is_aligned(buffer)
-        descriptor = files.open_to_read(self.layout.path_string(key), direct=direct)
+        path = self.layout.path_string(key)
+        try:
+            descriptor = files.open_to_read(path, direct=direct) if self.layout.is_private(path) else None
+        except OSError as error:
+            self.layout.raise_unless_odd(error)
+            return LoadOutcome.MISS
         if descriptor is None:
             return LoadOutcome.MISS
         try:
@@ -95,9 +105,9 @@ class ObjectFolder:
         return outcomes
 
     def store_all(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
-        """Write the absent objects, in order; the first error ends the batch.
+        """Write the absent objects, in order; the first error of the disk ends the batch.
 
-        If the disk is full, an object is rejected.
+        If the disk is full, or something else is in the object's place, the object is rejected.
         """
         if not self.prepare_to_write():
             return [StoreOutcome.REJECTED] * len(keys)
@@ -129,13 +139,21 @@ class ObjectFolder:
         return True
 
     def store(self, key: ObjectKey, buffer: memoryview) -> StoreOutcome:
-        """Write an object whole or not at all; if the disk is full, it is rejected."""
+        """Write an object whole or not at all.
+
+        If the disk is full, or something else is in the object's place, the object is rejected.
+        """
         path = self.layout.path_string(key)
         temporary = self.layout.temporary(path, self._processes.own_name)
         try:
+            if not self.layout.is_private(path):
+                raise PermissionError(errno.EPERM, "a link, or a folder that another user can change", path)
             files.write(path, temporary, buffer, self._fsync, direct=self.direct and is_aligned(buffer))
         except OSError as error:
-            self._raise_unless_full(error)
+            if error.errno in files.DISK_FULL_ERRNOS:
+                self._raise_unless_full(error)
+            else:
+                self._raise_unless_odd(error)
             return StoreOutcome.REJECTED
         self._is_full = False
         return StoreOutcome.STORED
@@ -147,6 +165,18 @@ class ObjectFolder:
     def objects_in(self, folder: Path) -> list[StoredObject]:
         """Return the objects in one of :meth:`folders`."""
         return list(self.layout.objects_in(folder))
+
+    def _raise_unless_odd(self, error: OSError) -> None:
+        """Raise the error unless something odd is in the place of one object; the first such thing is logged."""
+        self.layout.raise_unless_odd(error, os.R_OK | os.W_OK | os.X_OK)
+        if not self._has_warned_of_odd_path:
+            self._has_warned_of_odd_path = True
+            logger.warning(
+                "%s: an object cannot be stored, since something else has its place: %s; remove that "
+                "(only the first one is logged)",
+                self.layout.root,
+                error,
+            )
 
     def _raise_unless_full(self, error: OSError) -> None:
         """Raise the error unless it means a full disk, which is logged once."""

@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
+import secrets
+import stat
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+
+from offload_backend_disk.folder.control_files import (
+    check_control_folder,
+    close_control_file,
+    locked,
+    make_control_folder,
+    open_control_file,
+)
 
 STATE_FOLDER = ".offload-core"
 """Name of the sub-folder with the lock files and the account."""
 
 _LOCK_FILES = "owners"
+_PROCESS = re.compile(r"[0-9a-z]{1,64}")
+_UNFINISHED = "starting-"
 
 
 class Processes:
@@ -34,8 +47,18 @@ class Processes:
     def __init__(self, root: Path, own_name: str) -> None:
         self.own_name = own_name
         self.state_folder = root / STATE_FOLDER
+        self._lock_files = self.state_folder / _LOCK_FILES
         self._descriptor = -1
         self._lock = threading.Lock()
+
+    def check_folders(self) -> None:
+        """Check the folders of the lock files and the account, as far as they exist, and make them private.
+
+        Raises:
+            PermissionError: one of them is no folder, or belongs to another user.
+        """
+        check_control_folder(self.state_folder)
+        check_control_folder(self._lock_files)
 
     def register(self) -> bool:
         """Lock this process's file, and lock it again if the file was removed. Cheap if it is locked.
@@ -50,14 +73,11 @@ class Processes:
             if self._is_registered():
                 return False
             self._close()
-            lock_files = self.state_folder / _LOCK_FILES
-            is_first = not lock_files.is_dir()
-            lock_files.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self.startup_lock():
-                # Read-only: a file system cannot be remounted read-only while a file on it is open for writing.
-                descriptor = os.open(self.own_lock_file, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-                self._descriptor = descriptor
+            is_first = not self._lock_files.is_dir()
+            make_control_folder(self.state_folder)
+            make_control_folder(self._lock_files)
+            self._descriptor = self._create_lock_file()
+            self._remove_unfinished()
             return is_first
 
     def unregister(self) -> None:
@@ -68,39 +88,32 @@ class Processes:
                     self.own_lock_file.unlink(missing_ok=True)
             self._close()
 
-    @contextmanager
-    def startup_lock(self) -> Iterator[None]:
-        """Keep other processes from starting or looking for dead ones meanwhile.
+    def startup_lock(self, wait_seconds: float) -> AbstractContextManager[None]:
+        """Keep other processes from opening the account meanwhile.
 
-        A new lock file exists for a moment before it is locked, and must not seem to be a dead process's.
+        Raises:
+            TimeoutError: another process has held the lock for so long.
+            OSError: the folder cannot be written.
         """
-        with (self.state_folder / "opening").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        return locked(self.state_folder / "opening", wait_seconds)
 
     def is_alive(self, name: str) -> bool:
         """Return whether a process is alive. Without a lock file it is not."""
-        try:
-            descriptor = os.open(self._lock_file(name), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False
+        return _is_locked(self._lock_file(name))
 
     def dead(self) -> list[str]:
         """Return the processes that ended without removing their lock files: they were killed.
 
         Raises:
-            OSError: the folder cannot be written.
+            OSError: the folder cannot be read.
         """
-        with self.startup_lock():
-            names = [path.name for path in (self.state_folder / _LOCK_FILES).iterdir()]
-            return [name for name in names if name != self.own_name and not self.is_alive(name)]
+        found: list[str] = []
+        with os.scandir(self._lock_files) as entries:
+            for entry in entries:
+                is_one = _PROCESS.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+                if is_one and entry.name != self.own_name and not self.is_alive(entry.name):
+                    found.append(entry.name)
+        return found
 
     def remove_lock_files(self, names: Iterable[str]) -> None:
         """Remove the lock files of dead processes, after everything else of theirs was removed."""
@@ -112,23 +125,75 @@ class Processes:
         """The lock file of this process; no other process ever creates a file of this name."""
         return self._lock_file(self.own_name)
 
+    def _create_lock_file(self) -> int:
+        """Create this process's lock file and return its descriptor.
+
+        The file gets its name when it is locked. Before that it would seem to be a dead process's.
+        """
+        while True:
+            unfinished = self.state_folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
+            # Read-only: a file system cannot be remounted read-only while a file on it is open for writing.
+            descriptor = open_control_file(unfinished, os.O_RDONLY | os.O_EXCL)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                unfinished.rename(self.own_lock_file)
+                return descriptor
+            except (BlockingIOError, FileNotFoundError):  # another process takes it for a dead one's
+                close_control_file(descriptor)
+                if not self._lock_files.is_dir():
+                    raise
+            except BaseException:
+                close_control_file(descriptor)
+                unfinished.unlink(missing_ok=True)
+                raise
+
+    def _remove_unfinished(self) -> None:
+        """Remove lock files of processes that were killed before the file had its name."""
+        for unfinished in self.state_folder.glob(f"{_UNFINISHED}*"):
+            with suppress(OSError):
+                if not _is_locked(unfinished):
+                    unfinished.unlink()
+
     def _lock_file(self, name: str) -> Path:
-        return self.state_folder / _LOCK_FILES / name
+        return self._lock_files / name
 
     def _is_registered(self) -> bool:
         if self._descriptor < 0:
             return False
         try:
-            locked = os.fstat(self._descriptor)
+            locked_file = os.fstat(self._descriptor)
         except OSError:  # its mount is gone
             return False
         try:
-            return os.path.samestat(self.own_lock_file.stat(), locked)
+            return os.path.samestat(os.lstat(self.own_lock_file), locked_file)
         except FileNotFoundError:
             return False
 
     def _close(self) -> None:
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
-            with suppress(OSError):  # after an unmount even a close may fail
-                os.close(descriptor)
+            close_control_file(descriptor)
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock on a file. Anything but a file is not locked."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) or not _is_file(path):
+            return False
+        raise
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except OSError:
+        return False

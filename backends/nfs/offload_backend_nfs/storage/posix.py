@@ -28,7 +28,7 @@ from pathlib import Path
 from offload_backend_nfs.storage import temporaries
 from offload_backend_nfs.storage.base import TEMPORARY_FOLDER, TEMPORARY_LIFE_SECONDS, Entry, Medium
 from offload_backend_nfs.storage.mounts import is_local
-from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome
+from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome, check_ownership
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,9 @@ MARKER = ".offload-core-share"
 """A file in the root. It distinguishes the share from an empty mount point."""
 _MARKER_TEXT = b"offload-core keeps KV caches here. Without this file it takes the share for unmounted.\n"
 _ROOT_CHECK_SECONDS = 1.0
-_MISSING_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+_MISSING_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
+"""With O_NOFOLLOW, ELOOP means that a link is in the place of a file."""
+_DISK_ACCOUNT = ".offload-core/account.sqlite"
 _NO_LINK_ERRNOS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -56,15 +58,24 @@ class PosixShare(Medium):
         self._root_seen_seconds = float("-inf")
 
     def open(self) -> None:
-        """See :meth:`Medium.open`. A read-only share is no error: loads still work."""
+        """See :meth:`Medium.open`. A read-only share is no error: loads still work.
+
+        Raises:
+            PermissionError: another user could change the content of the share's folder.
+            OSError: the share is gone, or the folder belongs to a ``disk`` tier.
+        """
         if not os.path.isdir(self._root):  # noqa: PTH112 - Path.is_dir is slower, and strings are used throughout
             if not os.path.isdir(os.path.dirname(self._root)):  # noqa: PTH112, PTH120
                 raise OSError(errno.ENOENT, "the parent folder does not exist; mount the share", self._root)
             _make_private_folder(self._root)
+        check_ownership(Path(self._root))
         self._is_local = is_local(self._root)
         marker = self._path(MARKER)
+        if os.path.lexists(self._path(_DISK_ACCOUNT)):
+            raise OSError(errno.EEXIST, "the folder has the account of a disk tier; choose another folder", self._root)
         try:
-            descriptor = os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(marker, flags, FILE_MODE)
         except FileExistsError:
             self._has_marker = True
         except OSError as error:
@@ -300,7 +311,7 @@ class PosixShare(Medium):
 
 def _read(path: str, buffer: memoryview, check: LoadCheck | None) -> LoadOutcome:
     """Read a file into ``buffer``, in parts if they are checked."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # waits for no FIFO's writer
     try:
         if os.fstat(descriptor).st_size != len(buffer):
             return LoadOutcome.CORRUPT
