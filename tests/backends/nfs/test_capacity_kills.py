@@ -1,0 +1,105 @@
+"""Writers that are killed at random moments leave nothing behind after the next opening and its scan."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from offload_backend_nfs import NfsBackend
+from offload_backend_nfs.capacity.account_state import AccountState
+
+from offload_core.api.backend import LoadOutcome
+from tests.backends.nfs.calls import listed
+from tests.backends.nfs.conftest import Nfs
+from tests.backends.nfs.killed_writers import OBJECTS, size_of
+from tests.support.paths import ROOT
+
+CAPACITY = 1024 * 1024
+LIMIT_SECONDS = 30
+
+
+def kill_writers(options: dict[str, Any], seed: int, kills: int) -> dict[str, int]:
+    """Return the counts of the writer that lived on."""
+    module = "tests.backends.nfs.killed_writers"
+    command = [sys.executable, "-m", module, json.dumps(options), str(seed), str(kills)]
+    child = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60 + kills)
+    assert child.returncode == 0, child.stderr
+    counts: dict[str, int] = json.loads(child.stdout)
+    return counts
+
+
+def leftovers(root: Path, state: AccountState | None, own_name: str) -> list[str]:
+    """Return everything that killed writers have left behind."""
+    account = root / ".offload-core"
+    found = [str(path) for path in root.rglob("*") if path.name.endswith(".tmp")]
+    if state is None:
+        return found
+    found += [f"owner {path.name}" for path in (account / "owners").iterdir() if path.name != own_name]
+    found += [f"member {name}" for name in state.members if name != own_name]
+    found += [f"batch {name}" for name in state.pending_evictions]
+    found += [str(path) for path in (account / "condemned").glob("*")]
+    found += [str(path) for path in (account / "damaged").glob("*")]
+    if not state.counted or any(member.quota_bytes for member in state.members.values()):
+        found.append(f"reservations: {state}")
+    used = sum(path.stat().st_size for path in root.rglob("*.kv"))
+    if state.used_bytes != used:
+        found.append(f"{state.used_bytes - used} bytes too many in the account")
+    if len(list(account.glob("account-*"))) > 40 or len(list((account / "touches").glob("*"))) > 70:
+        found.append("too many small files")
+    return found
+
+
+async def end_without_leftovers(backend: NfsBackend, problem: Callable[[], list[str]]) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while found := problem():
+        assert time.monotonic() < deadline, found
+        await asyncio.sleep(0.05)
+    for one in await listed(backend):
+        buffer = bytearray(one.nbytes)
+        number = one.key.chunk_hash[0]
+        assert number < OBJECTS
+        assert await backend.load_into([one.key], [memoryview(buffer)]) == [LoadOutcome.HIT]
+        assert buffer == bytes([number]) * size_of(number)
+
+
+def check_kills(nfs: Nfs, root: Path, seed: int, kills: int, limits: dict[str, Any]) -> None:
+    options = {"url": f"file://{root}", "lookup_cache_seconds": 0, **limits}
+    counts = kill_writers(options, seed, kills)
+    assert counts["STORED"]
+    assert counts["HIT"]
+    assert not counts.get("wrong")
+
+    async def main() -> None:
+        backend = nfs(**options)
+        await backend.open()
+        store = backend._bounded_store
+
+        def problem() -> list[str]:
+            return leftovers(root, None if store is None else store.state, "" if store is None else store.member_id)
+
+        await end_without_leftovers(backend, problem)
+        await backend.close()
+
+    asyncio.run(main())
+
+
+LIMITS = {"capacity": CAPACITY, "lease_seconds": 1, "eviction_grace": 0.3}
+
+
+@pytest.mark.parametrize("limits", [{}, LIMITS], ids=["without a capacity", "with a capacity"])
+def test_twenty_killed_writers_leave_nothing_behind(nfs: Nfs, memory_folder: Path, limits: dict[str, Any]) -> None:
+    check_kills(nfs, memory_folder / "kv", 5, 20 if limits else 10, limits)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("part", range(4))
+def test_five_hundred_killed_writers_leave_nothing_behind(nfs: Nfs, memory_folder: Path, part: int) -> None:
+    check_kills(nfs, memory_folder / "kv", 1000 * part, 125, LIMITS)
