@@ -17,8 +17,10 @@ from offload_backend_nfs.capacity.account_state import AccountState
 
 from offload_core.api.backend import LoadOutcome
 from tests.backends.nfs.calls import listed
-from tests.backends.nfs.conftest import Nfs
+from tests.backends.nfs.conftest import Nfs, key
 from tests.backends.nfs.killed_writers import OBJECTS, size_of
+from tests.backends.nfs.simulation import Host, World
+from tests.backends.nfs.test_capacity import LEASE, OPTIONS, existing, joined, pass_time, put
 from tests.support.paths import ROOT
 
 CAPACITY = 1024 * 1024
@@ -103,3 +105,33 @@ def test_twenty_killed_writers_leave_nothing_behind(nfs: Nfs, memory_folder: Pat
 @pytest.mark.parametrize("part", range(4))
 def test_five_hundred_killed_writers_leave_nothing_behind(nfs: Nfs, memory_folder: Path, part: int) -> None:
     check_kills(nfs, memory_folder / "kv", 1000 * part, 125, LIMITS)
+
+
+def test_the_lease_of_a_process_that_was_killed_while_it_joined_is_removed() -> None:
+    world = World()
+    host, killed = joined(world), Host(world, OPTIONS)
+    killed.start(killed.bounded_store.open)
+    while len(lease_files(world)) < 2:
+        killed.advance()
+    killed.kill()
+    pass_time(world, [host], 2 * LEASE)
+    assert lease_files(world) == [f"owners/{host.bounded_store.member_id}"]
+
+
+def test_an_eviction_batch_that_its_killed_process_never_announced_is_removed() -> None:
+    world = World()
+    host, killed = joined(world), joined(world)
+    put(host, [1])
+    killed.start(lambda: killed.discard([key(1)]))
+    while not (batches := [name for name in world.files if name.startswith("condemned/")]):
+        killed.advance()
+    killed.kill()
+    assert not host.bounded_store.state.pending_evictions
+    pass_time(world, [host], 6 * LEASE)
+    assert batches[0] not in world.files
+    assert existing(world) == [1]
+    assert host.bounded_store.state.occupied_bytes == 100
+
+
+def lease_files(world: World) -> list[str]:
+    return [name for name in world.files if name.startswith("owners/")]

@@ -8,17 +8,20 @@ Every value is checked: names that become names of files, paths of objects, and 
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, ValidationError
 
 from offload_backend_nfs.capacity.control_record import DamagedRecordError, seal, unseal
 
 _KIND = "account"
 _MAX_BYTES_COUNTED = 2**60
 _SHOWN_CHARACTERS = 200
+_MAX_ENTRIES = 20_000
+"""The most members, and the most batches."""
 _NAME = re.compile(r"[0-9a-f]{16}")
 
 # Names and values on the medium. They are part of the format: older processes read them. Never change them.
@@ -83,7 +86,7 @@ class EvictionBatch(_Stored):
     nbytes: Count
     phase: Phase
     """Keys can be withdrawn from a pending batch. From a batch that is being deleted, none can be withdrawn."""
-    withdrawn: tuple[ObjectPath, ...] = ()
+    withdrawn: Annotated[tuple[ObjectPath, ...], FailFast()] = ()
     """Paths of the keys that stay after all."""
 
 
@@ -143,10 +146,17 @@ def decode(content: bytes) -> AccountState:
         UnknownVersionError: the content is complete, but this code does not know its version.
         DamagedRecordError: the content is not complete, or no account could have it.
     """
-    body = unseal(_KIND, content)
     try:
-        return AccountState.model_validate_json(body)
+        found = json.loads(unseal(_KIND, content))
+    except (ValueError, RecursionError) as error:
+        raise DamagedRecordError(f"the account is no JSON: {error}"[:_SHOWN_CHARACTERS]) from None
+    # Validation takes far more memory than parsing, so the lengths are checked before.
+    for part in (found, *(found.values() if isinstance(found, dict) else ())):
+        if isinstance(part, dict | list) and len(part) > _MAX_ENTRIES:
+            raise DamagedRecordError(f"the account has a list of {len(part)} entries, more than {_MAX_ENTRIES}")
+    try:
+        return AccountState.model_validate(found)
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, problem["loc"]))[:_SHOWN_CHARACTERS]
-        raise DamagedRecordError(f"the account's field {place or 'JSON'}: {problem['msg']}") from None
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))[:_SHOWN_CHARACTERS]
+        raise DamagedRecordError(f"the account's field {place!r}: {first['msg']}"[: 2 * _SHOWN_CHARACTERS]) from None

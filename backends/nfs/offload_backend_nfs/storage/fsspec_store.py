@@ -218,6 +218,13 @@ class RenamingStore(ObjectStore):
             return False
         return True
 
+    def move(self, name: str, target: str) -> None:
+        """See :meth:`Medium.move`."""
+        path = self._path(target)
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        with suppress(FileNotFoundError):
+            self._fs.mv(self._path(name), path)
+
     def store_new(self, name: str, buffer: memoryview) -> bool:
         """See :meth:`Medium.store_new`. If several callers store at the same moment, each may get ``True``."""
         if self.sizes([name]) != [None]:
