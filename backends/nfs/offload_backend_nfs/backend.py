@@ -18,9 +18,9 @@ import fsspec
 
 from offload_backend_nfs.capacity.account_options import AccountOptions
 from offload_backend_nfs.capacity.bounded_store import BoundedStore
-from offload_backend_nfs.capacity.medium_adapter import MediumAdapter
 from offload_backend_nfs.capacity.reservations import ReservationManager
 from offload_backend_nfs.lookup_cache import LookupCache
+from offload_backend_nfs.medium_adapter import MediumAdapter
 from offload_backend_nfs.object_batch import ObjectBatch
 from offload_backend_nfs.options import NfsOptions
 from offload_backend_nfs.storage import layout

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH_KEYS = 10_000
 _ROOM_BYTES = 1024**2
+_ROOM_KEYS = 64
 
 
 class Housekeeping:
@@ -222,7 +223,7 @@ class Housekeeping:
         """Remove some objects that have to be evicted, without a grace: a full medium has no room to record them."""
         state = self._record.refresh()
         pinned = self._evictions.pinned
-        leaving = [key for key in self._evictions.keys(state) if key not in pinned]
+        leaving = [key for key in self._evictions.keys(state) if key not in pinned][:_ROOM_KEYS]
         excess = min(self._excess_bytes(state), _ROOM_BYTES)
         if not leaving and excess:
             victims = _NextVictims(excess)

@@ -34,7 +34,7 @@ class AccountFiles(Protocol):
     def set_aside(self, name: str) -> str:
         """Move a damaged file out of the way, so that an operator can look at it. Return the words for its new place.
 
-        Only some files are kept so; later ones are deleted.
+        Only some files are kept so; later ones are deleted. A failure of the medium is part of the words.
         """
         ...
 

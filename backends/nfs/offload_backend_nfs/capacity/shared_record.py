@@ -80,6 +80,7 @@ class SharedRecord:
         """Called with every state that this process reads or makes, with the lock held."""
         self.newest = Generation(0, AccountState())
         """The newest generation that this process has seen."""
+        self._foreign_seen = False
         self._damaged = 0
         """The number of the last damaged generation that this process has met."""
 
@@ -212,11 +213,12 @@ class SharedRecord:
         for name in self._files.names(""):
             if match := _FILE_NAME.fullmatch(name):
                 number = int(match[1])
-                if number > _MAX_GENERATION:
+                if number <= _MAX_GENERATION:
+                    numbers.append(number)
+                elif not self._foreign_seen:
+                    self._foreign_seen = True
                     place = self._files.set_aside(name)
                     logger.warning("the file %s has a number that no account reaches; %s", name, place)
-                else:
-                    numbers.append(number)
         return numbers
 
     def _delete_old(self, numbers: list[int]) -> None:

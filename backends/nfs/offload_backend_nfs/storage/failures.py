@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +18,8 @@ BAD_PATH_ERRNOS = frozenset(
 )
 """Errors of one path. The same numbers may come from the root, so the caller checks the root too."""
 _MAX_LOGGED_PATHS = 16
+_LOG_INTERVAL_SECONDS = 60.0
+"""A medium that is nearly full has room for some objects and not for others."""
 
 
 class BadPathError(OSError):
@@ -37,18 +40,21 @@ class StoreRejections:
 
     def __init__(self) -> None:
         self._is_full = False
+        self._logged_seconds = -float("inf")
         self._bad_paths: set[str] = set()
 
     def covers(self, error: OSError) -> bool:
         """Return whether the error rejects a single store, and log it if it is new."""
         if means_full(error):
-            if not self._is_full:
-                self._is_full = True
+            now = time.monotonic()
+            if not self._is_full and now - self._logged_seconds >= _LOG_INTERVAL_SECONDS:
+                self._logged_seconds = now
                 logger.warning(
                     "the storage is full (%s): stores are rejected until it has free space, and loads continue; "
                     "free some space, or lower the tier's capacity",
                     error,
                 )
+            self._is_full = True
             return True
         if isinstance(error, BadPathError):
             path = str(error.filename)

@@ -18,9 +18,9 @@ from offload_backend_nfs.capacity.control_record import compress, seal
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from tests.backends.nfs.calls import load, run, store
+from tests.backends.nfs.capacity.simulation import World
+from tests.backends.nfs.capacity.test_capacity import GRACE, LEASE, existing, joined, pass_time, put
 from tests.backends.nfs.conftest import Nfs, key
-from tests.backends.nfs.simulation import World
-from tests.backends.nfs.test_capacity import GRACE, LEASE, existing, joined, pass_time, put
 
 STORED = StoreOutcome.STORED
 KIB, MIB = 1024, 1024 * 1024

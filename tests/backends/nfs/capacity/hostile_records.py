@@ -1,6 +1,6 @@
 """Feed the largest hostile control records to their parsers, and print the memory that each takes.
 
-python -m tests.backends.nfs.hostile_records
+python -m tests.backends.nfs.capacity.hostile_records
 
 Each record has a right checksum, so that the parsers behind it are reached.
 """

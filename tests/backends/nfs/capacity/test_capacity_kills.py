@@ -17,10 +17,10 @@ from offload_backend_nfs.capacity.account_state import AccountState
 
 from offload_core.api.backend import LoadOutcome
 from tests.backends.nfs.calls import listed
+from tests.backends.nfs.capacity.killed_writers import OBJECTS, size_of
+from tests.backends.nfs.capacity.simulation import Host, World
+from tests.backends.nfs.capacity.test_capacity import LEASE, OPTIONS, existing, joined, pass_time, put
 from tests.backends.nfs.conftest import Nfs, key
-from tests.backends.nfs.killed_writers import OBJECTS, size_of
-from tests.backends.nfs.simulation import Host, World
-from tests.backends.nfs.test_capacity import LEASE, OPTIONS, existing, joined, pass_time, put
 from tests.support.paths import ROOT
 
 CAPACITY = 1024 * 1024
@@ -29,7 +29,7 @@ LIMIT_SECONDS = 30
 
 def kill_writers(options: dict[str, Any], seed: int, kills: int) -> dict[str, int]:
     """Return the counts of the writer that lived on."""
-    module = "tests.backends.nfs.killed_writers"
+    module = "tests.backends.nfs.capacity.killed_writers"
     command = [sys.executable, "-m", module, json.dumps(options), str(seed), str(kills)]
     child = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60 + kills)
     assert child.returncode == 0, child.stderr

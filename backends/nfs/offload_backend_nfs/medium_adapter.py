@@ -54,11 +54,14 @@ class MediumAdapter:
 
     def set_aside(self, name: str) -> str:
         """See :meth:`AccountFiles.set_aside`."""
-        if len(self.names(_DAMAGED_FOLDER)) >= _MAX_DAMAGED_FILES:
-            self.delete([name])
-            return f"it is deleted, because {_FOLDER}/{_DAMAGED_FOLDER} has {_MAX_DAMAGED_FILES} files already"
-        place = f"{_FOLDER}/{_DAMAGED_FOLDER}/{name.replace('/', '-')}-{secrets.token_hex(4)}"
-        self._call(self._medium.move, f"{_FOLDER}/{name}", place)
+        try:
+            if len(self.names(_DAMAGED_FOLDER)) >= _MAX_DAMAGED_FILES:
+                self.delete([name])
+                return f"it is deleted, because {_FOLDER}/{_DAMAGED_FOLDER} has {_MAX_DAMAGED_FILES} files already"
+            place = f"{_FOLDER}/{_DAMAGED_FOLDER}/{name.replace('/', '-')}-{secrets.token_hex(4)}"
+            self._call(self._medium.move, f"{_FOLDER}/{name}", place)
+        except OSError as error:
+            return f"it cannot be moved: {error}"
         return f"it is kept as {place}"
 
     def names(self, folder: str) -> list[str]:

@@ -1,6 +1,6 @@
 """Kill a storing process many times at random moments, beside one that lives on.
 
-python -m tests.backends.nfs.killed_writers OPTIONS-AS-JSON SEED KILLS
+python -m tests.backends.nfs.capacity.killed_writers OPTIONS-AS-JSON SEED KILLS
 
 A process that stores is a fork of this one, which has imported everything already. At the end the neighbour closes, and
 this program prints the number of its loads and stores, and of its wrong bytes.

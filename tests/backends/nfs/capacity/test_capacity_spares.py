@@ -19,9 +19,9 @@ from offload_backend_nfs.capacity.usage_log import UsageLog, recency
 from offload_core.api import EvictionOrder
 from offload_core.api.backend import StoreOutcome
 from offload_core.api.keys import ObjectKey
+from tests.backends.nfs.capacity.simulation import Host, World
+from tests.backends.nfs.capacity.test_capacity import GRACE, LEASE, REJECTED, STORED, existing, joined, pass_time
 from tests.backends.nfs.conftest import Nfs, key
-from tests.backends.nfs.simulation import Host, World
-from tests.backends.nfs.test_capacity import GRACE, LEASE, REJECTED, STORED, existing, joined, pass_time
 
 ALREADY_PRESENT = StoreOutcome.ALREADY_PRESENT
 

@@ -27,8 +27,8 @@ from offload_backend_nfs.capacity.shared_record import SharedRecord
 
 from offload_core.api.backend import StoreOutcome
 from offload_core.api.keys import ObjectKey
+from tests.backends.nfs.capacity.simulation import Host, World
 from tests.backends.nfs.conftest import key
-from tests.backends.nfs.simulation import Host, World
 
 GRACE = 60.0
 LEASE = 60.0

@@ -23,9 +23,9 @@ from offload_backend_nfs.capacity.control_record import (
 from offload_backend_nfs.storage import layout, temporaries
 
 from offload_core.api.keys import ObjectKey
+from tests.backends.nfs.capacity.simulation import World
+from tests.backends.nfs.capacity.test_capacity import GRACE, LEASE, joined, pass_time, put
 from tests.backends.nfs.conftest import key
-from tests.backends.nfs.simulation import World
-from tests.backends.nfs.test_capacity import GRACE, LEASE, joined, pass_time, put
 from tests.support.paths import ROOT
 from tests.support.random_examples import examples
 
@@ -153,7 +153,7 @@ def test_processes_go_on_with_any_control_files(data: st.DataObject) -> None:
 
 
 def test_the_largest_hostile_records_take_little_memory() -> None:
-    command = [sys.executable, "-m", "tests.backends.nfs.hostile_records"]
+    command = [sys.executable, "-m", "tests.backends.nfs.capacity.hostile_records"]
     child = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
     assert child.returncode == 0, child.stderr
     mebibytes: dict[str, int] = json.loads(child.stdout)
