@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -14,9 +15,11 @@ from typing import Any
 import pytest
 from offload_backend_nfs import NfsBackend
 from offload_backend_nfs.capacity.account_state import AccountState
+from offload_backend_nfs.storage import temporaries
+from offload_backend_nfs.storage.base import TEMPORARY_FOLDER
 
 from offload_core.api.backend import LoadOutcome
-from tests.backends.nfs.calls import listed
+from tests.backends.nfs.calls import listed, run, store
 from tests.backends.nfs.capacity.killed_writers import OBJECTS, size_of
 from tests.backends.nfs.capacity.simulation import Host, World
 from tests.backends.nfs.capacity.test_capacity import LEASE, OPTIONS, existing, joined, pass_time, put
@@ -135,3 +138,26 @@ def test_an_eviction_batch_that_its_killed_process_never_announced_is_removed() 
 
 def lease_files(world: World) -> list[str]:
     return [name for name in world.files if name.startswith("owners/")]
+
+
+def test_a_process_id_that_is_used_again_and_a_zombie_are_dead_writers(nfs: Nfs, memory_folder: Path) -> None:
+    root = memory_folder / "kv"
+    host, own_pid, own_start, end = temporaries.temporary_name().split("-")
+    zombie = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    names = {
+        "living": f"{host}-{own_pid}-{own_start}-{end}",
+        "used again": f"{host}-{own_pid}-{int(own_start, 16) - 1:x}-{end}",
+        "zombie": f"{host}-{zombie.pid:x}-{own_start}-{end}",
+    }
+    assert all(map(temporaries.is_temporary, names.values()))
+
+    async def work(backend: NfsBackend) -> None:
+        await store(backend, (0, b"zero"))
+        for name in names.values():
+            (root / TEMPORARY_FOLDER / name).write_bytes(b"x")
+        await asyncio.to_thread(backend.medium.remove_leftovers, lambda: False)
+
+    run(nfs(url=f"file://{root}"), work)
+    zombie.wait()
+    assert [path.name for path in (root / TEMPORARY_FOLDER).iterdir()] == [names["living"]]
