@@ -61,10 +61,10 @@ def compress(body: bytes) -> bytes:
 
 
 def decompress(body: bytes, max_bytes: int) -> bytes:
-    """Return what :func:`compress` was given.
+    """Return the body that :func:`compress` was given.
 
     Raises:
-        DamagedRecordError: it was not compressed so, or has more than ``max_bytes``. Not more than that is made.
+        DamagedRecordError: the content has another form, or the body has more than ``max_bytes``. Not more than that is made.
     """
     decompressor = zlib.decompressobj()
     try:
