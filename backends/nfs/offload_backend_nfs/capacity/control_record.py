@@ -64,7 +64,7 @@ def decompress(body: bytes, max_bytes: int) -> bytes:
     """Return the body that :func:`compress` was given.
 
     Raises:
-        DamagedRecordError: the content has another form, or the body has more than ``max_bytes``. Not more than that is made.
+        DamagedRecordError: the content has another form, or the body has more than ``max_bytes``. No more is made.
     """
     decompressor = zlib.decompressobj()
     try:
