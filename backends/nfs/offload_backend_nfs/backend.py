@@ -18,13 +18,14 @@ import fsspec
 
 from offload_backend_nfs.capacity.account_options import AccountOptions
 from offload_backend_nfs.capacity.bounded_store import BoundedStore
-from offload_backend_nfs.capacity.medium_adapter import MediumAdapter
 from offload_backend_nfs.capacity.reservations import ReservationManager
 from offload_backend_nfs.lookup_cache import LookupCache
+from offload_backend_nfs.medium_adapter import MediumAdapter
 from offload_backend_nfs.object_batch import ObjectBatch
 from offload_backend_nfs.options import NfsOptions
 from offload_backend_nfs.storage import layout
 from offload_backend_nfs.storage.base import Medium
+from offload_backend_nfs.storage.failures import StoreRejections
 from offload_backend_nfs.storage.fsspec_store import ObjectStore, RenamingStore
 from offload_backend_nfs.storage.posix import PosixShare
 from offload_backend_nfs.storage.retry import Retrier
@@ -64,6 +65,7 @@ class NfsBackend(Backend[NfsOptions]):
         self._leftovers_removal: asyncio.Task[None] | None = None
         self._bounded_store: BoundedStore | None = None
         self._reservations: ReservationManager | None = None
+        self._rejections = StoreRejections()
         self._thread_calls: set[Future[None]] = set()
 
     @property
@@ -293,8 +295,13 @@ class NfsBackend(Backend[NfsOptions]):
         try:
             self._retrier.call(self.medium.store, layout.name_of(key), buffer)
             present = True
+        except OSError as error:
+            if not self._rejections.covers(error):
+                raise
+            return StoreOutcome.REJECTED
         finally:
             self._lookup_cache.add_change(key, present, began, len(buffer) if present else None)
+        self._rejections.store_succeeded()
         return StoreOutcome.STORED
 
     def _delete(self, keys: Sequence[ObjectKey]) -> None:

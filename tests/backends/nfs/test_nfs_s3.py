@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from offload_backend_nfs import NfsBackend
+from offload_backend_nfs.storage.failures import ForeignFileError
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from tests.backends.nfs.calls import contains, listed, load, run, store
@@ -197,3 +198,16 @@ def test_no_server_is_an_error_at_open(nfs: Nfs, credentials: None) -> None:
         with pytest.raises(OSError, match="onnect") as caught:
             run(backend, lambda backend: contains(backend, 0))
     assert caught.value.errno == errno.EIO
+
+
+def test_a_small_object_is_read_with_a_bound_and_moved_aside(nfs: Nfs, s3_options: dict[str, Any]) -> None:
+    async def work(backend: NfsBackend) -> None:
+        medium = backend.medium
+        await asyncio.to_thread(medium.write_small, "records/one", bytes(1001))
+        with pytest.raises(ForeignFileError, match="more than 1000 bytes"):
+            await asyncio.to_thread(medium.read_small, "records/one", 1000)
+        await asyncio.to_thread(medium.move, "records/one", "aside/one")
+        await asyncio.to_thread(medium.move, "records/none", "aside/none")
+        assert await asyncio.to_thread(medium.sizes, ["records/one", "aside/one", "aside/none"]) == [None, 1001, None]
+
+    run(nfs(**s3_options), work)

@@ -17,6 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from offload_backend_nfs import NfsBackend
 from offload_backend_nfs.storage.base import TEMPORARY_FOLDER, Medium
+from offload_backend_nfs.storage.failures import ForeignFileError
 from offload_backend_nfs.storage.fsspec_store import ObjectStore, RenamingStore
 
 from offload_core.api.backend import LoadOutcome
@@ -132,3 +133,19 @@ def test_a_backend_on_a_store_in_memory(nfs: Nfs) -> None:
         assert await contains(backend, 0, 1) == [False, True]
 
     run(nfs(url=f"memory://{uuid.uuid4().hex}"), work)
+
+
+def test_small_objects_are_read_with_a_bound_and_moved_aside(make: Make) -> None:
+    medium = make()
+    medium.open()
+    medium.store("records/large", memoryview(bytes(1001)))
+    medium.store("records/full", memoryview(bytes(1000)))
+    medium.store("records/folder/inner", memoryview(b"inner"))
+    assert medium.read_small("records/full", 1000) == bytes(1000)
+    with pytest.raises(ForeignFileError, match="more than 1000 bytes"):
+        medium.read_small("records/large", 1000)
+    with pytest.raises(ForeignFileError, match="no file"):
+        medium.read_small("records/folder", 1000)
+    medium.move("records/large", "aside/large-1")
+    medium.move("records/none", "aside/none")
+    assert (medium.names("aside"), medium.sizes(["aside/large-1", "records/large"])) == (["large-1"], [1001, None])

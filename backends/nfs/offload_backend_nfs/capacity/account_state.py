@@ -1,22 +1,30 @@
 """The state of the account that all processes under one URL share, and its encoding.
 
-The encoding is one line ``offload-core account VERSION CHECKSUM`` and then JSON. A process that reads an unknown
-version does not change the account. It stores nothing and still loads objects.
+The encoding is a control record whose body is JSON. A process that reads an unknown version does not change the
+account. It stores nothing and still loads objects.
+
+Every value is checked: names that become names of files, paths of objects, and the range of numbers.
 """
 
 from __future__ import annotations
 
-from typing import Final, Literal
+import json
+import re
+import secrets
+from typing import Annotated, Final, Literal
 
-import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, ValidationError
 
-from offload_core.api import ObjectKey
+from offload_backend_nfs.capacity.control_record import DamagedRecordError, seal, unseal
 
-VERSION = 1
+_KIND = "account"
+_MAX_BYTES_COUNTED = 2**60
+_SHOWN_CHARACTERS = 200
+_MAX_ENTRIES = 20_000
+"""The most members, and the most batches."""
+_NAME = re.compile(r"[0-9a-f]{16}")
 
 # Names and values on the medium. They are part of the format: older processes read them. Never change them.
-_MAGIC = b"offload-core account"
 PENDING: Final = "condemned"
 DELETING: Final = "deleting"
 _NAMES_ON_MEDIUM = {
@@ -35,12 +43,21 @@ Phase = Literal["condemned", "deleting"]
 """The phase of an eviction batch: :data:`PENDING`, then :data:`DELETING`."""
 
 
-class UnknownAccountVersionError(OSError):
-    """Another version of this backend wrote the account."""
+Name = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}\z")]
+"""The name of a member or a batch, and of its file."""
+ObjectPath = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}/[a-z0-9-]{1,64}/([0-9a-f]{2}){1,64}\z")]
+Count = Annotated[int, Field(ge=-_MAX_BYTES_COUNTED, le=_MAX_BYTES_COUNTED)]
+"""A number of bytes."""
 
 
-class DamagedAccountError(OSError):
-    """The account's bytes differ from the bytes that were written."""
+def new_name() -> str:
+    """Return a name that no other member or batch has."""
+    return secrets.token_hex(8)
+
+
+def is_name(name: str) -> bool:
+    """Return whether a name comes from :func:`new_name`."""
+    return _NAME.fullmatch(name) is not None
 
 
 class _Stored(BaseModel):
@@ -55,7 +72,7 @@ class _Stored(BaseModel):
 class Member(_Stored):
     """A process that takes part in the account."""
 
-    quota_bytes: int = 0
+    quota_bytes: Count = 0
     """Bytes that the process may write, or has written and not yet moved to ``used_bytes``."""
     expired: bool = False
     """The process has let its lease expire. Its quota counts until a scan has found the objects that it wrote."""
@@ -64,12 +81,12 @@ class Member(_Stored):
 class EvictionBatch(_Stored):
     """Objects that leave together. A small file of its own lists their keys."""
 
-    evictor: str
+    evictor: Name | Literal[""]
     """The member that deletes the batch."""
-    nbytes: int
+    nbytes: Count
     phase: Phase
     """Keys can be withdrawn from a pending batch. From a batch that is being deleted, none can be withdrawn."""
-    withdrawn: tuple[str, ...] = ()
+    withdrawn: Annotated[tuple[ObjectPath, ...], FailFast()] = ()
     """Paths of the keys that stay after all."""
 
 
@@ -82,24 +99,29 @@ class AccountState(_Stored):
 
     counted: bool = False
     """``True`` once ``used_bytes`` is known. Until the first scan it is not known, and no process may write."""
-    used_bytes: int = 0
-    written_bytes: int = 0
+    used_bytes: Count = 0
+    written_bytes: Count = 0
     """All bytes that ever moved from a quota to ``used_bytes``."""
-    removed_bytes: int = 0
+    removed_bytes: Count = 0
     """All bytes that ever left ``used_bytes`` because their objects were removed."""
-    rejected_bytes: int = 0
+    rejected_bytes: Count = 0
     """Bytes of the largest reservation that was rejected since the last eviction."""
-    housekeeper: str = ""
+    housekeeper: Name | Literal[""] = ""
     """The member that scans and evicts for all members."""
-    members: dict[str, Member] = {}
-    pending_evictions: dict[str, EvictionBatch] = {}
-    recent_changes: tuple[str, ...] = ()
+    members: dict[Name, Member] = {}
+    pending_evictions: dict[Name, EvictionBatch] = {}
+    recent_changes: tuple[Name, ...] = ()
     """Identities of the latest changes, the newest last. A process finds its own change here once it has succeeded."""
 
     @property
     def occupied_bytes(self) -> int:
         """Bytes of all objects and all quotas."""
         return self.used_bytes + sum(member.quota_bytes for member in self.members.values())
+
+    @property
+    def is_usable(self) -> bool:
+        """``True`` if the bytes are known. Fewer than none are an error, which the next scan corrects."""
+        return self.counted and self.occupied_bytes >= 0
 
     @property
     def pending_eviction_bytes(self) -> int:
@@ -114,34 +136,27 @@ class AccountState(_Stored):
 
 def encode(state: AccountState) -> bytes:
     """Return ``state`` in its form on the medium."""
-    body = state.model_dump_json(by_alias=True).encode()
-    return b"%s %d %s\n" % (_MAGIC, VERSION, xxhash.xxh3_128_hexdigest(body).encode()) + body
+    return seal(_KIND, state.model_dump_json(by_alias=True).encode())
 
 
 def decode(content: bytes) -> AccountState:
     """Return the state that :func:`encode` has written.
 
     Raises:
-        UnknownAccountVersionError: the content is complete, but this code does not know its version.
-        DamagedAccountError: the content is not complete.
+        UnknownVersionError: the content is complete, but this code does not know its version.
+        DamagedRecordError: the content is not complete, or no account could have it.
     """
-    line, _, body = content.partition(b"\n")
-    magic, _, rest = line.rpartition(b" ")
-    name, _, version = magic.rpartition(b" ")
-    if name != _MAGIC or rest != xxhash.xxh3_128_hexdigest(body).encode():
-        raise DamagedAccountError("the checksum of the account does not match")
-    if version != str(VERSION).encode():
-        raise UnknownAccountVersionError(
-            f"the account has version {version.decode()}, and this backend knows version {VERSION} only; "
-            "run the same release of offload-core on all hosts"
-        )
     try:
-        return AccountState.model_validate_json(body)
+        found = json.loads(unseal(_KIND, content))
+    except (ValueError, RecursionError) as error:
+        raise DamagedRecordError(f"the account is no JSON: {error}"[:_SHOWN_CHARACTERS]) from None
+    # Validation takes far more memory than parsing, so the lengths are checked before.
+    for part in (found, *(found.values() if isinstance(found, dict) else ())):
+        if isinstance(part, dict | list) and len(part) > _MAX_ENTRIES:
+            raise DamagedRecordError(f"the account has a list of {len(part)} entries, more than {_MAX_ENTRIES}")
+    try:
+        return AccountState.model_validate(found)
     except ValidationError as error:
-        raise DamagedAccountError(str(error)) from error
-
-
-def parse_key(path: str) -> ObjectKey:
-    """Return the key with this :attr:`ObjectKey.path`."""
-    namespace, pack, chunk_hash = path.split("/")
-    return ObjectKey(namespace, pack, bytes.fromhex(chunk_hash))
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))[:_SHOWN_CHARACTERS]
+        raise DamagedRecordError(f"the account's field {place!r}: {first['msg']}"[: 2 * _SHOWN_CHARACTERS]) from None

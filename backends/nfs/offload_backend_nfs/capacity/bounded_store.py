@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from offload_backend_nfs.capacity.account_options import AccountOptions
-from offload_backend_nfs.capacity.account_state import AccountState, UnknownAccountVersionError
+from offload_backend_nfs.capacity.account_state import AccountState
+from offload_backend_nfs.capacity.control_record import UnknownVersionError
 from offload_backend_nfs.capacity.housekeeping import Housekeeping
 from offload_backend_nfs.capacity.lease import Lease
 from offload_backend_nfs.capacity.pending_evictions import PendingEvictions
@@ -21,6 +22,7 @@ from offload_backend_nfs.capacity.ports import AccountFiles, ObjectFiles
 from offload_backend_nfs.capacity.quota import ObjectReservation, Quota
 from offload_backend_nfs.capacity.shared_record import SharedRecord
 from offload_backend_nfs.capacity.usage_log import UsageLog
+from offload_backend_nfs.storage.failures import StoreRejections, means_full
 from offload_core.api import ObjectKey, StoreOutcome
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ class BoundedStore:
             clock,
             stopped,
         )
+        self._rejections = StoreRejections()
         self._outage: str | None = None
         shortest = min(options.lease_seconds / 6, options.grace_seconds / 6 or options.lease_seconds)
         self.step_seconds = max(0.05, min(10.0, shortest))
@@ -96,7 +99,7 @@ class BoundedStore:
     @property
     def step_is_urgent(self) -> bool:
         """``True`` if the housekeeper should soon call :meth:`step`, to count or to evict objects."""
-        return self._housekeeping.eviction_needed or not self._record.state.counted
+        return self._housekeeping.eviction_needed or not self._record.state.is_usable
 
     def open(self) -> None:
         """Join the account. A failure is logged only: objects can be loaded without the account."""
@@ -153,7 +156,8 @@ class BoundedStore:
     def reserve(self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()) -> ReserveResult:
         """Reserve capacity for the objects that do not exist yet, and for the kept ones among them first.
 
-        If an object exists, this is a use of it. A spare object that exists stays as it is.
+        If an object exists, this is a use of it. A spare object that exists stays as it is. A full medium has no
+        capacity.
 
         Raises:
             OSError: the medium failed.
@@ -170,13 +174,21 @@ class BoundedStore:
         for is_spare in (False, True):
             missing = [index for index, outcome in enumerate(outcomes) if outcome is None and flags[index] == is_spare]
             if missing and self._outage is None:
-                made = self._quota.reserve([nbytes[index] for index in missing], spare=is_spare)
+                made = self._reserve([nbytes[index] for index in missing], is_spare)
                 for index, reservation in zip(missing, made, strict=True):
                     reservations[index] = reservation
             for index in missing:
                 if reservations[index] is None:
                     outcomes[index] = StoreOutcome.REJECTED
         return ReserveResult(reservations, outcomes, self._evictions.take_evicted())
+
+    def _reserve(self, sizes: Sequence[int], is_spare: bool) -> list[ObjectReservation | None]:
+        try:
+            return self._quota.reserve(sizes, spare=is_spare)
+        except OSError as error:
+            if not self._rejections.covers(error):
+                raise
+            return [None] * len(sizes)
 
     def store(self, key: ObjectKey, buffer: memoryview, reservation: ObjectReservation | None) -> StoreOutcome:
         """Write an object into its reservation. Without a reservation, make one first.
@@ -193,9 +205,12 @@ class BoundedStore:
             return StoreOutcome.REJECTED
         try:
             written = self._objects.write_new(key, buffer)
-        except BaseException:
+        except BaseException as error:
             self._quota.end(reservation, written=self._may_exist(key))
+            if isinstance(error, OSError) and self._rejections.covers(error):
+                return StoreOutcome.REJECTED
             raise
+        self._rejections.store_succeeded()
         self._quota.end(reservation, written=written)
         if written:
             self._usage_log.record_stored(key, is_spare=reservation.is_spare)
@@ -204,7 +219,7 @@ class BoundedStore:
         return StoreOutcome.STORED if written else StoreOutcome.ALREADY_PRESENT
 
     def release(self, reservations: Iterable[ObjectReservation | None]) -> None:
-        """End reservations, used or not, and settle the quota if that is due.
+        """End reservations, used or not, and settle the quota if that is due. On a full medium a later call settles it.
 
         Raises:
             OSError: the medium failed. The next call returns the capacity.
@@ -212,22 +227,29 @@ class BoundedStore:
         for reservation in reservations:
             if reservation is not None:
                 self._quota.end(reservation, written=False)
-        self._quota.settle()
+        try:
+            self._quota.settle()
+        except OSError as error:
+            if not self._rejections.covers(error):
+                raise
 
     def release_without_settling(self, reservation: ObjectReservation) -> None:
         """End an unused reservation. The quota is settled later. Does not block."""
         self._quota.end(reservation, written=False)
 
     def delete(self, keys: Collection[ObjectKey]) -> None:
-        """Delete objects, and subtract them from the account.
+        """Delete objects, and subtract them from the account. On a full medium, the next scan subtracts them.
 
         Raises:
             OSError: the medium failed. The remaining objects are deleted later.
         """
         try:
             self._evictions.delete(keys)
-        except UnknownAccountVersionError:
+        except OSError as error:
+            if not isinstance(error, UnknownVersionError) and not means_full(error):
+                raise
             self._objects.remove(list(keys))
+            self._evictions.recount_due = True
 
     def _may_exist(self, key: ObjectKey) -> bool:
         with suppress(OSError):

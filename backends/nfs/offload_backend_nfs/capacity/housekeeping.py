@@ -13,17 +13,21 @@ from collections.abc import Callable
 
 from offload_backend_nfs.capacity.account_options import AccountOptions
 from offload_backend_nfs.capacity.account_state import AccountState
-from offload_backend_nfs.capacity.lease import Lease, lease_file
+from offload_backend_nfs.capacity.lease import MAX_FILE_BYTES, Lease, lease_file
 from offload_backend_nfs.capacity.pending_evictions import PendingEvictions
 from offload_backend_nfs.capacity.ports import AccountFiles, ObjectFiles
 from offload_backend_nfs.capacity.quota import Quota
 from offload_backend_nfs.capacity.shared_record import SharedRecord
+from offload_backend_nfs.capacity.unreferenced_files import UnreferencedFiles
 from offload_backend_nfs.capacity.usage_log import Recency, UsageLog, recency
+from offload_backend_nfs.storage.failures import ForeignFileError, means_full
 from offload_core.api import ObjectKey
 
 logger = logging.getLogger(__name__)
 
 _BATCH_KEYS = 10_000
+_ROOM_BYTES = 1024**2
+_ROOM_KEYS = 64
 
 
 class Housekeeping:
@@ -57,6 +61,7 @@ class Housekeeping:
         self._options = options
         self._clock = clock
         self._stopped = stopped
+        self._unreferenced = UnreferencedFiles(files, clock, options.lease_seconds)
         self._seen_leases: dict[str, tuple[bytes | None, float]] = {}  # the content, and the time it was first seen
 
     @property
@@ -73,8 +78,16 @@ class Housekeeping:
         """Do the work that is due. Call it several times per lease and per grace.
 
         Raises:
-            OSError: the medium failed. The next call continues.
+            OSError: the medium failed, or is full. The next call continues.
         """
+        try:
+            self._do_due_work()
+        except OSError as error:
+            if means_full(error):
+                self._make_room()
+            raise
+
+    def _do_due_work(self) -> None:
         self._lease.renew()
         self._evictions.withdraw_in_use()
         self._usage_log.flush_if_due()
@@ -105,11 +118,13 @@ class Housekeeping:
         self._seen_leases = {name: seen for name, seen in self._seen_leases.items() if name in state.members}
         state = self._record.state
         if (
-            not state.counted
+            not state.is_usable
+            or self._evictions.recount_due
             or any(member.expired for member in state.members.values())
             or self._excess_bytes(state) > 0
         ):
             self._scan()
+        self._unreferenced.remove_old(self._record.state)
         self._usage_log.merge_if_due()
 
     def _watch_housekeeper(self) -> None:
@@ -127,7 +142,10 @@ class Housekeeping:
 
     def _lease_has_expired(self, member_id: str) -> bool:
         """Return whether this process, by its own clock, has seen a lease file unchanged for a whole lease."""
-        content = self._files.read(lease_file(member_id))
+        try:
+            content = self._files.read(lease_file(member_id), MAX_FILE_BYTES)
+        except ForeignFileError:  # it cannot be renewed, so it expires
+            content = None
         now = self._clock()
         seen = self._seen_leases.get(member_id)
         if seen is None or seen[0] != content:
@@ -183,11 +201,13 @@ class Housekeeping:
                         found_in_log.add(found.key)
                     victims.offer(recency(used, found.stored_at_seconds), found.key, found.nbytes)
         self._record.change(lambda state: _corrected(state, before, total, expired))
+        self._evictions.recount_due = False
         for member_id in expired:
             self._files.delete([lease_file(member_id)])
         if excess:
             self._usage_log.keep_only(found_in_log)
-            self._evict(victims.chosen())
+            # The account may have been wrong. Only the counted bytes decide.
+            self._evict(victims.chosen(min(excess, self._excess_bytes(self._record.state))))
 
     def _evict(self, victims: dict[ObjectKey, int]) -> None:
         keys = list(victims)
@@ -198,6 +218,23 @@ class Housekeeping:
             else:
                 self._record.change(lambda state: state.model_copy(update={"rejected_bytes": 0}))
         self._evictions.delete_due(of_dead_members=False)
+
+    def _make_room(self) -> None:
+        """Remove some objects that have to be evicted, without a grace: a full medium has no room to record them."""
+        state = self._record.refresh()
+        pinned = self._evictions.pinned
+        leaving = [key for key in self._evictions.keys(state) if key not in pinned][:_ROOM_KEYS]
+        excess = min(self._excess_bytes(state), _ROOM_BYTES)
+        if not leaving and excess:
+            victims = _NextVictims(excess)
+            for page in self._objects.pages():
+                for found in page:
+                    if found.key not in pinned:
+                        victims.offer(recency(0.0, found.stored_at_seconds), found.key, found.nbytes)
+            leaving = list(victims.chosen(excess))
+        if leaving:
+            self._objects.remove(leaving)
+            self._evictions.recount_due = True
 
 
 class _NextVictims:
@@ -218,9 +255,15 @@ class _NextVictims:
         while self._heap and self._total_bytes - self._heap[0][2] >= self._excess_bytes:
             self._total_bytes -= heapq.heappop(self._heap)[2]
 
-    def chosen(self) -> dict[ObjectKey, int]:
-        """Return the objects and their bytes, the next to evict first."""
-        return {key: nbytes for _, key, nbytes in sorted(self._heap, reverse=True)}
+    def chosen(self, excess_bytes: int) -> dict[ObjectKey, int]:
+        """Return objects that have ``excess_bytes`` together, and their bytes, the next to evict first."""
+        chosen: dict[ObjectKey, int] = {}
+        for _, key, nbytes in sorted(self._heap, reverse=True):
+            if excess_bytes <= 0:
+                break
+            chosen[key] = nbytes
+            excess_bytes -= nbytes
+        return chosen
 
 
 def _corrected(state: AccountState, before: AccountState, total: int, expired: list[str]) -> AccountState | None:

@@ -12,26 +12,27 @@ from __future__ import annotations
 
 import errno
 import logging
-import secrets
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from offload_backend_nfs.capacity.account_options import AccountOptions
-from offload_backend_nfs.capacity.account_state import AccountState, Member
+from offload_backend_nfs.capacity.account_state import AccountState, Member, new_name
 from offload_backend_nfs.capacity.ports import AccountFiles
 from offload_backend_nfs.capacity.shared_record import SharedRecord
 
 logger = logging.getLogger(__name__)
 
-_FOLDER = "owners"  # part of the format on the medium
+FOLDER = "owners"  # part of the format on the medium
+MAX_FILE_BYTES = 64
+"""The most bytes of a lease file. It needs no checksum: only a change of its content counts."""
 _RENEWALS_PER_LEASE = 8
 
 
 def lease_file(member_id: str) -> str:
     """Return the name of a member's lease file."""
-    return f"{_FOLDER}/{member_id}"
+    return f"{FOLDER}/{member_id}"
 
 
 class Lease:
@@ -74,7 +75,7 @@ class Lease:
                 for reset in self.on_reset:
                     reset()
                 self.member_id = ""
-            member_id, started, self._renewals = secrets.token_hex(8), self._clock(), 0
+            member_id, started, self._renewals = new_name(), self._clock(), 0
             self._files.create(lease_file(member_id), b"0")
             if self._files.create(lease_file(member_id), b"0"):
                 raise OSError(

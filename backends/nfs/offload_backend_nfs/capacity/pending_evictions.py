@@ -18,8 +18,7 @@ way without a grace.
 
 from __future__ import annotations
 
-import json
-import secrets
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -31,14 +30,29 @@ from offload_backend_nfs.capacity.account_state import (
     AccountState,
     EvictionBatch,
     Phase,
-    parse_key,
+    new_name,
+)
+from offload_backend_nfs.capacity.control_record import (
+    DamagedRecordError,
+    UnknownVersionError,
+    read_lines,
+    seal,
+    unseal,
+    write_lines,
 )
 from offload_backend_nfs.capacity.lease import Lease
 from offload_backend_nfs.capacity.ports import AccountFiles, ObjectFiles
 from offload_backend_nfs.capacity.shared_record import SharedRecord
+from offload_backend_nfs.storage.failures import ForeignFileError
+from offload_backend_nfs.storage.layout import key_of
 from offload_core.api import ObjectKey
 
-_FOLDER = "condemned"  # part of the format on the medium
+logger = logging.getLogger(__name__)
+
+FOLDER = "condemned"  # part of the format on the medium
+_KIND = "condemned"
+_MAX_FILE_BYTES = 4 * 1024**2
+_MAX_DIGITS = 18
 _HIDDEN_AFTER = 1 / 3
 _REMOVE_BATCH = 256
 
@@ -73,6 +87,9 @@ class PendingEvictions:
         self._remaining_cache: dict[str, tuple[tuple[str, ...], frozenset[ObjectKey]]] = {}
         self._interrupted: dict[str, tuple[list[ObjectKey], int]] = {}  # keys left to delete, and bytes deleted
         self._deleting: set[str] = set()
+        self._damaged: set[str] = set()
+        self.recount_due = False
+        """``True`` if objects may be gone without being subtracted. The next scan finds out."""
         self._evicted: list[ObjectKey] = []
         record.listeners.append(self._on_state)
 
@@ -192,10 +209,9 @@ class PendingEvictions:
         batch that deletes at once.
         """
         with self._record.lock:
-            name = secrets.token_hex(8)
+            name = new_name()
+            self._files.write(batch_file(name), seal(_KIND, write_lines(victims.items()), name))
             self._batch_sizes[name] = dict(victims)
-            content = json.dumps({key.path: nbytes for key, nbytes in victims.items()})
-            self._files.write(f"{_FOLDER}/{name}", content.encode())
 
             def edit(state: AccountState) -> AccountState:
                 batches = dict(state.pending_evictions)
@@ -208,7 +224,11 @@ class PendingEvictions:
                         new = self._without(name, new, in_both)
                 return state.model_copy(update={"pending_evictions": {**batches, name: new}, **update(state)})
 
-            self._record.change(edit)
+            try:
+                self._record.change(edit)
+            except BaseException:
+                self._batch_sizes.pop(name, None)  # the file stays, since the change may have happened
+                raise
             return name
 
     def _mark_deleting(self, name: str) -> None:
@@ -233,6 +253,7 @@ class PendingEvictions:
                 return
             self._deleting.add(name)
         left, removed_bytes = self._interrupted.pop(name, (list(self._remaining(name, batch)), 0))
+        is_damaged = name in self._damaged
         try:
             while left:
                 # After an error, an object may be gone without being subtracted. It then counts until the next scan.
@@ -252,7 +273,13 @@ class PendingEvictions:
         finally:
             with self._lock:
                 self._deleting.discard(name)
-        self._files.delete([f"{_FOLDER}/{name}"])
+        if is_damaged:
+            self.recount_due = True
+            logger.warning(
+                "the damaged eviction batch %s is dropped; %s", name, self._files.set_aside(batch_file(name))
+            )
+        else:
+            self._files.delete([batch_file(name)])
 
     def _hides(self, name: str, batch: EvictionBatch) -> bool:
         return batch.phase == DELETING or self._age_seconds(name) >= _HIDDEN_AFTER * self._options.grace_seconds
@@ -266,7 +293,7 @@ class PendingEvictions:
         """Return the keys of a batch that were not withdrawn."""
         cached = self._remaining_cache.get(name)
         if cached is None or cached[0] != batch.withdrawn:
-            remaining = frozenset(self._sizes(name)) - set(map(parse_key, batch.withdrawn))
+            remaining = frozenset(self._sizes(name)) - set(map(key_of, batch.withdrawn))
             cached = self._remaining_cache[name] = (batch.withdrawn, remaining)
         return cached[1]
 
@@ -280,10 +307,17 @@ class PendingEvictions:
     def _sizes(self, name: str) -> dict[ObjectKey, int]:
         """Return all keys of a batch and their bytes."""
         if name not in self._batch_sizes:
-            content = self._files.read(f"{_FOLDER}/{name}")
-            if content is None:  # the batch was deleted since, so a change that is based on this state cannot succeed
-                return {}
-            self._batch_sizes[name] = {parse_key(path): nbytes for path, nbytes in json.loads(content).items()}
+            try:
+                content = self._files.read(batch_file(name), _MAX_FILE_BYTES)
+                if content is None:  # the batch was deleted, so a change that is based on this state cannot succeed
+                    return {}
+                self._batch_sizes[name] = _parse(unseal(_KIND, content, name))
+            except (DamagedRecordError, UnknownVersionError, ForeignFileError) as error:
+                self._batch_sizes[name] = {}
+                self._damaged.add(name)
+                logger.warning(
+                    "the eviction batch %s is damaged (%s): its objects stay until the next eviction", name, error
+                )
         return self._batch_sizes[name]
 
     def _on_state(self, state: AccountState) -> None:
@@ -297,9 +331,24 @@ class PendingEvictions:
             del self._first_seen_seconds[name]
             self._batch_sizes.pop(name, None)
             self._remaining_cache.pop(name, None)
+            self._damaged.discard(name)
         if not state.pending_evictions:
             with self._lock:
                 self._used_seconds.clear()
+
+
+def batch_file(name: str) -> str:
+    """Return the name of a batch's file."""
+    return f"{FOLDER}/{name}"
+
+
+def _parse(body: bytes) -> dict[ObjectKey, int]:
+    sizes = {}
+    for key, number in read_lines(body):
+        if not number.isascii() or not number.isdecimal() or len(number) > _MAX_DIGITS:
+            raise DamagedRecordError(f"the object {key} has no size")
+        sizes[key] = int(number)
+    return sizes
 
 
 def _without_batch(state: AccountState, name: str, removed_bytes: int) -> AccountState | None:

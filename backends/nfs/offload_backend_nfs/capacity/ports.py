@@ -15,8 +15,12 @@ class AccountFiles(Protocol):
         """Create the file whole, unless it exists. Of all callers on all hosts, exactly one gets ``True``."""
         ...
 
-    def read(self, name: str) -> bytes | None:
-        """Return the content of a file, or ``None`` if there is no such file."""
+    def read(self, name: str, max_bytes: int) -> bytes | None:
+        """Return the content of a file, or ``None`` if there is no such file.
+
+        Raises:
+            ForeignFileError: it has more than ``max_bytes``, or is no regular file.
+        """
         ...
 
     def write(self, name: str, content: bytes) -> None:
@@ -25,6 +29,13 @@ class AccountFiles(Protocol):
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete files in order. An absent file is no error."""
+        ...
+
+    def set_aside(self, name: str) -> str:
+        """Move a damaged file out of the way, so that an operator can look at it. Return the words for its new place.
+
+        Only some files are kept so; later ones are deleted. A failure of the medium is part of the words.
+        """
         ...
 
     def names(self, folder: str) -> list[str]:
@@ -61,5 +72,8 @@ class ObjectFiles(Protocol):
         ...
 
     def unfinished_bytes(self) -> int:
-        """Return the bytes of objects that are being written, or whose writer died during the write."""
+        """Return the bytes of objects that are being written, or whose writer died during the write.
+
+        Leftovers of dead writers on this host are removed first.
+        """
         ...

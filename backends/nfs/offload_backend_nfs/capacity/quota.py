@@ -155,7 +155,7 @@ class Quota:
 
         def edit(state: AccountState) -> AccountState | None:
             member_id = self._lease.member_id
-            if not state.counted or not state.has_live(member_id) or (spare and self._is_short(state)):
+            if not state.is_usable or not state.has_live(member_id) or (spare and self._is_short(state)):
                 return None
             # Only this process changes its quota, and it holds a lock. So the quota is set, not added to.
             available = self._limit(spare=spare) - state.occupied_bytes + state.members[member_id].quota_bytes - quota

@@ -12,20 +12,27 @@ recent changes.
 
 from __future__ import annotations
 
+import errno
 import logging
 import random
-import secrets
+import re
 import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from offload_backend_nfs.capacity.account_state import AccountState, DamagedAccountError, decode, encode
+from offload_backend_nfs.capacity.account_state import AccountState, decode, encode, new_name
+from offload_backend_nfs.capacity.control_record import DamagedRecordError
 from offload_backend_nfs.capacity.ports import AccountFiles
+from offload_backend_nfs.storage.failures import ForeignFileError
 
 logger = logging.getLogger(__name__)
 
 _FILE_PREFIX = "account-"  # part of the format on the medium
+_FILE_NAME = re.compile(_FILE_PREFIX + "([0-9]{20})")
+_MAX_GENERATION = 10**18
+"""A larger number was not reached by counting: such a file is foreign."""
+_MAX_BYTES = 8 * 1024**2
 _GENERATIONS_KEPT = 24
 _CHANGES_KEPT = 16
 """Fewer than the generations kept. So if a change is too old to be named, its process knows that it did not succeed."""
@@ -73,6 +80,9 @@ class SharedRecord:
         """Called with every state that this process reads or makes, with the lock held."""
         self.newest = Generation(0, AccountState())
         """The newest generation that this process has seen."""
+        self._foreign_seen = False
+        self._damaged = 0
+        """The number of the last damaged generation that this process has met."""
 
     @property
     def state(self) -> AccountState:
@@ -83,7 +93,7 @@ class SharedRecord:
         """Read the newest generation.
 
         Raises:
-            UnknownAccountVersionError: another version of this backend keeps the record.
+            UnknownVersionError: another version of this backend keeps the record.
             OSError: the medium failed.
         """
         with self.lock:
@@ -97,7 +107,7 @@ class SharedRecord:
             The state that ``edit`` made, or the newest state if ``edit`` wanted no change.
 
         Raises:
-            UnknownAccountVersionError: another version of this backend keeps the record.
+            UnknownVersionError: another version of this backend keeps the record.
             OSError: the medium failed, or other processes were always faster. As far as is known, nothing has changed.
         """
         with self.lock:
@@ -109,7 +119,7 @@ class SharedRecord:
                 if state is None and fresh:
                     return self.newest.state
                 if state is not None:
-                    identity = secrets.token_hex(8)
+                    identity = new_name()
                     changes = (*state.recent_changes, identity)[-_CHANGES_KEPT:]
                     if self._try_change(state.model_copy(update={"recent_changes": changes}), identity):
                         return self.newest.state
@@ -130,16 +140,24 @@ class SharedRecord:
         Afterwards :attr:`newest` is the newest generation on the medium.
         """
         number = self.newest.number + 1
+        content = encode(state)
+        if len(content) > _MAX_BYTES or number > _MAX_GENERATION:
+            raise OSError(
+                errno.EOVERFLOW,
+                f"the account cannot grow: it has generation {number} and {len(content)} bytes; stop all engines on "
+                "this storage, and remove the folder .offload-core",
+            )
         failure: OSError | None = None
         created = False
         try:
-            created = self._files.create(_file_name(number), encode(state))
+            created = self._files.create(_file_name(number), content)
         except OSError as error:  # the file may exist all the same
             failure = error
         numbers = [*self._numbers(), number]  # a share may return an old listing, but it finds a file by its name
         if created and number == max(numbers):
             self._publish(number, state)
             self._delete_old(numbers)
+            self._set_damaged_aside()
             return True
         self._read_newest(numbers)
         if identity in self.newest.state.recent_changes:
@@ -159,23 +177,31 @@ class SharedRecord:
                 return
             if newest == self.newest.number:
                 return
-            content = self._files.read(_file_name(newest))
-            if content is not None:
-                try:
+            try:
+                content = self._files.read(_file_name(newest), _MAX_BYTES)
+                if content is not None:
                     self._publish(newest, decode(content))
                     return
-                except DamagedAccountError as error:
-                    damage = error
-                    self._sleep(_FIRST_WAIT_SECONDS * 2**attempt)
+                problem: OSError = FileNotFoundError(errno.ENOENT, "it is listed but cannot be read")
+            except (DamagedRecordError, ForeignFileError) as error:
+                problem = error
+                self._sleep(_FIRST_WAIT_SECONDS * 2**attempt)
             numbers = self._numbers()
-        if content is None:
+        if isinstance(problem, FileNotFoundError):
             raise OSError(f"the account's file {_file_name(newest)} is listed but cannot be read")
+        self._damaged = newest
         logger.warning(
             "the account's file %s is damaged (%s): a new account replaces it. "
             "Nothing is stored until all objects are counted; loads continue",
-            _file_name(newest), damage,
+            _file_name(newest), problem,
         )  # fmt: skip
         self._publish(newest, AccountState())
+
+    def _set_damaged_aside(self) -> None:
+        """Set the damaged generation aside. Only a later one allows it, or the numbers would begin again before it."""
+        if 0 < self._damaged < self.newest.number:
+            name, self._damaged = _file_name(self._damaged), 0
+            logger.warning("the account's damaged file %s was replaced; %s", name, self._files.set_aside(name))
 
     def _publish(self, number: int, state: AccountState) -> None:
         for listener in self.listeners:
@@ -183,8 +209,17 @@ class SharedRecord:
         self.newest = Generation(number, state)
 
     def _numbers(self) -> list[int]:
-        names = self._files.names("")
-        return [int(name.removeprefix(_FILE_PREFIX)) for name in names if _is_generation(name)]
+        numbers = []
+        for name in self._files.names(""):
+            if match := _FILE_NAME.fullmatch(name):
+                number = int(match[1])
+                if number <= _MAX_GENERATION:
+                    numbers.append(number)
+                elif not self._foreign_seen:
+                    self._foreign_seen = True
+                    place = self._files.set_aside(name)
+                    logger.warning("the file %s has a number that no account reaches; %s", name, place)
+        return numbers
 
     def _delete_old(self, numbers: list[int]) -> None:
         old = sorted(number for number in numbers if number <= self.newest.number - _GENERATIONS_KEPT)
@@ -194,8 +229,3 @@ class SharedRecord:
 
 def _file_name(number: int) -> str:
     return f"{_FILE_PREFIX}{number:020d}"
-
-
-def _is_generation(name: str) -> bool:
-    digits = name.removeprefix(_FILE_PREFIX)
-    return len(name) == len(_FILE_PREFIX) + 20 == len(digits) + len(_FILE_PREFIX) and digits.isdecimal()

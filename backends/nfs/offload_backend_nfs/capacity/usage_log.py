@@ -12,21 +12,35 @@ more than ten seconds older than the object does not: its object was deleted, an
 
 from __future__ import annotations
 
-import json
+import itertools
 import logging
-import secrets
+import math
 import threading
-import zlib
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from offload_backend_nfs.capacity.account_state import parse_key
+from offload_backend_nfs.capacity.account_state import is_name, new_name
+from offload_backend_nfs.capacity.control_record import (
+    DamagedRecordError,
+    UnknownVersionError,
+    compress,
+    decompress,
+    read_lines,
+    seal,
+    unseal,
+    write_lines,
+)
 from offload_backend_nfs.capacity.ports import AccountFiles
+from offload_backend_nfs.storage.failures import ForeignFileError
 from offload_core.api import ObjectKey
 
 logger = logging.getLogger(__name__)
 
 _FOLDER = "touches"  # part of the format on the medium
+_KIND = "touches"
+_KEYS_PER_FILE = 16_384
+_MAX_FILE_BYTES = 8 * 1024**2
+"""The most bytes of a file, compressed or not. A line has at most 300."""
 _FLUSH_INTERVAL_SECONDS = 30.0
 _FLUSH_AT_KEYS = 4096
 _MERGE_INTERVAL_SECONDS = 120.0
@@ -73,7 +87,9 @@ class UsageLog:
             for key, is_spare in touches:
                 now, later = self._now(), self._last_seconds + _TICK_SECONDS
                 self._last_seconds = later if now < later < now + 1 else now  # the clock may be set back
+                self._unflushed.pop(key, None)
                 self._unflushed[key] = -self._last_seconds if is_spare else self._last_seconds
+            self._drop_oldest()
 
     def record_stored(self, key: ObjectKey, *, is_spare: bool) -> None:
         """Record that an object was stored. Does not block.
@@ -106,6 +122,7 @@ class UsageLog:
         except OSError:
             with self._lock:
                 self._unflushed = {**uses, **self._unflushed}  # the later ones win
+                self._drop_oldest()
             raise
         self._flushed_seconds = self._clock()
 
@@ -129,16 +146,22 @@ class UsageLog:
             OSError: the medium failed.
         """
         self._merged_seconds = self._clock()
-        names = self._files.names(_FOLDER)
+        names = list(filter(is_name, self._files.names(_FOLDER)))
+        damaged: list[str] = []
         for name in names:
             if name not in self._merged_files:
-                for key, used in self._read_file(name).items():
-                    self._merged[key] = max(used, self._merged.get(key, 0.0), key=abs)
+                try:
+                    self._merge_file(name)
+                except (DamagedRecordError, UnknownVersionError, ForeignFileError) as error:
+                    damaged.append(f"{name}: {error}; {self._files.set_aside(f'{_FOLDER}/{name}')}")
                 self._merged_files.add(name)
         self._merged_files.intersection_update(names)
-        if len(self._merged) > _MAX_KEYS:
-            latest = sorted(self._merged.items(), key=lambda item: abs(item[1]))[-_MAX_KEYS:]
-            self._merged = dict(latest)
+        if damaged:
+            logger.warning(
+                "%d usage logs are damaged and are not used, among them %s. Some objects may be evicted too early",
+                len(damaged),
+                damaged[0],
+            )
         if len(names) >= _MERGE_AT_FILES:
             self._write(self._merged)
             self._files.delete([f"{_FOLDER}/{name}" for name in names])
@@ -153,19 +176,37 @@ class UsageLog:
         self._merged, self._merged_files = {}, set()
 
     def _write(self, uses: dict[ObjectKey, float]) -> None:
-        if uses:
-            body = zlib.compress(json.dumps({key.path: used for key, used in uses.items()}).encode(), 1)
-            self._files.write(f"{_FOLDER}/{secrets.token_hex(8)}", body)
+        items = iter(uses.items())
+        while some := list(itertools.islice(items, _KEYS_PER_FILE)):
+            name = new_name()
+            self._files.write(f"{_FOLDER}/{name}", seal(_KIND, compress(write_lines(some)), name))
 
-    def _read_file(self, name: str) -> dict[ObjectKey, float]:
-        content = self._files.read(f"{_FOLDER}/{name}")
+    def _merge_file(self, name: str) -> None:
+        """Add the uses in a file to the merged ones.
+
+        Raises:
+            DamagedRecordError, UnknownVersionError, ForeignFileError: the file cannot be used. Nothing is added.
+        """
+        content = self._files.read(f"{_FOLDER}/{name}", _MAX_FILE_BYTES)
         if content is None:
-            return {}
-        try:
-            return {parse_key(path): float(used) for path, used in json.loads(zlib.decompress(content)).items()}
-        except (zlib.error, ValueError) as error:
-            logger.warning("the usage log %s/%s is damaged and is skipped: %s", _FOLDER, name, error)
-            return {}
+            return
+        uses: dict[ObjectKey, float] = {}
+        for key, number in read_lines(decompress(unseal(_KIND, content, name), _MAX_FILE_BYTES)):
+            try:
+                uses[key] = float(number)
+            except ValueError as error:
+                raise DamagedRecordError(f"the use of {key} has no time: {error}") from error
+            if not math.isfinite(uses[key]):
+                raise DamagedRecordError(f"the use of {key} has the time {uses[key]}")
+        for key, used in uses.items():
+            self._merged[key] = max(used, self._merged.get(key, 0.0), key=abs)
+        if len(self._merged) > _MAX_KEYS:
+            latest = sorted(self._merged.items(), key=lambda item: abs(item[1]))[-_MAX_KEYS:]
+            self._merged = dict(latest)
+
+    def _drop_oldest(self) -> None:
+        while len(self._unflushed) > _MAX_KEYS:
+            del self._unflushed[next(iter(self._unflushed))]
 
 
 def recency(used_seconds: float, stored_at_seconds: float) -> Recency:

@@ -16,6 +16,8 @@ TEMPORARY_FOLDER = ".temporary"
 """Holds objects while they are written. So leftovers of killed writers are found without a scan of every folder."""
 TEMPORARY_LIFE_SECONDS = 86_400.0
 """A temporary older than this has no living writer."""
+MAX_SMALL_BYTES = 16 * 1024**2
+"""The most bytes of a control file."""
 
 
 class Entry(NamedTuple):
@@ -61,7 +63,12 @@ class Medium(ABC):
 
     @abstractmethod
     def store(self, name: str, buffer: memoryview) -> None:
-        """Write the object whole or not at all. An existing object is replaced."""
+        """Write the object whole or not at all. An existing object is replaced.
+
+        Raises:
+            BadPathError: only this object cannot be written.
+            OSError: the medium failed, or is full.
+        """
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> bool:
@@ -87,8 +94,16 @@ class Medium(ABC):
         return [entry.name for entry in self.entries(folder)]
 
     @abstractmethod
-    def read_small(self, name: str) -> bytes | None:
-        """Return an object of unknown size, or ``None`` if there is no object."""
+    def read_small(self, name: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes | None:
+        """Return a small object, or ``None`` if there is no object. Never waits for another process.
+
+        Raises:
+            ForeignFileError: it has more than ``max_bytes``, or is no regular file. Not more than that is read.
+        """
+
+    @abstractmethod
+    def move(self, name: str, target: str) -> None:
+        """Rename a small object, or anything else that has its name. An absent object is no error."""
 
     def write_small(self, name: str, data: bytes) -> None:
         """Write a small object. An existing object is replaced."""

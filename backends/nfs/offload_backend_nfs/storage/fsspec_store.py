@@ -18,7 +18,14 @@ import numpy as np
 from fsspec.asyn import AsyncFileSystem, sync
 
 from offload_backend_nfs.storage import temporaries
-from offload_backend_nfs.storage.base import TEMPORARY_FOLDER, TEMPORARY_LIFE_SECONDS, Entry, Medium
+from offload_backend_nfs.storage.base import (
+    MAX_SMALL_BYTES,
+    TEMPORARY_FOLDER,
+    TEMPORARY_LIFE_SECONDS,
+    Entry,
+    Medium,
+)
+from offload_backend_nfs.storage.failures import ForeignFileError
 from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome
 
 MAX_CONCURRENT_REQUESTS = 64
@@ -83,7 +90,10 @@ class ObjectStore(Medium):
 
     def _fetch(self, name: str, nbytes: int) -> bytes | None:
         """Return an object, or ``None``. If the object's size is not ``nbytes``, the result has a wrong size."""
-        return self.read_small(name)
+        try:
+            return bytes(self._fs.cat_file(self._path(name)))
+        except FileNotFoundError:
+            return None
 
     def store(self, name: str, buffer: memoryview) -> None:
         """See :meth:`Medium.store`."""
@@ -113,12 +123,22 @@ class ObjectStore(Medium):
         """See :meth:`Medium.entries`."""
         return [entry for entry in self._entries(folder) if not entry.name.startswith(".")]
 
-    def read_small(self, name: str) -> bytes | None:
+    def read_small(self, name: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes | None:
         """See :meth:`Medium.read_small`."""
+        path = self._path(name)
         try:
-            return bytes(self._fs.cat_file(self._path(name)))
+            if self._fs.info(path)["type"] != "file":
+                raise ForeignFileError(errno.EINVAL, "it is no file", path)
+            data = bytes(self._fs.cat_file(path, start=0, end=max_bytes + 1))
         except FileNotFoundError:
             return None
+        return _limited(data, max_bytes, path)
+
+    def move(self, name: str, target: str) -> None:
+        """See :meth:`Medium.move`."""
+        with suppress(FileNotFoundError):
+            self._fs.cp_file(self._path(name), self._path(target))
+            self._fs.rm_file(self._path(name))
 
     def _entries(self, folder: str) -> list[Entry]:
         path = self._path(folder)
@@ -204,6 +224,13 @@ class RenamingStore(ObjectStore):
             return False
         return True
 
+    def move(self, name: str, target: str) -> None:
+        """See :meth:`Medium.move`."""
+        path = self._path(target)
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        with suppress(FileNotFoundError):
+            self._fs.mv(self._path(name), path)
+
     def store_new(self, name: str, buffer: memoryview) -> bool:
         """See :meth:`Medium.store_new`. If several callers store at the same moment, each may get ``True``."""
         if self.sizes([name]) != [None]:
@@ -224,6 +251,12 @@ class RenamingStore(ObjectStore):
                 self.delete([f"{TEMPORARY_FOLDER}/{entry.name}"])
                 count += 1
         return count
+
+
+def _limited(data: bytes, max_bytes: int, path: str) -> bytes:
+    if len(data) > max_bytes:
+        raise ForeignFileError(errno.EINVAL, f"it has more than {max_bytes} bytes", path)
+    return data
 
 
 def _copy_into(buffer: memoryview, data: memoryview) -> None:

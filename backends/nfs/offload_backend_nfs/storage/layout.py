@@ -24,6 +24,7 @@ _ALPHABETS = (
     [f".{_HEX}kv"] * 200,
 )
 """Per depth of a folder, the characters at each place of a name in it. A folder's name ends in ``/``."""
+_SHOWN_CHARACTERS = 200
 _DIGEST = re.compile(r"(?:[0-9a-f]{2}){1,64}")
 
 
@@ -31,6 +32,19 @@ def name_of(key: ObjectKey) -> str:
     """Return the name of the object for ``key``."""
     digest = key.chunk_hash.hex()
     return f"{key.namespace}/{key.pack}/{digest[:2]}/{digest}{OBJECT_SUFFIX}"
+
+
+def key_of(path: str) -> ObjectKey:
+    """Return the key with this :attr:`ObjectKey.path`.
+
+    Raises:
+        ValueError: no key has this path. So a path from the medium cannot lead out of the root.
+    """
+    namespace, _, rest = path.partition("/")
+    pack, _, digest = rest.partition("/")
+    if FOLDERS[0].fullmatch(namespace) and FOLDERS[1].fullmatch(pack) and _DIGEST.fullmatch(digest):
+        return ObjectKey(namespace, pack, bytes.fromhex(digest))
+    raise ValueError(f"{path[:_SHOWN_CHARACTERS]!r} is no object's path, which is NAMESPACE/PACK/HASH")
 
 
 def objects_in(folder: str, entries: Iterable[Entry]) -> list[StoredObject]:

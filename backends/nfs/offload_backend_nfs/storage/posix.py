@@ -19,27 +19,41 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import stat
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from offload_backend_nfs.storage import temporaries
-from offload_backend_nfs.storage.base import TEMPORARY_FOLDER, TEMPORARY_LIFE_SECONDS, Entry, Medium
+from offload_backend_nfs.storage.base import (
+    MAX_SMALL_BYTES,
+    TEMPORARY_FOLDER,
+    TEMPORARY_LIFE_SECONDS,
+    Entry,
+    Medium,
+)
+from offload_backend_nfs.storage.failures import BAD_PATH_ERRNOS, FULL_ERRNOS, BadPathError
 from offload_backend_nfs.storage.mounts import is_local
-from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome, check_ownership
+from offload_backend_nfs.storage.posix_files import (
+    MISSING_ERRNOS,
+    holds_no_file,
+    list_folder,
+    make_private_folder,
+    read_object,
+    read_small_file,
+    size_of,
+    unlink,
+    unlink_quietly,
+)
+from offload_core.api import LoadCheck, LoadOutcome, check_ownership
 
 logger = logging.getLogger(__name__)
 
-FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 MARKER = ".offload-core-share"
 """A file in the root. It distinguishes the share from an empty mount point."""
 _MARKER_TEXT = b"offload-core keeps KV caches here. Without this file it takes the share for unmounted.\n"
 _ROOT_CHECK_SECONDS = 1.0
-_MISSING_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
-"""With O_NOFOLLOW, ELOOP means that a link is in the place of a file."""
 _DISK_ACCOUNT = ".offload-core/account.sqlite"
 _NO_LINK_ERRNOS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -58,7 +72,7 @@ class PosixShare(Medium):
         self._root_seen_seconds = float("-inf")
 
     def open(self) -> None:
-        """See :meth:`Medium.open`. A read-only share is no error: loads still work.
+        """See :meth:`Medium.open`. A read-only or full share is no error: loads still work.
 
         Raises:
             PermissionError: another user could change the content of the share's folder.
@@ -67,7 +81,7 @@ class PosixShare(Medium):
         if not os.path.isdir(self._root):  # noqa: PTH112 - Path.is_dir is slower, and strings are used throughout
             if not os.path.isdir(os.path.dirname(self._root)):  # noqa: PTH112, PTH120
                 raise OSError(errno.ENOENT, "the parent folder does not exist; mount the share", self._root)
-            _make_private_folder(self._root)
+            make_private_folder(self._root)
         check_ownership(Path(self._root))
         self._is_local = is_local(self._root)
         marker = self._path(MARKER)
@@ -79,22 +93,25 @@ class PosixShare(Medium):
         except FileExistsError:
             self._has_marker = True
         except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, *FULL_ERRNOS):
                 raise
-            self._has_marker = _size(marker) is not None
+            self._has_marker = size_of(marker) is not None
         else:
+            self._has_marker = True
             try:
                 os.write(descriptor, _MARKER_TEXT)
+            except OSError as error:  # on a full share it stays empty, and does its work
+                if error.errno not in FULL_ERRNOS:
+                    raise
             finally:
                 os.close(descriptor)
-            self._has_marker = True
 
     def close(self) -> None:
         """See :meth:`Medium.close`."""
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         """See :meth:`Medium.sizes`."""
-        found = [_size(self._path(name)) for name in names]
+        found = [self._size(name) for name in names]
         if None in found:
             self._check_root_after_miss()
         return found
@@ -108,9 +125,12 @@ class PosixShare(Medium):
         path = self._path(name)
         for _ in range(2):
             try:
-                return _read(path, buffer, check)
+                return read_object(path, buffer, check)
             except OSError as error:
-                if error.errno not in _MISSING_ERRNOS:
+                if error.errno in BAD_PATH_ERRNOS:
+                    self._check_root()
+                    return LoadOutcome.MISS
+                if error.errno not in MISSING_ERRNOS:
                     raise
                 if error.errno != errno.ESTALE:
                     break
@@ -120,15 +140,21 @@ class PosixShare(Medium):
 
     def store(self, name: str, buffer: memoryview) -> None:
         """See :meth:`Medium.store`."""
-        self._write(name, buffer, sync=True)
+        temporary = self._write_temporary(buffer)
+        try:
+            with self._bad_path_told(name):
+                self._rename(temporary, self._path(name), len(buffer))
+        except BaseException:
+            unlink_quietly(temporary)
+            raise
 
     def create(self, name: str, data: bytes) -> bool:
         """See :meth:`Medium.create`. Uses a hard link, which exists whole or not at all."""
-        temporary = self._write_temporary(memoryview(data), sync=False)
+        temporary = self._write_temporary(memoryview(data))
         try:
             linked = self._link(temporary, self._path(name))
         finally:
-            _unlink_quietly(temporary)
+            unlink_quietly(temporary)
         return self._create_without_links(self._path(name), data) if linked is None else linked
 
     def store_new(self, name: str, buffer: memoryview) -> bool:
@@ -137,82 +163,117 @@ class PosixShare(Medium):
         On a share without hard links, if several callers store at the same moment, each may get ``True``.
         """
         path = self._path(name)
-        if _size(path) is not None:
-            return False
+        with self._bad_path_told(name):
+            if size_of(path) is not None:
+                return False
         temporary = self._write_temporary(buffer)
         try:
-            linked = self._link(temporary, path)
-            if linked is None:
-                self._rename(temporary, path, len(buffer))
-                return True
+            with self._bad_path_told(name):
+                linked = self._link(temporary, path)
+                if linked is None:
+                    self._rename(temporary, path, len(buffer))
+                    return True
+                if not linked and holds_no_file(path):
+                    raise FileExistsError(errno.EEXIST, "it is in the way of an object, and is none", path)
         except BaseException:
-            _unlink_quietly(temporary)
+            unlink_quietly(temporary)
             raise
-        _unlink_quietly(temporary)
+        unlink_quietly(temporary)
         return linked
 
-    def write_small(self, name: str, data: bytes) -> None:
-        """See :meth:`Medium.write_small`."""
-        self._write(name, memoryview(data), sync=False)
-
-    def _write(self, name: str, buffer: memoryview, *, sync: bool) -> None:
-        temporary = self._write_temporary(buffer, sync=sync)
-        try:
-            self._rename(temporary, self._path(name), len(buffer))
-        except BaseException:
-            _unlink_quietly(temporary)
-            raise
-
     def delete(self, names: Sequence[str]) -> None:
-        """See :meth:`Medium.delete`."""
+        """See :meth:`Medium.delete`. An error ends it after the last name. Something that is no file stays."""
+        failure: OSError | None = None
         for name in names:
-            _unlink(self._path(name))
+            try:
+                unlink(self._path(name))
+            except OSError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def entries(self, folder: str) -> list[Entry]:
         """See :meth:`Medium.entries`. Names that begin with a dot are skipped.
 
-        If a file is deleted while a process has it open, NFS keeps it as ``.nfs…``.
+        If a file is deleted while a process has it open, NFS keeps it as ``.nfs…``. A folder without permission has no
+        entries, except for the root.
         """
-        return [entry for entry in _list_folder(self._path(folder)) if not entry.name.startswith(".")]
+        try:
+            return [entry for entry in list_folder(self._path(folder)) if not entry.name.startswith(".")]
+        except PermissionError:
+            self._check_root()
+            if not folder:
+                raise
+            return []
 
     def names(self, folder: str) -> list[str]:
         """See :meth:`Medium.names`. Does not ask for the files' attributes."""
         try:
             return [name for name in os.listdir(self._path(folder)) if not name.startswith(".")]  # noqa: PTH208
         except OSError as error:
-            if error.errno not in _MISSING_ERRNOS:
+            if error.errno not in MISSING_ERRNOS:
                 raise
             return []
 
-    def read_small(self, name: str) -> bytes | None:
+    def read_small(self, name: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes | None:
         """See :meth:`Medium.read_small`."""
         for _ in range(2):
             try:
-                return Path(self._path(name)).read_bytes()
+                return read_small_file(self._path(name), max_bytes)
             except OSError as error:
-                if error.errno not in _MISSING_ERRNOS:
+                if error.errno not in MISSING_ERRNOS:
                     raise
         return None
+
+    def move(self, name: str, target: str) -> None:
+        """See :meth:`Medium.move`."""
+        path = self._path(target)
+        self._make_folders_above(path)
+        try:
+            os.replace(self._path(name), path)  # noqa: PTH105
+        except OSError as error:
+            if error.errno not in MISSING_ERRNOS:
+                raise
 
     def remove_leftovers(self, stopped: Callable[[], bool]) -> int:
         """See :meth:`Medium.remove_leftovers`: temporaries of this host's dead processes, and any older than a day."""
         count = 0
         oldest = time.time() - TEMPORARY_LIFE_SECONDS
-        for entry in _list_folder(self._path(TEMPORARY_FOLDER)):
+        for entry in list_folder(self._path(TEMPORARY_FOLDER)):
             if stopped():
                 break
             if temporaries.is_temporary(entry.name) and (
                 entry.modified_seconds < oldest or temporaries.writer_is_dead(entry.name)
             ):
-                _unlink_quietly(self._path(f"{TEMPORARY_FOLDER}/{entry.name}"))
+                unlink_quietly(self._path(f"{TEMPORARY_FOLDER}/{entry.name}"))
                 count += 1
         return count
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
-    def _write_temporary(self, buffer: memoryview, *, sync: bool = True) -> str:
-        """Write a temporary file and return its path. Small files need no ``sync``: their readers verify them."""
+    def _size(self, name: str) -> int | None:
+        try:
+            return size_of(self._path(name))
+        except OSError as error:
+            if error.errno not in BAD_PATH_ERRNOS:
+                raise
+            self._check_root()
+            return None
+
+    @contextmanager
+    def _bad_path_told(self, name: str) -> Iterator[None]:
+        """Raise ``BadPathError`` for errors that concern one object. The share itself was just written to."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in BAD_PATH_ERRNOS:
+                raise
+            self._check_root()
+            raise BadPathError(error.errno, error.strerror, self._path(name)) from error
+
+    def _write_temporary(self, buffer: memoryview) -> str:
+        """Write a temporary file and return its path. On a share, its bytes are on the server then."""
         temporary = self._path(f"{TEMPORARY_FOLDER}/{temporaries.temporary_name()}")
         descriptor = self._create_in_folder(temporary)
         try:
@@ -220,12 +281,12 @@ class PosixShare(Medium):
                 done = 0
                 while done < len(buffer):
                     done += os.write(descriptor, buffer[done:])
-                if sync and not self._is_local:
+                if not self._is_local:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)  # on NFS it may report that a write has failed
         except BaseException:
-            _unlink_quietly(temporary)
+            unlink_quietly(temporary)
             raise
         return temporary
 
@@ -234,7 +295,7 @@ class PosixShare(Medium):
         try:
             return os.open(path, flags, FILE_MODE)
         except OSError as error:
-            if error.errno not in _MISSING_ERRNOS:
+            if error.errno not in MISSING_ERRNOS:
                 raise
         self._make_folders_above(path)
         return os.open(path, flags, FILE_MODE)
@@ -244,9 +305,9 @@ class PosixShare(Medium):
             os.replace(temporary, path)  # noqa: PTH105
             return
         except OSError as error:
-            if error.errno not in _MISSING_ERRNOS:
+            if error.errno not in MISSING_ERRNOS:
                 raise
-        if _size(temporary) is None and _size(path) == nbytes:
+        if size_of(temporary) is None and size_of(path) == nbytes:
             return  # the rename was done, but its answer was lost and the client repeated it
         self._make_folders_above(path)
         os.replace(temporary, path)  # noqa: PTH105
@@ -262,7 +323,7 @@ class PosixShare(Medium):
             except OSError as error:
                 if error.errno in _NO_LINK_ERRNOS:
                     return None
-                if error.errno not in _MISSING_ERRNOS or after_making_folders:
+                if error.errno not in MISSING_ERRNOS or after_making_folders:
                     raise
             self._make_folders_above(path)
         raise AssertionError("the loop returns or raises")
@@ -273,10 +334,16 @@ class PosixShare(Medium):
         except FileExistsError:
             return False
         try:
-            os.write(descriptor, data)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            try:
+                done = 0
+                while done < len(data):
+                    done += os.write(descriptor, data[done:])
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except BaseException:
+            unlink_quietly(path)
+            raise
         return True
 
     def _make_folders_above(self, path: str) -> None:
@@ -285,7 +352,7 @@ class PosixShare(Medium):
         folder = self._root
         for part in path.removeprefix(f"{self._root}/").split("/")[:-1]:
             folder = f"{folder}/{part}"
-            _make_private_folder(folder)
+            make_private_folder(folder)
 
     def _check_root_after_miss(self) -> None:
         """Distinguish a miss from a missing share. Checks at most once per ``_ROOT_CHECK_SECONDS``."""
@@ -298,7 +365,7 @@ class PosixShare(Medium):
         try:
             os.stat(proof)  # noqa: PTH116
         except OSError as error:
-            if error.errno not in _MISSING_ERRNOS:
+            if error.errno not in MISSING_ERRNOS:
                 raise
             self._root_seen_seconds = float("-inf")  # until the share is back, check at every miss
             raise OSError(
@@ -307,77 +374,3 @@ class PosixShare(Medium):
                 self._root,
             ) from error
         self._root_seen_seconds = time.monotonic()
-
-
-def _read(path: str, buffer: memoryview, check: LoadCheck | None) -> LoadOutcome:
-    """Read a file into ``buffer``, in parts if they are checked."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # waits for no FIFO's writer
-    try:
-        if os.fstat(descriptor).st_size != len(buffer):
-            return LoadOutcome.CORRUPT
-        done = 0
-        while left := len(buffer) - done:
-            part = buffer[done:] if check is None or left < 2 * CHECK_BYTES else buffer[done : done + CHECK_BYTES]
-            count = os.preadv(descriptor, [part], done)
-            if count == 0:  # truncated since the fstat
-                return LoadOutcome.CORRUPT
-            if check is not None:
-                check.filled(count)
-            done += count
-    finally:
-        os.close(descriptor)
-    return LoadOutcome.HIT
-
-
-def _size(path: str) -> int | None:
-    """Return the bytes of a regular file, or ``None`` if there is none."""
-    for _ in range(2):
-        try:
-            status = os.stat(path)  # noqa: PTH116
-        except OSError as error:
-            if error.errno not in _MISSING_ERRNOS:
-                raise
-            if error.errno != errno.ESTALE:
-                break
-        else:
-            return status.st_size if stat.S_ISREG(status.st_mode) else None
-    return None
-
-
-def _list_folder(folder: str) -> list[Entry]:
-    found: list[Entry] = []
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):  # deleted meanwhile
-                    is_folder = entry.is_dir(follow_symlinks=False)
-                    if is_folder or entry.is_file(follow_symlinks=False):
-                        status = entry.stat(follow_symlinks=False)
-                        found.append(Entry(entry.name, is_folder, status.st_size, status.st_mtime))
-    except OSError as error:
-        if error.errno not in _MISSING_ERRNOS:
-            raise
-    return found
-
-
-def _make_private_folder(folder: str) -> None:
-    try:
-        os.mkdir(folder, FOLDER_MODE)  # noqa: PTH102
-    except FileExistsError:
-        if not os.path.isdir(folder):  # noqa: PTH112 - another process may have made it
-            raise
-    else:
-        os.chmod(folder, FOLDER_MODE)  # noqa: PTH101 - whatever the umask says
-
-
-def _unlink(path: str) -> None:
-    try:
-        os.unlink(path)  # noqa: PTH108
-    except OSError as error:
-        if error.errno not in _MISSING_ERRNOS:
-            raise
-
-
-def _unlink_quietly(path: str) -> None:
-    with suppress(OSError):
-        os.unlink(path)  # noqa: PTH108

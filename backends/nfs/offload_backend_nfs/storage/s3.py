@@ -13,7 +13,8 @@ from typing import Any
 from fsspec.asyn import sync
 
 from offload_backend_nfs.storage import layout
-from offload_backend_nfs.storage.base import Entry
+from offload_backend_nfs.storage.base import MAX_SMALL_BYTES, Entry
+from offload_backend_nfs.storage.failures import ForeignFileError
 from offload_backend_nfs.storage.fsspec_store import MAX_CONCURRENT_REQUESTS, ObjectStore, time_of
 
 _DELETE_BATCH = 1000
@@ -117,9 +118,9 @@ class S3Store(ObjectStore):
                         error["Key"],
                     )
 
-    def read_small(self, name: str) -> bytes | None:
-        """See :meth:`Medium.read_small`."""
-        data: bytes | None = sync(self._fs.loop, self._get_async, name, None)
+    def read_small(self, name: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes | None:
+        """See :meth:`Medium.read_small`. One request; of an object that is too large, no body is read."""
+        data: bytes | None = sync(self._fs.loop, self._get_async, name, None, max_bytes)
         return data
 
     def _entries(self, folder: str) -> list[Entry]:
@@ -157,7 +158,7 @@ class S3Store(ObjectStore):
             return None
         return int(found["ContentLength"])
 
-    async def _get_async(self, name: str, nbytes: int | None) -> bytes | None:
+    async def _get_async(self, name: str, nbytes: int | None, max_bytes: int | None = None) -> bytes | None:
         """Read an object with one GET request. Cancellation has no effect on the medium.
 
         If the object's size is not ``nbytes``, the result has a wrong size too, and no body is read.
@@ -171,6 +172,8 @@ class S3Store(ObjectStore):
         async with found["Body"] as body:
             if nbytes is not None and found["ContentLength"] != nbytes:
                 return bytes(1 if nbytes == 0 else 0)  # any wrong size
+            if max_bytes is not None and found["ContentLength"] > max_bytes:
+                raise ForeignFileError(errno.EINVAL, f"it has more than {max_bytes} bytes", self._path(name))
             data: bytes = await body.read()
             return data
 

@@ -11,12 +11,14 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-_NAME = re.compile(r"(?P<host>[0-9a-f]{16})-(?P<pid>[0-9a-f]{1,16})-[0-9a-f]{16}\.tmp")
+_NAME = re.compile(r"(?P<host>[0-9a-f]{16})-(?P<pid>[0-9a-f]{1,16})-((?P<start>[0-9a-f]{1,16})-)?[0-9a-f]{16}\.tmp")
+_ENDED_STATES = (b"Z", b"X")
 
 
 def temporary_name() -> str:
     """Return a name that no other writer uses, on any host."""
-    return f"{_host_id()}-{os.getpid():x}-{secrets.token_hex(8)}.tmp"
+    pid = os.getpid()
+    return f"{_host_id()}-{pid:x}-{_own_start(pid):x}-{secrets.token_hex(8)}.tmp"
 
 
 def is_temporary(name: str) -> bool:
@@ -29,13 +31,31 @@ def writer_is_dead(name: str) -> bool:
     match = _NAME.fullmatch(name)
     if match is None or match["host"] != _host_id():
         return False
+    pid = int(match["pid"], 16)
     try:
-        os.kill(int(match["pid"], 16), 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):
-        return False
-    return False
+        pass
+    start = _start(pid)
+    # A process id is used again. A zombie writes no more.
+    return start is not None and match["start"] is not None and start != int(match["start"], 16)
+
+
+@functools.lru_cache(maxsize=1)
+def _own_start(pid: int) -> int:
+    return _start(pid) or 0
+
+
+def _start(pid: int) -> int | None:
+    """Return the start of a process in the kernel's ticks, 0 if it has ended, or ``None`` if that is unknown."""
+    try:
+        # The name, in parentheses, may contain spaces and parentheses.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
+        return 0 if fields[0] in _ENDED_STATES else int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 @functools.cache

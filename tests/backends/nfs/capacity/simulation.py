@@ -150,9 +150,11 @@ class Host:
         self._end(failure)
         return new
 
-    def read(self, name: str) -> bytes | None:
+    def read(self, name: str, max_bytes: int) -> bytes | None:
         self._end(self._gate())
-        return self.world.files.get(name)
+        content = self.world.files.get(name)
+        assert content is None or len(content) <= max_bytes
+        return content
 
     def write(self, name: str, content: bytes) -> None:
         failure = self._gate()
@@ -164,6 +166,13 @@ class Host:
             failure = self._gate()
             self.world.files.pop(name, None)
             self._end(failure)
+
+    def set_aside(self, name: str) -> str:
+        failure = self._gate()
+        if name in self.world.files:
+            self.world.files[f"damaged/{name.replace('/', '-')}"] = self.world.files.pop(name)
+        self._end(failure)
+        return "it is kept"
 
     def names(self, folder: str) -> list[str]:
         self._end(self._gate())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 
@@ -9,10 +10,13 @@ from offload_backend_nfs.lookup_cache import LookupCache
 from offload_backend_nfs.storage import layout
 from offload_backend_nfs.storage.base import TEMPORARY_FOLDER, Entry, Medium
 from offload_backend_nfs.storage.retry import Retrier
+from offload_backend_nfs.storage.temporaries import is_temporary
 from offload_core.api import ObjectKey, StoredObject
 
 _FOLDER = ".offload-core"  # part of the format on the medium
 """The folder of the account, under the root. The account writes nothing elsewhere."""
+_DAMAGED_FOLDER = "damaged"
+_MAX_DAMAGED_FILES = 16
 
 
 class MediumAdapter:
@@ -28,6 +32,7 @@ class MediumAdapter:
     ) -> None:
         self._medium = medium
         self._call = retrier.call
+        self._stopped = lambda: retrier.stopped
         self._lookup_cache = lookup_cache
         self._lookup_cache_seconds = lookup_cache_seconds
 
@@ -35,9 +40,9 @@ class MediumAdapter:
         """See :meth:`AccountFiles.create`."""
         return self._call(self._medium.create, f"{_FOLDER}/{name}", content)
 
-    def read(self, name: str) -> bytes | None:
+    def read(self, name: str, max_bytes: int) -> bytes | None:
         """See :meth:`AccountFiles.read`."""
-        return self._call(self._medium.read_small, f"{_FOLDER}/{name}")
+        return self._call(self._medium.read_small, f"{_FOLDER}/{name}", max_bytes)
 
     def write(self, name: str, content: bytes) -> None:
         """See :meth:`AccountFiles.write`."""
@@ -46,6 +51,18 @@ class MediumAdapter:
     def delete(self, names: Sequence[str]) -> None:
         """See :meth:`AccountFiles.delete`."""
         self._call(self._medium.delete, [f"{_FOLDER}/{name}" for name in names])
+
+    def set_aside(self, name: str) -> str:
+        """See :meth:`AccountFiles.set_aside`."""
+        try:
+            if len(self.names(_DAMAGED_FOLDER)) >= _MAX_DAMAGED_FILES:
+                self.delete([name])
+                return f"it is deleted, because {_FOLDER}/{_DAMAGED_FOLDER} has {_MAX_DAMAGED_FILES} files already"
+            place = f"{_FOLDER}/{_DAMAGED_FOLDER}/{name.replace('/', '-')}-{secrets.token_hex(4)}"
+            self._call(self._medium.move, f"{_FOLDER}/{name}", place)
+        except OSError as error:
+            return f"it cannot be moved: {error}"
+        return f"it is kept as {place}"
 
     def names(self, folder: str) -> list[str]:
         """See :meth:`AccountFiles.names`."""
@@ -104,7 +121,8 @@ class MediumAdapter:
 
     def unfinished_bytes(self) -> int:
         """See :meth:`ObjectFiles.unfinished_bytes`."""
-        return sum(entry.nbytes for entry in self._entries(TEMPORARY_FOLDER))
+        self._call(self._medium.remove_leftovers, self._stopped)
+        return sum(entry.nbytes for entry in self._entries(TEMPORARY_FOLDER) if is_temporary(entry.name))
 
     def _sizes(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         return self._call(self._medium.sizes, [layout.name_of(key) for key in keys])

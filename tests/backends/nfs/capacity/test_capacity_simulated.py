@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 from offload_backend_nfs.capacity.account_options import AccountOptions
 
 from offload_core.api.keys import ObjectKey
-from tests.backends.nfs.simulation import Host, World
+from tests.backends.nfs.capacity.simulation import Host, World
 
 CAPACITY = 1000
 HOSTS = 3

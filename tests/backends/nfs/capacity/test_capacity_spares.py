@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import zlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,15 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offload_backend_nfs.capacity import usage_log
 from offload_backend_nfs.capacity.account_options import AccountOptions
+from offload_backend_nfs.capacity.control_record import decompress, unseal
 from offload_backend_nfs.capacity.quota import ObjectReservation
 from offload_backend_nfs.capacity.usage_log import UsageLog, recency
 
 from offload_core.api import EvictionOrder
 from offload_core.api.backend import StoreOutcome
 from offload_core.api.keys import ObjectKey
+from tests.backends.nfs.capacity.simulation import Host, World
+from tests.backends.nfs.capacity.test_capacity import GRACE, LEASE, REJECTED, STORED, existing, joined, pass_time
 from tests.backends.nfs.conftest import Nfs, key
-from tests.backends.nfs.simulation import Host, World
-from tests.backends.nfs.test_capacity import GRACE, LEASE, REJECTED, STORED, existing, joined, pass_time
 
 ALREADY_PRESENT = StoreOutcome.ALREADY_PRESENT
 
@@ -151,7 +150,7 @@ def test_a_touch_withdraws_a_pending_object_only_if_it_is_kept(world: World, spa
     put(housekeeper, *range(10))
     housekeeper.do(housekeeper.bounded_store.step)
     (batch,) = housekeeper.bounded_store.state.pending_evictions
-    victim = next(number for number in range(10) if key(number).path in json.loads(world.files[f"condemned/{batch}"]))
+    victim = next(number for number in range(10) if key(number).path.encode() in world.files[f"condemned/{batch}"])
     other.do(other.bounded_store.refresh)
     touch(other, [victim], [spare])
     pass_time(world, [housekeeper, other], GRACE + 20)
@@ -227,7 +226,8 @@ def test_a_negative_time_on_the_medium_stands_for_spare_and_the_latest_entry_cou
         log.record_touches([(key(0), True), (key(1), False)])
         log.flush()
         (name,) = [name for name in world.files if name.startswith("touches/")]
-        assert json.loads(zlib.decompress(world.files[name])) == {key(0).path: -1000.0, key(1).path: 1000.000001}
+        body = decompress(unseal("touches", world.files[name], name.removeprefix("touches/")), 1000)
+        assert body.decode() == f"{key(0).path} -1000.0\n{key(1).path} 1000.000001\n"
         world.seconds += 1
         log.record_touches([(key(0), False), (key(1), True)])
         log.flush()

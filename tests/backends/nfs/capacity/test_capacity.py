@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 
@@ -10,20 +9,26 @@ import pytest
 from offload_backend_nfs.capacity.account_options import AccountOptions
 from offload_backend_nfs.capacity.account_state import (
     AccountState,
-    DamagedAccountError,
     EvictionBatch,
     Member,
-    UnknownAccountVersionError,
     decode,
     encode,
+)
+from offload_backend_nfs.capacity.control_record import (
+    DamagedRecordError,
+    UnknownVersionError,
+    compress,
+    decompress,
+    seal,
+    write_lines,
 )
 from offload_backend_nfs.capacity.quota import ObjectReservation
 from offload_backend_nfs.capacity.shared_record import SharedRecord
 
 from offload_core.api.backend import StoreOutcome
 from offload_core.api.keys import ObjectKey
+from tests.backends.nfs.capacity.simulation import Host, World
 from tests.backends.nfs.conftest import key
-from tests.backends.nfs.simulation import Host, World
 
 GRACE = 60.0
 LEASE = 60.0
@@ -141,7 +146,7 @@ def test_a_use_in_the_first_third_of_the_grace_withdraws_the_object(world: World
     put(housekeeper, range(10))
     housekeeper.do(housekeeper.bounded_store.step)
     (batch,) = housekeeper.bounded_store.state.pending_evictions
-    victim = next(number for number in range(10) if key(number).path in json.loads(world.files[f"condemned/{batch}"]))
+    victim = next(number for number in range(10) if key(number).path.encode() in world.files[f"condemned/{batch}"])
     other.do(other.bounded_store.refresh)
     other.bounded_store.mark_used([key(victim)])
     pass_time(world, [housekeeper, other], GRACE + 20)
@@ -309,37 +314,47 @@ def test_every_byte_of_the_account_is_checked() -> None:
     for index in range(len(content)):
         changed = bytearray(content)
         changed[index] ^= 1
-        with pytest.raises((DamagedAccountError, UnknownAccountVersionError)):
+        with pytest.raises((DamagedRecordError, UnknownVersionError)):
             decode(bytes(changed))
     for length in range(len(content)):
-        with pytest.raises(DamagedAccountError):
+        with pytest.raises(DamagedRecordError):
             decode(content[:length])
 
 
 def test_the_account_keeps_its_names_on_the_medium() -> None:
+    a, b, c, d, x, y = (letter * 16 for letter in "abcd01")
     state = AccountState(
         counted=True,
         used_bytes=17,
         written_bytes=20,
         removed_bytes=3,
         rejected_bytes=5,
-        housekeeper="a",
-        members={"a": Member(quota_bytes=4), "b": Member(quota_bytes=1, expired=True)},
+        housekeeper=a,
+        members={a: Member(quota_bytes=4), b: Member(quota_bytes=1, expired=True)},
         pending_evictions={
-            "c": EvictionBatch(evictor="a", nbytes=9, phase="condemned", withdrawn=("n/p/00",)),
-            "d": EvictionBatch(evictor="b", nbytes=0, phase="deleting"),
+            c: EvictionBatch(evictor=a, nbytes=9, phase="condemned", withdrawn=(key(1).path,)),
+            d: EvictionBatch(evictor=b, nbytes=0, phase="deleting"),
         },
-        recent_changes=("x", "y"),
+        recent_changes=(x, y),
     )
     content = (
-        b"offload-core account 1 13debc313c38b60b880a3311581153b5\n"
-        b'{"counted":true,"used_bytes":17,"written_bytes":20,"removed_bytes":3,"wanted_bytes":5,"keeper":"a",'
-        b'"owners":{"a":{"claim_bytes":4,"dead":false},"b":{"claim_bytes":1,"dead":true}},'
-        b'"condemned":{"c":{"by":"a","nbytes":9,"phase":"condemned","spared":["n/p/00"]},'
-        b'"d":{"by":"b","nbytes":0,"phase":"deleting","spared":[]}},"changes":["x","y"]}'
-    )
+        "offload-core account 1 c9b34aa3927c4f126ebaa8521976edd1\n"
+        f'{{"counted":true,"used_bytes":17,"written_bytes":20,"removed_bytes":3,"wanted_bytes":5,"keeper":"{a}",'
+        f'"owners":{{"{a}":{{"claim_bytes":4,"dead":false}},"{b}":{{"claim_bytes":1,"dead":true}}}},'
+        f'"condemned":{{"{c}":{{"by":"{a}","nbytes":9,"phase":"condemned","spared":["{key(1).path}"]}},'
+        f'"{d}":{{"by":"{b}","nbytes":0,"phase":"deleting","spared":[]}}}},"changes":["{x}","{y}"]}}'
+    ).encode()
     assert encode(state) == content
     assert decode(content) == state
+
+
+def test_lists_of_objects_keep_their_form_on_the_medium() -> None:
+    assert seal("condemned", write_lines([(key(1), 5), (key(2), 7)]), "a" * 16) == (
+        b"offload-core condemned 1 fe27aeafbe8875fc7322b41dc29c063c\n" + f"{key(1).path} 5\n{key(2).path} 7\n".encode()
+    )
+    body = compress(write_lines([(key(1), 5.25), (key(2), -7.0)]))
+    assert seal("touches", body, "b" * 16).startswith(b"offload-core touches 1 ")
+    assert decompress(body, 1000).decode() == f"{key(1).path} 5.25\n{key(2).path} -7.0\n"
 
 
 def test_quotas_grow_in_units_so_that_the_record_changes_rarely(world: World) -> None:

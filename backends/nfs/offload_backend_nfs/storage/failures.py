@@ -1,0 +1,73 @@
+"""Errors that concern one object or one file only, and are no failure of the medium."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+
+logger = logging.getLogger(__name__)
+
+FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""A full medium, a full quota, or an object beyond the largest file. Loads still work."""
+BAD_PATH_ERRNOS = frozenset(
+    [
+        *(errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EEXIST, errno.ENOTEMPTY),
+        *(errno.ENXIO, errno.ENAMETOOLONG),
+    ]
+)
+"""Errors of one path. The same numbers may come from the root, so the caller checks the root too."""
+_MAX_LOGGED_PATHS = 16
+_LOG_INTERVAL_SECONDS = 60.0
+"""A medium that is nearly full has room for some objects and not for others."""
+
+
+class BadPathError(OSError):
+    """The path of one object cannot be used: it holds something else, or permission is missing. Others can be used."""
+
+
+class ForeignFileError(OSError):
+    """A control file is too large, or is no regular file."""
+
+
+def means_full(error: BaseException) -> bool:
+    """Return whether the error means that the medium is full."""
+    return isinstance(error, OSError) and error.errno in FULL_ERRNOS
+
+
+class StoreRejections:
+    """Tells errors that reject one store from failures of the medium. Each cause is logged once. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._is_full = False
+        self._logged_seconds = -float("inf")
+        self._bad_paths: set[str] = set()
+
+    def covers(self, error: OSError) -> bool:
+        """Return whether the error rejects a single store, and log it if it is new."""
+        if means_full(error):
+            now = time.monotonic()
+            if not self._is_full and now - self._logged_seconds >= _LOG_INTERVAL_SECONDS:
+                self._logged_seconds = now
+                logger.warning(
+                    "the storage is full (%s): stores are rejected until it has free space, and loads continue; "
+                    "free some space, or lower the tier's capacity",
+                    error,
+                )
+            self._is_full = True
+            return True
+        if isinstance(error, BadPathError):
+            path = str(error.filename)
+            if path not in self._bad_paths and len(self._bad_paths) < _MAX_LOGGED_PATHS:
+                self._bad_paths.add(path)
+                logger.warning(
+                    "an object's path cannot be used (%s): this object is not stored, and all others are; "
+                    "remove the path, or give its permissions to the engine's user",
+                    error,
+                )
+            return True
+        return False
+
+    def store_succeeded(self) -> None:
+        """Note that the medium has free space, so that the next full medium is logged again."""
+        self._is_full = False
