@@ -92,7 +92,9 @@ def _tiers(
             problems += unusable
             continue
         if isinstance(name, str):
-            problems += _shared_variables(secrets, prefix, name, owners)
+            encrypts = entry.get("encryption", "none") != "none"
+            in_use = [secret for secret in secrets if encrypts or secret is not _ENCRYPTION_KEYS]
+            problems += _shared_variables(in_use, prefix, name, owners)
         tier, tier_problems = _tier(entry, prefix, backend_type, secrets, environ)
         problems += tier_problems
         if tier is not None:
