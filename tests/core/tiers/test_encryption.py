@@ -14,6 +14,7 @@ import xxhash
 from offload_backend_disk.plugin import DISK
 
 from offload_core.api.errors import ConfigError
+from offload_core.api.keys import ObjectKey
 from offload_core.config.model import BackendConfig, TierConfig
 from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
@@ -226,7 +227,7 @@ def test_an_object_that_is_renamed_under_right_checksums_is_no_hit(
     folder.store(tier, ONE)
     whole = resealed(rename(files(folder)[0].read_bytes()))
     fields = struct.unpack_from("<8sHBBB3x32s64s64s", whole)
-    name = object_format.ObjectKey(fields[5].hex(), fields[7].rstrip(b"\0").decode(), fields[6][:32])
+    name = ObjectKey(fields[5].hex(), fields[7].rstrip(b"\0").decode(), fields[6][:32])
     view = memoryview(bytearray(whole))
     assert object_format.verify_stored(view, name).encryption is not None, "its checksums are right"
     assert tier.storage.codec.decode_copy(view, name, memoryview(bytearray(OBJECT_BYTES))) is CORRUPT
