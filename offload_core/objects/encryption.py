@@ -29,8 +29,8 @@ KEY_BYTES = 32
 
 _SALT_BYTES = 32
 _NONCE_BYTES = 12
-_KEY_INFO = b"offload-core object version 3"
-_CHECK_INFO = b"offload-core key check"
+_KEY_INFO = b"OFFLCORE object version 3"
+_CHECK_INFO = b"OFFLCORE key check"
 _NO_CHECKSUM = bytes(CHECKSUM_BYTES)
 _PIECE_BYTES = 1024 * 1024
 

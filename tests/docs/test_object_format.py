@@ -224,9 +224,9 @@ def decrypted(whole: bytes) -> bytes:
     assert whole[8:10] == b"\3\0"
     assert (found["cipher"], found["length of the key id"]) == (b"\1", b"\6")
     assert found["key id"] == b"golden".ljust(16, b"\0")
-    assert found["key check"] == derived(16, None, b"offload-core key check")
+    assert found["key check"] == derived(16, None, b"OFFLCORE key check")
     assert whole[112:176] == ENCRYPTED_NAME.pack.encode().ljust(64, b"\0")
-    secrets = derived(60, found["salt"], b"offload-core object version 3")
+    secrets = derived(60, found["salt"], b"OFFLCORE object version 3")
     associated = bytearray(whole[:4080])
     associated[192:208] = associated[296:312] = bytes(16)
     raw = AESGCM(secrets[:32]).decrypt(secrets[32:44], whole[4096:] + found["tag"], bytes(associated))
