@@ -8,10 +8,9 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from offload_core.api.backend import Backend, LoadOutcome, StoredObject, StoreOutcome
-from offload_core.api.errors import BackendError, ObjectFormatError
+from offload_core.api.errors import BackendError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.model import OffloadConfig, TierConfig
-from offload_core.objects import compression as compressed_object
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.tier import Tier
@@ -55,7 +54,13 @@ class TierClient:
         self.type_name = config.common.type
         self.io_threads = config.common.io_threads
         self.capabilities = self.tier.capabilities
+        self._codec = self.tier.storage.codec
         self._running: dict[asyncio.Task[Any], str] = {}
+
+    def stored_name(self, key: ObjectKey) -> ObjectKey:
+        """Return the name on the medium of a new object. All calls take such names."""
+        (name,) = self._codec.names.of([key])
+        return name
 
     @property
     def running(self) -> list[str]:
@@ -73,16 +78,19 @@ class TierClient:
         return await self._call("lookup", self._contains(keys), seconds, "lookup_timeout_seconds")
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Stored:
-        """Store sealed objects, compressed as configured, within the tier's deadline for a load of this size."""
+        """Store sealed objects, encoded as configured, within the tier's deadline for a load of this size."""
         return await self._transfer("store", self._store(keys, buffers), sum(map(len, buffers)))
 
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
-        """Load objects into ``buffers``, unverified, within the tier's deadline for loads.
+        """Load sealed objects into ``buffers`` of their size, unverified, within the tier's deadline for loads.
 
-        A buffer with the size of the object on the medium gets the bytes on the medium. A buffer with the size of the
-        sealed object gets the sealed object.
+        Compressed objects are decompressed, and encrypted ones are authenticated and decrypted.
         """
-        return await self._transfer("load", self._load(keys, buffers), sum(map(len, buffers)))
+        return await self._transfer("load", self._load(keys, buffers, decode=True), sum(map(len, buffers)))
+
+    async def load_stored(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+        """Load the bytes on the medium into ``buffers`` of their size, within the tier's deadline for loads."""
+        return await self._transfer("load", self._load(keys, buffers, decode=False), sum(map(len, buffers)))
 
     async def delete(self, keys: Sequence[ObjectKey], seconds: float | None = None) -> None:
         """Remove objects within ``seconds``, or by default within the tier's ``load_timeout_seconds``."""
@@ -143,8 +151,8 @@ class TierClient:
         return _one_per_key(keys, await self.tier.backend.contains(keys), "contains")
 
     async def _store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Stored:
-        if self.tier.compresses:
-            buffers = await self.tier.backend.run_blocking(self.tier.storage.codec.compressed_copies, keys, buffers)
+        if self.tier.encodes:
+            buffers = await self.tier.backend.run_blocking(self._codec.encoded_copies, keys, buffers)
         reservation = await self.tier.backend.prepare_store(keys, [len(buffer) for buffer in buffers])
         try:
             prepared = _one_per_key(keys, reservation.outcomes, "prepare_store")
@@ -158,27 +166,52 @@ class TierClient:
         finally:
             await reservation.release()
 
-    async def _load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+    async def _load(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], *, decode: bool
+    ) -> list[LoadOutcome]:
         reservation = await self.tier.backend.prepare_load(keys)
         try:
             present = _one_per_key(keys, reservation.present, "prepare_load")
             wanted = [index for index, there in enumerate(present) if there]
             wanted_keys = [keys[index] for index in wanted]
             sizes = _one_per_key(keys, reservation.nbytes, "prepare_load (nbytes)")
-            views = [
-                _load_buffer(buffers[index], sizes[index] if self.capabilities.sizes else None) for index in wanted
-            ]
+            views = [buffers[index] for index in wanted]
+            if decode:
+                views = [self._stored_buffer(buffers[index], sizes[index]) for index in wanted]
             loaded: Sequence[LoadOutcome] = []
             if wanted:
                 loaded = await self.tier.backend.load_into(wanted_keys, views)
             answers = _one_per_key(wanted_keys, loaded, "load_into")
             if any(view is not buffers[index] for index, view in zip(wanted, views, strict=True)):
                 targets = [buffers[index] for index in wanted]
-                answers = await self.tier.backend.run_blocking(_restore_all, wanted_keys, views, targets, answers)
+                answers = await self.tier.backend.run_blocking(self._decode_all, wanted_keys, views, targets, answers)
             outcomes = iter(answers)
             return [next(outcomes) if there else LoadOutcome.MISS for there in present]
         finally:
             await reservation.release()
+
+    def _stored_buffer(self, buffer: memoryview, nbytes: int | None) -> memoryview:
+        """Return the buffer for an object's bytes on the medium: ``buffer``, or new memory if it is to be decoded.
+
+        Args:
+            nbytes: size of the object on the medium, ``None`` if unknown.
+        """
+        if nbytes is None or not self.capabilities.sizes or not HEADER_BYTES < nbytes <= len(buffer):
+            nbytes = len(buffer)
+        return buffer if nbytes == len(buffer) and not self._codec.encrypts else memoryview(bytearray(nbytes))
+
+    def _decode_all(
+        self,
+        keys: Sequence[ObjectKey],
+        views: Sequence[memoryview],
+        buffers: Sequence[memoryview],
+        outcomes: Sequence[LoadOutcome],
+    ) -> list[LoadOutcome]:
+        """Decode the objects that were loaded into other memory than their buffer."""
+        return [
+            self._codec.decode_copy(view, key, buffer) if outcome is LoadOutcome.HIT and view is not buffer else outcome
+            for key, view, buffer, outcome in zip(keys, views, buffers, outcomes, strict=True)
+        ]
 
     async def _delete(self, keys: Sequence[ObjectKey]) -> None:
         await self.tier.backend.delete(keys)
@@ -191,31 +224,6 @@ async def _batches(backend: Backend[Any]) -> AsyncIterator[Sequence[StoredObject
 
 async def _next(batches: AsyncIterator[T]) -> T | None:
     return await anext(batches, None)
-
-
-def _load_buffer(buffer: memoryview, nbytes: int | None) -> memoryview:
-    """Return the buffer for an object of ``nbytes`` on the medium: ``buffer``, or new memory if its size differs."""
-    if nbytes is None or not HEADER_BYTES < nbytes < len(buffer):
-        return buffer
-    return memoryview(bytearray(nbytes))
-
-
-def _restore_all(
-    keys: Sequence[ObjectKey],
-    views: Sequence[memoryview],
-    buffers: Sequence[memoryview],
-    outcomes: Sequence[LoadOutcome],
-) -> list[LoadOutcome]:
-    """Decompress the objects that were loaded into other memory than their buffer."""
-    restored: list[LoadOutcome] = []
-    for key, view, buffer, outcome in zip(keys, views, buffers, outcomes, strict=True):
-        if outcome is LoadOutcome.HIT and view is not buffer:
-            try:
-                compressed_object.restore(view, buffer, key)
-            except ObjectFormatError:
-                outcome = LoadOutcome.CORRUPT
-        restored.append(outcome)
-    return restored
 
 
 def _one_per_key(keys: Sequence[ObjectKey], results: Sequence[T], call: str) -> list[T]:

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from pydantic.errors import PydanticInvalidForJsonSchema
 
 from offload_core.api.backend import BackendType
+from offload_core.config import encryption_keys
 from offload_core.config.model import BackendConfig, OffloadSettings
 from offload_core.config.problems import written_key
 from offload_core.config.secrets import secret_fields, variable_name
@@ -53,7 +54,7 @@ def _entry_schema(backend_type: BackendType) -> tuple[dict[str, Any], dict[str, 
     if secrets:
         variables = ", ".join(f"{secret.name} ({variable_name(None, secret.name)})" for secret in secrets)
         description += f" Secrets are read from the environment, never from a file: {variables}."
-    hidden = {name for secret in secrets for name in (secret.name, secret.key)}
+    hidden = {encryption_keys.FIELD, *(name for secret in secrets for name in (secret.name, secret.key))}
     properties = {key: value for key, value in own.get("properties", {}).items() if key not in hidden}
     required = [key for key in own.get("required", []) if key not in hidden]
     entry = {

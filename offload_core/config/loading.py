@@ -9,17 +9,25 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from pydantic import SecretStr
 
 from offload_core.api.backend import BackendType
 from offload_core.api.credentials import credentials_in
 from offload_core.api.errors import ConfigError, PluginError
 from offload_core.api.options import BackendOptions
+from offload_core.config import encryption_keys
 from offload_core.config.file import read_keys
 from offload_core.config.model import BackendConfig, OffloadConfig, OffloadSettings, TierConfig
 from offload_core.config.problems import MAX_PROBLEMS, Secrets, shown, validate, written_key
 from offload_core.config.secrets import SecretField, from_environment, secret_fields, variable_name
 from offload_core.plugins.registry import PluginRegistry, load_plugins
+
+if TYPE_CHECKING:
+    from offload_core.objects.encryption import KeyRing  # which imports a package of the extra `encryption`
+
+_ENCRYPTION_KEYS = SecretField(encryption_keys.FIELD, encryption_keys.FIELD, SecretStr)
 
 
 def load_config(
@@ -113,13 +121,15 @@ def _tiers(
         except PluginError as error:
             problems.append(f"{prefix}type: {error}")
             continue
-        secrets = secret_fields(backend_type.options)
+        secrets = [_ENCRYPTION_KEYS, *secret_fields(backend_type.options)]
         unusable = _unusable_secrets(secrets, prefix, backend_type)
         if unusable:
             problems += unusable
             continue
         if isinstance(name, str):
-            problems += _shared_variables(secrets, prefix, name, owners)
+            encrypts = entry.get("encryption", "none") != "none"
+            in_use = [secret for secret in secrets if encrypts or secret is not _ENCRYPTION_KEYS]
+            problems += _shared_variables(in_use, prefix, name, owners)
         tier, tier_problems = _tier(entry, prefix, backend_type, secrets, environ)
         problems += tier_problems
         if tier is not None:
@@ -154,6 +164,7 @@ def _tier(
         for key, secret in given.items()
     ]
     found = from_environment(secrets, name, environ)
+    found.pop(_ENCRYPTION_KEYS.key, None)  # no option of the backend
     taken = {*BackendConfig.model_fields, *given}
     own = {key: value for key, value in entry.items() if isinstance(key, str) and key not in taken}
     option_keys = {written_key(name, field) for name, field in backend_type.options.model_fields.items()}
@@ -165,7 +176,36 @@ def _tier(
     common, _ = validate(BackendConfig, {k: v for k, v in entry.items() if k in BackendConfig.model_fields}, prefix)
     if options is None or common is None:  # the first pass has reported wrong common keys
         return None, problems
-    return TierConfig(common, backend_type, options), problems
+    try:
+        keys = _encryption_keys(common, variables[_ENCRYPTION_KEYS.key], environ)
+    except ValueError as error:
+        return None, [*problems, f"{prefix}{error}"]
+    return TierConfig(common, backend_type, options, keys), problems
+
+
+def _encryption_keys(common: BackendConfig, variable: str, environ: Mapping[str, str]) -> KeyRing | None:
+    """Return the keys of a tier that encrypts.
+
+    Raises:
+        ValueError: there are no keys or no valid ones, or there are keys without encryption.
+    """
+    text = environ.get(variable, "")
+    if common.encryption == "none":
+        if text:
+            raise ValueError(
+                f"encryption: the environment variable {variable} holds keys, but objects would be stored without "
+                "encryption; set encryption to aes-256-gcm, or remove the variable"
+            )
+        return None
+    if not text:
+        raise ValueError(
+            f"encryption: there is no key; set the environment variable {variable} to ID:KEY, for example "
+            '"2026-11:$(openssl rand -base64 32)"'
+        )
+    try:
+        return encryption_keys.parse_keys(text)
+    except ValueError as error:
+        raise ValueError(f"encryption: the environment variable {variable} is not valid: {error}") from None
 
 
 def _unusable_secrets(secrets: list[SecretField], prefix: str, backend_type: BackendType) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -22,11 +22,15 @@ from offload_core.planning.write_policy import WritePolicyName
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.companion_child import ProcessLimits
 
+if TYPE_CHECKING:
+    from offload_core.objects.encryption import KeyRing  # which imports a package of the extra `encryption`
+
 _MIB = 1024 * 1024
 
 LoadPolicy = Literal["cheaper", "always"]
 IoProcessMode = Literal["engine", "tier", "off"]
 Compression = Literal["none", "zstd", "zstd-planes"]
+Encryption = Literal["none", "aes-256-gcm"]
 CODECS: dict[Compression, Codec] = {"none": Codec.NONE, "zstd": Codec.ZSTD, "zstd-planes": Codec.ZSTD_PLANES}
 """The codec of each value of ``compression``."""
 
@@ -101,6 +105,19 @@ class BackendConfig(LimitOverrides, _TierIdentity):
     compression_level: Annotated[
         int, Field(ge=1, le=19, strict=True, description="Level of zstd. High levels are much slower.", examples=[1])
     ] = 1
+    encryption: Annotated[
+        Encryption,
+        Field(
+            description="Encryption of objects, after compression. The keys come from the environment variable "
+            "`OFFLOAD_CORE_<TIER NAME>_ENCRYPTION_KEYS`. Needs the extra `encryption`.",
+            examples=["aes-256-gcm"],
+        ),
+    ] = "none"
+
+    @property
+    def encodes(self) -> bool:
+        """True if objects are compressed or encrypted on the medium, which takes a second lease per object."""
+        return self.compression != "none" or self.encryption != "none"
 
 
 def _json_or_yaml(path: Path | None) -> Path | None:
@@ -249,7 +266,7 @@ class OffloadSettings(Limits, _IoProcessSettings, _ChunkSettings):
     @property
     def staging_uses(self) -> tuple[StagingUse, ...]:
         """Each tier's use of the staging memory."""
-        return staging_uses((backend.staging_share, backend.compression != "none") for backend in self.backends)
+        return staging_uses((backend.staging_share, backend.encodes) for backend in self.backends)
 
 
 @dataclass(frozen=True)
@@ -259,6 +276,8 @@ class TierConfig:
     common: BackendConfig
     backend_type: BackendType
     options: BackendOptions
+    encryption_keys: KeyRing | None = field(default=None, repr=False)
+    """``None`` if the tier does not encrypt."""
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,7 @@ class IoProcess:
             changes,
             self._call,
             self._direct_call,
-            compresses=config.common.compression != "none",
+            encodes=config.common.encodes,
         )
         return storage
 

@@ -35,7 +35,7 @@ class RemoteStorage:
     Args:
         number: the tier's number in the I/O process.
         name: the tier's name in the configuration.
-        compresses: whether stores need a second lease for each object.
+        encodes: whether stores need a second lease for each object.
         call: sends a request to the process, and returns its answer.
         direct_call: sends a request from any thread; its last argument gets the answer on any thread.
     """
@@ -49,7 +49,7 @@ class RemoteStorage:
         call: Call,
         direct_call: DirectCall,
         *,
-        compresses: bool,
+        encodes: bool,
     ) -> None:
         self.is_elsewhere = True
         self.number = number
@@ -58,7 +58,7 @@ class RemoteStorage:
         self._changes = changes
         self._send = call
         self._direct_call = direct_call
-        self._compresses = compresses
+        self._encodes = encodes
         self._stuck_threads = 0
         self._is_here = True
         self.wants_open = False
@@ -102,7 +102,7 @@ class RemoteStorage:
     def start_store(self, objects: Sequence[StagedObject], staging: TierShare | None, on_end: StoreEnded) -> None:
         """Store objects; see :class:`TierStorage`."""
         scratch: list[Lease | None] = [None] * len(objects)
-        if self._compresses and staging is not None:
+        if self._encodes and staging is not None:
             scratch = [staging.try_scratch_for_store(staged.lease.nbytes) for staged in objects]
 
         def ended(ends: list[StoreEnd] | Exception) -> None:
@@ -193,7 +193,7 @@ def pack_objects(objects: Sequence[StagedObject], scratch: Sequence[Lease | None
     """Return the bytes of objects in a request.
 
     Args:
-        scratch: per object, the second lease for its compressed bytes.
+        scratch: per object, the second lease for its stored bytes.
     """
     pieces = [
         Piece(

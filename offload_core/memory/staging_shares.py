@@ -16,7 +16,7 @@ class TierShare:
         pool: the staging pool.
         loads: the share of the loads' part; the pool counts its bytes.
         store_limit_bytes: the share of the stores' part.
-        leases_per_object: number of leases that a store is charged for: 2 for a tier that compresses, else 1.
+        leases_per_object: number of leases that a store is charged for: 2 for a tier that encodes, else 1.
     """
 
     def __init__(self, pool: StagingPool, loads: LoadShare, store_limit_bytes: int, leases_per_object: int) -> None:

@@ -27,13 +27,13 @@ class StagingUse(NamedTuple):
 
     share: float = 1.0
     """Share of the loads' part, and of the stores' part, that the tier may hold at once, from 0 to 1."""
-    compresses: bool = False
-    """True if the tier compresses. Each of its objects then takes a second lease, for the compressed bytes."""
+    encodes: bool = False
+    """True if the tier compresses or encrypts. Each of its objects then takes a second lease, for the stored bytes."""
 
     @property
     def leases_per_object(self) -> int:
         """Number of leases per object in a load or a store."""
-        return 2 if self.compresses else 1
+        return 2 if self.encodes else 1
 
 
 def in_batches(items: Iterable[Item], nbytes_of: Callable[[Item], int], times: int = 1) -> Iterator[list[Item]]:
@@ -70,10 +70,10 @@ def batch_lease_bytes(largest_payload_bytes: int) -> int:
 
 
 def staging_uses(keys: Iterable[tuple[float | None, bool]]) -> tuple[StagingUse, ...]:
-    """Return each tier's use of the pool, from its configuration key ``staging_share`` and whether it compresses."""
+    """Return each tier's use of the pool, from its configuration key ``staging_share`` and whether it encodes."""
     given = tuple(keys)
     default = 1.0 if len(given) == 1 else SHARE_OF_SEVERAL
-    return tuple(StagingUse(default if share is None else share, compresses) for share, compresses in given)
+    return tuple(StagingUse(default if share is None else share, encodes) for share, encodes in given)
 
 
 def smallest_pool_bytes(largest_payload_bytes: int, uses: Sequence[StagingUse] = (StagingUse(),)) -> int:
@@ -91,7 +91,7 @@ def smallest_pool_bytes(largest_payload_bytes: int, uses: Sequence[StagingUse] =
         sum(batch * use.leases_per_object for use in uses),
         max(batch * use.leases_per_object / use.share for use in uses),
     )
-    per_gathered = 1 + sum(use.compresses for use in uses)
+    per_gathered = 1 + sum(use.encodes for use in uses)
     stores = max(batch * per_gathered, max(one * use.leases_per_object / use.share for use in uses))
     largest_share = max(use.share for use in uses)
     if len(uses) > 1 and largest_share < 1:
@@ -103,10 +103,10 @@ def smallest_pool_bytes(largest_payload_bytes: int, uses: Sequence[StagingUse] =
 def gather_limit_bytes(store_limit_bytes: int, uses: Iterable[StagingUse]) -> int:
     """Return the bytes of the stores' part that gathered objects may take together.
 
-    Each tier that compresses needs the same number of bytes again, for the compressed objects. Without this limit, a
-    burst of stores would leave no bytes for them.
+    Each tier that compresses or encrypts needs the same number of bytes again, for the stored form. Without this limit,
+    a burst of stores would leave no bytes for them.
     """
-    return store_limit_bytes // (1 + sum(use.compresses for use in uses))
+    return store_limit_bytes // (1 + sum(use.encodes for use in uses))
 
 
 def staging_problem(
@@ -119,9 +119,9 @@ def staging_problem(
     needed = smallest_pool_bytes(largest_payload_bytes, uses)
     if staging_bytes >= needed:
         return None
-    compressing = sum(use.compresses for use in uses)
+    encoding = sum(use.encodes for use in uses)
     details = "" if len(uses) == 1 else f" and staging shares of {', '.join(f'{use.share:g}' for use in uses)}"
-    details += f" and {compressing} backends with compression" if compressing else ""
+    details += f" and {encoding} backends with compression or encryption" if encoding else ""
     return (
         f"staging_bytes: {staging_bytes} is too small for this model's objects of up to {largest_payload_bytes} bytes"
         f"{details}; set it to {needed} or more, or choose a smaller hybrid_chunk_size than {hybrid_chunk_size}"

@@ -1,1 +1,1 @@
-"""A stored object, byte by byte: format, codecs, compression and fingerprint."""
+"""A stored object, byte by byte: format, codecs, compression, encryption and fingerprint."""

@@ -1,4 +1,4 @@
-"""The check of an uncompressed object while its bytes arrive, so that they are hashed from the processor's cache."""
+"""The check of an object of full length while its bytes arrive, so that they are hashed from the processor's cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload_core.objects.format import HEADER_BYTES
 
 
 class ArrivingObject(LoadCheck):
-    """An uncompressed object that a backend loads part by part.
+    """An object without compression that a backend loads part by part.
 
     The check hashes the buffer itself, in order and each byte once. So a backend that tells of too few or too many
     bytes, or tells too early, does not pass. Only a pass counts: after a failure, the caller verifies the whole object.
@@ -20,14 +20,16 @@ class ArrivingObject(LoadCheck):
     Args:
         view: the whole buffer.
         key: the name that the object must have.
+        encrypted: the object must be encrypted. The check is then that of its stored bytes.
 
     Attributes:
         passed: all bytes of the buffer have arrived, and they are the object.
     """
 
-    __slots__ = ("_arrived", "_digest", "_is_in_order", "_key", "_view", "passed")
+    __slots__ = ("_arrived", "_digest", "_is_in_order", "_key", "_verify", "_view", "passed")
 
-    def __init__(self, view: memoryview, key: ObjectKey) -> None:
+    def __init__(self, view: memoryview, key: ObjectKey, *, encrypted: bool = False) -> None:
+        self._verify = object_format.verify_stored if encrypted else object_format.verify
         self._view = view
         self._key = key
         self._digest: xxhash.xxh3_128 | None = None
@@ -55,7 +57,7 @@ class ArrivingObject(LoadCheck):
 
     def _is_valid(self, payload_checksum: bytes | None = None) -> bool:
         try:
-            object_format.verify(self._view, self._key, payload_checksum)
+            self._verify(self._view, self._key, payload_checksum)
         except ObjectFormatError:
             return False
         return True

@@ -59,14 +59,31 @@ def restore(stored: memoryview, target: memoryview, key: ObjectKey) -> Header:
     """
     header = verify_stored(stored, key)
     raw_bytes = len(target) - HEADER_BYTES
-    if header.raw_bytes != raw_bytes or header.codec is Codec.NONE:
+    if header.raw_bytes != raw_bytes or header.codec is Codec.NONE or header.encryption is not None:
         raise ObjectFormatError(
-            f"{key}: the header says {header.raw_bytes} raw bytes (codec {header.codec}), but a compressed object of "
-            f"{raw_bytes} raw bytes is expected"
+            f"{key}: the header says {header.raw_bytes} raw bytes (codec {header.codec}"
+            f"{'' if header.encryption is None else ', encrypted'}), but a compressed object of {raw_bytes} raw bytes "
+            "is expected"
         )
+    return restore_verified(header, stored, target)
+
+
+def restore_verified(header: Header, stored: memoryview, target: memoryview) -> Header:
+    """Decode a payload whose stored bytes are verified, and write the sealed object into ``target``.
+
+    Args:
+        header: the object's header, with the key for the sealed object.
+        stored: the whole object. Its header is not read. Without a codec its payload may be in ``target`` already.
+        target: writable, of exactly the size of the sealed object.
+
+    Raises:
+        ObjectFormatError: ``stored`` does not decode to the original bytes.
+    """
+    key, raw_bytes = header.key, len(target) - HEADER_BYTES
     payload = target[HEADER_BYTES:]
     try:
-        codecs.decode(header.codec, stored[HEADER_BYTES:], payload)
+        if header.codec is not Codec.NONE:
+            codecs.decode(header.codec, stored[HEADER_BYTES:], payload)
     except ObjectFormatError as error:
         raise ObjectFormatError(f"{key}: codec {header.codec}: {error}") from error
     if checksum(payload) != header.raw_checksum:
@@ -79,20 +96,39 @@ def restore(stored: memoryview, target: memoryview, key: ObjectKey) -> Header:
 def verify_any(stored: memoryview, key: ObjectKey) -> Header:
     """Check every byte of an object of any codec, decoded bytes included, with memory for a few blocks.
 
+    The payload of an encrypted object is not decoded: only its stored bytes are checked.
+
     Raises:
         ObjectFormatError: the message names the first difference.
     """
     header = verify_stored(stored, key)
+    if header.encryption is not None:
+        return header
     if header.codec is Codec.NONE:
         if header.raw_checksum != header.stored_checksum:
             raise ObjectFormatError(f"{key}: codec 0, but the raw checksum differs from the stored checksum")
         return header
+    check_decoded(header, stored)
+    return header
+
+
+def check_decoded(header: Header, stored: memoryview) -> None:
+    """Check the raw checksum of a payload, with memory for a few blocks.
+
+    Args:
+        stored: the whole object. Its header is not read.
+
+    Raises:
+        ObjectFormatError: the payload does not decode to the bytes of the raw checksum.
+    """
+    key, payload = header.key, stored[HEADER_BYTES:]
     digest = xxhash.xxh3_128()
     try:
-        for block in codecs.decoded_blocks(header.codec, stored[HEADER_BYTES:], header.raw_bytes):
+        for block in (
+            [payload] if header.codec is Codec.NONE else codecs.decoded_blocks(header.codec, payload, header.raw_bytes)
+        ):
             digest.update(block)
     except ObjectFormatError as error:
         raise ObjectFormatError(f"{key}: codec {header.codec}: {error}") from error
     if digest.digest() != header.raw_checksum:
         raise ObjectFormatError(f"{key}: codec {header.codec}: the raw checksum does not match the decoded bytes")
-    return header

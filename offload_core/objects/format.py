@@ -1,10 +1,11 @@
-"""The stored object: its header, its checksums and its verification (format version 2).
+"""The stored object: its header, its checksums and its verification (format version 2; 3 if it is encrypted).
 
 An object is one header of 4096 bytes followed by one payload. ``docs/object-format.md`` defines every byte, and the
 duties of readers and writers.
 
 :class:`offload_core.memory.payload_layout.PackLayout` describes the raw bytes of a payload. The codecs are in
-:mod:`offload_core.objects.codecs`, and :mod:`offload_core.objects.compression` compresses and restores whole objects.
+:mod:`offload_core.objects.codecs`. :mod:`offload_core.objects.compression` compresses and restores whole objects, and
+:mod:`offload_core.objects.encryption` encrypts and decrypts them.
 """
 
 from __future__ import annotations
@@ -20,10 +21,19 @@ from offload_core.api.keys import ObjectKey
 
 MAGIC = b"OFFLCORE"
 FORMAT_VERSION = 2
+"""Version of objects without encryption, and part of every fingerprint."""
+ENCRYPTED_VERSION = 3
+"""Version of encrypted objects. Their names differ from those of other objects, so no fingerprint includes it."""
 HEADER_BYTES = 4096
+CHECKSUM_BYTES = 16
+LONGEST_KEY_ID = 16
 
 _FIELDS = struct.Struct("<8sHBBB3x32s64s64sQQ16s16s")
-_HEADER_CHECKSUM_OFFSET = HEADER_BYTES - 16
+_ENCRYPTION_FIELDS = struct.Struct("<BB6x16s16s32s16s")
+_AES_256_GCM = 1
+_STORED_CHECKSUM_OFFSET = _FIELDS.size - 2 * CHECKSUM_BYTES
+_TAG_OFFSET = _FIELDS.size + _ENCRYPTION_FIELDS.size - CHECKSUM_BYTES
+_HEADER_CHECKSUM_OFFSET = HEADER_BYTES - CHECKSUM_BYTES
 
 
 class Codec(enum.IntEnum):
@@ -37,6 +47,44 @@ class Codec(enum.IntEnum):
 _CODECS = frozenset(Codec)
 
 
+def name_suffix(key_id: str) -> str:
+    """Return the end of the pack names of all objects that are encrypted with a key.
+
+    So objects of other keys and objects without encryption have other names, and none hides another.
+    """
+    return f"-aes-{key_id}"
+
+
+class WrongKeyError(Exception):
+    """The object is encrypted with a key that the reader does not have.
+
+    Args:
+        key_id: the id of that key.
+    """
+
+    def __init__(self, key_id: str) -> None:
+        super().__init__(f"the object is encrypted with another key, of the id {key_id!r}")
+        self.key_id = key_id
+
+
+class Encryption(NamedTuple):
+    """The fields that only an encrypted object's header has."""
+
+    key_id: str
+    """The operator's name of the key: 1 to 16 ASCII characters."""
+    key_check: bytes
+    """16 bytes derived from the key. They tell another key of the same id from a forged object."""
+    salt: bytes
+    """32 random bytes, from which the object's own key is derived."""
+    tag: bytes
+    """Authentication tag of AES-256-GCM: 16 bytes."""
+
+    @property
+    def name_suffix(self) -> str:
+        """The end of the pack name that the object must have."""
+        return name_suffix(self.key_id)
+
+
 class Header(NamedTuple):
     """The content of an object's header."""
 
@@ -47,7 +95,8 @@ class Header(NamedTuple):
     stored_checksum: bytes
     """XXH3-128 digest of the payload in the object."""
     raw_checksum: bytes
-    """XXH3-128 digest of the payload before the codec."""
+    """XXH3-128 digest of the payload before the codec. In an encrypted object it is encrypted as well."""
+    encryption: Encryption | None = None
 
 
 def object_bytes(payload_bytes: int) -> int:
@@ -94,11 +143,12 @@ def write_header(view: memoryview, header: Header) -> None:
             f"{len(pack)}; both must have 1 to 64"
         )
     packed = bytearray(HEADER_BYTES)
+    encryption = header.encryption
     _FIELDS.pack_into(
         packed,
         0,
         MAGIC,
-        FORMAT_VERSION,
+        FORMAT_VERSION if encryption is None else ENCRYPTED_VERSION,
         header.codec,
         len(key.chunk_hash),
         len(pack),
@@ -110,8 +160,22 @@ def write_header(view: memoryview, header: Header) -> None:
         header.stored_checksum,
         header.raw_checksum,
     )
+    if encryption is not None:
+        key_id = encryption.key_id.encode("ascii")
+        _ENCRYPTION_FIELDS.pack_into(packed, _FIELDS.size, _AES_256_GCM, len(key_id), key_id, *encryption[1:])
     packed[_HEADER_CHECKSUM_OFFSET:] = xxhash.xxh3_128_digest(packed[:_HEADER_CHECKSUM_OFFSET])
     view[:HEADER_BYTES] = packed
+
+
+def authenticated_bytes(view: memoryview) -> bytes:
+    """Return the header's bytes that the encryption authenticates: all but those that follow from the encryption.
+
+    The stored checksum and the tag count as zeros, and the header's checksum is left out.
+    """
+    header = bytearray(view[:_HEADER_CHECKSUM_OFFSET])
+    for offset in (_STORED_CHECKSUM_OFFSET, _TAG_OFFSET):
+        header[offset : offset + CHECKSUM_BYTES] = bytes(CHECKSUM_BYTES)
+    return bytes(header)
 
 
 def read_header(view: memoryview, key: ObjectKey) -> Header:
@@ -129,13 +193,12 @@ def read_header(view: memoryview, key: ObjectKey) -> Header:
     header = view[:HEADER_BYTES]
     if xxhash.xxh3_128_digest(header[:_HEADER_CHECKSUM_OFFSET]) != bytes(header[_HEADER_CHECKSUM_OFFSET:]):
         raise ObjectFormatError(f"{key}: the header's checksum does not match its bytes")
-    magic, version, codec, hash_length, pack_length, namespace, chunk_hash, pack, raw, stored, *checksums = (
-        _FIELDS.unpack_from(header)
-    )
-    if magic != MAGIC or version != FORMAT_VERSION or codec not in _CODECS:
+    *fields, stored_checksum, raw_checksum = _FIELDS.unpack_from(header)
+    magic, version, codec, hash_length, pack_length, namespace, chunk_hash, pack, raw, stored = fields
+    if magic != MAGIC or version not in (FORMAT_VERSION, ENCRYPTED_VERSION) or codec not in _CODECS:
         raise ObjectFormatError(
-            f"{key}: magic {magic!r}, version {version}, codec {codec}; "
-            f"this reader accepts {MAGIC!r}, version {FORMAT_VERSION}, codec {min(Codec)} to {max(Codec)}"
+            f"{key}: magic {magic!r}, version {version}, codec {codec}; this reader accepts {MAGIC!r}, "
+            f"version {FORMAT_VERSION} or {ENCRYPTED_VERSION}, codec {min(Codec)} to {max(Codec)}"
         )
     found = ObjectKey(namespace.hex(), pack[:pack_length].decode("ascii", "replace"), chunk_hash[:hash_length])
     if found != key:
@@ -146,7 +209,21 @@ def read_header(view: memoryview, key: ObjectKey) -> Header:
             f"{key}: payload of {payload_bytes} bytes, but the header says {stored} stored and {raw} raw"
             + (f" (codec {codec})" if codec else "")
         )
-    return Header(key, Codec(codec), raw, stored, *checksums)
+    encryption = _read_encryption(header, key) if version == ENCRYPTED_VERSION else None
+    return Header(key, Codec(codec), raw, stored, stored_checksum, raw_checksum, encryption)
+
+
+def _read_encryption(header: memoryview, key: ObjectKey) -> Encryption:
+    cipher, id_length, key_id, *others = _ENCRYPTION_FIELDS.unpack_from(header, _FIELDS.size)
+    if cipher != _AES_256_GCM or not 1 <= id_length <= LONGEST_KEY_ID:
+        raise ObjectFormatError(
+            f"{key}: cipher {cipher}, key id of {id_length} bytes; this reader accepts cipher {_AES_256_GCM}, "
+            f"key ids of 1 to {LONGEST_KEY_ID} bytes"
+        )
+    encryption = Encryption(key_id[:id_length].decode("ascii", "replace"), *others)
+    if not key.pack.endswith(encryption.name_suffix):
+        raise ObjectFormatError(f"{key}: encrypted with the key {encryption.key_id!r}, so another object's name")
+    return encryption
 
 
 def verify_stored(view: memoryview, key: ObjectKey, payload_checksum: bytes | None = None) -> Header:
@@ -171,9 +248,11 @@ def verify(view: memoryview, key: ObjectKey, payload_checksum: bytes | None = No
         payload_checksum: see :func:`verify_stored`.
 
     Raises:
-        ObjectFormatError: see :func:`verify_stored`; or the object is compressed.
+        ObjectFormatError: see :func:`verify_stored`; or the object is encrypted or compressed.
     """
     header = verify_stored(view, key, payload_checksum)
+    if header.encryption is not None:
+        raise ObjectFormatError(f"{key}: an encrypted object, in place of one without encryption")
     if header.codec is not Codec.NONE or header.raw_checksum != header.stored_checksum:
         raise ObjectFormatError(f"{key}: codec {header.codec}, or a wrong raw checksum, in place of uncompressed bytes")
     return header

@@ -1,1 +1,1 @@
-"""One backend in service: its calls, accounting, health, circuit breaker and compression."""
+"""One backend in service: its calls, accounting, health, circuit breaker, compression and encryption."""

@@ -102,7 +102,7 @@ class TierAccounting:
         if self._compresses:
             self._add("store_raw_bytes", sum(staged.lease.nbytes for staged, _ in stored))
             self._add("store_uncompressed", sum(not end.compressed for _, end in stored))
-            self._add("store_dropped", outcomes.count(None))
+        self._add("store_dropped", outcomes.count(None))
         self._add("stores", len(stored))
         self._add("store_bytes", nbytes)
         self._add("store_already_present", present)

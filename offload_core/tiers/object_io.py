@@ -1,4 +1,4 @@
-"""A tier's data path: reserve, compress or decompress, move and verify a batch of objects.
+"""A tier's data path: reserve, encode or decode, move and verify a batch of objects.
 
 Every answer of the backend is checked against clause C2 of the contract, one result per key.
 """
@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -65,6 +66,7 @@ class ObjectIO:
         self._tier = tier
         self._backend = backend
         self._codec = codec
+        self._names = codec.names
         self._limits = limits
         self._shared = backend.capabilities.shared
         self._sizes = backend.capabilities.sizes
@@ -74,7 +76,19 @@ class ObjectIO:
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Return, per key, whether the object is there."""
-        return list(map(bool, self._one_per_key(keys, await answer(self._backend.contains(keys)), "contains")))
+        return [form is not None for form in await self._forms_of(keys)]
+
+    async def _forms_of(self, keys: Sequence[ObjectKey]) -> list[int | None]:
+        """Return, per key, the form of :class:`StoredNames` in which the object is there; ``None`` if it is absent."""
+        found: list[int | None] = [None] * len(keys)
+        for form in self._names.forms:
+            absent = [index for index, place in enumerate(found) if place is None]
+            if absent:
+                names = self._names.of([keys[index] for index in absent], form)
+                there = self._one_per_key(names, await answer(self._backend.contains(names)), "contains")
+                for index, is_there in zip(absent, there, strict=True):
+                    found[index] = form if is_there else None
+        return found
 
     async def load(self, objects: Sequence[StagedObject], staging: TierShare | None) -> LoadEnd:
         """Load and verify objects.
@@ -96,10 +110,8 @@ class ObjectIO:
         second_damage: dict[ObjectKey, Damage] = {}
         in_time = seconds < self._limits.load_seconds(sum(one.lease.nbytes for one in objects)) * _SHARE_OF_FIRST_READ
         if in_time:
-            for staged in again:
-                np.frombuffer(staged.lease.view, np.uint8).fill(
-                    0
-                )  # a read that brings too little differs from the first
+            for lease in (lease for staged in again for lease in (staged.lease, staged.scratch) if lease is not None):
+                np.frombuffer(lease.view, np.uint8).fill(0)  # a read that brings too little differs from the first
             second, more_bytes = await self._load_once(again, staging, second_damage)
             nbytes += more_bytes
         else:
@@ -138,85 +150,132 @@ class ObjectIO:
         Returns:
             One outcome per object, and the bytes of the hits as the medium has them.
         """
-        if not self._loads_in_one_call or self._codec.compresses:  # compressed objects have sizes of their own
-            return await self._load_in_steps(objects, staging, damage)
-        outcomes, other_sizes = await self._load_in_one_call(objects, damage)
-        nbytes = sum(one.lease.nbytes for one, got in zip(objects, outcomes, strict=True) if got is LoadOutcome.HIT)
-        if other_sizes:  # damaged, or compressed under another configuration
-            again, more_bytes = await self._load_in_steps([objects[index] for index in other_sizes], staging, damage)
-            _put(outcomes, other_sizes, again)
-            nbytes += more_bytes
+        outcomes, nbytes = [LoadOutcome.MISS] * len(objects), 0
+        for form in self._names.forms:
+            missing = [index for index, outcome in enumerate(outcomes) if outcome is LoadOutcome.MISS]
+            if missing:
+                wanted = [objects[index] for index in missing]
+                names = self._names.of([staged.key for staged in wanted], form)
+                found, more_bytes = await self._load(wanted, names, staging, damage)
+                _put(outcomes, missing, found)
+                nbytes += more_bytes
         return outcomes, nbytes
 
+    async def _load(
+        self,
+        objects: Sequence[StagedObject],
+        names: Sequence[ObjectKey],
+        staging: TierShare | None,
+        damage: dict[ObjectKey, Damage],
+    ) -> tuple[list[LoadOutcome], int]:
+        """Load and verify objects under these names."""
+        scratch: list[Lease] = []
+        try:
+            if not self._loads_in_one_call or self._codec.compresses:  # compressed objects have sizes of their own
+                return await self._load_in_steps(objects, names, staging, scratch, damage)
+            outcomes, nbytes, other_sizes = await self._load_in_one_call(objects, names, staging, scratch, damage)
+            if other_sizes:  # damaged, or compressed under another configuration
+                others = [objects[index] for index in other_sizes], [names[index] for index in other_sizes]
+                again, more_bytes = await self._load_in_steps(*others, staging, scratch, damage)
+                _put(outcomes, other_sizes, again)
+                nbytes += more_bytes
+            return outcomes, nbytes
+        finally:
+            for lease in scratch:
+                lease.release()
+
     async def _load_in_one_call(
-        self, objects: Sequence[StagedObject], damage: dict[ObjectKey, Damage]
-    ) -> tuple[list[LoadOutcome], list[int]]:
+        self,
+        objects: Sequence[StagedObject],
+        names: Sequence[ObjectKey],
+        staging: TierShare | None,
+        scratch: list[Lease],
+        damage: dict[ObjectKey, Damage],
+    ) -> tuple[list[LoadOutcome], int, list[int]]:
         """Load objects that are not compressed; the backend's threads check their parts as they arrive.
 
         An object whose check has not passed is verified afterwards: the backend may not have told of all its parts.
 
         Returns:
-            One outcome per object, and the places of the objects that did not fit their buffers.
+            One outcome per object, the bytes of the hits, and the places of the objects that did not fit their buffers.
         """
-        keys = [staged.key for staged in objects]
-        views = [staged.lease.view for staged in objects]
-        checks = [ArrivingObject(view, key) for view, key in zip(views, keys, strict=True)]
-        results = await self._backend.load_and_check(keys, views, checks)
-        outcomes = self._one_per_key(keys, results, "load_and_check")
+        targets = [
+            self._codec.load_target(staged, name, staged.lease.nbytes, staging, scratch, damage)
+            for staged, name in zip(objects, names, strict=True)
+        ]
+        forms = [target for target in targets if isinstance(target, StoredForm)]
+        form_names = [form.name for form in forms]
+        encrypted = self._codec.encrypts
+        checks = [ArrivingObject(form.view, form.name, encrypted=encrypted) for form in forms]
+        results = await self._backend.load_and_check(form_names, [form.view for form in forms], checks)
+        loaded = iter(self._one_per_key(form_names, results, "load_and_check"))
+        outcomes = [next(loaded) if isinstance(target, StoredForm) else target for target in targets]
         other_sizes = [index for index, outcome in enumerate(outcomes) if outcome is LoadOutcome.CORRUPT]
-        hits = zip(outcomes, checks, strict=True)
-        left = [index for index, (got, check) in enumerate(hits) if got is LoadOutcome.HIT and not check.passed]
+        places = [index for index, target in enumerate(targets) if isinstance(target, StoredForm)]
+        left = [
+            (index, replace(form, checked=check.passed))
+            for index, form, check in zip(places, forms, checks, strict=True)
+            if outcomes[index] is LoadOutcome.HIT and (encrypted or not check.passed)
+        ]
         if left:
-            forms = [StoredForm(objects[index], views[index]) for index in left]
-            _put(outcomes, left, await self._codec.verify(forms, [LoadOutcome.HIT] * len(left), self._backend, damage))
-        return outcomes, other_sizes
+            left_forms = [form for _, form in left]
+            decoded = await self._codec.decode(left_forms, [LoadOutcome.HIT] * len(left), self._backend, damage)
+            _put(outcomes, [index for index, _ in left], decoded)
+        nbytes = sum(one.lease.nbytes for one, got in zip(objects, outcomes, strict=True) if got is LoadOutcome.HIT)
+        return outcomes, nbytes, other_sizes
 
     async def _load_in_steps(
-        self, objects: Sequence[StagedObject], staging: TierShare | None, damage: dict[ObjectKey, Damage]
+        self,
+        objects: Sequence[StagedObject],
+        names: Sequence[ObjectKey],
+        staging: TierShare | None,
+        scratch: list[Lease],
+        damage: dict[ObjectKey, Damage],
     ) -> tuple[list[LoadOutcome], int]:
         """Load and verify objects of any form: ask for their sizes, load, and verify them afterwards."""
-        keys = [staged.key for staged in objects]
-        reservation = await self._backend.prepare_load(keys)
-        scratch: list[Lease] = []
+        reservation = await self._backend.prepare_load(names)
         try:
-            present = self._one_per_key(keys, reservation.present, "prepare_load")
-            reported_sizes = reservation.nbytes if self._sizes else (None,) * len(keys)
-            sizes = self._one_per_key(keys, reported_sizes, "prepare_load (nbytes)")
+            present = self._one_per_key(names, reservation.present, "prepare_load")
+            reported_sizes = reservation.nbytes if self._sizes else (None,) * len(names)
+            sizes = self._one_per_key(names, reported_sizes, "prepare_load (nbytes)")
             targets = [
-                self._codec.load_target(staged, size, staging, scratch, damage) if there else LoadOutcome.MISS
-                for staged, there, size in zip(objects, present, sizes, strict=True)
+                self._codec.load_target(staged, name, size, staging, scratch, damage) if there else LoadOutcome.MISS
+                for staged, name, there, size in zip(objects, names, present, sizes, strict=True)
             ]
             wanted = [target for target in targets if isinstance(target, StoredForm)]
-            verified: list[LoadOutcome] = []
+            decoded: list[LoadOutcome] = []
             if wanted:
-                wanted_keys = [form.staged.key for form in wanted]
-                results = await self._backend.load_into(wanted_keys, [form.view for form in wanted])
-                loaded = self._one_per_key(wanted_keys, results, "load_into")
-                verified = await self._codec.verify(wanted, loaded, self._backend, damage)
-            nbytes = sum(len(form.view) for form, got in zip(wanted, verified, strict=True) if got is LoadOutcome.HIT)
-            outcomes = iter(verified)
+                wanted_names = [form.name for form in wanted]
+                results = await self._backend.load_into(wanted_names, [form.view for form in wanted])
+                loaded = self._one_per_key(wanted_names, results, "load_into")
+                decoded = await self._codec.decode(wanted, loaded, self._backend, damage)
+            nbytes = sum(len(form.view) for form, got in zip(wanted, decoded, strict=True) if got is LoadOutcome.HIT)
+            outcomes = iter(decoded)
             return [next(outcomes) if isinstance(target, StoredForm) else target for target in targets], nbytes
         finally:
-            for lease in scratch:
-                lease.release()
             await reservation.release()
 
-    async def compress(
+    async def encode(
         self, objects: Sequence[StagedObject], staging: TierShare | None, scratch: list[Lease]
     ) -> list[StoredForm | None]:
-        """Return the form in which each object is to be stored; objects on the medium are not compressed again.
+        """Return the form in which each object is to be stored; objects on the medium are not encoded again.
 
         Args:
-            scratch: gets the leases of compressed objects, for the caller to release, also when this raises.
+            scratch: gets the leases of encoded objects, for the caller to release, also when this raises.
         """
-        uncompressed: list[StoredForm | None] = [StoredForm(staged, staged.lease.view) for staged in objects]
-        if not self._codec.compresses:
-            return uncompressed
-        keys = [staged.key for staged in objects]
-        there = self._one_per_key(keys, await self._backend.contains(keys), "contains")
-        absent = [staged for staged, present in zip(objects, there, strict=True) if not present]
-        forms = iter(await self._codec.compress(absent, self._backend, staging, scratch))
-        return [form if present else next(forms) for form, present in zip(uncompressed, there, strict=True)]
+        if not (self._codec.compresses or self._codec.encrypts):
+            return [StoredForm(staged, staged.key, staged.lease.view) for staged in objects]
+        found = await self._forms_of([staged.key for staged in objects])
+        absent = [staged for staged, place in zip(objects, found, strict=True) if place is None]
+        encoded = iter(await self._codec.encode(absent, self._backend, staging, scratch))
+        forms: list[StoredForm | None] = []
+        for staged, place in zip(objects, found, strict=True):
+            if place is None:
+                forms.append(next(encoded))
+            else:  # if it vanishes meanwhile, a tier that encrypts must not store it as it is
+                (name,) = self._names.of([staged.key], place)
+                forms.append(StoredForm(staged, name, staged.lease.view, present=self._codec.encrypts))
+        return forms
 
     async def store(self, forms: Sequence[StoredForm | None]) -> list[StoreOutcome | None]:
         """Store objects; the outcome of an object without a form is ``None``."""
@@ -224,22 +283,27 @@ class ObjectIO:
         return [None if form is None else next(outcomes) for form in forms]
 
     async def _store(self, objects: Sequence[StoredForm]) -> list[StoreOutcome]:
-        keys = [form.staged.key for form in objects]
+        names = [form.name for form in objects]
         sizes = [len(form.view) for form in objects]
         spare = [form.staged.spare for form in objects] if self._spares else []
         if any(spare):
-            reservation = await self._backend.prepare_store(keys, sizes, spare)
+            reservation = await self._backend.prepare_store(names, sizes, spare)
         else:
-            reservation = await self._backend.prepare_store(keys, sizes)
+            reservation = await self._backend.prepare_store(names, sizes)
         try:
-            self._on_eviction(reservation.evicted)
-            prepared = self._one_per_key(keys, reservation.outcomes, "prepare_store")
+            self._on_eviction(self._names.keys_of(reservation.evicted))
+            prepared = [
+                StoreOutcome.ALREADY_PRESENT if form.present else outcome
+                for form, outcome in zip(
+                    objects, self._one_per_key(names, reservation.outcomes, "prepare_store"), strict=True
+                )
+            ]
             wanted = [form for form, outcome in zip(objects, prepared, strict=True) if outcome is None]
             if not wanted:
                 return [outcome for outcome in prepared if outcome is not None]
-            wanted_keys = [form.staged.key for form in wanted]
+            wanted_names = [form.name for form in wanted]
             buffers = [form.view.toreadonly() for form in wanted]
-            stored = iter(self._one_per_key(wanted_keys, await self._backend.store(wanted_keys, buffers), "store"))
+            stored = iter(self._one_per_key(wanted_names, await self._backend.store(wanted_names, buffers), "store"))
             return [next(stored) if outcome is None else outcome for outcome in prepared]
         finally:
             await reservation.release()

@@ -20,7 +20,7 @@ class StagedObject:
     key: ObjectKey
     lease: Lease
     scratch: Lease | None = None
-    """Second lease of a load from a tier that compresses, as large as ``lease``, for the stored bytes."""
+    """Second lease of a load from a tier that compresses or encrypts, as large as ``lease``, for the stored bytes."""
     spare: bool = False
     """For a store, whether it may use free capacity only. A tier without a limit stores it as any other object."""
     unsealed: bool = False
@@ -39,8 +39,18 @@ def seal_all(objects: Iterable[StagedObject]) -> None:
 
 @dataclass(frozen=True)
 class StoredForm:
-    """An object and its bytes as the medium has them: those of its lease, or compressed ones in scratch memory."""
+    """An object and its bytes as the medium has them: those of its lease, or encoded ones in scratch memory.
+
+    Args:
+        name: the object's name on the medium.
+        view: the bytes. Those of an object that is only ``present`` are not stored.
+        compressed: they are compressed.
+        checked: the stored checksum of loaded bytes is verified already.
+    """
 
     staged: StagedObject
+    name: ObjectKey
     view: memoryview
     compressed: bool = False
+    present: bool = False
+    checked: bool = False

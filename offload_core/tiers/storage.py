@@ -40,7 +40,7 @@ class StoreEnd(NamedTuple):
     """The end of one object's store.
 
     Args:
-        outcome: ``None`` if there was no staging memory for its compressed bytes.
+        outcome: ``None`` if there was no staging memory for its compressed or encrypted bytes.
         nbytes: number of bytes that the medium has, or was offered.
         compressed: whether these bytes are compressed.
     """
@@ -225,7 +225,7 @@ class LocalStorage:
         changes: StorageEvents,
         backend: TierBackend | None = None,
     ) -> None:
-        self.codec = TierCodec(config.common)
+        self.codec = TierCodec(config)
         self._shared = backend or TierBackend(config, limits, plugins, changes.stuck_threads_changed)
         self._shared.add_user()
         self.backend: Backend[Any] = self._shared.backend
@@ -280,7 +280,7 @@ class LocalStorage:
         self._shared.call_begins()
         scratch: list[Lease] = []
         try:
-            forms = await self._objects.compress(objects, staging, scratch)
+            forms = await self._objects.encode(objects, staging, scratch)
             outcomes = await self._objects.store(forms)
         finally:
             for lease in scratch:
@@ -293,11 +293,12 @@ class LocalStorage:
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """Remove objects."""
         self._shared.call_begins()
-        await self.backend.delete(keys)
+        await self.backend.delete(self.codec.names.all_of(keys))
 
     async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
         """Set the order of eviction; see :meth:`Backend.touch`."""
-        await self.backend.touch(keys, spare)
+        names = self.codec.names
+        await self.backend.touch(names.all_of(keys), list(spare) * len(names.forms))
 
     def _start(self, call: Coroutine[Any, Any, T], on_end: Callable[[T | Exception], None]) -> None:
         async def run() -> None:

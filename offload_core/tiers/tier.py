@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from offload_core.api.backend import Backend, LoadOutcome, StoreOutcome
 from offload_core.api.cancellation import to_the_end
-from offload_core.api.errors import ConfigError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
 from offload_core.config.model import TierConfig
@@ -22,6 +21,7 @@ from offload_core.runtime.metrics import Counters
 from offload_core.tiers.accounting import TierAccounting
 from offload_core.tiers.changes import TierChange, TierChanges
 from offload_core.tiers.circuit_breaker import Call
+from offload_core.tiers.compression import check_sizes
 from offload_core.tiers.health import TierHealth
 from offload_core.tiers.object_io import LoadEnd, answer
 from offload_core.tiers.prober import Prober
@@ -78,10 +78,10 @@ class Tier:
         self.load_weight = config.common.load_weight
         self.limits = limits.overridden_by(config.common)
         """The limits in force for this tier."""
-        self.compresses = config.common.compression != "none"
+        self.encodes = config.common.encodes
         """True if :meth:`load` needs a second lease per object."""
         self.observers = observers
-        self._accounting = TierAccounting(self.name, counters, self.compresses, observers)
+        self._accounting = TierAccounting(self.name, counters, self.config.compression != "none", observers)
         self.health = TierHealth(self.name, self.limits, counters, observers, clock)
         """Failures and availability. Callers that watch a deadline report its timeouts here."""
         self._prober = Prober(self.health, self._probe, self.limits.breaker_max_pause_seconds)
@@ -123,14 +123,7 @@ class Tier:
             ConfigError: compression is configured, and the backend does not support it.
             OSError: the medium cannot be used.
         """
-        if self.compresses and not self.capabilities.sizes:
-            raise ConfigError(
-                [
-                    f"compression: tier {self.name!r} cannot compress, since its backend does not say how large stored "
-                    "objects are (capability sizes, clause C19); set compression to none, or use another backend type"
-                ],
-                "backends",
-            )
+        check_sizes(self.config, self.capabilities)
         self._loop = asyncio.get_running_loop()
         self._prober.attach()
         started = time.monotonic()

@@ -36,7 +36,7 @@ def max_call_bytes(bytes_of_calls: int, calls: int, leases_per_object: int = 1, 
     Args:
         bytes_of_calls: bytes that all calls together may hold.
         calls: number of calls that may hold memory at once.
-        leases_per_object: 2 for a tier that compresses, else 1.
+        leases_per_object: 2 for a tier that encodes, else 1.
         batches: maximum number of batches in a call.
     """
     largest = leases_per_object * batches * (CALL_BYTES // CALL_BATCHES)
@@ -74,7 +74,7 @@ def store_size_of(tier: Tier, share_bytes: int) -> CallSize:
 
 def _call_size(tier: Tier, bytes_of_calls: int, calls: int) -> CallSize:
     most = MESSAGE_BATCHES if _takes_messages(tier) else CALL_BATCHES if tier.capabilities.medium == "remote" else 1
-    return CallSize(most, max_call_bytes(bytes_of_calls, calls, 1 + tier.compresses, most) if most > 1 else 0)
+    return CallSize(most, max_call_bytes(bytes_of_calls, calls, 1 + tier.encodes, most) if most > 1 else 0)
 
 
 def _takes_messages(tier: Tier) -> bool:

@@ -61,7 +61,7 @@ class TransferEngine:
         self._touched_tiers = [tier for tier in tiers if tier.capabilities.spares]
         self.jobs = JobTable(counters)
         """All loads and stores under way."""
-        uses = staging_uses((tier.config.staging_share, tier.compresses) for tier in tiers)
+        uses = staging_uses((tier.config.staging_share, tier.encodes) for tier in tiers)
         self._shares = share_out(
             staging,
             {tier.name: use for tier, use in zip(tiers, uses, strict=True)},

@@ -82,7 +82,7 @@ class Stores:
                 tier,
                 shares[tier.name],
                 call_size=store_size_of(
-                    tier, min(shares[tier.name].stores.limit_bytes, (1 + tier.compresses) * gather_limit_bytes)
+                    tier, min(shares[tier.name].stores.limit_bytes, (1 + tier.encodes) * gather_limit_bytes)
                 ),
                 jobs=jobs,
                 counters=counters,

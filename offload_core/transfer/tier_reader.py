@@ -162,7 +162,7 @@ class TierReader:
     def _lease_sizes(self, batches: Sequence[_Batch]) -> list[int]:
         """Return the sizes in bytes of the leases for some batches: the objects', then those for compressed bytes."""
         sizes = [object_bytes(self._layouts[item.key.pack].payload_bytes) for item in chain.from_iterable(batches)]
-        return sizes * (1 + self._tier.compresses)
+        return sizes * (1 + self._tier.encodes)
 
     def _new_call(self, load: _Waiting, count: int, leases: Sequence[Lease]) -> _Call:
         batches = [load.batches.popleft() for _ in range(count)]

@@ -48,6 +48,10 @@ RUN_BY = {
         '{"format"': "test_the_lines_in_the_document_are_a_trace",
     },
     "docs/io-process.md": {"# offload.yaml": "test_configurations_of_the_documents_are_valid"},
+    "docs/security.md": {
+        "# offload.yaml": "test_configurations_of_the_documents_are_valid",
+        "$ export": "test_the_command_of_the_document_makes_a_key",
+    },
     "docs/tiers.md": {"# offload.yaml": "test_configurations_of_the_documents_are_valid"},
     "plugins.md": {
         "from collections.abc import Sequence\n\nfrom pydantic": "test_plugin_example_works_as_shown",

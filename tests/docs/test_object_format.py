@@ -9,12 +9,16 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import xxhash
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from offload_core.api import ObjectFormatError
 from offload_core.config.model import CODECS
 from offload_core.objects.compression import SMALLEST_GAIN, restore, verify_any
+from offload_core.objects.encryption import EncryptionKey, KeyRing
 from offload_core.objects.fingerprint import fingerprint
-from offload_core.objects.format import FORMAT_VERSION, HEADER_BYTES, MAGIC, Codec
+from offload_core.objects.format import ENCRYPTED_VERSION, FORMAT_VERSION, HEADER_BYTES, MAGIC, Codec
 from tests.golden.masks import DATA
 from tests.golden.objects import KEY, NAMESPACE, PAYLOAD, golden_object
 from tests.golden.subject import sealed
@@ -195,6 +199,63 @@ def test_the_path_is_that_of_the_media() -> None:
 
 def test_every_version_has_a_row_and_a_golden_file() -> None:
     versions = [int(version) for version, *_ in rows("version", "difference", "a version 2 reader")]
-    assert versions == list(range(1, FORMAT_VERSION + 1))
+    assert versions == list(range(1, ENCRYPTED_VERSION + 1))
     for version in versions:
         assert accepted(golden_object("none", version).read_bytes()) is (version == FORMAT_VERSION)
+
+
+# Encryption, by an own reader of it
+
+ENCRYPTED_NAME = KEY._replace(pack="full-u256-aes-golden")
+SECRET = bytes(range(32))
+ENCRYPTED_FIELDS = {
+    f"{field} at {offset}": (int(offset), int(size), field)
+    for offset, size, field, _ in rows("offset", "bytes", "field in version 3", "value")
+}
+
+
+def derived(length: int, salt: bytes | None, info: bytes) -> bytes:
+    return HKDF(SHA256(), length, salt, info).derive(SECRET)
+
+
+def decrypted(whole: bytes) -> bytes:
+    """Return the raw payload of an uncompressed encrypted object, as the document says."""
+    found = {field: whole[at : at + size] for at, size, field in ENCRYPTED_FIELDS.values()}
+    assert whole[8:10] == b"\3\0"
+    assert (found["cipher"], found["length of the key id"]) == (b"\1", b"\6")
+    assert found["key id"] == b"golden".ljust(16, b"\0")
+    assert found["key check"] == derived(16, None, b"OFFLCORE key check")
+    assert whole[112:176] == ENCRYPTED_NAME.pack.encode().ljust(64, b"\0")
+    secrets = derived(60, found["salt"], b"OFFLCORE object version 3")
+    associated = bytearray(whole[:4080])
+    associated[192:208] = associated[296:312] = bytes(16)
+    raw = AESGCM(secrets[:32]).decrypt(secrets[32:44], whole[4096:] + found["tag"], bytes(associated))
+    assert bytes(a ^ b for a, b in zip(whole[208:224], secrets[44:], strict=True)) == digest(raw)
+    assert whole[192:208] == digest(whole[4096:])
+    return raw
+
+
+def test_the_fields_of_an_encrypted_object_fill_the_reserved_bytes() -> None:
+    end = place_of("raw checksum") + 16
+    for offset, size, _ in ENCRYPTED_FIELDS.values():
+        assert offset == end
+        end = offset + size
+    assert end == place_of("header checksum")
+
+
+def test_an_encrypted_object_is_what_the_document_says() -> None:
+    source = memoryview(bytearray(sealed(KEY, PAYLOAD)))
+    target = memoryview(bytearray(len(source)))
+    ring = KeyRing((EncryptionKey("golden", SECRET),))
+    ring.encrypt(verify_any(source, KEY), ENCRYPTED_NAME, source, target)
+    assert decrypted(bytes(target)) == PAYLOAD
+    assert f"`{ENCRYPTED_NAME.pack.replace('golden', '2026-11')}`" in DOCUMENT
+
+
+def test_the_golden_encrypted_object_is_read() -> None:
+    whole = golden_object("none", ENCRYPTED_VERSION).read_bytes()
+    assert decrypted(whole) == PAYLOAD
+    stored, target = memoryview(bytearray(whole)), memoryview(bytearray(len(whole)))
+    header = verify_any(stored, ENCRYPTED_NAME)
+    KeyRing((EncryptionKey("golden", SECRET),)).decrypt(header, stored, target, KEY)
+    assert bytes(target) == sealed(KEY, PAYLOAD)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 from offload_core.api import Bytes, Seconds
 from offload_core.cli import app
 from offload_core.cli.application import main
+from offload_core.config.encryption_keys import FIELD, parse_keys
 from offload_core.config.file import read_keys
 from offload_core.config.json_schema import config_schema
 from offload_core.config.loading import load_config
@@ -48,11 +50,23 @@ def test_readme_configuration_is_valid_and_is_the_example_file() -> None:
 
 
 @pytest.mark.parametrize("path", OPERATORS, ids=lambda path: path.name)
-def test_configurations_of_the_documents_are_valid(path: Path) -> None:
+def test_configurations_of_the_documents_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for block in blocks(path.read_text(), "yaml"):
         keys = yaml.safe_load(block)
         _skip_without_modules(keys)
+        for tier in keys["backends"]:
+            if "encryption" in tier:
+                monkeypatch.setenv(variable_name(tier["name"], FIELD), f"2026-11:{'ab' * 32}")
         assert load_config(keys).tiers
+
+
+def test_the_command_of_the_document_makes_a_key() -> None:
+    (command,) = (block.removeprefix("$ ").strip() for block in blocks(SECURITY) if block.startswith("$ export"))
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    script = f"{command}\nprintenv {variable_name('shared', FIELD)}"
+    text = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    assert [key.id for key in parse_keys(text).keys] == ["2026-11"]
 
 
 def _skip_without_modules(keys: dict[str, Any]) -> None:

@@ -208,7 +208,7 @@ def open_tier(configuration: Mapping[str, Any], payload_bytes: int) -> Iterator[
     try:
         (tier,) = tiers
         pool = StagingPool(4 << 20, 0.5)
-        tier.staging = share_out(pool, {tier.name: StagingUse(compresses=tier.compresses)}, payload_bytes)[tier.name]
+        tier.staging = share_out(pool, {tier.name: StagingUse(encodes=tier.encodes)}, payload_bytes)[tier.name]
         yield OpenTier(io, tier, pool)
     finally:
         close_tiers(tiers, io, SECONDS)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from offload_core.objects.format import ENCRYPTED_VERSION
 from tests.golden import objects, subject
 from tests.golden.documents import DOCUMENTS, OBJECTS, produced
 from tests.golden.masks import DATA
@@ -18,5 +19,6 @@ def test_what_is_produced_now_is_what_the_file_holds(name: str, tmp_path: Path) 
 
 
 def test_every_file_is_compared_with_something() -> None:
-    older = {objects.golden_object("none", version).name for version in range(1, subject.FORMAT_VERSION)}
-    assert {path.name for path in DATA.iterdir()} == {*DOCUMENTS, *OBJECTS, *older}
+    versions = {*range(1, subject.FORMAT_VERSION), ENCRYPTED_VERSION}
+    others = {objects.golden_object("none", version).name for version in versions}
+    assert {path.name for path in DATA.iterdir()} == {*DOCUMENTS, *OBJECTS, *others}

@@ -112,7 +112,7 @@ class Rig:
         return max(layout.payload_bytes for layout in self.layouts.values())
 
     def start(self, staging_bytes: int = 0, pool: type[StagingPool] = StagingPool) -> TransferEngine:
-        uses = staging_uses((tier.config.staging_share, tier.compresses) for tier in self.tiers)
+        uses = staging_uses((tier.config.staging_share, tier.encodes) for tier in self.tiers)
         self.staging = pool(staging_bytes or smallest_pool_bytes(self.largest_payload_bytes, uses), STORE_SHARE)
         self._engine = TransferEngine(
             io=self.io,

@@ -107,12 +107,12 @@ def bench(
             result.concurrency = calls(client)
             sizes = f"{objects} objects of {human_bytes(object_size)}"
             note(f"tier {client.name!r}: {sizes}, {result.concurrency} at a time")
-            keys = [probe_key("bench") for _ in range(objects)]
+            keys = [client.stored_name(probe_key("bench")) for _ in range(objects)]
             async with deleted_on_failure(client, keys, session.cleanup_seconds):
                 await _measure(client, result, keys, object_size)
 
         most = max(min(concurrency or configured.common.io_threads, objects) for configured in session.configs)
-        twice = any(configured.common.compression != "none" for configured in session.configs)
+        twice = any(configured.common.encodes for configured in session.configs)
         needed = (most + 1) * (1 + twice) * (object_format.object_bytes(object_size) + _SLACK_BYTES)
         if needed > session.settings.staging_bytes:
             note(
@@ -133,7 +133,7 @@ def bench(
 async def _measure(tier: TierClient, result: _Benched, keys: Sequence[ObjectKey], payload_bytes: int) -> None:
     random = np.random.default_rng()
     block = memoryview(random.bytes(payload_bytes + _SLACK_BYTES))
-    if tier.tier.compresses:  # noise does not compress; bf16 numbers do, as in a KV cache
+    if tier.tier.config.compression != "none":  # noise does not compress; bf16 numbers do, as in a KV cache
         values = random.standard_normal(len(block) // 2 + 1, dtype=np.float32)
         block = memoryview((values.view(np.uint32) >> 16).astype("<u2").tobytes())
     numbers = {key: index for index, key in enumerate(keys)}

@@ -59,7 +59,7 @@ def check(config: ConfigFile, tier: TierNames = None, as_json: AsJson = False) -
 
 
 async def _probe(tier: TierClient, result: _Checked, cleanup_seconds: float) -> None:
-    key = probe_key("check")
+    key = tier.stored_name(probe_key("check"))
     written = sealed(key, os.urandom(_PAYLOAD_BYTES))
     read = memoryview(bytearray(len(written)))
     async with deleted_on_failure(tier, [key], cleanup_seconds):

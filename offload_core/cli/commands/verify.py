@@ -19,7 +19,7 @@ from offload_core.cli.output import human_bytes, note, print_json, print_table, 
 from offload_core.cli.parallel import ByteBudget, in_parallel
 from offload_core.cli.session import TierReport, finish, open_session
 from offload_core.cli.tier_client import OperationError, TierClient
-from offload_core.objects import compression as compressed_object
+from offload_core.tiers.compression import TierCodec
 
 _BATCH_BYTES = 8 * 1024 * 1024
 _BATCH_OBJECTS = 64
@@ -40,6 +40,8 @@ class _Verified:
     vanished: int = 0
     """Objects that were evicted or deleted after the listing and before the load."""
     deleted: int = 0
+    unauthenticated: int = 0
+    """Encrypted objects whose checksums are right, and whose key is not here."""
     bad: list[_Bad] = field(default_factory=list)
 
 
@@ -52,6 +54,8 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Load every object, check its size, name and checksums, decompress it, and print the damaged objects.
+
+    Encrypted objects are authenticated with the tier's keys. Without their key, only their checksums are checked.
 
     Engines check every object that they load too, so damage never reaches a model. This command finds damage earlier.
     It uses at most `staging_bytes` of memory. An object that vanishes meanwhile is no error.
@@ -142,7 +146,7 @@ class _Verification:
         keys = [stored.key for stored in batch]
         buffers = [memoryview(bytearray(stored.nbytes)) for stored in batch]
         try:
-            outcomes = await self._tier.load(keys, buffers)
+            outcomes = await self._tier.load_stored(keys, buffers)
         except OperationError as error:
             if error.late:
                 raise
@@ -150,36 +154,46 @@ class _Verification:
                 return [damaged for stored in batch for damaged in await self._load([stored])]
             self._add_bad(batch[0], str(error), damaged=False)
             return [False]
-        reasons = await asyncio.to_thread(_reasons, keys, buffers, outcomes)
-        for stored, outcome, reason in zip(batch, outcomes, reasons, strict=True):
+        found = await asyncio.to_thread(_check_all, self._tier.tier.storage.codec, keys, buffers, outcomes)
+        for stored, outcome, (reason, authenticated) in zip(batch, outcomes, found, strict=True):
             self._result.vanished += outcome is LoadOutcome.MISS
+            self._result.unauthenticated += not authenticated
             if reason is not None:
                 self._add_bad(stored, reason, damaged=True)
             elif outcome is LoadOutcome.HIT:
                 self._result.objects += 1
                 self._result.nbytes += stored.nbytes
-        return [reason is not None for reason in reasons]
+        return [one.reason is not None for one in found]
 
     def _add_bad(self, stored: StoredObject, reason: str, *, damaged: bool) -> None:
         self._result.bad.append(_Bad(stored.key, stored.nbytes, reason, damaged))
 
 
-def _reasons(
-    keys: Sequence[ObjectKey], buffers: Sequence[memoryview], outcomes: Sequence[LoadOutcome]
-) -> list[str | None]:
-    """Return one entry per object: a description of the damage, or ``None``."""
-    reasons: list[str | None] = []
-    for key, buffer, outcome in zip(keys, buffers, outcomes, strict=True):
-        reason = None
-        if outcome is LoadOutcome.CORRUPT:
-            reason = f"the backend reports damage, or the object no longer has {len(buffer)} bytes"
-        elif outcome is LoadOutcome.HIT:
-            try:
-                compressed_object.verify_any(buffer, key)
-            except ObjectFormatError as error:
-                reason = str(error).removeprefix(f"{key}: ")
-        reasons.append(reason)
-    return reasons
+class _Check(NamedTuple):
+    reason: str | None
+    """Description of the damage, or ``None``."""
+    authenticated: bool = True
+    """``False`` if the object is encrypted with a key that is not here."""
+
+
+def _check_all(
+    codec: TierCodec,
+    keys: Sequence[ObjectKey],
+    buffers: Sequence[memoryview],
+    outcomes: Sequence[LoadOutcome],
+) -> list[_Check]:
+    return [_check(codec, *one) for one in zip(keys, buffers, outcomes, strict=True)]
+
+
+def _check(codec: TierCodec, key: ObjectKey, buffer: memoryview, outcome: LoadOutcome) -> _Check:
+    if outcome is LoadOutcome.CORRUPT:
+        return _Check(f"the backend reports damage, or the object no longer has {len(buffer)} bytes")
+    if outcome is LoadOutcome.MISS:
+        return _Check(None)
+    try:
+        return _Check(None, codec.check_stored(buffer, key))
+    except ObjectFormatError as error:
+        return _Check(str(error).removeprefix(f"{key}: "))
 
 
 def _document(report: TierReport[_Verified]) -> dict[str, object]:
@@ -198,6 +212,7 @@ def _document(report: TierReport[_Verified]) -> dict[str, object]:
     return report.document(
         verified_objects=result.objects,
         verified_bytes=result.nbytes,
+        unauthenticated_objects=result.unauthenticated,
         vanished_objects=result.vanished,
         deleted_objects=result.deleted,
         bad=bad,
@@ -216,4 +231,6 @@ def _summary(report: TierReport[_Verified]) -> str:
         text += f", {unread} could not be read"
     if result.vanished:
         text += f", {result.vanished} vanished meanwhile"
+    if result.unauthenticated:
+        text += f"; {result.unauthenticated} of them were not authenticated, since their keys are not here"
     return text

@@ -60,10 +60,10 @@ BOX = {"name": "a", "type": "box", "capacity": "1GiB"}
 
 
 class EveryKey(dict[str, str]):
-    """An environment in which every variable is set."""
+    """An environment in which every variable is set, but for keys that need ``encryption`` beside them."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        return "secret"
+        return "" if key.endswith("_ENCRYPTION_KEYS") else "secret"
 
     def __missing__(self, key: str) -> str:
         return "secret"
@@ -73,7 +73,7 @@ def problems(config: dict[str, Any]) -> list[str]:
     try:
         load_config(config, REGISTRY, EveryKey())
     except ConfigError as error:
-        return list(error.problems)
+        return [problem for problem in error.problems if "encryption: there is no key" not in problem]
     return []
 
 

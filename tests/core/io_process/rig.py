@@ -115,7 +115,7 @@ class Rig:
 
     def share_out(self) -> None:
         """Give every tier its share of the staging memory, as the transfer engine does."""
-        uses = {tier.name: StagingUse(compresses=tier.compresses) for tier in self.tiers}
+        uses = {tier.name: StagingUse(encodes=tier.encodes) for tier in self.tiers}
         for name, share in share_out(self.pool, uses, OBJECT_BYTES).items():
             (tier,) = (tier for tier in self.tiers if tier.name == name)
             tier.staging = share

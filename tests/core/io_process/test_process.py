@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gc
 import logging
 import os
@@ -19,7 +20,7 @@ import pytest
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.errors import ConfigError
 from offload_core.runtime.io_loop import IoLoop
-from tests.core.io_process.rig import OBJECT_BYTES, SECONDS, Rig, key
+from tests.core.io_process.rig import OBJECT_BYTES, SECONDS, Rig, content, key
 from tests.support.plugin_site import Site
 from tests.support.polling import wait_until
 from tests.support.process_state import io_process_ids, is_running, own_files
@@ -120,6 +121,22 @@ def test_compressed_objects_use_staging_memory_of_both_sides(make: Make, tmp_pat
     assert rig.store(1, 2) == [True, True]
     assert rig.counters.take()["store_bytes", "disk"] < 1.2 * OBJECT_BYTES, "two objects"
     assert rig.load(1, 2, scratch=True) == [HIT, HIT]
+
+
+def test_encrypted_objects_come_back_and_the_key_is_in_no_process_list(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = base64.b64encode(os.urandom(32)).decode()
+    monkeypatch.setenv("OFFLOAD_CORE_DISK_ENCRYPTION_KEYS", f"now:{secret}")
+    rig = make(disk(tmp_path, encryption="aes-256-gcm"))
+    rig.share_out()
+    assert rig.store(1, 2) == [True, True]
+    assert rig.lookup(1, 2, 3) == [True, True, False]
+    assert rig.load(1, 2, scratch=True) == [HIT, HIT]
+    (path, _) = tmp_path.rglob("*.kv")
+    assert path.parts[-3] == "full-u16-aes-now"
+    assert content(1)[:64] not in path.read_bytes()
+    assert secret.encode() not in Path(f"/proc/{rig.pid}/cmdline").read_bytes()
 
 
 def test_a_damaged_object_is_deleted_and_its_log_line_is_in_the_engines_log(

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from offload_backend_cpu.plugin import CPU
 from offload_backend_disk.plugin import DISK
+from offload_backend_nfs.plugin import NFS
 
 from offload_core.api.backend import BackendType, LoadOutcome
 from offload_core.api.errors import ConfigError
+from offload_core.config.encryption_keys import parse_keys
 from offload_core.config.model import BackendConfig, OffloadConfig, OffloadSettings, TierConfig
 from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_shares import share_out
@@ -34,9 +36,20 @@ OBJECT_BYTES = HEADER_BYTES + PAYLOAD_BYTES
 HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
 
 
-def tier_config(backend_type: BackendType, options: dict[str, object], compression: str) -> TierConfig:
-    common = BackendConfig.model_validate({"name": "tier", "type": backend_type.name, "compression": compression})
-    return TierConfig(common, backend_type, backend_type.options.model_validate(options))
+def tier_config(
+    backend_type: BackendType, options: dict[str, object], compression: str, keys: str | None = None
+) -> TierConfig:
+    """Return the configuration of a tier.
+
+    Args:
+        keys: as in the environment variable; the tier then encrypts.
+    """
+    encryption = "none" if keys is None else "aes-256-gcm"
+    common = BackendConfig.model_validate(
+        {"name": "tier", "type": backend_type.name, "compression": compression, "encryption": encryption}
+    )
+    parsed = None if keys is None else parse_keys(keys)
+    return TierConfig(common, backend_type, backend_type.options.model_validate(options), parsed)
 
 
 class Rig:
@@ -48,16 +61,17 @@ class Rig:
         self.pool = StagingPool(4 << 20, 0.5)
         self.tiers: list[Tier] = []
 
-    def tier(self, compression: str) -> Tier:
+    def tier(self, compression: str, keys: str | None = None) -> Tier:
         if self.kind == "cpu":
-            config = tier_config(CPU, {"capacity": 1 << 20}, compression)
+            config = tier_config(CPU, {"capacity": 1 << 20}, compression, keys)
+        elif self.kind == "nfs":
+            (self.folder / "objects").mkdir(exist_ok=True)
+            config = tier_config(NFS, {"url": (self.folder / "objects").as_uri()}, compression, keys)
         else:
             capacity = {"capacity": 1 << 24} if self.kind == "bounded disk" else {}
-            config = tier_config(DISK, {"path": str(self.folder / "objects"), **capacity}, compression)
+            config = tier_config(DISK, {"path": str(self.folder / "objects"), **capacity}, compression, keys)
         tier = Tier(config, LIMITS, self.counters)
-        tier.staging = share_out(self.pool, {tier.name: StagingUse(compresses=tier.compresses)}, PAYLOAD_BYTES)[
-            tier.name
-        ]
+        tier.staging = share_out(self.pool, {tier.name: StagingUse(encodes=tier.encodes)}, PAYLOAD_BYTES)[tier.name]
         self.run(tier.open())
         self.tiers.append(tier)
         return tier
@@ -91,7 +105,7 @@ class Rig:
         """Load objects with so many payload bytes; a hit is its payload."""
         staged = [
             StagedObject(
-                key(n), self.lease(HEADER_BYTES + size), self.lease(HEADER_BYTES + size) if tier.compresses else None
+                key(n), self.lease(HEADER_BYTES + size), self.lease(HEADER_BYTES + size) if tier.encodes else None
             )
             for n, size in sizes.items()
         ]
@@ -268,7 +282,7 @@ def test_a_backend_that_cannot_tell_sizes_is_refused_with_the_cure(io: IoLoop, c
 def test_an_object_of_unknown_size_is_loaded_only_where_nothing_is_compressed(disk: Rig, compression: str) -> None:
     tier = disk.tier(compression)
     staged = StagedObject(key(1), disk.lease(), disk.lease())
-    target = tier.storage.codec.load_target(staged, None, tier.staging, [], {})
+    target = tier.storage.codec.load_target(staged, staged.key, None, tier.staging, [], {})
     if compression == "none":
         assert isinstance(target, StoredForm)
         assert len(target.view) == OBJECT_BYTES
@@ -280,4 +294,4 @@ def test_a_size_that_no_object_can_have_is_damage_before_it_is_loaded(disk: Rig)
     tier = disk.tier("zstd")
     staged = StagedObject(key(1), disk.lease(), disk.lease())
     for nbytes in (0, HEADER_BYTES, OBJECT_BYTES + 1):
-        assert tier.storage.codec.load_target(staged, nbytes, tier.staging, [], {}) is CORRUPT
+        assert tier.storage.codec.load_target(staged, staged.key, nbytes, tier.staging, [], {}) is CORRUPT

@@ -51,10 +51,10 @@ def test_all_large_calls_together_hold_no_more_than_they_may(
     st.lists(st.integers(1, 40 * MIB), min_size=2, max_size=20),
 )
 def test_large_calls_leave_half_of_the_share_unless_they_load_by_messages(
-    share_bytes: int, threads: int, compresses: bool, is_elsewhere: bool, medium: str, sizes: list[int]
+    share_bytes: int, threads: int, encodes: bool, is_elsewhere: bool, medium: str, sizes: list[int]
 ) -> None:
     config, capabilities = SimpleNamespace(io_threads=threads), SimpleNamespace(medium=medium)
-    fake = SimpleNamespace(config=config, capabilities=capabilities, compresses=compresses, is_elsewhere=is_elsewhere)
+    fake = SimpleNamespace(config=config, capabilities=capabilities, encodes=encodes, is_elsewhere=is_elsewhere)
     tier = cast("Tier", fake)
     by_messages = is_elsewhere and medium == "disk"
     load, store = grown(load_size_of(tier, share_bytes)), grown(store_size_of(tier, share_bytes))

@@ -26,7 +26,7 @@ def make(io: IoLoop, tmp_path: Path) -> Iterator[Callable[[int, int, str], Rig]]
         rig = Rig(io, page_bytes=page_bytes, num_blocks=num_blocks)
         rig.kv_cache.bitwise_and_(3)  # so that it compresses
         rig.add_tier(tier_config(DISK, {"path": str(tmp_path / compression)}, compression))
-        rig.start(smallest_pool_bytes(rig.largest_payload_bytes, [StagingUse(compresses=True)]))
+        rig.start(smallest_pool_bytes(rig.largest_payload_bytes, [StagingUse(encodes=True)]))
         rigs.append(rig)
         return rig
 
@@ -93,8 +93,11 @@ def test_every_tier_that_compresses_makes_the_smallest_pool_larger() -> None:
     uses = [[StagingUse(0.75, number < compressing) for number in range(2)] for compressing in range(3)]
     sizes = [smallest_pool_bytes(MIB, one) for one in uses]
     assert sizes[0] < sizes[1] < sizes[2]
-    assert smallest_pool_bytes(MIB, [StagingUse(compresses=True)]) >= 2 * smallest_pool_bytes(MIB) - 2 * ALIGNMENT_BYTES
+    assert smallest_pool_bytes(MIB, [StagingUse(encodes=True)]) >= 2 * smallest_pool_bytes(MIB) - 2 * ALIGNMENT_BYTES
     problem = staging_problem(sizes[0], MIB, 256, uses[1])
     assert problem is not None
-    assert "objects of up to 1048576 bytes and staging shares of 0.75, 0.75 and 1 backends with compression" in problem
+    assert (
+        "objects of up to 1048576 bytes and staging shares of 0.75, 0.75 and 1 backends with compression or encryption"
+        in problem
+    )
     assert staging_problem(sizes[1], MIB, 256, uses[1]) is None
