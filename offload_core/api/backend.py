@@ -15,7 +15,6 @@ import asyncio
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
@@ -23,27 +22,12 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 from offload_core.api.cancellation import ThreadCall, to_the_end
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.checked_loads import LoadCheck, overrides_are_consistent
+from offload_core.api.context import BackendContext as BackendContext
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions, OptionsT
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class BackendContext:
-    """The values that the core passes to a backend's constructor, besides its options.
-
-    Args:
-        name: the tier's name in the configuration, for messages.
-        executor: the tier's own threads. A hung call can block only these (invariant I4). The core owns the executor:
-            do not shut it down.
-        threads: the most threads of the executor that work at once.
-    """
-
-    name: str
-    executor: Executor
-    threads: int = 4
 
 
 class LoadOutcome(enum.Enum):

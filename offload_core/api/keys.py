@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
+
+_PATH = re.compile(r"([0-9a-f]{64})/([a-z0-9-]{1,64})/((?:[0-9a-f]{2}){1,64})")
 
 
 class ObjectKey(NamedTuple):
@@ -26,6 +29,20 @@ class ObjectKey(NamedTuple):
     def path(self) -> str:
         """``namespace/pack/hash``, in characters that every file system and object store accepts."""
         return f"{self.namespace}/{self.pack}/{self.chunk_hash.hex()}"
+
+    @classmethod
+    def from_path(cls, path: str) -> ObjectKey:
+        """Return the key whose :attr:`path` is ``path``, for listings.
+
+        Raises:
+            ValueError: no key has this path. The name is that of a foreign file, or of an unfinished one.
+        """
+        match = _PATH.fullmatch(path)
+        if match is None:
+            raise ValueError(
+                f"{path!r} is no path of an object; one is namespace/pack/hash, such as {'ab' * 32}/full-u256/0f1e"
+            )
+        return cls(match[1], match[2], bytes.fromhex(match[3]))
 
     def __str__(self) -> str:
         return f"{self.namespace[:12]}…/{self.pack}/{self.chunk_hash.hex()}"

@@ -7,11 +7,15 @@ import logging
 import threading
 from collections.abc import Awaitable, Coroutine, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_STOP_SECONDS = 1.0
+"""Longest wait for the loop to stop, if no task runs on it."""
 
 
 class IoLoop:
@@ -23,7 +27,7 @@ class IoLoop:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="offload-io", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="offload-io", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -36,18 +40,33 @@ class IoLoop:
             return cls._shared
 
     def release(self) -> None:
-        """Give up one use of the loop. The last release stops the loop; unfinished tasks on it never run again."""
+        """Give up one use of the loop. After the last release the loop stops when its tasks have ended.
+
+        A task may wait for a hung thread. The loop then goes on behind the caller, on its daemon thread.
+        """
         cls = type(self)
         with cls._class_lock:
             cls._users -= 1
             if cls._users > 0:
                 return
             cls._shared = None
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout=1.0)
-        if not self._thread.is_alive() and not asyncio.all_tasks(self.loop):
-            self.loop.close()
-        # Otherwise a task still waits for a hung thread: the loop stays open until the process ends.
+        was_idle: Future[bool] = Future()
+        asyncio.run_coroutine_threadsafe(self._stop_when_idle(was_idle), self.loop)
+        with suppress(TimeoutError):  # a callback that hangs the loop
+            if was_idle.result(_STOP_SECONDS):
+                self._thread.join(_STOP_SECONDS)
+
+    async def _stop_when_idle(self, was_idle: Future[bool]) -> None:
+        """Stop the loop when no other task is left; the argument gets whether there was none from the beginning."""
+        own = {asyncio.current_task()}
+        was_idle.set_result(not asyncio.all_tasks() - own)
+        while others := asyncio.all_tasks() - own:
+            await asyncio.wait(others)
+        self.loop.stop()
+
+    def _run(self) -> None:
+        self.loop.run_forever()
+        self.loop.close()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start ``coroutine`` on the loop. May be called on any thread."""

@@ -28,6 +28,7 @@ from offload_core.testing.faults.kinds import (
 from offload_core.testing.faults.plan import Call, Fault, FaultPlan, GoOn, Inject, Injected
 from offload_core.testing.faults.script import FAULT_KINDS, FaultScript, ScriptSettings
 from offload_core.testing.opening import open_backend
+from offload_core.testing.rig.killed_process import hold_in_killed_process
 from offload_core.testing.state_machine.machine import STATE_MACHINE_SETTINGS, check_with_state_machine
 from offload_core.testing.state_machine.oracle import ContractError
 
@@ -57,6 +58,7 @@ __all__ = [
     "Stall",
     "Truncate",
     "check_with_state_machine",
+    "hold_in_killed_process",
     "open_backend",
     "strategies",
 ]

@@ -156,7 +156,17 @@ class TierBackend:
         name, stuck_after = config.common.name, limits.longest_call_seconds
         self._executor = DaemonExecutor(config.common.io_threads, f"offload-{name}", stuck_after, on_stuck_threads)
         self._stuck_thread_timer = StuckThreadTimer(self._executor, stuck_after / 2)
-        context = BackendContext(name, self._executor, config.common.io_threads)
+        context = BackendContext(
+            name,
+            self._executor,
+            config.common.io_threads,
+            open_timeout_seconds=limits.open_timeout_seconds,
+            lookup_timeout_seconds=limits.lookup_timeout_seconds,
+            load_timeout_seconds=limits.load_timeout_seconds,
+            load_timeout_seconds_per_mib=limits.load_timeout_seconds_per_mib,
+            store_timeout_seconds=limits.store_timeout_seconds,
+            close_timeout_seconds=limits.close_timeout_seconds,
+        )
         backend = config.backend_type.backend(config.options, context)
         info = TierInfo(name, config.backend_type.name, config.common.load_weight)
         self.backend: Backend[Any] = backend if plugins is None else plugins.wrap(backend, info)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import re
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -197,6 +199,22 @@ class MakesWhatItTouches(ShelfBackend):
             self.shelf.objects.setdefault(key, b"")
 
 
+class LeavesAFileOpen(Unbounded):
+    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        await super().delete(keys)
+        LEFT.append(os.open(os.devnull, os.O_RDONLY))
+
+
+class LeavesAThreadRunning(Unbounded):
+    async def close(self) -> None:
+        await super().close()
+        threading.Thread(target=THREADS_MAY_END.wait, name="keeper", daemon=True).start()
+
+
+LEFT: list[int] = []
+THREADS_MAY_END = threading.Event()
+
+
 class AnswersOutOfOrder(Unbounded):
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
         return sorted(await super().load_into(keys, buffers), key=lambda outcome: outcome.value)
@@ -308,6 +326,43 @@ def test_the_machine_finds_a_broken_backend(backend: type[ShelfBackend], clauses
     assert re.match(rf"({clauses}): ", message), message
     assert "\nsteps:\n  1. open client 0" in message
     assert "\nkeys:\n  k0 = " in message
+
+
+@pytest.mark.parametrize(
+    ("backend", "call"),
+    [
+        (LeaksCapacity, "store k"),
+        (LeaksPins, "load k"),
+        (LeaksCapacityWhenCancelled, "cancelled after"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_machine_names_the_call_that_leaks_capacity(backend: type[ShelfBackend], call: str) -> None:
+    with pytest.raises(AssertionError, match=r"^C10: (step|one of the steps) \d+") as caught:
+        check(backend)
+    message = str(caught.value)
+    first, last = re.findall(r"^C10: (?:step|one of the steps) (\d+)(?: to (\d+)|:)", message)[0]
+    steps = message.partition("steps:")[2].splitlines()[int(first) : int(last or first) + 1]
+    assert any(call in step for step in steps), message
+
+
+@pytest.mark.parametrize(
+    ("backend", "leak"),
+    [
+        (LeavesAFileOpen, r"file descriptor \d+ \(/dev/null\) is of step \d+: .*delete"),
+        (LeavesAThreadRunning, r"thread keeper is of step \d+: close client 0"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_machine_names_the_call_that_leaves_something_open(backend: type[ShelfBackend], leak: str) -> None:
+    THREADS_MAY_END.clear()
+    try:
+        with pytest.raises(AssertionError, match=rf"^C13: all clients are closed, and \d+ threads .* left; {leak}"):
+            check(backend)
+    finally:
+        THREADS_MAY_END.set()
+        while LEFT:
+            os.close(LEFT.pop())
 
 
 EVICTS = Capabilities(medium="remote", persistent=True, shared=True, lists=True, evicts=True)

@@ -161,6 +161,11 @@ class CpuBackend(Backend[CpuOptions]):
                 taken.append((key, reserved))
             outcomes.append(None if reserved is not None else StoreOutcome.REJECTED)
 
+        gone = set(evicted)
+        for index, (key, outcome) in enumerate(zip(keys, outcomes, strict=True)):
+            if outcome is StoreOutcome.ALREADY_PRESENT and key in gone:  # evicted for others of the batch (C5)
+                outcomes[index] = StoreOutcome.REJECTED
+
         async def release() -> None:
             for key, reserved in taken:
                 if reserved in self._reserved.get(key, ()):

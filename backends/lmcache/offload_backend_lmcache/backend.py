@@ -52,7 +52,7 @@ class LMCacheBackend(Backend[LMCacheOptions]):
 
     async def open(self) -> None:
         """Connect once. The error tells a dead server from an LMCache server without the module."""
-        pool = ConnectionPool(self._target(), self.options.connections)
+        pool = ConnectionPool(self.target(), self.options.connections)
         await self.run_blocking(pool.call, lambda connection: None)
         self._pool = pool
 
@@ -85,12 +85,15 @@ class LMCacheBackend(Backend[LMCacheOptions]):
         for start in range(0, len(keys), MAX_ENTRIES):
             await self._call(self._delete, keys[start : start + MAX_ENTRIES])
 
-    def _target(self) -> Target:
-        options = self.options
+    def target(self) -> Target:
+        """Return the server with its timeouts: no longer than the core waits for the calls that they limit."""
+        options, context = self.options, self.context
         return Target(
             address=options.server,
-            connect_seconds=options.connect_timeout_seconds,
-            io_seconds=options.io_timeout_seconds,
+            connect_seconds=min(options.connect_timeout_seconds, context.open_timeout_seconds),
+            io_seconds=min(
+                options.io_timeout_seconds, max(context.load_timeout_seconds, context.store_timeout_seconds)
+            ),
             token=b"" if options.token is None else options.token.get_secret_value().encode(),
             token_variable=f"OFFLOAD_CORE_{re.sub('[^A-Z0-9]', '_', self.context.name.upper())}_TOKEN",
             insecure=options.insecure,

@@ -129,7 +129,7 @@ class Database:
                 "SELECT key, nbytes, stored_at_seconds FROM objects WHERE key > ? ORDER BY key LIMIT ?",
                 (path, OBJECTS_PER_BATCH),
             ).fetchall()
-        return [StoredObject(_key(text), nbytes, stored_at) for text, nbytes, stored_at in rows]
+        return [StoredObject(ObjectKey.from_path(text), nbytes, stored_at) for text, nbytes, stored_at in rows]
 
     def _store(self, key: ObjectKey, buffer: memoryview) -> StoreOutcome:
         with self._connections.transaction(WRITE) as db:
@@ -172,7 +172,7 @@ class Database:
         if victims is None:
             return None
         db.executemany("DELETE FROM objects WHERE key = ?", [(text,) for text in victims])
-        return [_key(text) for text in victims]
+        return [ObjectKey.from_path(text) for text in victims]
 
     def _victims(self, db: sqlite3.Connection, nbytes: int) -> list[str] | None:
         """Return the objects to evict so that ``nbytes`` fit, ``None`` if too few can be."""
@@ -218,8 +218,3 @@ def _load(db: sqlite3.Connection, key: ObjectKey, buffer: memoryview) -> LoadOut
             raise
         return LoadOutcome.CORRUPT
     return LoadOutcome.HIT
-
-
-def _key(path: str) -> ObjectKey:
-    namespace, pack, digest = path.split("/")
-    return ObjectKey(namespace, pack, bytes.fromhex(digest))

@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-from offload_core.api.backend import LoadOutcome
+from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
-from offload_core.testing.contract.checks import contract_test, expect
-from offload_core.testing.contract.recording_check import RecordingCheck
+from offload_core.testing.contract.checks import contract_test, expect, need_thread_calls
 from offload_core.testing.rig.clients import Client, Rig, content, ended, held_or_done, turns, until
+from offload_core.testing.rig.recording_check import RecordingCheck
 
 SIZE = 5000
 POISON = 0xEE
@@ -39,6 +40,7 @@ class BuffersContract:
 
     @contract_test
     async def test_c07_a_load_that_failed_does_not_touch_its_buffer_afterwards(self, rig: Rig) -> None:
+        await need_thread_calls(rig)
         async for call in _ended_calls(rig, "load", _failed):
             await call.expect_buffers_left_alone()
 
@@ -65,6 +67,7 @@ class BuffersContract:
 
     @contract_test
     async def test_c07_a_store_that_failed_does_not_read_its_buffer_afterwards(self, rig: Rig) -> None:
+        await need_thread_calls(rig)
         async for call in _ended_calls(rig, "store", _failed):
             await call.expect_new_bytes_not_stored()
 
@@ -83,6 +86,24 @@ class BuffersContract:
     @contract_test
     async def test_c13_close_waits_for_a_running_store(self, rig: Rig) -> None:
         await _expect_close_to_wait(rig, "store")
+
+    @contract_test
+    async def test_c13_close_lets_running_operations_end_as_usual(self, rig: Rig) -> None:
+        usual: dict[str, set[Any]] = {
+            "load": {LoadOutcome.HIT},
+            "store": {StoreOutcome.STORED, StoreOutcome.ALREADY_PRESENT},
+        }
+        for kind, outcomes in usual.items():
+            async for closing in _closings(rig, kind):
+                error = closing.result if isinstance(closing.result, BaseException) else None
+                expect(
+                    error is None,
+                    f"C13: close cut off {closing.running}: it raised {type(error).__name__}: {error}",
+                )
+                expect(
+                    isinstance(closing.result, list) and outcomes.issuperset(closing.result),
+                    f"C13: close cut off {closing.running}: it answered {closing.result}",
+                )
 
     @contract_test
     async def test_c13_closing_again_is_harmless(self, rig: Rig) -> None:
@@ -243,7 +264,25 @@ async def _cancelled_after_turns(rig: Rig, kind: str) -> AsyncIterator[_Call]:
     await client.close()
 
 
-async def _expect_close_to_wait(rig: Rig, kind: str) -> None:
+@dataclass
+class _Closing:
+    """A load or store during which its client was closed.
+
+    Args:
+        running: the operation, in words.
+        early: whether ``close`` returned before the operation had ended.
+        result: the outcomes of the operation, or its error.
+        failure: the error of ``close``.
+    """
+
+    running: str
+    early: bool
+    result: object
+    failure: BaseException | None
+
+
+async def _closings(rig: Rig, kind: str) -> AsyncIterator[_Closing]:
+    """Close a client while an operation is held in a thread, and some turns of the loop after an operation began."""
     for count in range(MAX_TURNS):
         client = await rig.client()
         call = _Call(rig, client, kind)
@@ -263,8 +302,13 @@ async def _expect_close_to_wait(rig: Rig, kind: str) -> None:
             await turns()  # the operation that close waited for may need some more turns to return
             early = closed and (client.calls.waiting > 0 or client.calls.unfinished > 0 or not task.done())
             client.calls.open()
-            await ended(task)
+            error = await ended(task)
             failure = await ended(closing)
-        expect(not early, f"C13: close returned before {running} had ended")
-        if failure is not None:
-            raise failure
+        yield _Closing(running, early, task.result() if error is None else error, failure)
+
+
+async def _expect_close_to_wait(rig: Rig, kind: str) -> None:
+    async for closing in _closings(rig, kind):
+        expect(not closing.early, f"C13: close returned before {closing.running} had ended")
+        if closing.failure is not None:
+            raise closing.failure

@@ -8,13 +8,21 @@ from typing import Any
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome, StoreReservation
 from offload_core.api.keys import ObjectKey
-from offload_core.testing.contract.checks import contract_test, expect, expect_bytes
-from offload_core.testing.rig.clients import Client, Rig, content, ended, held_or_done
+from offload_core.testing.contract.checks import (
+    contract_test,
+    expect,
+    expect_bytes,
+    makes_thread_calls,
+    need_thread_calls,
+)
+from offload_core.testing.rig.clients import Client, Rig, content, ended, held_or_done, turns
 
 CAPACITY_BYTES = 1024 * 1024
 """The limit that ``bounded_options`` sets."""
 OBJECT_BYTES = 64 * 1024
 MAX_OBJECTS = CAPACITY_BYTES // OBJECT_BYTES
+TURNS_BEFORE_CANCELLATION = 2
+"""Turns of the event loop before a store is cancelled, if it makes no thread call that can be held."""
 MIN_OBJECTS = 4
 """Fewest objects that must fit. A medium's overhead per object may use some of the capacity, but not nearly all."""
 
@@ -23,12 +31,29 @@ class CapacityContract:
     """A limit holds at every moment, and released capacity can be used again."""
 
     @contract_test
+    async def test_c05_what_is_already_present_is_not_evicted_by_its_own_batch(self, bounded_rig: Rig) -> None:
+        client = await bounded_rig.client()
+        for order in (1, -1):
+            stored = await fill(bounded_rig, client)
+            there = [key for key, present in zip(stored, await client.contains(stored), strict=True) if present]
+            keys = [*there, *bounded_rig.keys(MAX_OBJECTS)][::order]
+            async with client.storing(keys, [OBJECT_BYTES] * len(keys)) as reservation:
+                answers = zip(keys, reservation.outcomes, strict=True)
+                promised = [key for key, outcome in answers if outcome is StoreOutcome.ALREADY_PRESENT]
+                gone = (await client.contains(promised)).count(False)
+            expect(
+                not gone,
+                f"C5: prepare_store of {len(keys)} objects answered {len(promised)} times ALREADY_PRESENT, and "
+                f"{gone} of these objects are gone: it evicted them for others of the same batch",
+            )
+
+    @contract_test
     async def test_c09_what_is_pinned_survives_eviction(self, bounded_rig: Rig) -> None:
         client = await bounded_rig.client()
         key, wanted = bounded_rig.key(), content(OBJECT_BYTES)
         await client.put({key: wanted})
         async with client.loading([key]):
-            await _fill(bounded_rig, client)
+            await fill(bounded_rig, client)
             await _expect_pinned(client, key, wanted, "while a reservation held it")
 
     @contract_test
@@ -39,7 +64,7 @@ class CapacityContract:
         async with client.loading([key, key]):
             async with client.loading([key]):
                 pass
-            await _fill(bounded_rig, client)
+            await fill(bounded_rig, client)
             await _expect_pinned(client, key, wanted, "while the first of two reservations held it")
 
     @contract_test
@@ -61,6 +86,7 @@ class CapacityContract:
 
     @contract_test
     async def test_c10_stores_that_failed_give_their_room_back(self, bounded_rig: Rig) -> None:
+        await need_thread_calls(bounded_rig)
         await _expect_capacity_back(bounded_rig, "failed")
 
     @contract_test
@@ -74,22 +100,22 @@ class CapacityContract:
     @contract_test
     async def test_c10_what_was_pinned_makes_room_after_its_release(self, bounded_rig: Rig) -> None:
         client = await bounded_rig.client()
-        keys = [*await _fill(bounded_rig, client), bounded_rig.key()]
-        if not await _store_one(client, keys[-1]):
+        keys = [*await fill(bounded_rig, client), bounded_rig.key()]
+        if not await store_one(client, keys[-1]):
             return  # the medium does not evict, so pins change nothing
         there = [key for key, present in zip(keys, await client.contains(keys), strict=True) if present]
         for end in _ENDINGS.values():
             async with client.loading(there):
                 await end(client, client.load_into(there, [memoryview(bytearray(OBJECT_BYTES)) for _ in there]))
         expect(
-            await _store_one(client, bounded_rig.key()),
+            await store_one(client, bounded_rig.key()),
             f"C10: {len(there)} objects were pinned and released 4 times, and the medium evicts none of them any more",
         )
 
     @contract_test
     async def test_c11_reservations_together_never_exceed_the_limit(self, bounded_rig: Rig) -> None:
         client = await bounded_rig.client()
-        await _fill(bounded_rig, client)
+        await fill(bounded_rig, client)
         held = await _reserve_all(bounded_rig, client)
         count = len(held)
         for reservation in held.values():
@@ -115,6 +141,37 @@ class CapacityContract:
             outcome is StoreOutcome.REJECTED,
             f"C11: an object of {2 * CAPACITY_BYTES} bytes under a limit of {CAPACITY_BYTES} was answered {outcome}, "
             "not REJECTED",
+        )
+
+    @contract_test
+    async def test_c11_clients_keep_one_limit_together(self, shared_bounded_rig: Rig) -> None:
+        rig = shared_bounded_rig
+        clients = [await rig.client(), await rig.client()]
+        for client in clients:
+            await fill(rig, client)
+        held: dict[ObjectKey, tuple[Client, StoreReservation]] = {}
+        for number, key in enumerate(rig.keys(4 * MAX_OBJECTS)):
+            client = clients[number % 2]
+            held[key] = client, await client.prepare_store([key], [OBJECT_BYTES])
+        granted = [key for key, (_, reservation) in held.items() if reservation.outcomes == (None,)]
+        for key in granted:
+            await held[key][0].store_from([key], [memoryview(bytearray(OBJECT_BYTES))])
+        for _, reservation in held.values():
+            await reservation.release()
+        expect(
+            len(granted) <= MAX_OBJECTS,
+            f"C11: two clients of one medium were granted {len(granted)} reservations of {OBJECT_BYTES} bytes at once "
+            f"under a limit of {CAPACITY_BYTES}",
+        )
+        keys = rig.keys(4 * MAX_OBJECTS)
+        for number, key in enumerate(keys):
+            await store_one(clients[number // MAX_OBJECTS % 2], key)
+        stored = [*granted, *keys]
+        count = (await clients[0].contains(stored)).count(True)
+        expect(
+            count <= MAX_OBJECTS,
+            f"C11: two clients of one medium store {count} objects of {OBJECT_BYTES} bytes under a limit of "
+            f"{CAPACITY_BYTES}",
         )
 
     @contract_test
@@ -155,6 +212,13 @@ async def _cancel(client: Client, operation: Any) -> None:
     await ended(task)
 
 
+async def _cancel_after_turns(client: Client, operation: Any) -> None:
+    task = asyncio.ensure_future(operation)
+    await turns(TURNS_BEFORE_CANCELLATION)
+    task.cancel()
+    await ended(task)
+
+
 _ENDINGS: dict[str, Callable[[Client, Any], Awaitable[None]]] = {
     "was never begun": _unused,
     "succeeded": _succeed,
@@ -171,8 +235,11 @@ async def _release(reservation: Any, name: str) -> None:
 
 
 async def _expect_capacity_back(rig: Rig, how: str) -> None:
+    end = _ENDINGS[how]
+    if end is _cancel and not await makes_thread_calls(rig):
+        end = _cancel_after_turns
     client = await rig.client()
-    before = await _fitting_objects(rig, client)
+    before = await fitting_objects(rig, client)
     expect(
         before >= MIN_OBJECTS,
         f"C11: under a limit of {CAPACITY_BYTES} bytes only {before} objects of {OBJECT_BYTES} bytes fit",
@@ -183,10 +250,10 @@ async def _expect_capacity_back(rig: Rig, how: str) -> None:
         async with client.storing(keys, [OBJECT_BYTES] * 2) as reservation:
             granted = [key for key, outcome in zip(keys, reservation.outcomes, strict=True) if outcome is None]
             sources = [memoryview(bytearray(OBJECT_BYTES)) for _ in granted]
-            await _ENDINGS[how](client, client.store_from(granted, sources))
+            await end(client, client.store_from(granted, sources))
         await rig.settle()
         await _delete_all(client, keys)
-    after = await _fitting_objects(rig, client)
+    after = await fitting_objects(rig, client)
     expect(
         after == before,
         f"C10: {rounds} reservations for stores, each of which {how}, were released and their objects deleted; "
@@ -194,7 +261,7 @@ async def _expect_capacity_back(rig: Rig, how: str) -> None:
     )
 
 
-async def _fitting_objects(rig: Rig, client: Client) -> int:
+async def fitting_objects(rig: Rig, client: Client) -> int:
     """Return the number of objects that fit at once; they are stored and deleted again."""
     held = await _reserve_all(rig, client)
     for key, reservation in held.items():
@@ -220,11 +287,12 @@ async def _delete_all(client: Client, keys: list[ObjectKey]) -> None:
     await client.delete([key for key, there in zip(keys, await client.contains(keys), strict=True) if there])
 
 
-async def _store_one(client: Client, key: ObjectKey) -> bool:
+async def store_one(client: Client, key: ObjectKey) -> bool:
+    """Store one object; return whether it is stored."""
     return await client.store({key: bytes(OBJECT_BYTES)}) == [StoreOutcome.STORED]
 
 
-async def _fill(rig: Rig, client: Client) -> list[ObjectKey]:
+async def fill(rig: Rig, client: Client) -> list[ObjectKey]:
     """Store three times the capacity, some objects one by one and some at once."""
     keys = rig.keys(3 * MAX_OBJECTS)
     for key in keys[:-MAX_OBJECTS]:

@@ -7,7 +7,9 @@ import re
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from offload_core.testing.rig.clients import Rig
+import pytest
+
+from offload_core.testing.rig.clients import Rig, content
 
 Test = Callable[..., None]
 
@@ -40,6 +42,28 @@ def clause_of(test_name: str) -> str:
     if match is None:
         raise ValueError(f"{test_name!r} does not name a clause; write test_cNN_…")
     return f"C{int(match[1])}"
+
+
+async def makes_thread_calls(rig: Rig) -> bool:
+    """Return whether a store or a load makes a thread call, which a test can hold and make fail."""
+    client = await rig.client()
+    key = rig.key()
+    client.calls.script()
+    await client.put({key: content(10)})
+    await client.get(key, 10)
+    count = client.calls.count
+    await client.delete([key])
+    await client.close()
+    return count > 0
+
+
+async def need_thread_calls(rig: Rig) -> None:
+    """Skip the running test if the backend makes no thread calls."""
+    if not await makes_thread_calls(rig):
+        pytest.skip(
+            "stores and loads make no thread calls that this test could fail; "
+            "test the clause yourself, with a server that fails"
+        )
 
 
 def expect(condition: object, message: str) -> None:

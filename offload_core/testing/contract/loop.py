@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,11 +14,16 @@ import pytest
 from offload_core.testing.contract.checks import contract_test, expect
 from offload_core.testing.rig.blocking_calls import blocking_calls
 from offload_core.testing.rig.clients import Client, Rig, content
+from offload_core.testing.rig.longest_callback import longest_callback
 
 MIB = 1024 * 1024
 LONG_SECONDS = 0.1
 """Shortest operation that shows whether the loop turns meanwhile."""
 TRIES = 3
+COMPUTED_BYTES = 16 * MIB
+"""Size of the object that shows work on its bytes in the event loop's thread."""
+MOST_PROCESSOR_SECONDS = 0.006
+"""Longest callback of the event loop, in processor time. A processor hashes less than 16 MiB meanwhile."""
 
 
 class LoopContract:
@@ -72,6 +78,22 @@ class LoopContract:
             size *= 2
 
     @contract_test
+    async def test_c08_nothing_is_computed_on_the_event_loop(self, rig: Rig) -> None:
+        client = await rig.client()
+        size = min(COMPUTED_BYTES, self.largest_object_bytes)
+        computing = await _computing(rig, client, size)
+        for _ in range(TRIES - 1):
+            if computing:
+                again = await _computing(rig, client, size)
+                computing = {name: seconds for name, seconds in again.items() if name in computing}
+        for name, seconds in computing.items():
+            raise AssertionError(
+                f"C8: {name} of {size} bytes computed for {seconds * 1000:.1f} ms on the event loop's thread without a "
+                f"pause, and for more than {MOST_PROCESSOR_SECONDS * 1000:g} ms in each of {TRIES} tries; "
+                "await run_blocking"
+            )
+
+    @contract_test
     async def test_c14_construction_opens_nothing_and_starts_no_thread(self, rig: Rig) -> None:
         rig.construct()  # imports of the first use are not counted
         threads = set(threading.enumerate())
@@ -92,8 +114,14 @@ class LoopContract:
             )
 
 
-async def _longest_gap(operation: Coroutine[Any, Any, Any]) -> tuple[float, float]:
-    """Return the seconds that ``operation`` took, and the longest time between two turns of the loop meanwhile."""
+async def _longest_gap(
+    operation: Coroutine[Any, Any, Any], lookup: Callable[[], Awaitable[Any]]
+) -> tuple[float, float]:
+    """Return the seconds that ``operation`` took, and the longest time between two turns of the loop meanwhile.
+
+    Args:
+        lookup: called again and again meanwhile; it shows a lock that the operation holds.
+    """
     gap = 0.0
 
     async def tick() -> None:
@@ -104,7 +132,12 @@ async def _longest_gap(operation: Coroutine[Any, Any, Any]) -> tuple[float, floa
             now = time.monotonic()
             gap, last = max(gap, now - last), now
 
-    ticking = asyncio.ensure_future(tick())
+    async def look() -> None:
+        while True:
+            await lookup()
+            await asyncio.sleep(0.001)
+
+    ticking = asyncio.gather(tick(), look())
     await asyncio.sleep(0)
     begun = time.monotonic()
     try:
@@ -113,6 +146,7 @@ async def _longest_gap(operation: Coroutine[Any, Any, Any]) -> tuple[float, floa
         await asyncio.sleep(0.002)  # lets the tick come that the operation delayed
     finally:
         ticking.cancel()
+        await asyncio.wait({ticking})
     return seconds, gap
 
 
@@ -127,13 +161,41 @@ def _blocking(measured: dict[str, tuple[float, float]]) -> dict[str, tuple[float
 async def _measure(rig: Rig, client: Client, size: int) -> dict[str, tuple[float, float]]:
     """Return seconds and longest gap of a store and a load of ``size`` bytes; nothing if the medium rejects them."""
     key = rig.key()
+
+    async def lookup() -> None:
+        with suppress(OSError):  # other tests check whether it may fail
+            await client.contains([key])
+
     async with client.storing([key], [size]) as reservation:
         if reservation.outcomes != (None,):
             return {}
         source = memoryview(bytearray(content(MIB) * (size // MIB)))
-        stored = await _longest_gap(client.store_from([key], [source]))
+        stored = await _longest_gap(client.store_from([key], [source]), lookup)
     target = memoryview(bytearray(size))
     async with client.loading([key]):
-        loaded = await _longest_gap(client.load_into([key], [target]))
+        loaded = await _longest_gap(client.load_into([key], [target]), lookup)
     await client.delete([key])
     return {"store": stored, "load_into": loaded}
+
+
+async def _computing(rig: Rig, client: Client, size: int) -> dict[str, float]:
+    """Return the operations on an object of ``size`` bytes that computed for too long, with their seconds."""
+    key = rig.key()
+    seconds: dict[str, float] = {}
+
+    async def measured(name: str, operation: Coroutine[Any, Any, Any]) -> None:
+        with longest_callback() as longest:
+            await asyncio.ensure_future(operation)
+        if longest.seconds > MOST_PROCESSOR_SECONDS:
+            seconds[name] = longest.seconds
+
+    source, target = memoryview(bytearray(content(MIB) * (size // MIB + 1))[:size]), memoryview(bytearray(size))
+    async with client.storing([key], [size]) as reservation:
+        if reservation.outcomes != (None,):
+            return {}
+        await measured("store", client.store_from([key], [source]))
+    await measured("contains", client.contains([key]))
+    async with client.loading([key]):
+        await measured("load_into", client.load_into([key], [target]))
+    await measured("delete", client.delete([key]))
+    return seconds

@@ -5,8 +5,8 @@ from __future__ import annotations
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.checked_loads import CHECK_BYTES
 from offload_core.testing.contract.checks import contract_test, expect, expect_bytes, expect_results
-from offload_core.testing.contract.recording_check import RecordingCheck
 from offload_core.testing.rig.clients import Rig, content
+from offload_core.testing.rig.recording_check import RecordingCheck
 
 HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
 CANARY = 0xA5

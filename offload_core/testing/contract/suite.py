@@ -1,4 +1,4 @@
-"""The contract of a backend as a pytest class: a subclass of it tests clauses C1 to C22 of plugins.md.
+"""The contract of a backend as a pytest class: a subclass of it tests clauses C1 to C24 of plugins.md.
 
 A complete test file::
 
@@ -39,8 +39,10 @@ from offload_core.api.capabilities import Capabilities
 from offload_core.testing.contract.buffers import BuffersContract
 from offload_core.testing.contract.bytes import BytesContract
 from offload_core.testing.contract.capacity import CAPACITY_BYTES, CapacityContract
+from offload_core.testing.contract.failures import FailuresContract
 from offload_core.testing.contract.loop import LoopContract
 from offload_core.testing.contract.machine import MachineContract
+from offload_core.testing.contract.names import NamesContract
 from offload_core.testing.contract.one_call import OneCallContract
 from offload_core.testing.contract.options import OptionsContract
 from offload_core.testing.contract.spares import SparesContract
@@ -50,12 +52,14 @@ from offload_core.testing.rig.clients import Rig
 
 class BackendContract(
     BytesContract,
+    NamesContract,
     VisibilityContract,
     BuffersContract,
     LoopContract,
     CapacityContract,
     SparesContract,
     OneCallContract,
+    FailuresContract,
     OptionsContract,
     MachineContract,
 ):
@@ -64,8 +68,11 @@ class BackendContract(
     You may also override:
 
     - ``damage``, to test damaged objects;
+    - ``take_away`` and ``bring_back``, to test a medium that is gone;
+    - ``die_holding``, to test a client that dies;
     - ``bounded_options``, if the key for a limit is not ``capacity``;
-    - ``largest_object_bytes``, if objects of 64 MiB are too large.
+    - ``largest_object_bytes``, if objects of 64 MiB are too large;
+    - ``many_objects``, ``watch_seconds`` and ``recovery_seconds``, for a slow medium.
     """
 
     backend_type: ClassVar[BackendType]
@@ -133,6 +140,18 @@ class BackendContract(
         _needs(rig, "bounded")
         with Rig(self.backend_type, self.bounded_options(options, CAPACITY_BYTES)) as bounded:
             yield bounded
+
+    @pytest.fixture
+    def shared_bounded_rig(self, bounded_rig: Rig) -> Rig:
+        """A rig whose medium has a limit of 1 MiB that several clients share."""
+        return _needs(bounded_rig, "shared")
+
+    @pytest.fixture
+    def lasting_rig(self, rig: Rig) -> Rig:
+        """A rig whose medium does not evict by itself."""
+        if rig.capabilities().evicts:
+            pytest.skip("capability evicts is declared")
+        return rig
 
     @pytest.fixture
     def sparing_rig(self, bounded_rig: Rig) -> Rig:

@@ -7,22 +7,34 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.testing.contract.checks import contract_test, expect, expect_bytes, expect_results
-from offload_core.testing.rig.clients import Client, Rig, content, ended, held_or_done, until
+from offload_core.testing.rig.clients import Client, Rig, content, ended, held_or_done, turns, until
 
 HIT, MISS = LoadOutcome.HIT, LoadOutcome.MISS
 MAX_HELD_CALLS = 6
 """A store's thread calls before this one are held, one by one."""
+MAX_TURNS = 8
+"""For backends without threads, stores are looked at and cancelled after fewer turns of the event loop than this."""
+SMALL_BYTES = 128 * 1024
+LARGE_BYTES = 6 * 1024 * 1024 + 1
+"""Size of a large object; clients and servers divide objects over 4 or 5 MiB into parts."""
 DAY_SECONDS = 86_400
 
 
 class VisibilityContract:
     """Stored objects are visible, whole, to every client that should see them."""
+
+    watch_seconds = 2.0
+    """Time after which a stored object must still be there."""
+
+    if TYPE_CHECKING:  # the clauses about the event loop have it
+        largest_object_bytes: int
 
     @contract_test
     async def test_c05_what_is_stored_is_visible_at_once(self, rig: Rig) -> None:
@@ -54,35 +66,23 @@ class VisibilityContract:
             writer, reader = reader, writer
 
     @contract_test
+    async def test_c05_what_is_stored_does_not_vanish_by_itself(self, lasting_rig: Rig) -> None:
+        client = await lasting_rig.client()
+        objects = {key: content(1000, seed) for seed, key in enumerate(lasting_rig.keys(2))}
+        loaded, alone = objects
+        await client.put(objects)
+        await client.get(loaded, 1000)
+        await asyncio.sleep(self.watch_seconds)
+        for key, name in ((alone, "stored"), (loaded, "stored and loaded")):
+            await _expect_visible(client, key, objects[key], f"{self.watch_seconds:g} s after it was {name}")
+
+    @contract_test
     async def test_c06_readers_see_whole_objects_while_others_write(self, rig: Rig) -> None:
-        size, rounds = 128 * 1024, 12
-        writers = [await rig.client()]
-        shared = writers[0].backend.capabilities.shared
-        if shared:
-            writers.append(await rig.client())
-        reader = await rig.client() if shared else writers[0]
-        key = rig.key()
-        torn: list[str] = []
+        await _expect_whole_under_writers(rig, SMALL_BYTES, rounds=12)
 
-        async def write(client: Client, letter: bytes) -> None:
-            for _ in range(rounds):
-                with suppress(OSError):  # other tests check whether it may fail
-                    await client.store({key: letter * size})
-                    await client.delete([key])
-
-        async def read(until: asyncio.Future[list[None]]) -> None:
-            while not until.done() and not torn:
-                await asyncio.sleep(0)  # the backend may never wait
-                outcome, got = await reader.get(key, size, fill=0xA5)
-                if outcome is not MISS and (outcome is not HIT or len(set(got)) > 1):
-                    seen = Counter(got)
-                    torn.append(f"{outcome.name} with {', '.join(f'{n} bytes {chr(b)!r}' for b, n in seen.items())}")
-
-        with _threads_that_alternate():
-            writing = asyncio.gather(*(write(client, b"%d" % index) for index, client in enumerate(writers * 2)))
-            await asyncio.gather(read(writing), read(writing))
-            await writing
-        expect(not torn, f"C6: while {size} equal bytes were stored and deleted, a load answered {''.join(torn[:1])}")
+    @contract_test
+    async def test_c06_readers_see_large_objects_whole_while_others_write(self, rig: Rig) -> None:
+        await _expect_whole_under_writers(rig, min(LARGE_BYTES, self.largest_object_bytes), rounds=3)
 
     @contract_test
     async def test_c06_between_the_steps_of_a_store_others_see_all_or_nothing(self, shared_rig: Rig) -> None:
@@ -100,6 +100,16 @@ class VisibilityContract:
             writer.calls.open()
             await store
         await _expect_whole_or_absent(reader, key, wanted, "after its store")
+        for count in range(1, MAX_TURNS):
+            key = shared_rig.key()
+            async with writer.storing([key], [10_000]):
+                writer.calls.script()
+                store = asyncio.ensure_future(writer.store_from([key], [memoryview(bytearray(wanted))]))
+                await turns(count)
+                await _expect_whole_or_absent(
+                    reader, key, wanted, f"{count} turns of the event loop after its store began"
+                )
+                await store
 
     @contract_test
     async def test_c06_a_store_that_fails_or_is_cancelled_leaves_all_or_nothing(self, rig: Rig) -> None:
@@ -122,6 +132,18 @@ class VisibilityContract:
                     await _expect_whole_or_absent(client, one, wanted, f"after its store {how} at thread call {number}")
                 if not reached:
                     break
+        for count in range(MAX_TURNS):
+            key = rig.key()
+            async with client.storing([key], [10_000]):
+                client.calls.script()
+                store = asyncio.ensure_future(client.store_from([key], [memoryview(bytearray(wanted))]))
+                await turns(count)
+                store.cancel()
+                await ended(store)
+                await rig.settle()
+            await _expect_whole_or_absent(
+                client, key, wanted, f"after its store was cancelled after {count} turns of the event loop"
+            )
 
     @contract_test
     async def test_c18_a_listing_names_what_is_there_once_with_its_size(self, listing_rig: Rig) -> None:
@@ -186,6 +208,35 @@ class VisibilityContract:
             expect(count == 3, f"C18: after a listing that was left, list_objects lists {count} of 3 objects")
 
     @contract_test
+    async def test_c18_a_listing_names_no_unfinished_object(self, listing_rig: Rig) -> None:
+        rig, client = listing_rig, await listing_rig.client()
+        for number in range(1, MAX_HELD_CALLS):
+            key = rig.key()
+            async with client.storing([key], [10_000]):
+                await _expect_listed_if_whole(client, key, "whose room is reserved")
+                client.calls.script(fail={number})
+                store = await held_or_done(client, client.store_from([key], [memoryview(bytearray(10_000))]))
+                reached = client.calls.count >= number
+                client.calls.open()
+                await ended(store)
+                await rig.settle()
+            await _expect_listed_if_whole(client, key, f"whose store failed at thread call {number}")
+            if not reached:
+                break
+        reader = await rig.client() if client.backend.capabilities.shared else client
+        large = min(LARGE_BYTES, self.largest_object_bytes)
+        source = memoryview(bytearray(large))
+        for _ in range(3):
+            key = rig.key()
+            async with client.storing([key], [large]):
+                store = asyncio.ensure_future(client.store_from([key], [source]))
+                while not store.done():
+                    await _expect_listed_if_whole(reader, key, "that is being stored", large)
+                    await asyncio.sleep(0)
+                await store
+            await client.delete([key])
+
+    @contract_test
     async def test_c18_a_backend_that_cannot_list_says_so(self, not_listing_rig: Rig) -> None:
         client = await not_listing_rig.client()
         try:
@@ -207,11 +258,68 @@ async def _expect_visible(client: Client, key: ObjectKey, wanted: bytes, when: s
     expect_bytes("C5", f"an object {when}", target, wanted)
 
 
+async def _expect_whole_under_writers(rig: Rig, size: int, rounds: int) -> None:
+    """Load an object again and again while clients store it with other bytes, and delete it in the first part."""
+    writers = [await rig.client()]
+    shared = writers[0].backend.capabilities.shared
+    if shared:
+        writers.append(await rig.client())
+    writers *= 2
+    reader = await rig.client() if shared else writers[0]
+    key = rig.key()
+    torn: list[str] = []
+
+    async def write(client: Client, letter: bytes) -> None:
+        for _ in range(rounds):
+            with suppress(OSError):  # other tests check whether it may fail
+                await client.store({key: letter * size})
+                await client.delete([key])
+
+    async def replace() -> None:
+        """Store other bytes again and again; all reservations are made while the object is absent."""
+        async with AsyncExitStack() as held:
+            reservations = [await held.enter_async_context(client.storing([key], [size])) for client in writers]
+            for index, (client, reservation) in enumerate(zip(writers, reservations, strict=True)):
+                if reservation.outcomes == (None,):
+                    with suppress(OSError):
+                        await client.store_from([key], [memoryview(bytearray(b"%d" % index * size))])
+
+    async def read(until: asyncio.Future[Any]) -> None:
+        while not until.done() and not torn:
+            await asyncio.sleep(0)  # the backend may never wait
+            outcome, got = await reader.get(key, size, fill=0xA5)
+            if outcome is not MISS and (outcome is not HIT or got.count(got[0]) != size):
+                seen = Counter(got)
+                torn.append(f"{outcome.name} with {', '.join(f'{n} bytes {chr(b)!r}' for b, n in seen.items())}")
+
+    with _threads_that_alternate():
+        writing = asyncio.gather(*(write(client, b"%d" % index) for index, client in enumerate(writers)))
+        await asyncio.gather(read(writing), read(writing))
+        await writing
+        if (await reader.contains([key]))[0]:
+            await reader.delete([key])
+        replacing = asyncio.ensure_future(replace())
+        await asyncio.gather(read(replacing), read(replacing))
+        await replacing
+    expect(not torn, f"C6: while {size} equal bytes were stored and deleted, a load answered {''.join(torn[:1])}")
+
+
 async def _expect_whole_or_absent(client: Client, key: ObjectKey, wanted: bytes, when: str) -> None:
     outcome, got = await client.get(key, len(wanted))
     expect(outcome in (HIT, MISS), f"C6: loading an object {when} answered {outcome.name}; it must be whole or absent")
     if outcome is HIT:
         expect_bytes("C6", f"an object {when}", got, wanted)
+
+
+async def _expect_listed_if_whole(client: Client, key: ObjectKey, which: str, size: int | None = None) -> None:
+    """Check that a listing has ``key`` only if ``contains`` finds it, and with ``size`` bytes if that is given."""
+    for found in [found for found in await client.listed() if found.key == key]:
+        expect(
+            size in (None, found.nbytes),
+            f"C18: list_objects gave an object {which} {found.nbytes} bytes; it has {size} when it is whole",
+        )
+        there = (await client.contains([key]))[0]
+        expect(there, f"C18: list_objects lists an object {which}; contains says {there}")
 
 
 def _next_call_or_end(client: Client, task: asyncio.Task[object], number: int) -> bool:

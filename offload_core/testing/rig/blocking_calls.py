@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
@@ -53,13 +54,20 @@ _EVENTS = frozenset(
         "socket.gethostbyaddr",
     ]
 )
-_WITHOUT_EVENT = [(time, "sleep")] + [  # time.sleep has an event from Python 3.13 on
-    (os, name)
-    for name in (
-        *("stat", "fsync", "fdatasync", "sendfile", "read", "readv", "pread", "preadv"),
-        *("write", "writev", "pwrite", "pwritev"),
-    )
+_WITHOUT_EVENT: list[tuple[Any, str]] = [
+    (time, "sleep"),  # it has an event from Python 3.13 on
+    (threading.Condition, "wait"),  # events, queues and futures of threads wait by it
+    (threading.Thread, "join"),
+    *(
+        (os, name)
+        for name in (
+            *("stat", "lstat", "statvfs", "fstatvfs", "access", "fsync", "fdatasync", "sync", "sendfile"),
+            *("read", "readv", "pread", "preadv", "write", "writev", "pwrite", "pwritev", "copy_file_range"),
+        )
+    ),
+    *((socket.socket, name) for name in ("recv", "recv_into", "recvfrom", "send", "sendall", "sendto", "accept")),
 ]
+_WAITING_MODULES = ("threading", "queue", "concurrent.futures._base", "concurrent.futures.thread")
 _NOT_THE_BACKENDS = ("importlib._bootstrap", "linecache", "traceback", "tokenize")
 _lock = threading.Lock()
 _installed = False
@@ -84,7 +92,7 @@ def blocking_calls() -> Iterator[list[str]]:
         for module, name in _WITHOUT_EVENT:
             if hasattr(module, name):
                 recording = _recording(f"{module.__name__}.{name}", getattr(module, name))
-                replaced.enter_context(mock.patch.object(module, name, recording))
+                replaced.enter_context(mock.patch.object(module, name, recording, create=name not in vars(module)))
         _thread = threading.get_ident()
         try:
             yield recorded
@@ -96,11 +104,19 @@ def blocking_calls() -> Iterator[list[str]]:
 def _recording(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
-        if _thread == threading.get_ident():
+        if _thread == threading.get_ident() and not _never_waits(arguments, named):
             _record(name, arguments, sys._getframe(1))
         return function(*arguments, **named)
 
     return call
+
+
+def _never_waits(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+    """Return whether a call is one of a socket that does not block, or a wait of no time."""
+    first = arguments[0] if arguments else None
+    if isinstance(first, socket.socket):
+        return first.gettimeout() == 0
+    return isinstance(first, threading.Condition | threading.Thread) and 0 in (*arguments[1:], *named.values())
 
 
 def _audit(event: str, arguments: tuple[object, ...]) -> None:
@@ -114,6 +130,17 @@ def _record(name: str, arguments: tuple[object, ...], caller: FrameType) -> None
         module = frame.f_globals.get("__name__", "")
         if module.startswith(_NOT_THE_BACKENDS) or (frame is caller and module.startswith("asyncio.")):
             return
+        if frame.f_code is threading.Thread.start.__code__:  # waits a moment until the thread runs
+            return
         frame = frame.f_back
     argument = repr(arguments[0]) if arguments else ""
-    _recorded.append(f"{name}({argument}) at {caller.f_code.co_filename}:{caller.f_lineno}")
+    place = _caller_beyond(caller, _WAITING_MODULES)
+    _recorded.append(f"{name}({argument}) at {place.f_code.co_filename}:{place.f_lineno}")
+
+
+def _caller_beyond(frame: FrameType, modules: Collection[str]) -> FrameType:
+    """Return the innermost frame that is not of one of ``modules``."""
+    beyond: FrameType | None = frame
+    while beyond is not None and beyond.f_globals.get("__name__") in modules:
+        beyond = beyond.f_back
+    return beyond or frame

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from offload_core.api.backend import Backend, LoadReservation, StoreReservation
 from offload_core.api.keys import ObjectKey
 from offload_core.testing.state_machine.calls import Operation, OperationRun
 from offload_core.testing.state_machine.guarded_buffers import GuardedBuffers
+from offload_core.testing.state_machine.leaks import Leaks
 from offload_core.testing.state_machine.medium import Medium
 from offload_core.testing.state_machine.oracle import ContractError, Oracle
 from offload_core.testing.strategies import Content
@@ -19,6 +21,9 @@ from offload_core.testing.strategies import Content
 T = TypeVar("T")
 
 CALL_LIMIT_SECONDS = 60
+
+MOST_LEFT_OPEN = 32
+"""Most threads and file descriptors that all examples together may leave behind."""
 
 _WATCHED_CALLS = 8
 """Number of earlier calls whose buffers are still checked."""
@@ -60,6 +65,17 @@ class Example:
         self._runner = asyncio.Runner()
         self._ended_buffers: list[GuardedBuffers] = []
         self._steps: list[str] = []
+        self._leaks = Leaks()
+
+    @property
+    def step_count(self) -> int:
+        """The number of steps so far."""
+        return len(self._steps)
+
+    @property
+    def last_step(self) -> str:
+        """The latest step with its number, for messages."""
+        return f"step {len(self._steps)}: {self._steps[-1]}" if self._steps else "the beginning"
 
     def client(self, number: int) -> Backend[Any]:
         """Return a client; numbers wrap around."""
@@ -120,6 +136,8 @@ class Example:
                 raise
             except Exception as error:
                 raise _raised(clause, words, error) from error
+            finally:
+                self._leaks.step_ended(self.last_step)
 
     def add_answer(self, answer: str) -> None:
         """Write an answer behind the latest step."""
@@ -152,6 +170,27 @@ class Example:
         with self.explained():
             for buffers in self._ended_buffers:
                 buffers.check_unchanged()
+
+    def check_left_open(self) -> None:
+        """Check that closed clients have left neither threads nor file descriptors behind (C13).
+
+        Some libraries keep a few of them for the process. They are no leak as long as their number does not grow.
+
+        Raises:
+            ContractError: this example and the ones before have left more than a few; with the step that opened one.
+        """
+        left = self._leaks.left()
+        if left and len(self.medium.left_open(left)) > MOST_LEFT_OPEN:
+            gc.collect()  # a file or connection that waits for it is no leak
+            left = self._leaks.left()
+            if not left or len(self.medium.left_open(left)) <= MOST_LEFT_OPEN:
+                return
+            some, step = next(iter(left.items()))
+            with self.explained():
+                raise ContractError(
+                    f"C13: all clients are closed, and {len(left)} threads and file descriptors of this example are "
+                    f"left; {some} is of {step}"
+                )
 
     def shut_down(self) -> None:
         """Close the event loop; after a failure, leave as little as possible on the medium."""

@@ -138,9 +138,13 @@ class Oracle:
         """
         self._requested_bytes += sum(size + OVERHEAD_BYTES for size in sizes_bytes)
         if self.may_evict and not (spare and all(spare)):
-            for key in self._contents:
-                if not self.pins[key]:
-                    self._contents[key] |= {None}
+            self.everything_may_be_evicted()
+
+    def everything_may_be_evicted(self) -> None:
+        """Take up that the medium may have evicted every object that is not pinned."""
+        for key in self._contents:
+            if not self.pins[key]:
+                self._contents[key] |= {None}
 
     def check_prepared_load(self, key: ObjectKey, present: bool, *, pins: bool, nbytes: int | None = None) -> None:
         """Check and take up the answer of ``prepare_load`` for ``key``.

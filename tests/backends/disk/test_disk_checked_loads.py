@@ -15,7 +15,7 @@ from offload_backend_disk import DiskBackend
 
 from offload_core.api import CHECK_BYTES, LoadCheck
 from offload_core.api.backend import LoadOutcome, StoreOutcome
-from offload_core.testing.contract.recording_check import RecordingCheck
+from offload_core.testing.rig.recording_check import RecordingCheck
 from tests.backends.disk.conftest import Disk, files_under, key, open_account
 from tests.backends.disk.test_disk_direct import filled, page_aligned
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from offload_backend_disk.plugin import DISK
 
 from offload_core.api.keys import ObjectKey
 from offload_core.testing.contract.suite import BackendContract
+from offload_core.testing.rig.killed_process import hold_in_killed_process
 from offload_core.testing.state_machine.machine import EXAMPLES
 
 
@@ -37,6 +38,9 @@ class TestDiskWithALimit(TestDisk):
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:
         return {"path": str(tmp_path / "objects"), "capacity": "1GiB"}
+
+    def die_holding(self, options: Mapping[str, Any], keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> None:
+        hold_in_killed_process(DISK, options, keys, nbytes)
 
 
 @pytest.mark.long

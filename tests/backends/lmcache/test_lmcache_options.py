@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from offload_backend_lmcache import LMCacheOptions
+from offload_backend_lmcache import LMCacheBackend, LMCacheOptions
 from offload_backend_lmcache.server.config import ServerConfig, read_config
 from offload_backend_lmcache.server.lmcache_module import check_version
 
+from offload_core.api.backend import BackendContext
 from offload_core.api.errors import ConfigError
 from offload_core.config.loading import load_config
+from offload_core.runtime.threads import DaemonExecutor
 
 ENCRYPTION_CURE = "the traffic is not encrypted; use a private address or a tunnel, or set insecure: true"
 
@@ -108,3 +110,14 @@ def test_a_supported_version_of_lmcache(version: str) -> None:
 def test_another_version_of_lmcache(version: str) -> None:
     with pytest.raises(RuntimeError, match=f"does not support LMCache {version}; it needs 0.5.6 or a later release of"):
         check_version(version)
+
+
+def test_no_client_timeout_is_longer_than_the_tiers_deadlines() -> None:
+    executor = DaemonExecutor(1, "cluster")
+    found = options(address="127.0.0.1:7555", connect_timeout_seconds=2, io_timeout_seconds=5)
+    patient = LMCacheBackend(found, BackendContext("cluster", executor))
+    assert (patient.target().connect_seconds, patient.target().io_seconds) == (2, 5)
+    deadlines: dict[str, Any] = {"open_timeout_seconds": 1, "load_timeout_seconds": 3, "store_timeout_seconds": 4}
+    hurried = LMCacheBackend(found, BackendContext("cluster", executor, **deadlines))
+    assert (hurried.target().connect_seconds, hurried.target().io_seconds) == (1, 4)
+    executor.shutdown()

@@ -15,7 +15,7 @@ from offload_backend_nfs import NfsBackend
 
 from offload_core.api import CHECK_BYTES, ObjectKey
 from offload_core.api.backend import LoadOutcome
-from offload_core.testing.contract.recording_check import RecordingCheck
+from offload_core.testing.rig.recording_check import RecordingCheck
 from tests.backends.nfs.calls import run, store
 from tests.backends.nfs.conftest import Nfs, key
 

@@ -43,6 +43,20 @@ def test_every_tier_is_opened_in_its_order(io: IoLoop, counters: Counters) -> No
     assert [backends[0].calls for backends in made.values()] == [["open", "close"], ["open", "close"]]
 
 
+def test_a_backend_knows_the_deadlines_of_its_tier(io: IoLoop, counters: Counters) -> None:
+    config, made = configured({"fast": None}, open_timeout_seconds=7.0)
+    tiers = open_tiers(config, io, counters)
+    context, limits = made["fast"][0].context, tiers[0].limits
+    close_tiers(tiers, io, seconds=30)
+    assert limits.open_timeout_seconds == 7.0
+    assert context.open_timeout_seconds == limits.open_timeout_seconds
+    assert context.lookup_timeout_seconds == limits.lookup_timeout_seconds
+    assert context.load_timeout_seconds == limits.load_timeout_seconds
+    assert context.load_timeout_seconds_per_mib == limits.load_timeout_seconds_per_mib
+    assert context.store_timeout_seconds == limits.store_timeout_seconds
+    assert context.close_timeout_seconds == limits.close_timeout_seconds
+
+
 def test_every_tier_that_cannot_be_opened_is_named_with_its_reason(io: IoLoop, counters: Counters) -> None:
     broken = {"a": OSError("no disk"), "c": PermissionError(13, "not yours"), "d": ValueError("a plugin's defect")}
     config, _ = configured({"b": None} | {name: fails(error) for name, error in broken.items()})

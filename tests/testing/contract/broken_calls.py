@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import hashlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -61,6 +64,7 @@ class LoadsEachKeyByItself(ReferenceBackend):
         return await asyncio.gather(*map(self.load_one, keys, buffers))
 
     async def load_one(self, key: ObjectKey, buffer: memoryview) -> LoadOutcome:
+        self.check()
         return await self.run_blocking(self.load, key, buffer)
 
 
@@ -69,6 +73,7 @@ class StoresEachKeyByItself(ReferenceBackend):
         return await asyncio.gather(*map(self.store_by_itself, keys, buffers))
 
     async def store_by_itself(self, key: ObjectKey, buffer: memoryview) -> StoreOutcome:
+        self.check()
         return await self.run_blocking(self.store_one, key, buffer)
 
 
@@ -94,6 +99,48 @@ class LooksAtEveryByteOnTheLoop(ReferenceBackend):
         while time.monotonic() < end:
             pass
         return await super().load_into(keys, buffers)
+
+
+class HashesOnTheLoop(ReferenceBackend):
+    async def store(self, keys: Keys, buffers: Buffers) -> Sequence[StoreOutcome]:
+        self.digests = [hashlib.sha256(buffer).digest() for buffer in buffers]
+        return await super().store(keys, buffers)
+
+
+class AsksTheFileSystemOnTheLoop(ReferenceBackend):
+    async def store(self, keys: Keys, buffers: Buffers) -> Sequence[StoreOutcome]:
+        os.statvfs("/")
+        return await super().store(keys, buffers)
+
+
+class WaitsForAnEventOnTheLoop(ReferenceBackend):
+    async def load_into(self, keys: Keys, buffers: Buffers) -> Sequence[LoadOutcome]:
+        threading.Event().wait(0.0001)
+        return await super().load_into(keys, buffers)
+
+
+class TalksToAServerOnTheLoop(ReferenceBackend):
+    async def contains(self, keys: Keys) -> Sequence[bool]:
+        client, server = socket.socketpair()
+        with client, server:
+            client.sendall(b"EXISTS")
+            server.recv(6)
+        return await super().contains(keys)
+
+
+class WaitsForALockOnTheLoop(ReferenceBackend):
+    async def open(self) -> None:
+        await super().open()
+        self.storing = threading.Lock()
+
+    def store_all(self, keys: Keys, buffers: Buffers) -> list[StoreOutcome]:
+        with self.storing:
+            time.sleep(0.25 * (max(map(len, buffers), default=0) >= MIB))
+            return super().store_all(keys, buffers)
+
+    async def contains(self, keys: Keys) -> Sequence[bool]:
+        with self.storing:
+            return await super().contains(keys)
 
 
 class EvictsWhatIsPinned(ReferenceBackend):
@@ -134,7 +181,8 @@ class GivesBackWhatWasStoredOnly(ReferenceBackend):
         return await super().store(keys, buffers)
 
     def give_back(self, granted: Sequence[tuple[ObjectKey, Reserved]]) -> None:
-        super().give_back([(key, reserved) for key, reserved in granted if key in self.used])
+        is_dead = self.number in self.medium.dead
+        super().give_back([(key, reserved) for key, reserved in granted if is_dead or key in self.used])
 
 
 class CountsFailedStores(ReferenceBackend):
@@ -161,7 +209,7 @@ class CountsCancelledStores(CountsFailedStores):
 
 class CountsDeletedObjects(ReferenceBackend):
     async def delete(self, keys: Keys) -> None:
-        for key in keys:
+        for key in keys if len(keys) < 3 else ():
             found = self.medium.objects.get(key)
             if found is not None:
                 self.medium.reserved[key].append(Reserved(found.nbytes))
@@ -170,7 +218,8 @@ class CountsDeletedObjects(ReferenceBackend):
 
 class NeverUnpins(ReferenceBackend):
     def unpin(self, keys: Keys) -> None:
-        pass
+        if self.number in self.medium.dead:
+            super().unpin(keys)
 
 
 class CountsStoredBytesOnly(ReferenceBackend):
@@ -180,7 +229,13 @@ class CountsStoredBytesOnly(ReferenceBackend):
 
 
 class CountsABatchAtItsEnd(ReferenceBackend):
+    batch: Keys = ()
+
+    def kept_for(self, keys: Keys) -> list[ObjectKey]:
+        return super().kept_for(self.batch)
+
     async def prepare_store(self, keys: Keys, nbytes: Sequence[int], spare: Sequence[bool] = ()) -> StoreReservation:
+        self.batch = keys
         reservations = []
         hidden: list[tuple[ObjectKey, Reserved]] = []
         for key, size, is_spare in zip(keys, nbytes, spare or [False] * len(keys), strict=True):
@@ -215,6 +270,40 @@ class LoadsOnThreadsThatCloseDoesNotKnow(ReferenceBackend):
 class StoresOnThreadsThatCloseDoesNotKnow(ReferenceBackend):
     async def store(self, keys: Keys, buffers: Buffers) -> Sequence[StoreOutcome]:
         return await to_the_end(asyncio.to_thread(self.store_all, keys, buffers))
+
+
+class CancelsWhatRunsAtClose(ReferenceBackend):
+    async def open(self) -> None:
+        await super().open()
+        self.tasks: set[asyncio.Task[Any]] = set()
+
+    async def load_into(self, keys: Keys, buffers: Buffers) -> Sequence[LoadOutcome]:
+        task = asyncio.current_task()
+        assert task is not None
+        self.tasks.add(task)
+        try:
+            return await super().load_into(keys, buffers)
+        finally:
+            self.tasks.discard(task)
+
+    async def close(self) -> None:
+        for task in getattr(self, "tasks", ()):
+            task.cancel()
+        await super().close()
+
+
+class FailsWhatRunsAtClose(ReferenceBackend):
+    closed = False
+
+    async def store(self, keys: Keys, buffers: Buffers) -> Sequence[StoreOutcome]:
+        await self.run_blocking(int)
+        if self.closed:
+            raise OSError(errno.EBADF, "the tier is closed")
+        return await super().store(keys, buffers)
+
+    async def close(self) -> None:
+        self.closed = True
+        await super().close()
 
 
 class ClosesOnce(ReferenceBackend):

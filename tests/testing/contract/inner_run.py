@@ -5,21 +5,25 @@ The file's name keeps pytest from collecting it by itself.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
+from offload_core.api.backend import BackendContext, BackendType
 from offload_core.api.keys import ObjectKey
+from offload_core.runtime.threads import DaemonExecutor
 from offload_core.testing.contract.suite import BackendContract
 from tests.testing.contract.broken import BROKEN
-from tests.testing.contract.reference import MEDIA, REFERENCE
+from tests.testing.contract.reference import MEDIA, REFERENCE, AsyncReference, ReferenceBackend, ReferenceOptions
 
 
 class TestReference(BackendContract):
     backend_type = REFERENCE
-    largest_object_bytes = 1024 * 1024
+    largest_object_bytes = 16 * 1024 * 1024
+    watch_seconds = 0.2
 
     @pytest.fixture
     def options(self) -> Iterator[dict[str, Any]]:
@@ -31,6 +35,29 @@ class TestReference(BackendContract):
         found = MEDIA[options["medium"]].objects[key]
         found.content = found.content[: len(found.content) // 2]
 
+    def take_away(self, options: Mapping[str, Any]) -> None:
+        MEDIA[options["medium"]].is_gone = True
+
+    def bring_back(self, options: Mapping[str, Any]) -> None:
+        MEDIA[options["medium"]].is_gone = False
+
+    def die_holding(self, options: Mapping[str, Any], keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> None:
+        async def die() -> None:
+            executor = DaemonExecutor(1, "dying")
+            backend = self.backend_type.backend(ReferenceOptions(**options), BackendContext("dying", executor))
+            assert isinstance(backend, ReferenceBackend)
+            await backend.open()
+            await backend.prepare_load(keys)
+            await backend.prepare_store(keys, nbytes)
+            executor.shutdown()
+            backend.medium.dead.add(backend.number)
+
+        asyncio.run(die())
+
+
+class TestAsyncReference(TestReference):
+    backend_type = BackendType("asyncio", AsyncReference, ReferenceOptions)
+
 
 def class_name(index: int) -> str:
     """Return the test class of ``BROKEN[index]``."""
@@ -39,7 +66,9 @@ def class_name(index: int) -> str:
 
 globals().update(
     {
-        class_name(index): type(class_name(index), (TestReference,), {"backend_type": broken.backend_type})
+        class_name(index): type(
+            class_name(index), (TestReference,), {"backend_type": broken.backend_type, **broken.members}
+        )
         for index, broken in enumerate(BROKEN)
     }
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import itertools
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
@@ -47,9 +50,18 @@ class Reserved:
 
 
 class Medium:
-    """Objects, least recently used first, their pins and the reserved capacity. All methods are for any thread."""
+    """Objects, least recently used first, their pins and the reserved capacity. All methods are for any thread.
+
+    Attributes:
+        is_gone: every operation fails.
+        holds: the releases of all held reservations, by client.
+        dead: the clients that died.
+    """
 
     def __init__(self) -> None:
+        self.is_gone = False
+        self.holds: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
+        self.dead: set[int] = set()
         self.lock = threading.RLock()
         self.objects: OrderedDict[ObjectKey, Stored] = OrderedDict()
         self.pins: Counter[ObjectKey] = Counter()
@@ -90,6 +102,9 @@ class Medium:
 
 
 MEDIA: defaultdict[str, Medium] = defaultdict(Medium)
+PART_BYTES = 256 * 1024
+NUMBERS = itertools.count()
+"""Numbers of the clients."""
 
 
 class PinnedLoad(LoadReservation):
@@ -119,17 +134,43 @@ class ReferenceBackend(Backend[ReferenceOptions]):
 
     async def open(self) -> None:
         self.medium = MEDIA[self.options.medium]
+        self.number = next(NUMBERS)
+        self.check()
+
+    def check(self) -> None:
+        if self.medium.is_gone:
+            raise OSError(errno.ENODEV, "the medium is gone")
+
+    def hold(self, release: Callable[[], None]) -> Callable[[], None]:
+        """Note a reservation of this client; return the function that releases it."""
+        holds = self.medium.holds[self.number]
+        holds.append(release)
+
+        def end() -> None:
+            with self.medium.lock:
+                if release in holds:
+                    holds.remove(release)
+                    release()
+
+        return end
+
+    def release_dead(self) -> None:
+        for client in self.medium.dead:
+            for release in self.medium.holds.pop(client, []):
+                release()
 
     async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
+        self.check()
         return [key in self.medium.objects for key in keys]
 
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
+        self.check()
         with self.medium.lock:
             present = [key in self.medium.objects for key in keys]
             pinned = [key for key, there in zip(keys, present, strict=True) if there]
             self.medium.pins.update(pinned)
             sizes = [self.size(key) if there else None for key, there in zip(keys, present, strict=True)]
-        return PinnedLoad(present, lambda: self.unpin(pinned), sizes)
+        return PinnedLoad(present, self.hold(lambda: self.unpin(pinned)), sizes)
 
     def size(self, key: ObjectKey) -> int:
         return len(self.medium.objects[key].content)
@@ -160,6 +201,7 @@ class ReferenceBackend(Backend[ReferenceOptions]):
             check.filled(min(1000, len(buffer) - start))
 
     def load_all(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+        self.check()
         return [self.load(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
 
     def load(self, key: ObjectKey, buffer: memoryview) -> LoadOutcome:
@@ -181,7 +223,11 @@ class ReferenceBackend(Backend[ReferenceOptions]):
         outcomes: list[StoreOutcome | None] = []
         evicted: list[ObjectKey] = []
         granted: list[tuple[ObjectKey, Reserved]] = []
+        self.check()
         with self.medium.lock:
+            self.release_dead()
+            kept = self.kept_for(keys)
+            self.medium.pins.update(kept)
             for key, size, is_spare in zip(keys, nbytes, spare or [False] * len(keys), strict=True):
                 if key in self.medium.objects:
                     outcomes.append(StoreOutcome.ALREADY_PRESENT)
@@ -192,15 +238,24 @@ class ReferenceBackend(Backend[ReferenceOptions]):
                 if fits:
                     granted.append((key, Reserved(size, is_spare)))
                     self.medium.reserved[key].append(granted[-1][1])
-        return ReservedStore(outcomes, evicted, lambda: self.give_back(granted))
+            self.medium.pins.subtract(kept)
+        return ReservedStore(outcomes, evicted, self.hold(lambda: self.give_back(granted)))
+
+    def kept_for(self, keys: Sequence[ObjectKey]) -> list[ObjectKey]:
+        """Return the objects of a batch that the batch itself must not evict."""
+        return [key for key in keys if key in self.medium.objects]
+
+    def capacity(self) -> int | None:
+        return self.options.capacity
 
     def make_room(self, nbytes: int, is_spare: bool) -> tuple[bool, list[ObjectKey]]:
-        capacity = self.options.capacity
+        capacity = self.capacity()
         if is_spare and capacity is not None and self.medium.used() + nbytes > capacity:
             return False, []
         return self.medium.evict_for(nbytes, capacity)
 
     async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+        self.check()
         for key, is_spare in zip(keys, spare, strict=True):
             self.medium.touch(key, spare=is_spare)
 
@@ -214,6 +269,7 @@ class ReferenceBackend(Backend[ReferenceOptions]):
         return await self.run_blocking(self.store_all, keys, buffers)
 
     def store_all(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+        self.check()
         return [self.store_one(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
 
     def store_one(self, key: ObjectKey, buffer: memoryview) -> StoreOutcome:
@@ -221,14 +277,61 @@ class ReferenceBackend(Backend[ReferenceOptions]):
         return StoreOutcome.STORED
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        self.check()
         with self.medium.lock:
             for key in keys:
                 self.medium.objects.pop(key, None)
 
     async def list_objects(self) -> AsyncIterator[Sequence[StoredObject]]:
-        found = [StoredObject(key, one.nbytes, one.stored_at_seconds) for key, one in self.medium.objects.items()]
+        self.check()
+        with self.medium.lock:
+            found = [StoredObject(key, one.nbytes, one.stored_at_seconds) for key, one in self.medium.objects.items()]
         for start in range(0, len(found), 2):
             yield found[start : start + 2]
 
 
 REFERENCE = BackendType("reference", ReferenceBackend, ReferenceOptions)
+
+
+class AsyncReference(ReferenceBackend):
+    """Makes no thread calls, as a client on asyncio; it copies a part of an object in each turn of the loop."""
+
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
+        return await self.run_to_the_end(self.store_in_turns(keys, buffers))
+
+    async def store_in_turns(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+        self.check()
+        for key, buffer in zip(keys, buffers, strict=True):
+            content = await self.copied(buffer)
+            self.medium.commit(key, content)
+        return [StoreOutcome.STORED] * len(keys)
+
+    async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
+        return await self.run_to_the_end(self.load_in_turns(keys, buffers))
+
+    async def load_in_turns(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+        self.check()
+        outcomes = []
+        for key, buffer in zip(keys, buffers, strict=True):
+            found = self.medium.objects.get(key)
+            if found is None or len(found.content) != len(buffer):
+                outcomes.append(LoadOutcome.MISS if found is None else LoadOutcome.CORRUPT)
+                continue
+            for start in range(0, len(buffer), PART_BYTES):
+                buffer[start : start + PART_BYTES] = found.content[start : start + PART_BYTES]
+                await asyncio.sleep(0)
+            self.record_load(key)
+            outcomes.append(LoadOutcome.HIT)
+        return outcomes
+
+    async def copied(self, buffer: memoryview) -> bytearray:
+        content = bytearray()
+        for start in range(0, len(buffer), PART_BYTES):
+            content += buffer[start : start + PART_BYTES]
+            await asyncio.sleep(0)
+        return content
+
+    async def load_and_check(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
+    ) -> Sequence[LoadOutcome]:
+        return await self.load_into(keys, buffers)

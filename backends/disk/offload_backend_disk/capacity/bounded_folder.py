@@ -113,9 +113,14 @@ class BoundedFolder:
         self._account.record_use([key for key, is_spare, there in offered_again if there and not is_spare])
         rest = iter(granted)
         reservations = [None if there else next(rest) for there in present]
+        gone = set(evicted)  # perhaps some of this batch (C5)
         outcomes = [
-            StoreOutcome.ALREADY_PRESENT if there else StoreOutcome.REJECTED if reservation is None else None
-            for there, reservation in zip(present, reservations, strict=True)
+            None
+            if reservation is not None
+            else StoreOutcome.ALREADY_PRESENT
+            if there and key not in gone
+            else StoreOutcome.REJECTED
+            for key, there, reservation in zip(keys, present, reservations, strict=True)
         ]
         return ReservedCapacity(reservations, outcomes, evicted)
 
