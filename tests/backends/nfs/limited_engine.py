@@ -26,4 +26,7 @@ async def work(backend: NfsBackend) -> None:
 if __name__ == "__main__":
     _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE_BYTES, hard_limit))
-    run(NfsBackend(NfsOptions(url=sys.argv[1]), BackendContext("nfs", DaemonExecutor(2, "nfs"))), work)
+    run(
+        NfsBackend(NfsOptions.model_validate({"url": sys.argv[1]}), BackendContext("nfs", DaemonExecutor(2, "nfs"))),
+        work,
+    )

@@ -18,7 +18,7 @@ import pytest
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from tests.backends.disk.conftest import small_disk, tmpfs
-from tests.backends.nfs.calls import load, run, store
+from tests.backends.nfs.calls import run, store
 from tests.backends.nfs.conftest import Nfs, key
 from tests.backends.nfs.tier_rig import TierRig
 from tests.support.paths import ROOT
