@@ -14,6 +14,7 @@ from offload_core.api.backend import (
 from offload_core.api.cancellation import to_the_end
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.checked_loads import CHECK_BYTES, LoadCheck
+from offload_core.api.checks.ownership import check_ownership
 from offload_core.api.errors import (
     BackendError,
     ConfigError,
@@ -41,7 +42,6 @@ from offload_core.api.eviction_order import EvictionOrder, EvictionPolicy
 from offload_core.api.hooks import API_VERSION, OLDEST_API_VERSION, TierInfo, hookimpl
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions, Bytes, Folder, OptionsT, Seconds, check_folder
-from offload_core.api.ownership import check_ownership
 from offload_core.api.pinned_memory import CudaPinning, HostPinning, demand_pinning, pinning_in_use
 from offload_core.api.wrapper import BackendWrapper
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-from offload_core.api.credentials import without_credentials
+from offload_core.api.checks.credentials import without_credentials
 
 _MAX_COMPARED = 100
 """The most characters of a word that are compared with valid words, which takes time with their square."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import SecretStr
 
 from offload_core.api.backend import BackendType
-from offload_core.api.credentials import credentials_in
+from offload_core.api.checks.credentials import credentials_in
 from offload_core.api.errors import ConfigError, PluginError
 from offload_core.api.options import BackendOptions
 from offload_core.config import encryption_keys
@@ -83,7 +83,8 @@ def _credentials(raw: Mapping[str, Any], registry: PluginRegistry) -> list[str]:
             continue  # the type is refused, and its values are never shown
         own = {key for name, field in options.model_fields.items() for key in (name, written_key(name, field))}
         path = f"backends.{index}" if isinstance(backends, list) else "backends"
-        places += [(place, options) for place in credentials_in(entry, path, {*BackendConfig.model_fields, *own})]
+        own |= {encryption_keys.FIELD, *BackendConfig.model_fields}
+        places += [(place, options) for place in credentials_in(entry, path, own)]
     return [
         f"{place}: holds a credential; remove it from the configuration, which vLLM logs: {options.credentials_cure}"
         for place, options in places

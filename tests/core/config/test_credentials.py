@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from offload_core.api.credentials import MASK, holds_credential, is_credential_name, without_credentials
+from offload_core.api.checks.credentials import MASK, holds_credential, is_credential_name, without_credentials
 from offload_core.api.errors import ConfigError
 from offload_core.cli import app
 from offload_core.config.loading import load_config

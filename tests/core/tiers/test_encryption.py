@@ -209,7 +209,8 @@ def test_swapped_files_are_no_hits(folder: Rig, compression: str) -> None:
     contents = one.read_bytes(), two.read_bytes()
     two.write_bytes(contents[0])
     one.write_bytes(contents[1])
-    assert folder.load(tier, dict.fromkeys((1, 2), PAYLOAD_BYTES)) == [CORRUPT, CORRUPT]
+    # A backend that remembers sizes finds another size at first, and the object stays: a miss.
+    assert set(folder.load(tier, dict.fromkeys((1, 2), PAYLOAD_BYTES))) <= {CORRUPT, MISS}
 
 
 @pytest.mark.parametrize(
