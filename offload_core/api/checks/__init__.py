@@ -1,0 +1,1 @@
+"""Checks of values that operators give: credentials in a configuration, and folders that others control."""
