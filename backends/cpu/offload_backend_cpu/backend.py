@@ -161,10 +161,12 @@ class CpuBackend(Backend[CpuOptions]):
                 taken.append((key, reserved))
             outcomes.append(None if reserved is not None else StoreOutcome.REJECTED)
 
-        gone = set(evicted)
-        for index, (key, outcome) in enumerate(zip(keys, outcomes, strict=True)):
-            if outcome is StoreOutcome.ALREADY_PRESENT and key in gone:  # evicted for others of the batch (C5)
-                outcomes[index] = StoreOutcome.REJECTED
+        if evicted:  # perhaps some of this batch, for others of it (C5)
+            gone = set(evicted)
+            outcomes = [
+                StoreOutcome.REJECTED if outcome is StoreOutcome.ALREADY_PRESENT and key in gone else outcome
+                for key, outcome in zip(keys, outcomes, strict=True)
+            ]
 
         async def release() -> None:
             for key, reserved in taken:

@@ -114,14 +114,12 @@ class BoundedFolder:
         rest = iter(granted)
         reservations = [None if there else next(rest) for there in present]
         gone = set(evicted)  # perhaps some of this batch (C5)
-        outcomes = [
-            None
-            if reservation is not None
-            else StoreOutcome.ALREADY_PRESENT
-            if there and key not in gone
-            else StoreOutcome.REJECTED
-            for key, there, reservation in zip(keys, present, reservations, strict=True)
-        ]
+        outcomes: list[StoreOutcome | None] = [StoreOutcome.REJECTED] * len(keys)
+        for index, (key, there, reservation) in enumerate(zip(keys, present, reservations, strict=True)):
+            if reservation is not None:
+                outcomes[index] = None
+            elif there and key not in gone:
+                outcomes[index] = StoreOutcome.ALREADY_PRESENT
         return ReservedCapacity(reservations, outcomes, evicted)
 
     def release(self, reservations: Sequence[int]) -> None:
