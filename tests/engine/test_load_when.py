@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.engine.lab import Lab, count, installed, ours, served
 from tests.support.engine.spec import Round, RunResult, compare
 
 HELD_SECONDS = 6.0
 
 
+@pytest.mark.long
 def test_a_tier_that_is_slower_than_the_engine_serves_one_load_only(gemma3: Lab, tmp_path: Path) -> None:
     slow = {"name": "disk", "type": "held-disk", "path": str(tmp_path / "kv"), "held_seconds": HELD_SECONDS}
     rounds = [

@@ -104,6 +104,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_first_run_with_its_own_variables_leaves_the_server_to_the_others(module_folder: Path) -> None:
     script = module_folder / "first_run.py"
     script.write_text(_FIRST_RUN_WITH_ITS_OWN_VARIABLE)

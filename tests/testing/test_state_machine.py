@@ -67,7 +67,9 @@ class InOneProcess(ShelfBackend):
         SHELVES.pop(self.options.name, None)
 
 
-@pytest.mark.parametrize("backend", [ShelfBackend, Unbounded, InOneProcess])
+@pytest.mark.parametrize(
+    "backend", [ShelfBackend, *(pytest.param(one, marks=pytest.mark.long) for one in (Unbounded, InOneProcess))]
+)
 def test_the_machine_passes_a_correct_backend(backend: type[ShelfBackend]) -> None:
     check(backend, SOME)
 
@@ -286,7 +288,9 @@ class FindsNothingWhenPreparing(Unbounded):
         return LoadReservation([bool(index) for index in range(len(keys))])
 
 
-long = pytest.mark.long  # of the broken backends, those that take the machine over five seconds to find
+long = pytest.mark.long  # other broken backends that take the machine over a second to find, of clauses that quicker ones break
+    pytest.mark.long
+)  # the broken backends that take the machine over a second to find, if others break the same clause
 
 BROKEN = [
     (LosesUpdates, "C5|C18|C2"),  # a lost deletion may be noticed by the next store
@@ -311,7 +315,7 @@ BROKEN = [
     (ClearsTheBufferOfAMiss, "C3"),
     (HitsWithAPrefix, "C1|C6"),
     (ListsTwice, "C18"),
-    (ForgetsOnClose, "C5|C18"),
+    pytest.param(ForgetsOnClose, "C5|C18", marks=long),
     (ClosesOnce, "C13"),
     (FailsToDeleteTheAbsent, "C12"),
     (FindsNothingWhenPreparing, "C5"),
@@ -402,6 +406,7 @@ def test_the_machine_passes_a_medium_that_evicts_by_itself() -> None:
     check(EvictsByItself, SOME)
 
 
+@pytest.mark.long
 def test_a_medium_that_evicts_by_itself_must_keep_some_objects() -> None:
     with pytest.raises(AssertionError, match=r"^C5: of \d+ lookups and loads of stored objects, \d+ found"):
         check(EvictsEverything, SOME)
@@ -419,9 +424,9 @@ def test_a_medium_may_evict_by_itself_only_if_it_says_so() -> None:
     ("backend", "clauses"),
     [
         pytest.param(IgnoresThePack, "C1|C2|C6|C12|C16|C18", marks=long),
-        (FindsWhatWasDeleted, "C1|C12|C16|C18"),
-        (Tears, "C1|C6"),
-        (AnswersOncePerKey, "C2"),
+        pytest.param(FindsWhatWasDeleted, "C1|C12|C16|C18", marks=long),
+        pytest.param(Tears, "C1|C6", marks=long),
+        pytest.param(AnswersOncePerKey, "C2", marks=long),
         (KeepsTheBuffer, "C1|C6"),
         pytest.param(WritesAfterCancellation, "C7", marks=long),
         (ClearsTheBufferOfAMiss, "C3"),

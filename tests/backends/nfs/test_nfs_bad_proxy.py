@@ -25,7 +25,7 @@ HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
 class Rig(StagedObjects):
     """A tier on a bucket behind a proxy, with one object."""
 
-    def __init__(self, server: S3Server, proxy: MisbehavingProxy) -> None:
+    def __init__(self, server: S3Server, proxy: MisbehavingProxy, retry_seconds: float) -> None:
         super().__init__()
         self.proxy, self.client, self.bucket = proxy, server.client(), server.make_bucket()
         self.io, self.counters = IoLoop.acquire(), Counters()
@@ -35,7 +35,7 @@ class Rig(StagedObjects):
             "url": f"s3://{self.bucket}/kv",
             "storage_options": {"endpoint_url": proxy.url},
             "lookup_cache_seconds": 0,
-            "retry_seconds": 0.2,
+            "retry_seconds": retry_seconds,
         }
         self.tier = Tier(load_config({"backends": [tier]}).tiers[0], LIMITS, self.counters)
         self.run(self.tier.open())
@@ -56,9 +56,10 @@ class Rig(StagedObjects):
 
 
 @pytest.fixture
-def rig(s3_server: S3Server) -> Iterator[Rig]:
+def rig(request: pytest.FixtureRequest, s3_server: S3Server) -> Iterator[Rig]:
+    """Return a tier that tries a call again for 0.2 s, or for as long as the test says."""
     with MisbehavingProxy(s3_server.port).running() as proxy:
-        made = Rig(s3_server, proxy)
+        made = Rig(s3_server, proxy, getattr(request, "param", 0.2))
         yield made
         proxy.damage = None
         close_tiers([made.tier], made.io, SECONDS)
@@ -77,6 +78,7 @@ def test_no_damage_of_the_way_deletes_an_object(rig: Rig, damage: str) -> None:
     assert rig.load() is HIT
 
 
+@pytest.mark.parametrize("rig", [30], indirect=True)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_after_one_damaged_answer_the_object_is_read_again(rig: Rig, damage: str) -> None:
     rig.proxy.damage, rig.proxy.answers_to_damage = DAMAGE[damage], 1

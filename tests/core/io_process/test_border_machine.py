@@ -427,7 +427,7 @@ def store_room_bytes(there: BorderRig) -> list[int]:
     return [budget.limit_bytes - budget.held_bytes for budget in budgets]
 
 
-@pytest.mark.parametrize("call", ["load", "store"])
+@pytest.mark.parametrize("call", ["load", pytest.param("store", marks=pytest.mark.long)])
 def test_i3_a_process_that_outlives_its_kill_writes_to_no_memory_of_others(
     machine: Callable[..., Border], call: str
 ) -> None:

@@ -188,6 +188,7 @@ def test_a_parent_that_leaves_first_leaves_the_process_to_the_others(here: Here,
     wait_until(lambda: not is_running(pid), "the I/O process outlives the engine")
 
 
+@pytest.mark.long
 def test_a_process_that_has_lost_its_parent_ends_with_the_last_of_the_others(there: There) -> None:
     parent = there()
     pid = parent.io_process
@@ -201,6 +202,7 @@ def test_a_process_that_has_lost_its_parent_ends_with_the_last_of_the_others(the
     wait_until(lambda: not is_running(pid), "the I/O process outlives the engine")
 
 
+@pytest.mark.long
 def test_the_end_of_the_parent_ends_the_process_and_the_next_one_is_shared_again(here: Here, there: There) -> None:
     parent = there()
     pid = parent.io_process

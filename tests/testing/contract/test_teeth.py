@@ -76,21 +76,12 @@ def test_a_backend_without_thread_calls_is_told_which_tests_need_them(tmp_path: 
     }
 
 
-FIRST_OF_EACH_CLAUSE = {broken.clause: index for index, broken in reversed(list(enumerate(BROKEN)))}
-"""The backends that `make test` runs the whole contract on."""
-
-OTHERS = [index for index in range(len(BROKEN)) if index not in FIRST_OF_EACH_CLAUSE.values()]
-
-
 def _id(index: int) -> str:
     return f"{BROKEN[index].clause}-{BROKEN[index].name}"
 
 
-@pytest.mark.parametrize(
-    "index",
-    [*FIRST_OF_EACH_CLAUSE.values(), *(pytest.param(index, marks=pytest.mark.long, id=_id(index)) for index in OTHERS)],
-    ids=_id,
-)
+@pytest.mark.long  # the whole contract for each of the backends
+@pytest.mark.parametrize("index", range(len(BROKEN)), ids=_id)
 def test_a_backend_that_breaks_one_clause_fails_its_tests_and_no_other(index: int, tmp_path: Path) -> None:
     broken = BROKEN[index]
     results = run_contract(inner_run.class_name(index), tmp_path)
@@ -98,7 +89,7 @@ def test_a_backend_that_breaks_one_clause_fails_its_tests_and_no_other(index: in
     _check_failed(results, broken)
 
 
-@pytest.mark.parametrize("index", OTHERS, ids=_id)
+@pytest.mark.parametrize("index", range(len(BROKEN)), ids=_id)
 def test_a_backend_that_breaks_one_clause_fails_its_tests(index: int, tmp_path: Path) -> None:
     broken = BROKEN[index]
     results = run_contract(inner_run.class_name(index), tmp_path, *(f"test_{name}" for name in broken.tests))
