@@ -288,9 +288,7 @@ class FindsNothingWhenPreparing(Unbounded):
         return LoadReservation([bool(index) for index in range(len(keys))])
 
 
-long = pytest.mark.long  # other broken backends that take the machine over a second to find, of clauses that quicker ones break
-    pytest.mark.long
-)  # the broken backends that take the machine over a second to find, if others break the same clause
+long = pytest.mark.long  # of the broken backends, those that take the machine over a second to find, if others are alike
 
 BROKEN = [
     (LosesUpdates, "C5|C18|C2"),  # a lost deletion may be noticed by the next store
