@@ -288,7 +288,7 @@ class FindsNothingWhenPreparing(Unbounded):
         return LoadReservation([bool(index) for index in range(len(keys))])
 
 
-long = pytest.mark.long  # of the broken backends, those that take the machine over a second to find, if others are alike
+long = pytest.mark.long  # broken backends that take the machine over a second to find, if others are like them
 
 BROKEN = [
     (LosesUpdates, "C5|C18|C2"),  # a lost deletion may be noticed by the next store
