@@ -32,7 +32,7 @@ from rich.table import Table
 from offload_core.api.keys import ObjectKey
 from offload_core.config.loading import load_config
 from offload_core.io_process.processes import IoProcesses
-from offload_core.memory.block_copier import BlockSlice, block_copier
+from offload_core.memory.block_copier import BlockSlice, CpuBlockCopier
 from offload_core.memory.canonical import CanonicalKVCaches, LayerPages
 from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import StagingPool
@@ -123,7 +123,7 @@ class Engine:
             io=io,
             tiers=self.tiers,
             staging=StagingPool(STAGING_BYTES, STORE_SHARE, arena=memory.view),
-            copier=block_copier(caches),
+            copier=CpuBlockCopier(caches),
             layouts=layouts,
             counters=self.counters,
             processes=self.processes,

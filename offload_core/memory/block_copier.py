@@ -13,6 +13,9 @@ import torch
 from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.memory.payload_layout import PackLayout
 
+COPY_LOOK_SECONDS = 0.001
+"""Time between two looks for the end of a copy on a device."""
+
 
 @dataclass(frozen=True)
 class BlockSlice:
@@ -27,87 +30,101 @@ class BlockSlice:
     block_ids: tuple[int, ...]
 
 
+class CopyEnd(Protocol):
+    """The end of some copies that go on after the call that began them. Any thread may use it."""
+
+    def has_passed(self) -> bool:
+        """Return whether the copies are complete. Never waits."""
+        ...
+
+
 class BlockCopier(Protocol):
     """Copies between KV cache blocks and payloads. Only the engine's own thread calls it (invariant I2).
 
     The framework guarantees that block ids are within the tensors and that payloads have the layout's size. A payload
-    is an int8 tensor of shape ``(layout.payload_bytes,)``. A copy must be complete when the method returns.
+    is an int8 tensor of shape ``(layout.payload_bytes,)`` in host memory. No call waits for a copy on a device.
+
+    A copy may go on after its call. Until its end has passed, nobody else may use the payload.
     """
 
-    def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> None:
-        """Copy blocks (one slice per group of the pack) from the KV cache into ``payload``."""
+    def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:
+        """Copy blocks (one slice per group of the pack) from the KV cache into ``payload``.
+
+        The engine may write to the blocks after this call, since its device runs that work after the copy.
+
+        Returns:
+            ``False`` if there is no memory for the copy on its way. Nothing is copied then.
+        """
+        ...
+
+    def gathers_end(self) -> CopyEnd | None:
+        """Return the end of all gathers so far; ``None`` if they are complete."""
         ...
 
     def scatter(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> None:
-        """Copy blocks (one slice per group of the pack) from ``payload`` into the KV cache."""
+        """Copy blocks (one slice per group of the pack) from ``payload`` into the KV cache.
+
+        The copy begins after all work that the engine has given to its device so far.
+        """
         ...
 
+    def scatters_end(self) -> CopyEnd | None:
+        """Return the end of all scatters so far; ``None`` if they are complete."""
+        ...
 
-class TorchBlockCopier:
-    """Copies with torch, for KV caches on any device.
+    def let_engine_follow_scatters(self) -> None:
+        """Let all later work of the engine on its device begin after the scatters so far."""
+        ...
 
-    On an accelerator the copies go to the calling thread's current stream, which is the engine's compute stream. So
-    they are in order with the forward passes, and the calling thread waits for them.
-    """
-
-    def __init__(self, caches: CanonicalKVCaches) -> None:
-        self._tensors = [tensor.tensor for tensor in caches.tensors]
-
-    def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> None:
-        """Copy blocks from the KV cache into ``payload``; see :class:`BlockCopier`."""
-        for span in _copy_spans(layout, blocks):
-            self._pages(payload, span).copy_(self._blocks(span))
-
-    def scatter(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> None:
-        """Copy blocks from ``payload`` into the KV cache; see :class:`BlockCopier`."""
-        for span in _copy_spans(layout, blocks):
-            self._blocks(span).copy_(self._pages(payload, span))
-
-    def _blocks(self, span: _CopySpan) -> torch.Tensor:
-        return self._tensors[span.tensor_index][span.block_id : span.block_id + span.blocks, : span.page_bytes]
-
-    def _pages(self, payload: torch.Tensor, span: _CopySpan) -> torch.Tensor:
-        end = span.offset_bytes + span.blocks * span.page_bytes
-        return payload[span.offset_bytes : end].view(span.blocks, span.page_bytes)
+    def wait(self) -> None:
+        """Wait for the end of all copies. For the shutdown."""
+        ...
 
 
 class CpuBlockCopier:
     """Copies with numpy, for KV caches in host memory.
 
     For pages of this size, torch would start its thread pool. Those threads then spin for a while on the cores that the
-    I/O threads need.
+    I/O threads need. Each copy is complete when its call returns.
     """
 
     def __init__(self, caches: CanonicalKVCaches) -> None:
         self._arrays = [tensor.tensor.numpy() for tensor in caches.tensors]
 
-    def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> None:
+    def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:
         """Copy blocks from the KV cache into ``payload``; see :class:`BlockCopier`."""
         pages = payload.numpy()
-        for span in _copy_spans(layout, blocks):
+        for span in copy_spans(layout, blocks):
             np.copyto(self._pages(pages, span), self._blocks(span))
+        return True
+
+    def gathers_end(self) -> None:
+        """Return ``None``: the gathers are complete."""
 
     def scatter(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> None:
         """Copy blocks from ``payload`` into the KV cache; see :class:`BlockCopier`."""
         pages = payload.numpy()
-        for span in _copy_spans(layout, blocks):
+        for span in copy_spans(layout, blocks):
             np.copyto(self._blocks(span), self._pages(pages, span))
 
-    def _blocks(self, span: _CopySpan) -> npt.NDArray[np.int8]:
+    def scatters_end(self) -> None:
+        """Return ``None``: the scatters are complete."""
+
+    def let_engine_follow_scatters(self) -> None:
+        """Do nothing: the scatters are complete."""
+
+    def wait(self) -> None:
+        """Do nothing: the copies are complete."""
+
+    def _blocks(self, span: CopySpan) -> npt.NDArray[np.int8]:
         return self._arrays[span.tensor_index][span.block_id : span.block_id + span.blocks, : span.page_bytes]
 
-    def _pages(self, payload: npt.NDArray[np.int8], span: _CopySpan) -> npt.NDArray[np.int8]:
+    def _pages(self, payload: npt.NDArray[np.int8], span: CopySpan) -> npt.NDArray[np.int8]:
         end = span.offset_bytes + span.blocks * span.page_bytes
         return payload[span.offset_bytes : end].reshape(span.blocks, span.page_bytes)
 
 
-def block_copier(caches: CanonicalKVCaches) -> BlockCopier:
-    """Return the copier for the memory of ``caches``."""
-    in_host_memory = all(tensor.tensor.device.type == "cpu" for tensor in caches.tensors)
-    return CpuBlockCopier(caches) if in_host_memory else TorchBlockCopier(caches)
-
-
-class _CopySpan(NamedTuple):
+class CopySpan(NamedTuple):
     """The pages of one copy: consecutive blocks of one reference.
 
     Args:
@@ -121,7 +138,12 @@ class _CopySpan(NamedTuple):
     offset_bytes: int
 
 
-def _copy_spans(layout: PackLayout, blocks: Sequence[BlockSlice]) -> Iterator[_CopySpan]:
+def copy_spans(layout: PackLayout, blocks: Sequence[BlockSlice]) -> Iterator[CopySpan]:
+    """Yield the copies between blocks and a payload of ``layout``.
+
+    Raises:
+        ValueError: a slice has more blocks than the payload has slots from its first one on.
+    """
     consecutive = [tuple(_consecutive(part.block_ids)) for part in blocks]
     for run in layout.runs:
         for position, block_id, count in consecutive[run.group]:
@@ -131,7 +153,7 @@ def _copy_spans(layout: PackLayout, blocks: Sequence[BlockSlice]) -> Iterator[_C
                     f"pack {layout.name}: slots {slot} to {slot + count - 1} do not all exist; "
                     f"slots are 0 to {run.blocks - 1}"
                 )
-            yield _CopySpan(run.tensor_index, run.page_bytes, block_id, count, run.offset_bytes + slot * run.page_bytes)
+            yield CopySpan(run.tensor_index, run.page_bytes, block_id, count, run.offset_bytes + slot * run.page_bytes)
 
 
 def _consecutive(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -57,6 +57,7 @@ class TransferEngine:
         self._io = io
         self._processes = processes
         self._staging = staging
+        self._copier = copier
         self._counters = counters
         self._touched_tiers = [tier for tier in tiers if tier.capabilities.spares]
         self.jobs = JobTable(counters)
@@ -143,6 +144,7 @@ class TransferEngine:
 
     def wait_for_arrival(self, seconds: float) -> None:
         """Wait for an arrived object, at most ``seconds``. For a step in which the engine has no other work."""
+        seconds = min(seconds, self._loads.longest_wait_seconds)
         if self._processes is None:
             self._loads.wait_for_arrival(seconds)
         elif not self._loads.has_arrivals:
@@ -162,7 +164,11 @@ class TransferEngine:
         return True
 
     def close(self) -> None:
-        """Cancel all loads and drop waiting stores. Objects on their way keep their leases until their calls end."""
+        """Cancel all loads and drop waiting stores. Objects on their way keep their leases until their calls end.
+
+        Copies on a device end first.
+        """
+        self._copier.wait()
         self._loads.close()
         self._stores.close()
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.keys import ObjectKey
-from offload_core.memory.block_copier import BlockCopier
+from offload_core.memory.block_copier import COPY_LOOK_SECONDS, BlockCopier, CopyEnd
 from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_shares import TierShare
@@ -111,6 +111,14 @@ class _Arrival:
     """The loaded, verified object; ``None`` if the load of this object failed."""
 
 
+@dataclass(frozen=True)
+class _Copying:
+    """Objects on their way into their blocks, each with its load."""
+
+    end: CopyEnd
+    objects: tuple[tuple[_ActiveLoad, ObjectKey, Lease], ...]
+
+
 class Loads:
     """All loads under way. Every method is for the engine thread; only ``wait_for_arrival`` waits.
 
@@ -143,6 +151,7 @@ class Loads:
         """Per generation; only the engine thread changes it."""
         self._arrivals: deque[_Arrival] = deque()
         self._arrived = threading.Event()
+        self._copying: deque[_Copying] = deque()
         self._readers = {
             tier.name: TierReader(
                 tier, shares[tier.name], staging=staging, layouts=layouts, jobs=jobs, on_end=self._hand_over
@@ -188,8 +197,18 @@ class Loads:
     def scatter_arrivals(self) -> None:
         """Copy all arrived objects into the KV cache, and use the staging memory that they leave."""
         self._arrived.clear()
+        copied = []
         while self._arrivals:
-            self._scatter(self._arrivals.popleft())
+            arrival = self._arrivals.popleft()
+            if (load := self._scatter(arrival)) is not None and arrival.lease is not None:
+                copied.append((load, arrival.key, arrival.lease))
+        end = self._copier.scatters_end() if copied else None
+        if end is not None:
+            self._copying.append(_Copying(end, tuple(copied)))
+            copied = []
+        self._end_copies(copied)
+        while self._copying and self._copying[0].end.has_passed():
+            self._end_copies(self._copying.popleft().objects)
         for reader in self._readers.values():  # memory may be free now
             reader.start_calls()
 
@@ -203,24 +222,37 @@ class Loads:
                 ended.append(self._publish(load, verdict))
         return ended
 
+    @property
+    def longest_wait_seconds(self) -> float:
+        """Time after which a waiting caller should look for the ends of copies."""
+        return COPY_LOOK_SECONDS if self._copying else float("inf")
+
     def wait_for_arrival(self, seconds: float) -> None:
         """Wait for an arrival, at most ``seconds``."""
         self._arrived.wait(seconds)
 
     def close(self) -> None:
-        """Cancel all loads. Objects on their way keep their leases until the backend's calls end."""
+        """Cancel all loads. Objects on their way keep their leases until the backend's calls end.
+
+        The copies into the KV cache must be complete.
+        """
         for load in self._active.values():
             if not load.job.ended:
                 self._jobs.end(load.job, JobState.CANCELLED)
         self._active.clear()
         while self._arrivals:
             self._scatter(self._arrivals.popleft())
+        while self._copying:
+            for _, _, lease in self._copying.popleft().objects:
+                lease.release()
 
     def _publish(self, load: _ActiveLoad, verdict: JobState) -> LoadResult:
         """End a load, unless it has been cancelled, and return its result."""
         del self._active[load.job.generation]
         if not load.job.ended:
             self._jobs.end(load.job, verdict)
+        if self._copying and verdict is not JobState.DONE:  # its blocks may belong to another request soon
+            self._copier.let_engine_follow_scatters()
         result = load.result(verdict)
         if verdict is JobState.TIMED_OUT:
             self._counters.add("load_timeouts", load.job.tier)
@@ -228,21 +260,28 @@ class Loads:
                 self._tiers[load.job.tier].health.timed_out("load", result.failed_keys[0])
         return result
 
-    def _scatter(self, arrival: _Arrival) -> None:
-        """Copy one arrival into its blocks; drop it if its job has ended."""
+    def _scatter(self, arrival: _Arrival) -> _ActiveLoad | None:
+        """Begin the copy of one arrival into its blocks, and return its load; drop it if its job has ended."""
         load = self._active.get(arrival.job.generation)
         if load is None or load.job.ended:
             if arrival.lease is not None:
                 self._counters.add("load_late", arrival.job.tier)
                 arrival.lease.release()
-            return
-        item = load.missing.pop(arrival.key)
+            return None
+        item = load.missing[arrival.key]
         if arrival.lease is None:
+            del load.missing[arrival.key]
             load.failed.append(arrival.key)
-            return
+            return None
         self._copier.scatter(self._layouts[item.key.pack], item.blocks, arrival.lease.tensor[HEADER_BYTES:])
-        if not self._promote(arrival.key, arrival.lease, arrival.job.tier):
-            arrival.lease.release()
+        return load
+
+    def _end_copies(self, objects: Sequence[tuple[_ActiveLoad, ObjectKey, Lease]]) -> None:
+        """Note that objects are in their blocks, and use their memory for other tiers or release it."""
+        for load, key, lease in objects:
+            load.missing.pop(key, None)
+            if not self._promote(key, lease, load.job.tier):
+                lease.release()
 
     def _hand_over(
         self,

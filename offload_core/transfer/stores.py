@@ -21,7 +21,7 @@ from itertools import count
 from typing import Any
 
 from offload_core.api.keys import ObjectKey
-from offload_core.memory.block_copier import BlockCopier
+from offload_core.memory.block_copier import COPY_LOOK_SECONDS, BlockCopier, CopyEnd
 from offload_core.memory.byte_budget import ByteBudget
 from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import Lease, StagingPool
@@ -110,6 +110,8 @@ class Stores:
     def submit(self, objects: Sequence[TransferObject], *, busy: bool = False) -> None:
         """Copy the objects' blocks to staging now and store them later, each on the tiers that take it.
 
+        A copy on a device goes on after this call; the engine may reuse the blocks nevertheless.
+
         Write policies and circuit breakers decide before the copy. If staging is full, the oldest waiting stores are
         dropped, though not for a spare object. An object that no tier takes, or that still has no staging memory, is
         dropped too. All drops are counted.
@@ -126,13 +128,16 @@ class Stores:
             may_drop = not item.spare or not all(writer.limits_spares for writer in willing)
             writers = self._charge(willing, nbytes, "store_dropped", may_drop=may_drop)
             lease = self._lease_to_gather(nbytes, may_drop=may_drop) if writers else None
+            if lease is not None and not self._copier.gather(layout, item.blocks, lease.tensor[HEADER_BYTES:]):
+                lease.release()
+                self.budget.give_back(lease_bytes(nbytes))
+                lease = None
             if lease is None:
                 self._discharge(writers, nbytes, "store_dropped")
                 self._results.append(StoreResult(item.key, stored=False))
                 continue
-            self._copier.gather(layout, item.blocks, lease.tensor[HEADER_BYTES:])
             new.append((self._new_store(StagedObject(item.key, lease, spare=item.spare), promotion=False), writers))
-        self._begin(new, submitted, sealed=False)
+        self._begin(new, submitted, sealed=False, copied=self._copier.gathers_end() if new else None)
 
     def promote(self, key: ObjectKey, lease: Lease, source: str) -> bool:
         """Offer an object that was loaded and verified from the tier ``source`` to the other tiers, in its lease.
@@ -269,8 +274,19 @@ class Stores:
         if not self._pending:
             self._lock.notify_all()
 
-    def _begin(self, new: Sequence[tuple[PendingStore, list[TierWriter]]], submitted: float, *, sealed: bool) -> None:
-        """Add objects to the writers of the tiers that are charged for them."""
+    def _begin(
+        self,
+        new: Sequence[tuple[PendingStore, list[TierWriter]]],
+        submitted: float,
+        *,
+        sealed: bool,
+        copied: CopyEnd | None = None,
+    ) -> None:
+        """Add objects to the writers of the tiers that are charged for them.
+
+        Args:
+            copied: the end of the copies that fill the objects' memory; ``None`` if they are complete.
+        """
         writers_of = dict(new)
         batches: list[tuple[list[PendingStore], _Parts]] = []
         with self._lock:  # no tier may decide on an object before all its tiers are assigned
@@ -287,18 +303,21 @@ class Stores:
             if writer.needs_timer:
                 self._io.loop.call_soon_threadsafe(writer.start_timer)
         for batch, parts in batches:
-            if sealed or all(store.staged.unsealed for store in batch):
+            if copied is None and (sealed or all(store.staged.unsealed for store in batch)):
                 for writer, part in parts:
                     writer.prepared(part)
             else:
-                self._spawn(self._prepare(batch, parts))
+                self._spawn(self._prepare(batch, parts, copied))
 
-    async def _prepare(self, stores: Sequence[PendingStore], parts: _Parts) -> None:
-        """Seal a batch and let it wait for the tiers that take it. Never cancelled."""
+    async def _prepare(self, stores: Sequence[PendingStore], parts: _Parts, copied: CopyEnd | None) -> None:
+        """Seal a batch once its bytes are there, and let it wait for the tiers that take it. Never cancelled."""
         sealed = False
         try:
+            while copied is not None and not copied.has_passed():  # noqa: ASYNC110 - a device wakes no event loop
+                await asyncio.sleep(COPY_LOOK_SECONDS)
             if not all(batch.expired for _, batch in parts):
-                await self._seal([store.staged for store in stores])
+                if to_seal := [store.staged for store in stores if not store.staged.unsealed]:
+                    await self._seal(to_seal)
                 sealed = True
         finally:
             for writer, batch in parts:

@@ -37,7 +37,7 @@ from offload_core.api.wrapper import BackendWrapper
 from offload_core.cli import app
 from offload_core.config.geometry_file import load_geometry
 from offload_core.config.loading import load_config
-from offload_core.memory.block_copier import BlockSlice, block_copier
+from offload_core.memory.block_copier import BlockSlice, CpuBlockCopier
 from offload_core.memory.canonical import CanonicalKVCaches, LayerPages
 from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import StagingPool
@@ -167,7 +167,7 @@ def payload(groups: Sequence[Sequence[LayerPages]], blocks: Sequence[Sequence[in
     pack = Pack(f"full-u{unit}", unit, HitPolicy("full"), unit, members)
     layout = PackLayout.build(pack, caches, range(len(groups)))
     gathered = torch.empty(layout.payload_bytes, dtype=torch.int8)
-    block_copier(caches).gather(layout, [BlockSlice(0, tuple(ids)) for ids in blocks], gathered)
+    CpuBlockCopier(caches).gather(layout, [BlockSlice(0, tuple(ids)) for ids in blocks], gathered)
     return caches.describe(), gathered.numpy().tobytes()
 
 

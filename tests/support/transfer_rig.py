@@ -39,9 +39,9 @@ class WatchedCopier(CpuBlockCopier):
         super().__init__(caches)
         self.threads: set[threading.Thread] = set()
 
-    def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> None:
+    def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:
         self.threads.add(threading.current_thread())
-        super().gather(layout, blocks, payload)
+        return super().gather(layout, blocks, payload)
 
     def scatter(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> None:
         self.threads.add(threading.current_thread())
@@ -60,7 +60,14 @@ def item(number: int, block: int) -> TransferObject:
 class Rig:
     """One group with blocks of 16 tokens; an object is one block."""
 
-    def __init__(self, io: IoLoop, *, page_bytes: int = 512, num_blocks: int = 16) -> None:
+    def __init__(
+        self,
+        io: IoLoop,
+        *,
+        page_bytes: int = 512,
+        num_blocks: int = 16,
+        make_copier: Callable[[CanonicalKVCaches], WatchedCopier] = WatchedCopier,
+    ) -> None:
         self.io = io
         self.counters = Counters()
         generator = torch.Generator().manual_seed(1)
@@ -70,7 +77,7 @@ class Rig:
             [GroupGeometry(0, 16, HitPolicy("full"))], hash_block_size=16, max_model_len=1024, hybrid_chunk_size=16
         )
         self.layouts = {pack.name: PackLayout.build(pack, caches, [0]) for pack in planner.packs}
-        self.copier = WatchedCopier(caches)
+        self.copier = make_copier(caches)
         self.tiers: list[Tier] = []
         self.backends: dict[str, MemoryBackend] = {}
         self._jobs = 0

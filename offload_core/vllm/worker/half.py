@@ -14,8 +14,8 @@ from offload_core.api.keys import ObjectKey
 from offload_core.api.pinned_memory import pinning_in_use
 from offload_core.config.model import OffloadConfig
 from offload_core.io_process.processes import IoProcesses
-from offload_core.memory.block_copier import block_copier
 from offload_core.memory.canonical import CanonicalKVCaches
+from offload_core.memory.copiers import block_copier
 from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import StagingPool, arena_bytes
 from offload_core.memory.staging_size import STORE_SHARE, staging_problem
@@ -112,7 +112,7 @@ class WorkerHalf:
             io=self._io,
             tiers=self._tiers,
             staging=self._staging,
-            copier=block_copier(caches),
+            copier=block_copier(caches, largest),
             layouts=layouts,
             counters=self.counters,
             processes=self._processes,

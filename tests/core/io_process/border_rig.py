@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 from offload_core.config.loading import load_config
 from offload_core.io_process.process import IoProcess
 from offload_core.io_process.processes import IoProcesses
+from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.memory.staging_pool import Lease, LoadShare, StagingPool, arena_bytes
 from offload_core.memory.staging_size import STORE_SHARE, lease_bytes
 from offload_core.objects.format import object_bytes
@@ -27,7 +28,7 @@ from offload_core.tiers.opening import open_tiers
 from offload_core.transfer.engine import TransferEngine
 from tests.core.io_process import commanded
 from tests.support.process_state import io_process_ids, is_running
-from tests.support.transfer_rig import SECONDS, Rig
+from tests.support.transfer_rig import SECONDS, Rig, WatchedCopier
 
 FREE = 0xA5
 """Byte of all staging memory that nobody holds."""
@@ -187,9 +188,9 @@ class BorderRig(Rig):
 
     def __init__(
         self, io: IoLoop, folder: Path, names: Sequence[str], *, mode: str, page_bytes: int, staging_bytes: int,
-        num_blocks: int, **common: Any,
+        num_blocks: int, make_copier: Callable[[CanonicalKVCaches], WatchedCopier] = WatchedCopier, **common: Any,
     ) -> None:  # fmt: skip
-        super().__init__(io, page_bytes=page_bytes, num_blocks=num_blocks)
+        super().__init__(io, page_bytes=page_bytes, num_blocks=num_blocks, make_copier=make_copier)
         self.media = [Medium(folder / name) for name in names]
         backends = [
             {"name": name, "type": "commanded", "path": str(medium.folder), **common}

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_core.memory.block_copier import BlockCopier, BlockSlice, CpuBlockCopier, TorchBlockCopier, block_copier
+from offload_core.memory.block_copier import BlockSlice, CpuBlockCopier
 from offload_core.memory.canonical import CanonicalKVCaches, LayerPages
+from offload_core.memory.copiers import block_copier
 from offload_core.memory.payload_layout import PackLayout
 from offload_core.planning.planner import GroupGeometry, HitPolicy, Pack
 
@@ -27,7 +28,7 @@ class Case:
     layers: list[list[tuple[int, int]]]
     pack: Pack
     layout: PackLayout
-    copier: BlockCopier
+    copier: CpuBlockCopier
 
 
 def build(
@@ -35,7 +36,6 @@ def build(
     paddings: list[int],
     blocks_per_unit: list[int],
     seed: int,
-    copier: type[CpuBlockCopier | TorchBlockCopier] = CpuBlockCopier,
 ) -> Case:
     widths = [
         max(size for group in layers for position, size in group if position == index) + padding
@@ -56,7 +56,7 @@ def build(
         GroupGeometry(index, unit // count, HitPolicy("full")) for index, count in enumerate(blocks_per_unit)
     )
     pack = Pack("full-u24", unit, HitPolicy("full"), unit, groups)
-    return Case(memories, layers, pack, PackLayout.build(pack, caches, range(len(groups))), copier(caches))
+    return Case(memories, layers, pack, PackLayout.build(pack, caches, range(len(groups))), CpuBlockCopier(caches))
 
 
 @st.composite
@@ -68,8 +68,7 @@ def cases(draw: st.DrawFn) -> Case:
     layers = [[(index, draw(sizes)) for index in range(num_memories)] for _ in range(groups)]
     paddings = draw(st.lists(st.integers(0, 9), min_size=num_memories, max_size=num_memories))
     blocks_per_unit = [draw(st.sampled_from((1, 2, 3, 4, 6))) for _ in range(groups)]
-    copiers: list[type[CpuBlockCopier | TorchBlockCopier]] = [CpuBlockCopier, TorchBlockCopier]
-    return build(layers, paddings, blocks_per_unit, draw(st.integers(0, 1 << 30)), draw(st.sampled_from(copiers)))
+    return build(layers, paddings, blocks_per_unit, draw(st.integers(0, 1 << 30)))
 
 
 def draw_blocks(data: st.DataObject, case: Case, *, whole: bool) -> list[BlockSlice]:
@@ -163,9 +162,8 @@ def test_consecutive_descending_and_scattered_ids(block_ids: tuple[int, ...]) ->
     assert torch.equal(payload.view(3, 8), case.memories[0][list(block_ids)])
 
 
-@pytest.mark.parametrize("copier", [CpuBlockCopier, TorchBlockCopier])
-def test_more_blocks_than_slots_are_refused(copier: type[CpuBlockCopier | TorchBlockCopier]) -> None:
-    case = build([[(0, 8)]], [0], [3], seed=1, copier=copier)
+def test_more_blocks_than_slots_are_refused() -> None:
+    case = build([[(0, 8)]], [0], [3], seed=1)
     before = case.memories[0].clone()
     for blocks in (BlockSlice(0, (1, 2, 3, 4)), BlockSlice(2, (1, 2)), BlockSlice(3, (5,))):
         with pytest.raises(ValueError, match="pack full-u24: slots"):
@@ -176,4 +174,4 @@ def test_more_blocks_than_slots_are_refused(copier: type[CpuBlockCopier | TorchB
 def test_host_memory_is_copied_without_a_thread_pool() -> None:
     memory = torch.zeros(4, 8, dtype=torch.int8)
     caches = CanonicalKVCaches.build([[LayerPages("layer", memory, 4, 8, 8)]])
-    assert isinstance(block_copier(caches), CpuBlockCopier)
+    assert isinstance(block_copier(caches, 8), CpuBlockCopier)

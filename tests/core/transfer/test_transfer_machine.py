@@ -1,5 +1,7 @@
 """Random work on three tiers that hang, fail, forget and recover: budgets, leases, results and bytes (I1 to I4).
 
+One machine has a KV cache in host memory. The copies of the other one go on after their calls, as on a device.
+
 Blocks 0 to 5 hold the stored data, under keys of the same numbers. Loads go to the other blocks. Between loads these
 hold a pattern that nothing may change.
 """
@@ -24,11 +26,13 @@ from hypothesis.stateful import (
 )
 
 from offload_core.api.keys import ObjectKey
+from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.io_loop import IoLoop
+from tests.support.held_copier import HeldCopier
 from tests.support.logged_errors import LoggedErrors
 from tests.support.memory_backend import key
-from tests.support.transfer_rig import PACK, SECONDS, Rig, item, number_of
+from tests.support.transfer_rig import PACK, SECONDS, Rig, WatchedCopier, item, number_of
 
 NUMBERS = range(6)
 TARGETS = range(6, 12)
@@ -64,11 +68,13 @@ class Transfers(RuleBasedStateMachine):
     has one verdict, and every tier works.
     """
 
+    make_copier: Callable[[CanonicalKVCaches], WatchedCopier] = WatchedCopier
+
     def __init__(self) -> None:
         super().__init__()
         self.io = IoLoop.acquire()
         self.errors = LoggedErrors()
-        self.rig = Rig(self.io, page_bytes=PAGE_BYTES, num_blocks=12)
+        self.rig = Rig(self.io, page_bytes=PAGE_BYTES, num_blocks=12, make_copier=type(self).make_copier)
         self.blocks = self.rig.kv_cache.numpy()  # torch's threads would wait for each other on a busy machine
         self.blocks[TARGETS.start :] = PATTERN
         self.uses: Counter[int] = Counter()
@@ -244,6 +250,7 @@ class Transfers(RuleBasedStateMachine):
     def everything_ends_and_works_again(self) -> None:
         for tier in range(3):
             self.recover(tier)
+        self.let_copies_go()
         self.step_until(lambda: not self.loads)
         assert self.rig.engine.drain_stores(SECONDS)
         self.step_until(lambda: self.rig.staging.used_bytes == 0)
@@ -264,6 +271,9 @@ class Transfers(RuleBasedStateMachine):
         self.poll()
         self.nothing_unexpected_has_happened()
         self.policies_are_kept()
+
+    def let_copies_go(self) -> None:
+        """Let copies on a device happen at once from now on."""
 
     def every_job_has_one_verdict(self) -> None:
         self.step_until(lambda: not self.rig.engine.jobs.live)
@@ -298,16 +308,38 @@ class Transfers(RuleBasedStateMachine):
         assert self.rig.staging.used_bytes == 0
 
 
+class TransfersOnDevice(Transfers):
+    """The same where copies begin at a call and happen later, in any order of the two streams."""
+
+    make_copier = HeldCopier
+
+    @property
+    def copier(self) -> HeldCopier:
+        assert isinstance(self.rig.copier, HeldCopier)
+        return self.rig.copier
+
+    @rule(stores=st.integers(0, 3), loads=st.integers(0, 3))
+    def copies_happen(self, stores: int, loads: int) -> None:
+        self.copier.stores.run(stores)
+        self.copier.loads.run(loads)
+
+    def let_copies_go(self) -> None:
+        self.copier.let_go()
+
+
 def number_in(name: ObjectKey) -> int:
     return int.from_bytes(name.chunk_hash, "big")
 
 
 TestTransfers = Transfers.TestCase
+TestTransfersOnDevice = TransfersOnDevice.TestCase
 TestTransfers.settings = settings(max_examples=40, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow])
+TestTransfersOnDevice.settings = TestTransfers.settings
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_many_more_examples() -> None:
+@pytest.mark.parametrize("machine", [Transfers, TransfersOnDevice])
+def test_many_more_examples(machine: type[Transfers]) -> None:
     more = settings(TestTransfers.settings, max_examples=1000, stateful_step_count=50)
-    run_state_machine_as_test(Transfers, settings=more)
+    run_state_machine_as_test(machine, settings=more)

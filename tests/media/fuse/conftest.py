@@ -45,7 +45,7 @@ def make_rig(io: IoLoop, fault_fs: FaultFs) -> Iterator[MakeRig]:
     """A function that makes transfer engines; when the test ends nothing hangs any more."""
     rigs: list[Rig] = []
 
-    def make(**sizes: int) -> Rig:
+    def make(**sizes: Any) -> Rig:
         rigs.append(Rig(io, **sizes))
         return rigs[-1]
 

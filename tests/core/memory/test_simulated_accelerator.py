@@ -1,0 +1,28 @@
+"""The tests of ``tests/accelerator``, in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.accelerator.conftest import OWN_PROCESS
+from tests.support import simulated_accelerator
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.timeout(600)  # to compile the device takes a quarter of a minute, and minutes on a busy machine
+@pytest.mark.skipif(simulated_accelerator.why_not() is not None, reason=str(simulated_accelerator.why_not()))
+def test_copies_on_a_simulated_accelerator() -> None:
+    tests = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/accelerator"],
+        cwd=ROOT,
+        env={**os.environ, OWN_PROCESS: "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert tests.returncode == 0, f"{tests.stdout}\n{tests.stderr}"

@@ -1,0 +1,93 @@
+"""A simulated accelerator: a torch device whose streams are threads and whose copies wait in queues.
+
+Each stream runs its work in order, and the streams run at the same time, so that a missing wait shows. A test can hold
+a stream, which then begins no further work. The device fills freed memory with 0xDB, in the order of the stream that
+allocated it. The host cannot touch the device's memory: that ends the process.
+
+:func:`register` compiles ``backend.cpp`` on its first use, in about 15 seconds, and makes the device known to torch in
+this process for good. So only processes of their own should use it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DEVICE = "simulated"
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+def why_not() -> str | None:
+    """Return the reason for which the device cannot be compiled here, if there is one."""
+    missing = [program for program in ("g++", "ninja") if shutil.which(program) is None]
+    return f"there is no {' and no '.join(missing)} to compile the simulated accelerator" if missing else None
+
+
+def register() -> Control:
+    """Compile the device if necessary, make it known to torch, and return the control of its streams."""
+    from torch.utils import cpp_extension
+
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}-torch{torch.__version__}"
+    build = _ROOT / "build" / "simulated-accelerator" / version
+    build.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("MAX_JOBS", "2")
+    compiled = cpp_extension.load(
+        name="simulated_accelerator",
+        sources=[str(Path(__file__).with_name("backend.cpp"))],
+        build_directory=str(build),
+        extra_cflags=["-O0", "-fvisibility=hidden", "-w"],
+    )
+    module: Any = types.ModuleType(f"torch.{DEVICE}")
+    module.device_count = compiled.device_count
+    module.current_device = compiled.current_device
+    module.set_device = lambda device: compiled.set_device(torch.device(device).index or 0)
+    module.is_available = lambda: True
+    module.is_initialized = lambda: not compiled.is_in_bad_fork()
+    module._is_in_bad_fork = compiled.is_in_bad_fork
+    module._lazy_init = lambda: None
+    module.manual_seed_all = module.manual_seed = lambda seed: None
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    torch.utils.rename_privateuse1_backend(DEVICE)  # type: ignore[attr-defined]
+    torch._register_device_module(DEVICE, module)  # type: ignore[no-untyped-call]
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)  # type: ignore[attr-defined]
+    atexit.register(compiled.close)
+    return Control(compiled)
+
+
+class Control:
+    """The control of the device's streams."""
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+
+    def hold(self, stream: Any) -> None:
+        """Let the stream begin no further work."""
+        self._compiled.hold(stream.device_index, stream.stream_id, True)
+
+    def release(self, stream: Any) -> None:
+        """Let the stream work again."""
+        self._compiled.hold(stream.device_index, stream.stream_id, False)
+
+    @contextmanager
+    def held(self, *streams: Any) -> Iterator[None]:
+        """Hold streams for the time of a block."""
+        for stream in streams:
+            self.hold(stream)
+        try:
+            yield
+        finally:
+            for stream in streams:
+                self.release(stream)
+
+    def copies(self) -> int:
+        """Return the number of copies that have run."""
+        return int(self._compiled.counts()["copies"])
