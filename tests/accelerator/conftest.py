@@ -8,6 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.standin.conftest import (  # noqa: F401 - fixtures
+    _frozen_imports,
+    _quiet_offline_vllm,
+    _scripted_plugin,
+    model_folder,
+    rig,
+)
 from tests.support import simulated_accelerator
 from tests.support.simulated_accelerator import Control
 

@@ -25,6 +25,9 @@ class Rig:
         self._name = name
         self.script = Script(0)
         self._engines: list[StandInEngine] = []
+        self.after_tick: Callable[[], None] = lambda: None
+        """Called after the I/O of each step."""
+        self.before_drain: Callable[[], None] = lambda: None
 
     def scripted_disk(self) -> dict[str, object]:
         """The disk tier whose I/O follows the script."""
@@ -61,6 +64,7 @@ class Rig:
         """Let the I/O of one step happen."""
         self._watch.settle()
         self.script.advance(self._watch.settle)
+        self.after_tick()
 
     def open(self, *kinds: str) -> None:
         """Stop holding calls of these kinds; by default of all kinds."""
@@ -89,6 +93,7 @@ class Rig:
 
     def drain(self, engine: StandInEngine) -> None:
         """Let everything end, and check that the engine has released everything."""
+        self.before_drain()
         self._finish(engine)
         self.open()
         engine.add([3], 1)  # an idle engine releases late arrivals in its next step

@@ -17,9 +17,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.mark.timeout(600)  # to compile the device takes a quarter of a minute, and minutes on a busy machine
 @pytest.mark.skipif(simulated_accelerator.why_not() is not None, reason=str(simulated_accelerator.why_not()))
-def test_copies_on_a_simulated_accelerator() -> None:
+@pytest.mark.parametrize("selected", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_copies_on_a_simulated_accelerator(selected: str) -> None:
     tests = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/accelerator"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", selected, "tests/accelerator"],
         cwd=ROOT,
         env={**os.environ, OWN_PROCESS: "1"},
         capture_output=True,

@@ -88,6 +88,14 @@ class Control:
             for stream in streams:
                 self.release(stream)
 
+    def register(self, address: int, nbytes: int) -> None:
+        """Pin host memory; see :class:`~offload_core.api.pinned_memory.HostPinning`."""
+        self._compiled.pin(address, nbytes)
+
+    def unregister(self, address: int) -> None:
+        """Unpin host memory; see :class:`~offload_core.api.pinned_memory.HostPinning`."""
+        self._compiled.unpin(address)
+
     def copies(self) -> int:
         """Return the number of copies that have run."""
         return int(self._compiled.counts()["copies"])

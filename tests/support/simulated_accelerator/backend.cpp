@@ -660,6 +660,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_device", [](int i) { Guard().setDevice({kDev, static_cast<c10::DeviceIndex>(i)}); });
   m.def("is_in_bad_fork", [] { return getpid() != ctl().pid; });
   m.def("set_delay_us", [](int64_t c, int64_t o) { ctl().copy_us = c; ctl().op_us = o; });
+  m.def("pin", [](int64_t p, int64_t n) {
+    std::unique_lock<std::shared_mutex> l(mem().m);
+    mem().pinned[reinterpret_cast<char*>(p)] = n;
+  });
+  m.def("unpin", [](int64_t p) {
+    std::unique_lock<std::shared_mutex> l(mem().m);
+    mem().pinned.erase(reinterpret_cast<char*>(p));
+  });
   m.def("set_poison", [](bool on) { ctl().poison = on; });
   m.def("hold", [](int dev, int64_t id, bool on) { queue_of(dev, id).hold(on); });
   m.def("counts", [] {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from tests.support.standin.content import POISON, Prefix, content, layer_seed
+from tests.support.standin.mirror import mirrors
 
 NULL_BLOCK = 0
 
@@ -142,23 +144,42 @@ class RankCache:
     """One rank's tensors as vLLM's worker allocates them, and its layers by group."""
 
     def __init__(
-        self, kv_cache_config: KVCacheConfig, layout: str, rank: int, kernel_blocks: Sequence[int] | None
+        self,
+        kv_cache_config: KVCacheConfig,
+        layout: str,
+        rank: int,
+        kernel_blocks: Sequence[int] | None,
+        device: str = "cpu",
     ) -> None:
-        self.tensors: dict[str, torch.Tensor] = allocate_kv_cache(
-            kv_cache_config,
-            torch.device("cpu"),
-            KVCacheLayout[layout],
-            kernel_block_sizes=list(kernel_blocks) if kernel_blocks else None,
-        )
+        def allocated(on: str) -> dict[str, torch.Tensor]:
+            sizes = list(kernel_blocks) if kernel_blocks else None
+            tensors: dict[str, torch.Tensor] = allocate_kv_cache(
+                kv_cache_config, torch.device(on), KVCacheLayout[layout], kernel_block_sizes=sizes
+            )
+            return tensors
+
+        self.tensors = allocated(device)
+        in_host_memory = self.tensors if device == "cpu" else allocated("cpu")
+        self._mirrors = [] if device == "cpu" else mirrors(in_host_memory, self.tensors)
         self.layers: list[list[Layer]] = []
         for index, group in enumerate(kv_cache_config.kv_cache_groups):
             self.layers.append([])
             for name in group.layer_names:
-                pages = self.tensors[name].view(torch.uint8).numpy()
+                pages = in_host_memory[name].view(torch.uint8).numpy()
                 ratio = pages.shape[0] // kv_cache_config.num_blocks
                 spec = _layer_spec(group.kv_cache_spec, name)
                 self.layers[-1].append(Layer(name, index, spec, layer_seed(name, rank), ratio, pages))
-        self.poison(range(kv_cache_config.num_blocks))
+        with self.in_host_memory():
+            self.poison(range(kv_cache_config.num_blocks))
+
+    @contextmanager
+    def in_host_memory(self) -> Iterator[None]:
+        """Let the block read and write pages of the device as host memory, in the place of kernels."""
+        for mirror in self._mirrors:
+            mirror.read()
+        yield
+        for mirror in self._mirrors:
+            mirror.write()
 
     def all_layers(self) -> Iterator[Layer]:
         """Yield the layers of all groups."""

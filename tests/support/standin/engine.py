@@ -62,6 +62,7 @@ class StandInEngine:
         connector: ``kv_connector_extra_config`` of the connector, or ``None`` for an engine without one.
         ranks: tensor parallel workers, each with its own cache and connector half.
         async_scheduling: schedule a step before the output of the previous step is known, as vLLM does by default.
+        device: the device of the KV cache, as torch names it.
         changes: fields of vLLM's ``EngineArgs`` or of ``KVTransferConfig`` (those that begin with ``kv_``).
     """
 
@@ -73,9 +74,11 @@ class StandInEngine:
         *,
         ranks: int = 1,
         async_scheduling: bool = False,
+        device: str = "cpu",
         **changes: Any,
     ) -> None:
         self.model = model
+        self._device = device
         self.vllm_config = make_vllm_config(model, folder, connector, async_scheduling, changes)
         if ranks > 1:  # the platform cannot start two ranks here, but the scheduler only needs to know of them
             self.vllm_config.parallel_config.tensor_parallel_size = ranks
@@ -250,7 +253,7 @@ class StandInEngine:
     def _worker(self, rank: int, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> StandInRunner:
         size = self.model.kernel_block_size
         kernel_blocks = [size or group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
-        cache = RankCache(kv_cache_config, self.model.layout, rank, kernel_blocks)
+        cache = RankCache(kv_cache_config, self.model.layout, rank, kernel_blocks, self._device)
         connector = None
         if vllm_config.kv_transfer_config is not None:
             connector = KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.WORKER, kv_cache_config)

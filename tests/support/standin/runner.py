@@ -50,8 +50,9 @@ class StandInRunner:
         """
         stray = set(output.new_block_ids_to_zero or ()) - set(new_blocks)
         # A failed load's blocks are zeroed late; they are not new, and their content is not valid.
-        self.cache.poison([*new_blocks, *stray])
-        self.cache.copy_blocks((copy[0], copy[1]) for copy in output.kv_cache_block_copies or ())
+        with self.cache.in_host_memory():
+            self.cache.poison([*new_blocks, *stray])
+            self.cache.copy_blocks((copy[0], copy[1]) for copy in output.kv_cache_block_copies or ())
         fresh = self._update(output)
         connector = self.connector
         kv_output = KVConnectorOutput()
@@ -60,7 +61,8 @@ class StandInRunner:
             connector.bind_connector_metadata(output.kv_connector_metadata)
             if output.has_sync_kv_loads:
                 connector.start_load_kv(None)
-        sampled = self._forward(output, fresh)
+        with self.cache.in_host_memory():
+            sampled = self._forward(output, fresh)
         if connector is not None:
             if not output.has_sync_kv_loads:
                 connector.start_load_kv(None)

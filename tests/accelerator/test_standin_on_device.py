@@ -1,0 +1,66 @@
+"""The connector on a KV cache in a device's memory: every geometry, with streams that are held at random."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from offload_core.vllm.worker import half
+from tests.accelerator.held_streams import HeldStreams
+from tests.standin.rig import Rig
+from tests.standin.scripted_disk import Script
+from tests.standin.test_geometries import slow_and_unreliable
+from tests.support.simulated_accelerator import DEVICE, Control
+from tests.support.standin.geometries import MODELS, StandInModel
+from tests.support.standin.workload import Workload, make_workload
+
+long = pytest.mark.long
+SEEDS = [0, *(pytest.param(seed, marks=long) for seed in range(1, 10))]
+QUICK = ("gemma3", "qwen3_next")
+
+
+@pytest.fixture(params=list(MODELS))
+def model(request: pytest.FixtureRequest) -> StandInModel:
+    return MODELS[request.param]()
+
+
+@pytest.fixture(autouse=True)
+def pinned_staging(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the worker pin its staging memory for the simulated device, as it does for CUDA."""
+    monkeypatch.setattr(half, "pinning_in_use", lambda: control)
+
+
+def drive(rig: Rig, model: StandInModel, control: Control, script: Script, work: Workload, **changes: Any) -> int:
+    """Run an engine's lifetime while streams are held; return the prompt tokens that came from the tier."""
+    engine = rig.engine(model, script, device=DEVICE, **changes)
+    streams = HeldStreams(engine, control, random.Random(work.seed))
+    rig.after_tick, rig.before_drain = streams.change, streams.let_go
+    asked = rig.drive(engine, work)
+    rig.end(engine)
+    assert streams.held_steps > 0
+    return sum(engine.served[request].external_tokens for request in asked if request in engine.served)
+
+
+@pytest.mark.parametrize(
+    "model", [name if name in QUICK else pytest.param(name, marks=long) for name in MODELS], indirect=True
+)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_work(rig: Rig, model: StandInModel, control: Control, seed: int) -> None:
+    work = make_workload(model, seed, salts=2)
+    script = {"contains": 2, "load_into": 6, "store": 6}
+    drive(rig, model, control, Script(seed, hold_steps=script), work)
+    assert drive(rig, model, control, Script(seed + 1, hold_steps=script), work) > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_work_with_aborts_resets_and_an_unreliable_disk(
+    rig: Rig,
+    model: StandInModel,
+    control: Control,
+    seed: int,
+) -> None:
+    work = make_workload(model, seed, aborts=8, resets=4, salts=2)
+    for life in range(2):
+        drive(rig, model, control, slow_and_unreliable(10 * seed + life), work, async_scheduling=bool(life))
