@@ -6,6 +6,8 @@ import asyncio
 import os
 import shutil
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,6 +80,14 @@ def test_objects_removed_at_run_time_are_stored_again(backend: DiskBackend, tmp_
         assert await backend.contains([key(0)]) == [True]
 
     asyncio.run(main())
+
+
+def test_an_import_makes_no_database() -> None:
+    script = (
+        "import sys\nsys.addaudithook(lambda event, _: event == 'sqlite3.connect' and sys.exit('a database'))\n"
+        "import offload_backend_disk.plugin"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_the_medium_is_persistent_and_shared(backend: DiskBackend) -> None:
