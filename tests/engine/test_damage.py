@@ -65,7 +65,7 @@ def _all_damaged(lab: Lab, kv: Path, damage: Callable[[Path, int], None]) -> Non
 
 
 @pytest.mark.parametrize("lab", ["gemma3", pytest.param("qwen3_next", marks=pytest.mark.long)], indirect=True)
-def test_folder_removed_between_lookup_and_load(lab: Lab, kv: Path, tmp_path: Path) -> None:
+def test_folder_emptied_between_lookup_and_load(lab: Lab, kv: Path, tmp_path: Path) -> None:
     transfer = ours(kv)
     transfer["kv_connector_extra_config"]["backends"][0]["type"] = "vanishing-disk"
     (first,) = lab.standard()
@@ -81,7 +81,7 @@ def test_folder_removed_between_lookup_and_load(lab: Lab, kv: Path, tmp_path: Pa
     assert all(served(result, 1).values()), "what is gone is stored again by the process that knew it"
 
 
-def test_folder_removed_while_the_engine_knows_what_was_in_it(gemma3: Lab, tmp_path: Path) -> None:
+def test_folder_emptied_while_the_engine_knows_what_was_in_it(gemma3: Lab, tmp_path: Path) -> None:
     transfer = ours(tmp_path / "kv")
     transfer["kv_connector_extra_config"]["backends"][0]["type"] = "vanishing-disk"
     (first,) = gemma3.standard()

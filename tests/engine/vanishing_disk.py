@@ -1,4 +1,4 @@
-"""A disk backend whose folder is removed right before the first load."""
+"""A disk backend whose folder is emptied right before the first load."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ OFFLOAD_API_VERSION = 1
 
 
 class VanishingDisk(DiskBackend):
-    """Removes its folder once, in the engine's own process, between lookup and load."""
+    """Empties its folder once, in the engine's own process, between lookup and load."""
 
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
         marker = self.options.path.with_name("vanished")
         if not marker.exists():
-            shutil.rmtree(self.options.path)
+            for folder in self.options.path.iterdir():
+                shutil.rmtree(folder)
             marker.touch()
         return await super().prepare_load(keys)
 

@@ -24,6 +24,7 @@ from offload_core.api import (
     StoredObject,
     StoreOutcome,
     StoreReservation,
+    check_ownership,
 )
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,13 @@ class NixlBackend(Backend[NixlOptions]):
         return self._supervisor.pid
 
     async def open(self) -> None:
-        """Start the child process. Cancelled, it first ends the start."""
-        await self.run_blocking(self._supervisor.open)
+        """Create the folder if it is missing, check its owner, and start the child. Cancelled, it first ends the start.
+
+        Raises:
+            PermissionError: another user could change the folder's content.
+            OSError: the medium or NIXL cannot be used.
+        """
+        await self.run_blocking(self._open)
 
     async def close(self) -> None:
         """Wait for running operations, and end the child process (C13)."""
@@ -112,6 +118,13 @@ class NixlBackend(Backend[NixlOptions]):
             after = tuple(entry.name for entry in answer.entries[-1:])
 
     # The methods below run on the tier's threads.
+
+    def _open(self) -> None:
+        folder = self.options.path
+        if folder is not None:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            check_ownership(folder)  # here, since the child imports nothing of the core
+        self._supervisor.open()
 
     def _load(
         self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck] = ()

@@ -78,6 +78,12 @@ class FailuresContract:
                 (outcome,) = await client.store_from([new], [memoryview(bytearray(SIZE))])
                 if outcome is not StoreOutcome.REJECTED:
                     answers["store"] = outcome.name
+            if client.backend.capabilities.lists:
+                with suppress(Exception):
+                    answers["list_objects"] = await client.listed()
+            with suppress(Exception):
+                await client.delete([key])
+                answers["delete"] = "without an error"
         given = ", ".join(f"{name} answered {answer}" for name, answer in answers.items())
         expect(not answers, f"C23: the medium is gone, and {given}; raise an OSError")
 

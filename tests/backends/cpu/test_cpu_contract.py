@@ -1,4 +1,8 @@
-"""The cpu backend keeps the contract."""
+"""The cpu backend keeps the contract.
+
+Its medium is memory of its own process: nothing can take it away (C23), and no other client shares it (C24). So it has
+no ``take_away`` and no ``die_holding``.
+"""
 
 from __future__ import annotations
 

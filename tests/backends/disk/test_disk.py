@@ -6,6 +6,8 @@ import asyncio
 import os
 import shutil
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,16 +68,26 @@ def test_a_folder_that_exists_keeps_its_mode(disk: Disk, tmp_path: Path) -> None
     assert stat.S_IMODE((tmp_path / "shared").stat().st_mode) == 0o750
 
 
-def test_a_folder_removed_at_run_time_is_created_again(backend: DiskBackend, tmp_path: Path) -> None:
+def test_objects_removed_at_run_time_are_stored_again(backend: DiskBackend, tmp_path: Path) -> None:
     async def main() -> None:
         await backend.open()
-        shutil.rmtree(tmp_path / "objects")
+        await backend.store([key(0)], [memoryview(b"data")])
+        for folder in (tmp_path / "objects").iterdir():
+            shutil.rmtree(folder)
         assert await backend.contains([key(0)]) == [False]
         assert await backend.load_into([key(0)], [memoryview(bytearray(4))]) == [MISS]
         assert await backend.store([key(0)], [memoryview(b"data")]) == [STORED]
         assert await backend.contains([key(0)]) == [True]
 
     asyncio.run(main())
+
+
+def test_an_import_makes_no_database() -> None:
+    script = (
+        "import sys\nsys.addaudithook(lambda event, _: event == 'sqlite3.connect' and sys.exit('a database'))\n"
+        "import offload_backend_disk.plugin"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_the_medium_is_persistent_and_shared(backend: DiskBackend) -> None:

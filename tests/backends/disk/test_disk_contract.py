@@ -13,6 +13,14 @@ from offload_core.api.keys import ObjectKey
 from offload_core.testing.contract.suite import BackendContract
 from offload_core.testing.rig.killed_process import hold_in_killed_process
 from offload_core.testing.state_machine.machine import EXAMPLES
+from tests.support import outages
+
+
+def folder_on_disk(tmp_path: Path) -> Path:
+    """Return a tier's folder. Its parent is on the disk as well, so ``open`` fails without the disk."""
+    parent = tmp_path / "disk" / "kv"
+    parent.mkdir(parents=True)
+    return parent / "objects"
 
 
 class TestDisk(BackendContract):
@@ -21,7 +29,17 @@ class TestDisk(BackendContract):
 
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:
-        return {"path": str(tmp_path / "objects")}
+        return {"path": str(folder_on_disk(tmp_path))}
+
+    @pytest.fixture(autouse=True)
+    def _mount_point(self, tmp_path: Path) -> None:
+        self.mount_point = tmp_path / "disk"
+
+    def take_away(self, options: Mapping[str, Any]) -> None:
+        outages.move_away(self.mount_point)
+
+    def bring_back(self, options: Mapping[str, Any]) -> None:
+        outages.bring_back(self.mount_point)
 
     def damage(self, options: Mapping[str, Any], key: ObjectKey) -> None:
         (path,) = Path(options["path"]).rglob(f"{key.chunk_hash.hex()}.kv")
@@ -37,7 +55,10 @@ class TestDiskAtLength(TestDisk):
 class TestDiskWithALimit(TestDisk):
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:
-        return {"path": str(tmp_path / "objects"), "capacity": "1GiB"}
+        return {"path": str(folder_on_disk(tmp_path)), "capacity": "1GiB"}
+
+    def take_away(self, options: Mapping[str, Any]) -> None:
+        outages.leave_bare_mount_point(self.mount_point)
 
     def die_holding(self, options: Mapping[str, Any], keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> None:
         hold_in_killed_process(DISK, options, keys, nbytes)
@@ -52,11 +73,11 @@ class TestDiskWithALimitAtLength(TestDiskWithALimit):
 class TestDiskPastThePageCache(TestDiskAtLength):
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:
-        return {"path": str(tmp_path / "objects"), "direct_io": "on"}
+        return {"path": str(folder_on_disk(tmp_path)), "direct_io": "on"}
 
 
 @pytest.mark.long
 class TestDiskPastThePageCacheWithALimit(TestDiskAtLength):
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:
-        return {"path": str(tmp_path / "objects"), "direct_io": "on", "capacity": "1GiB"}
+        return {"path": str(folder_on_disk(tmp_path)), "direct_io": "on", "capacity": "1GiB"}

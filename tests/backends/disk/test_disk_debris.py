@@ -53,6 +53,7 @@ def test_unfinished_files_of_dead_processes_are_removed_and_those_of_live_ones_a
     disk: Disk, tmp_path: Path, options: dict[str, int]
 ) -> None:
     root = tmp_path / "objects"
+    root.mkdir(mode=0o700)
     alive = Processes(root, "5a5a")
     alive.register()
     die(root, "dead")
@@ -256,12 +257,16 @@ def test_an_account_found_damaged_is_rebuilt(tmp_path: Path, caplog: pytest.LogC
     account.close()
 
 
-def test_a_folder_that_was_removed_at_run_time_gets_a_new_account(disk: Disk, tmp_path: Path) -> None:
+def test_a_folder_that_was_replaced_at_run_time_gets_a_new_account(disk: Disk, tmp_path: Path) -> None:
     async def main() -> None:
         backend = disk(tmp_path / "objects", capacity=100 * KIB)
         await backend.open()
         await store(backend, 0)
         (tmp_path / "objects").rename(tmp_path / "away")
+        for call in (backend.load_into([key(0)], [memoryview(bytearray(4))]), store(backend, 0)):
+            with pytest.raises(OSError, match="the folder is gone"):
+                await call
+        (tmp_path / "objects").mkdir(mode=0o700)
         assert await backend.load_into([key(0)], [memoryview(bytearray(4))]) == [LoadOutcome.MISS]
         outcome = None
         while outcome is not StoreOutcome.STORED:  # rejected until the new folder was scanned
@@ -318,11 +323,15 @@ def test_after_an_unmount_nothing_is_written_below_the_mount_point_until_it_is_b
         away.mkdir()
         mount("--move", small_disk, away)
         try:
-            for _ in range(2):
-                with pytest.raises(OSError, match="mount it again"):
-                    await store(backend, 1)
-            assert await backend.contains([key(0)]) == [False]
+            for call in (store(backend, 1), store(backend, 1), backend.contains([key(0)])):
+                with pytest.raises(OSError, match="mount its file system again"):
+                    await call
             assert files_under(small_disk) == []
+            root.mkdir(mode=0o700)  # was not made
+            for call in (store(backend, 1), backend.contains([key(0)])):
+                with pytest.raises(OSError, match="is on another file system"):
+                    await call
+            root.rmdir()
         finally:
             mount("--move", away, small_disk)
             away.rmdir()
@@ -334,11 +343,14 @@ def test_after_an_unmount_nothing_is_written_below_the_mount_point_until_it_is_b
     assert len(files_under(root)) == 2
 
 
-def test_a_deleted_folder_is_created_again_on_its_own_file_system(tmp_path: Path) -> None:
+def test_only_the_first_open_creates_the_folder_and_never_its_parents(tmp_path: Path) -> None:
     guard = MountGuard(tmp_path / "a" / "b")
+    with pytest.raises(OSError, match="its parent folder does not exist"):
+        guard.open()
     (tmp_path / "a").mkdir()
     guard.open()
-    guard.root.rmdir()
-    (tmp_path / "a").rmdir()
-    guard.open()
     assert guard.root.is_dir()
+    guard.root.rmdir()
+    with pytest.raises(OSError, match="the folder is gone"):
+        guard.open()
+    assert not guard.root.exists()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,21 @@ from offload_backend_nfs.storage import layout
 
 from offload_core.api.keys import ObjectKey
 from offload_core.testing.contract.suite import BackendContract
+from offload_core.testing.rig.killed_process import hold_in_killed_process
 from offload_core.testing.state_machine.machine import EXAMPLES
+from tests.support import outages
+
+
+def url_on_share(folder: Path) -> str:
+    """Return the URL of a tier's folder. Its parent is on the share as well, so ``open`` fails without the share."""
+    parent = folder / "share" / "kv"
+    parent.mkdir(parents=True)
+    return f"file://{parent}/objects"
+
+
+def mount_point(options: Mapping[str, Any]) -> Path:
+    """Return the place where the share is mounted."""
+    return Path(options["url"].removeprefix("file://")).parents[1]
 
 
 class TestShare(BackendContract):
@@ -24,7 +38,13 @@ class TestShare(BackendContract):
 
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:
-        return {"url": f"file://{tmp_path}/objects"}
+        return {"url": url_on_share(tmp_path)}
+
+    def take_away(self, options: Mapping[str, Any]) -> None:
+        outages.move_away(mount_point(options))
+
+    def bring_back(self, options: Mapping[str, Any]) -> None:
+        outages.bring_back(mount_point(options))
 
     def damage(self, options: Mapping[str, Any], key: ObjectKey) -> None:
         (path,) = Path(options["url"].removeprefix("file://")).rglob(f"{key.chunk_hash.hex()}.kv")
@@ -41,7 +61,7 @@ class TestShareAtLength(TestShare):
 class TestShareThatIsAlwaysAsked(TestShareAtLength):
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:
-        return {"url": f"file://{tmp_path}/objects", "lookup_cache_seconds": 0}
+        return {"url": url_on_share(tmp_path), "lookup_cache_seconds": 0}
 
 
 class TestShareWithALimit(TestShare):
@@ -49,7 +69,10 @@ class TestShareWithALimit(TestShare):
 
     @pytest.fixture
     def options(self, memory_folder: Path) -> dict[str, Any]:
-        return {"url": f"file://{memory_folder}/objects", "capacity": "1GiB"}
+        return {"url": url_on_share(memory_folder), "capacity": "1GiB"}
+
+    def take_away(self, options: Mapping[str, Any]) -> None:
+        outages.leave_bare_mount_point(mount_point(options))
 
 
 class TestShareThatEvictsAtOnce(TestShareWithALimit):
@@ -57,9 +80,13 @@ class TestShareThatEvictsAtOnce(TestShareWithALimit):
 
     machine_capacity_bytes = 1 << 30  # the machine does not know that a medium evicts in the background
     machine_examples = 1
+    recovery_seconds = 20.0  # a lease runs out first
 
     def bounded_options(self, options: Mapping[str, Any], capacity_bytes: int) -> dict[str, Any]:
-        return {**options, "capacity": capacity_bytes, "eviction_grace": 0}
+        return {**options, "capacity": capacity_bytes, "eviction_grace": 0, "lease_seconds": 3}
+
+    def die_holding(self, options: Mapping[str, Any], keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> None:
+        hold_in_killed_process(NFS, options, keys, nbytes)
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ from offload_backend_nixl.plugin import NIXL
 from offload_core.api.keys import ObjectKey
 from offload_core.testing.contract.suite import BackendContract
 from offload_core.testing.state_machine.machine import EXAMPLES
+from tests.support import outages
 from tests.support.clusters.nixl import BucketLab
 
 
@@ -22,7 +23,18 @@ class TestFolder(BackendContract):
 
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:
-        return {"plugin": "POSIX", "path": str(tmp_path / "objects")}
+        (tmp_path / "disk" / "kv").mkdir(parents=True)
+        return {"plugin": "POSIX", "path": str(tmp_path / "disk" / "kv" / "objects")}
+
+    @pytest.fixture(autouse=True)
+    def _mount_point(self, tmp_path: Path) -> None:
+        self.mount_point = tmp_path / "disk"
+
+    def take_away(self, options: Mapping[str, Any]) -> None:
+        outages.leave_bare_mount_point(self.mount_point)
+
+    def bring_back(self, options: Mapping[str, Any]) -> None:
+        outages.bring_back(self.mount_point)
 
     def damage(self, options: Mapping[str, Any], key: ObjectKey) -> None:
         with Path(options["path"], name_of(key)).open("r+b") as file:
@@ -42,7 +54,8 @@ class TestFolderByUring(TestFolder):
 
     @pytest.fixture
     def options(self, tmp_path: Path) -> dict[str, Any]:
-        return {"plugin": "POSIX", "path": str(tmp_path / "objects"), "params": {"use_uring": True}}
+        (tmp_path / "disk" / "kv").mkdir(parents=True)
+        return {"plugin": "POSIX", "path": str(tmp_path / "disk" / "kv" / "objects"), "params": {"use_uring": True}}
 
 
 @pytest.mark.long

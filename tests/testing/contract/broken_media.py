@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 
 from offload_core.api.backend import LoadOutcome, LoadReservation, StoredObject, StoreOutcome, StoreReservation
 from offload_core.api.keys import ObjectKey
@@ -140,6 +141,19 @@ class StoresOnAMediumThatIsGone(ReferenceBackend):
             return [StoreOutcome.STORED] * len(keys)
 
 
+class ListsNothingOnAMediumThatIsGone(ReferenceBackend):
+    async def list_objects(self) -> AsyncIterator[Sequence[StoredObject]]:
+        with suppress(OSError):
+            async for batch in super().list_objects():
+                yield batch
+
+
+class DeletesNothingOnAMediumThatIsGone(ReferenceBackend):
+    async def delete(self, keys: Keys) -> None:
+        with suppress(OSError):
+            await super().delete(keys)
+
+
 class OpensLater(ReferenceBackend):
     async def open(self) -> None:
         self.medium = MEDIA[self.options.medium]
@@ -268,6 +282,16 @@ BROKEN_MEDIA = [
     ),
     backend(
         StoresOnAMediumThatIsGone, r"C23: the medium is gone, and store answered STORED; raise an OSError", _IS_GONE
+    ),
+    backend(
+        ListsNothingOnAMediumThatIsGone,
+        r"C23: the medium is gone, and list_objects answered \[\]; raise an OSError",
+        _IS_GONE,
+    ),
+    backend(
+        DeletesNothingOnAMediumThatIsGone,
+        r"C23: the medium is gone, and delete answered without an error; raise an OSError",
+        _IS_GONE,
     ),
     backend(
         OpensLater,

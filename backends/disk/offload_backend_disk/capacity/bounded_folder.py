@@ -75,7 +75,16 @@ class BoundedFolder:
         Returns:
             The size of each object, ``None`` if it is absent.
         """
-        return self._account.pin(keys) if self._open_error is None else self._folder.sizes(keys)
+        if self._open_error is not None:
+            return self._folder.sizes(keys)
+        sizes = self._account.pin(keys)
+        if None in sizes:
+            try:
+                self._folder.check()
+            except OSError:
+                self.unpin([key for key, size in zip(keys, sizes, strict=True) if size is not None])
+                raise
+        return sizes
 
     def unpin(self, keys: Sequence[ObjectKey]) -> None:
         """Undo :meth:`pin` for the keys that it found present."""
@@ -87,15 +96,19 @@ class BoundedFolder:
         """Read objects that are pinned meanwhile, and check them on the way."""
         sizes = self.pin(keys)
         try:
-            return [
+            outcomes = [
                 LoadOutcome.MISS if size is None else self._folder.load_one(key, buffer, check)
                 for key, buffer, check, size in zip(keys, buffers, checks, sizes, strict=True)
             ]
+            if LoadOutcome.MISS in outcomes:
+                self._folder.check()
+            return outcomes
         finally:
             self.unpin([key for key, size in zip(keys, sizes, strict=True) if size is not None])
 
     def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
-        """Make objects the most recently used ones, in this order; see :meth:`Backend.touch`. Does not block."""
+        """Make objects the most recently used ones, in this order; see :meth:`Backend.touch`."""
+        self._folder.check()
         self._account.touch(keys, spare)
 
     def reserve(self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()) -> ReservedCapacity:

@@ -6,6 +6,7 @@ Everything here blocks. One thread at a time.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import sqlite3
 import stat
@@ -181,7 +182,7 @@ class Database:
                 for statement in _statements(_SCHEMA):
                     sql.execute(statement)
                 sql.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            if _schema_of(sql) != _SCHEMA_ENTRIES:
+            if _schema_of(sql) != _schema_entries():
                 raise damage("its tables are of another program")
             sql.execute("COMMIT")
             sql.execute("PRAGMA busy_timeout = 0")  # from here on _begin waits, in shorter steps
@@ -292,11 +293,10 @@ def _statements(script: str) -> Iterator[str]:
             statement = ""
 
 
-def _make_schema_entries() -> list[tuple[str, str, str]]:
+@functools.cache
+def _schema_entries() -> list[tuple[str, str, str]]:
+    """Return the entries of a good database. Made when the first one is opened, since an import needs none."""
     with closing(sqlite3.connect(":memory:")) as sql:
         for statement in _statements(_SCHEMA):
             sql.execute(statement)
         return _schema_of(sql)
-
-
-_SCHEMA_ENTRIES = _make_schema_entries()

@@ -74,8 +74,13 @@ def write(path: str, temporary: str, buffer: memoryview, fsync: Fsync, *, direct
 
     Args:
         direct: write past the page cache; the buffer is aligned for it.
+
+    Raises:
+        FileNotFoundError: the folder does not exist.
+        OSError: the disk failed, or is full.
     """
-    descriptor = _create(temporary, os.O_DIRECT if direct else 0)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+    descriptor = os.open(temporary, flags, FILE_MODE)
     try:
         try:
             if direct:
@@ -97,16 +102,16 @@ def write(path: str, temporary: str, buffer: memoryview, fsync: Fsync, *, direct
         _sync_folder(os.path.dirname(path))  # noqa: PTH120 - pathlib is slow
 
 
-def make_private_folder(folder: Path) -> None:
-    """Create ``folder`` and its missing parents, each with mode 0700 regardless of the umask."""
-    for parent in reversed([folder, *folder.parents]):
-        if not parent.is_dir():
-            try:
-                parent.mkdir(mode=FOLDER_MODE)
-                parent.chmod(FOLDER_MODE)
-            except FileExistsError:
-                if not parent.is_dir():  # else another process was faster
-                    raise
+def make_private_folder(folder: str | Path) -> None:
+    """Create ``folder`` with mode 0700 regardless of the umask, unless it exists. Its parent must exist."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        try:
+            folder.mkdir(mode=FOLDER_MODE)
+            folder.chmod(FOLDER_MODE)
+        except FileExistsError:
+            if not folder.is_dir():  # else another process was faster
+                raise
 
 
 def _sync_folder(folder: str) -> None:
@@ -115,12 +120,3 @@ def _sync_folder(folder: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _create(path: str, more_flags: int) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | more_flags
-    try:
-        return os.open(path, flags, FILE_MODE)
-    except FileNotFoundError:
-        make_private_folder(Path(path).parent)
-        return os.open(path, flags, FILE_MODE)

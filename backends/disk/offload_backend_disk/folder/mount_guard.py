@@ -1,8 +1,9 @@
-"""A guard against writing below a mount point whose file system was unmounted.
+"""A guard that tells a folder without objects from a folder that is gone.
 
-A missing folder may have been deleted, or its file system may have been unmounted. A deleted folder is created again.
+A tier's folder is gone if it was moved or deleted, or if its file system was unmounted. Every call then fails until the
+folder is back: an answer "absent" would make a dead disk look healthy (C23). Nothing makes the folder again meanwhile.
 After an unmount, a new folder would fill the disk below the mount point, usually the root disk, which is not ours to
-fill. So nothing is written until the file system is back.
+fill.
 """
 
 from __future__ import annotations
@@ -26,50 +27,65 @@ class MountGuard:
 
     def __init__(self, root: Path, own_file: Path | None = None) -> None:
         self.root = root
+        self._root = os.fspath(root)
         self._own_file = own_file
         self._device: int | None = None
         self._file_system = 0
 
     def open(self) -> None:
-        """Create the folder if it is missing, and check its owner. The first call remembers its file system.
+        """Check the folder and its owner. The first call creates it if its parent exists, and notes its file system.
 
         Raises:
             PermissionError: another user could change its content.
-            OSError: the folder cannot be created, or would be on another file system than before.
+            OSError: the folder is gone, cannot be created, or is on another file system than before.
         """
-        self.check()
-        files.make_private_folder(self.root)
+        if self._device is None:
+            self._create()
+        else:
+            self.check()
         check_ownership(self.root)
         if self._device is None:
             self._device = self.root.stat().st_dev
             self._file_system = os.statvfs(self.root).f_fsid
 
     def check(self) -> None:
-        """Check that the folder is on its file system; for a missing folder, check the parent that would get it.
+        """Check that the folder exists, on its file system. Costs about as much as one lookup.
 
         Raises:
-            OSError: it is on another one.
+            OSError: it is gone.
         """
-        if self._device is None:
+        try:
+            device = os.stat(self._root).st_dev  # noqa: PTH116 - pathlib is slow
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise OSError(
+                errno.ENODEV,
+                "the folder is gone; mount its file system again, or move the folder back. If it was deleted, make an "
+                "empty one",
+                self._root,
+            ) from error
+        if self._device is None or device == self._device:
             return
-        place = self.root
-        while True:
-            try:
-                device = place.stat().st_dev
-                break
-            except (FileNotFoundError, NotADirectoryError):
-                place = place.parent
-        if device == self._device:
-            return
-        if self._file_system and os.statvfs(place).f_fsid == self._file_system:  # mounted again, as another device
+        # Mounted again, it may be another device.
+        if self._file_system and os.statvfs(self.root).f_fsid == self._file_system:
             return
         if self._own_file is not None and self._own_file.exists():
             return
         raise OSError(
             errno.ENODEV,
-            f"{self.root} is on another file system than when this process opened it, and stores fail until the first "
-            "one is back: mount it again, or restart the engine to use the present one",
+            "the folder is on another file system than when this process opened it; mount the first one again, or "
+            "restart the engine to use the present one",
+            self._root,
         )
+
+    def _create(self) -> None:
+        try:
+            files.make_private_folder(self._root)
+        except FileNotFoundError as error:
+            raise OSError(
+                errno.ENOENT,
+                "its parent folder does not exist; create it, or mount the disk that should be there",
+                self._root,
+            ) from error
 
     def free_bytes(self) -> int:
         """Return the bytes that this process may still write to the file system."""

@@ -45,27 +45,30 @@ class ObjectFolder:
 
     def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Return, per key, whether its file exists."""
-        return [self.layout.status(key) is not None for key in keys]
+        return [size is not None for size in self.sizes(keys)]
 
     def sizes(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         """Return, per key, the bytes of its file, or ``None`` if it is missing."""
-        return [self.layout.nbytes(key) for key in keys]
+        sizes = [self.layout.nbytes(key) for key in keys]
+        if None in sizes:
+            self._mount_guard.check()
+        return sizes
 
     def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
         """Read objects, in order; the first error of the disk ends the batch.
 
         Anything but a file that this process may read is a miss.
         """
-        return [self.load_one(*item) for item in zip(keys, buffers, strict=True)]
+        return self._checked([self.load_one(*item) for item in zip(keys, buffers, strict=True)])
 
     def load_and_check(
         self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
     ) -> list[LoadOutcome]:
         """Read objects as :meth:`load` does, and check them on the way; see :meth:`load_one`."""
-        return [self.load_one(*item) for item in zip(keys, buffers, checks, strict=True)]
+        return self._checked([self.load_one(*item) for item in zip(keys, buffers, checks, strict=True)])
 
     def load_one(self, key: ObjectKey, buffer: memoryview, check: LoadCheck | None = None) -> LoadOutcome:
-        """Read an object.
+        """Read an object. If the folder is gone, this is a miss, too.
 
         Args:
             check: learns of each part that was read. Reads past the page cache leave it out: their thread had better
@@ -118,17 +121,18 @@ class ObjectFolder:
 
     def delete(self, keys: Sequence[ObjectKey]) -> None:
         """Remove objects; absent ones are no error."""
+        self._mount_guard.check()
         for key in keys:
             self.layout.unlink(key)
 
     def prepare_to_write(self) -> bool:
-        """Check the folder's file system and register this process. Call it once per batch.
+        """Check the folder and register this process. Call it once per batch.
 
         Returns:
             False if the disk is full.
 
         Raises:
-            OSError: the folder's file system is gone, or the folder cannot be written.
+            OSError: the folder is gone, or cannot be written.
         """
         self._mount_guard.check()
         try:
@@ -148,7 +152,7 @@ class ObjectFolder:
         try:
             if not self.layout.is_private(path):
                 raise PermissionError(errno.EPERM, "a link, or a folder that another user can change", path)
-            files.write(path, temporary, buffer, self._fsync, direct=self.direct and is_aligned(buffer))
+            self._write(path, temporary, buffer)
         except OSError as error:
             if error.errno in files.DISK_FULL_ERRNOS:
                 self._raise_unless_full(error)
@@ -160,11 +164,35 @@ class ObjectFolder:
 
     def folders(self) -> list[Path]:
         """Return the folders that may contain objects."""
-        return self.layout.folders()
+        found = self.layout.folders()
+        self._mount_guard.check()
+        return found
 
     def objects_in(self, folder: Path) -> list[StoredObject]:
         """Return the objects in one of :meth:`folders`."""
-        return list(self.layout.objects_in(folder))
+        found = list(self.layout.objects_in(folder))
+        self._mount_guard.check()
+        return found
+
+    def check(self) -> None:
+        """Raise ``OSError`` if the folder is gone."""
+        self._mount_guard.check()
+
+    def _checked(self, outcomes: list[LoadOutcome]) -> list[LoadOutcome]:
+        """Return the outcomes, unless they are misses because the folder is gone."""
+        if LoadOutcome.MISS in outcomes:
+            self._mount_guard.check()
+        return outcomes
+
+    def _write(self, path: str, temporary: str, buffer: memoryview) -> None:
+        direct = self.direct and is_aligned(buffer)
+        try:
+            files.write(path, temporary, buffer, self._fsync, direct=direct)
+        except FileNotFoundError:
+            self._mount_guard.check()
+            for folder in reversed(Path(path).relative_to(self.layout.root).parents[:-1]):
+                files.make_private_folder(self.layout.root / folder)
+            files.write(path, temporary, buffer, self._fsync, direct=direct)
 
     def _raise_unless_odd(self, error: OSError) -> None:
         """Raise the error unless something odd is in the place of one object; the first such thing is logged."""

@@ -53,7 +53,6 @@ FILE_MODE = 0o600
 MARKER = ".offload-core-share"
 """A file in the root. It distinguishes the share from an empty mount point."""
 _MARKER_TEXT = b"offload-core keeps KV caches here. Without this file it takes the share for unmounted.\n"
-_ROOT_CHECK_SECONDS = 1.0
 _DISK_ACCOUNT = ".offload-core/account.sqlite"
 _NO_LINK_ERRNOS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -69,7 +68,6 @@ class PosixShare(Medium):
         self._root = str(root)
         self._is_local = False
         self._has_marker = False
-        self._root_seen_seconds = float("-inf")
 
     def open(self) -> None:
         """See :meth:`Medium.open`. A read-only or full share is no error: loads still work.
@@ -113,7 +111,7 @@ class PosixShare(Medium):
         """See :meth:`Medium.sizes`."""
         found = [self._size(name) for name in names]
         if None in found:
-            self._check_root_after_miss()
+            self._check_root()
         return found
 
     def load(self, name: str, buffer: memoryview, check: LoadCheck | None = None) -> LoadOutcome:
@@ -135,7 +133,7 @@ class PosixShare(Medium):
                 if error.errno != errno.ESTALE:
                     break
                 check = None  # the next file is read from its beginning
-        self._check_root_after_miss()
+        self._check_root()
         return LoadOutcome.MISS
 
     def store(self, name: str, buffer: memoryview) -> None:
@@ -184,11 +182,14 @@ class PosixShare(Medium):
     def delete(self, names: Sequence[str]) -> None:
         """See :meth:`Medium.delete`. An error ends it after the last name. Something that is no file stays."""
         failure: OSError | None = None
+        are_there = True
         for name in names:
             try:
-                unlink(self._path(name))
+                are_there = unlink(self._path(name)) and are_there
             except OSError as error:
                 failure = failure or error
+        if not are_there:
+            self._check_root()
         if failure is not None:
             raise failure
 
@@ -199,12 +200,14 @@ class PosixShare(Medium):
         entries, except for the root.
         """
         try:
-            return [entry for entry in list_folder(self._path(folder)) if not entry.name.startswith(".")]
+            found = [entry for entry in list_folder(self._path(folder)) if not entry.name.startswith(".")]
         except PermissionError:
-            self._check_root()
             if not folder:
                 raise
-            return []
+            found = []
+        if not found:
+            self._check_root()
+        return found
 
     def names(self, folder: str) -> list[str]:
         """See :meth:`Medium.names`. Does not ask for the files' attributes."""
@@ -213,7 +216,8 @@ class PosixShare(Medium):
         except OSError as error:
             if error.errno not in MISSING_ERRNOS:
                 raise
-            return []
+        self._check_root()
+        return []
 
     def read_small(self, name: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes | None:
         """See :meth:`Medium.read_small`."""
@@ -223,7 +227,12 @@ class PosixShare(Medium):
             except OSError as error:
                 if error.errno not in MISSING_ERRNOS:
                     raise
+        self._check_root()
         return None
+
+    def check(self) -> None:
+        """See :meth:`Medium.check`."""
+        self._check_root()
 
     def move(self, name: str, target: str) -> None:
         """See :meth:`Medium.move`."""
@@ -354,23 +363,16 @@ class PosixShare(Medium):
             folder = f"{folder}/{part}"
             make_private_folder(folder)
 
-    def _check_root_after_miss(self) -> None:
-        """Distinguish a miss from a missing share. Checks at most once per ``_ROOT_CHECK_SECONDS``."""
-        if time.monotonic() - self._root_seen_seconds > _ROOT_CHECK_SECONDS:
-            self._check_root()
-
     def _check_root(self) -> None:
-        """Raise ``OSError`` if the root is not the folder that was opened."""
+        """Raise ``OSError`` if the root is not the folder that was opened. Every miss asks this, or would hide it."""
         proof = self._path(MARKER) if self._has_marker else self._root
         try:
             os.stat(proof)  # noqa: PTH116
         except OSError as error:
             if error.errno not in MISSING_ERRNOS:
                 raise
-            self._root_seen_seconds = float("-inf")  # until the share is back, check at every miss
             raise OSError(
                 errno.ENODEV,
                 f"the share is gone: {proof} does not exist; mount the share again (its folders are never made anew)",
                 self._root,
             ) from error
-        self._root_seen_seconds = time.monotonic()

@@ -121,13 +121,15 @@ def make_private_folder(folder: str) -> None:
         os.chmod(folder, FOLDER_MODE)  # noqa: PTH101 - whatever the umask says
 
 
-def unlink(path: str) -> None:
-    """Remove a file. A missing one is no error, and neither is a folder, which stays."""
+def unlink(path: str) -> bool:
+    """Remove a file, and return whether there was one. A folder is none and stays."""
     try:
         os.unlink(path)  # noqa: PTH108
     except OSError as error:
         if error.errno not in (*MISSING_ERRNOS, errno.EISDIR):
             raise
+        return False
+    return True
 
 
 def unlink_quietly(path: str) -> None:
