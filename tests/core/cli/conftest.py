@@ -77,6 +77,7 @@ class Site:
         backend = DiskBackend(DiskOptions(path=self.path(tier)), BackendContext(tier, DaemonExecutor(1, tier)))
 
         async def store() -> None:
+            await backend.open()
             await backend.store([key], [sealed(key, payload)])
             await backend.close()
 
