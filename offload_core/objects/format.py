@@ -67,6 +67,10 @@ class WrongKeyError(Exception):
         self.key_id = key_id
 
 
+class OtherVersionError(ObjectFormatError):
+    """The object has a format version that this reader does not know. It may be sound."""
+
+
 class Encryption(NamedTuple):
     """The fields that only an encrypted object's header has."""
 
@@ -187,6 +191,7 @@ def read_header(view: memoryview, key: ObjectKey) -> Header:
 
     Raises:
         ObjectFormatError: the message names the first difference, with the actual and the expected value.
+        OtherVersionError: a whole header of a version that this reader does not know.
     """
     if len(view) < HEADER_BYTES:
         raise ObjectFormatError(f"{key}: {len(view)} bytes are fewer than the {HEADER_BYTES} of the header")
@@ -195,10 +200,15 @@ def read_header(view: memoryview, key: ObjectKey) -> Header:
         raise ObjectFormatError(f"{key}: the header's checksum does not match its bytes")
     *fields, stored_checksum, raw_checksum = _FIELDS.unpack_from(header)
     magic, version, codec, hash_length, pack_length, namespace, chunk_hash, pack, raw, stored = fields
-    if magic != MAGIC or version not in (FORMAT_VERSION, ENCRYPTED_VERSION) or codec not in _CODECS:
+    if magic == MAGIC and version not in (FORMAT_VERSION, ENCRYPTED_VERSION):
+        writer = "an older" if version < FORMAT_VERSION else "a newer"
+        raise OtherVersionError(
+            f"{key}: format version {version}, of {writer} offload-core; this reader accepts version {FORMAT_VERSION} "
+            f"or {ENCRYPTED_VERSION}"
+        )
+    if magic != MAGIC or codec not in _CODECS:
         raise ObjectFormatError(
-            f"{key}: magic {magic!r}, version {version}, codec {codec}; this reader accepts {MAGIC!r}, "
-            f"version {FORMAT_VERSION} or {ENCRYPTED_VERSION}, codec {min(Codec)} to {max(Codec)}"
+            f"{key}: magic {magic!r}, codec {codec}; this reader accepts {MAGIC!r}, codec {min(Codec)} to {max(Codec)}"
         )
     found = ObjectKey(namespace.hex(), pack[:pack_length].decode("ascii", "replace"), chunk_hash[:hash_length])
     if found != key:

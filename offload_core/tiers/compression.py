@@ -46,6 +46,11 @@ class Damage(NamedTuple):
     """Checksum of the bytes that were read; ``None`` if the object's size is wrong."""
 
 
+def differ(first: Damage | None, second: Damage | None) -> bool:
+    """Return whether two reads of a damaged object have brought different bytes. ``None``: the backend saw damage."""
+    return (first and first.checksum) != (second and second.checksum)
+
+
 class CompressionHistory:
     """Results of earlier compressions, by pack. For one event loop."""
 

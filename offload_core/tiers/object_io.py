@@ -19,7 +19,7 @@ from offload_core.api.errors import BackendError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
 from offload_core.objects.arriving_object import ArrivingObject
-from offload_core.tiers.compression import Damage, TierCodec
+from offload_core.tiers.compression import Damage, TierCodec, differ
 from offload_core.tiers.staged_object import StagedObject, StoredForm
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class ObjectIO:
         else:
             second = [LoadOutcome.MISS] * len(again)
         for place, (staged, outcome) in enumerate(zip(again, second, strict=True)):
-            if outcome is LoadOutcome.CORRUPT and _differ(damage.get(staged.key), second_damage.get(staged.key)):
+            if outcome is LoadOutcome.CORRUPT and differ(damage.get(staged.key), second_damage.get(staged.key)):
                 second[place] = LoadOutcome.MISS
         _put(outcomes, damaged, second)
         self._log_deletions(objects, outcomes, damage)
@@ -316,11 +316,6 @@ class ObjectIO:
                 "clause C2 asks for one per key, in order"
             )
         return list(results)
-
-
-def _differ(first: Damage | None, second: Damage | None) -> bool:
-    """Return whether two reads of an object have brought different bytes."""
-    return (first and first.checksum) != (second and second.checksum)
 
 
 def _put(outcomes: list[LoadOutcome], places: Sequence[int], new: Sequence[LoadOutcome]) -> None:

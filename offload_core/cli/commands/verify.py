@@ -19,7 +19,8 @@ from offload_core.cli.output import human_bytes, note, print_json, print_table, 
 from offload_core.cli.parallel import ByteBudget, in_parallel
 from offload_core.cli.session import TierReport, finish, open_session
 from offload_core.cli.tier_client import OperationError, TierClient
-from offload_core.tiers.compression import TierCodec
+from offload_core.objects.format import OtherVersionError, checksum
+from offload_core.tiers.compression import Damage, TierCodec, differ
 
 _BATCH_BYTES = 8 * 1024 * 1024
 _BATCH_OBJECTS = 64
@@ -30,7 +31,7 @@ class _Bad(NamedTuple):
     nbytes: int
     reason: str
     damaged: bool
-    """``True`` if its bytes are wrong; ``False`` if they could not be read and may be right."""
+    """``True`` if its bytes are wrong; ``False`` if they could not be judged and may be right."""
 
 
 @dataclass
@@ -60,7 +61,10 @@ def verify(
     Engines check every object that they load too, so damage never reaches a model. This command finds damage earlier.
     It uses at most `staging_bytes` of memory. An object that vanishes meanwhile is no error.
 
-    The command also prints unreadable objects, and objects larger than `staging_bytes`. It never deletes these.
+    A damaged object is read twice. It is damaged only if both reads bring the same bytes.
+
+    The command also prints unreadable objects, objects larger than `staging_bytes`, and objects of older or newer
+    format versions. It never deletes these.
 
     Exits with 1 if any object was printed (deleted or not), if a tier failed, or if no tier can list its objects.
 
@@ -131,18 +135,23 @@ class _Verification:
 
     async def _verify(self, batch: Sequence[StoredObject]) -> None:
         async with self._budget.reserve(sum(stored.nbytes for stored in batch)):
-            found = await self._load(batch)
-        damaged = [stored.key for stored, bad in zip(batch, found, strict=True) if bad]
-        if damaged and self._delete:
-            await self._tier.delete(damaged)
-            self._result.deleted += len(damaged)
+            reads = await self._read(batch)
+            damaged = [index for index, read in enumerate(reads) if read.damage]
+            second = await self._read([batch[index] for index in damaged])
+            for index, again in zip(damaged, second, strict=True):
+                reads[index] = _second(reads[index], again)
+        for stored, read in zip(batch, reads, strict=True):
+            self._record(stored, read)
+        damaged_keys = [stored.key for stored, read in zip(batch, reads, strict=True) if read.damage]
+        if damaged_keys and self._delete:
+            await self._tier.delete(damaged_keys)
+            self._result.deleted += len(damaged_keys)
         self._bar.advance(self._line, len(batch))
 
-    async def _load(self, batch: Sequence[StoredObject]) -> list[bool]:
-        """Load and check a batch. Return one flag per object: ``True`` if it is damaged.
-
-        After an error, each object is loaded on its own, to find the one that fails.
-        """
+    async def _read(self, batch: Sequence[StoredObject]) -> list[_Read]:
+        """Load and check a batch. After an error, each object is loaded on its own, to find the one that fails."""
+        if not batch:
+            return []
         keys = [stored.key for stored in batch]
         buffers = [memoryview(bytearray(stored.nbytes)) for stored in batch]
         try:
@@ -151,29 +160,42 @@ class _Verification:
             if error.late:
                 raise
             if len(batch) > 1:
-                return [damaged for stored in batch for damaged in await self._load([stored])]
-            self._add_bad(batch[0], str(error), damaged=False)
-            return [False]
-        found = await asyncio.to_thread(_check_all, self._tier.tier.storage.codec, keys, buffers, outcomes)
-        for stored, outcome, (reason, authenticated) in zip(batch, outcomes, found, strict=True):
-            self._result.vanished += outcome is LoadOutcome.MISS
-            self._result.unauthenticated += not authenticated
-            if reason is not None:
-                self._add_bad(stored, reason, damaged=True)
-            elif outcome is LoadOutcome.HIT:
-                self._result.objects += 1
-                self._result.nbytes += stored.nbytes
-        return [one.reason is not None for one in found]
+                return [read for stored in batch for read in await self._read([stored])]
+            return [_Read(unverified=str(error))]
+        return await asyncio.to_thread(_check_all, self._tier.tier.storage.codec, keys, buffers, outcomes)
+
+    def _record(self, stored: StoredObject, read: _Read) -> None:
+        self._result.vanished += read.vanished
+        self._result.unauthenticated += not read.authenticated
+        if read.damage:
+            self._add_bad(stored, read.damage.reason, damaged=True)
+        elif read.unverified:
+            self._add_bad(stored, read.unverified, damaged=False)
+        elif not read.vanished:
+            self._result.objects += 1
+            self._result.nbytes += stored.nbytes
 
     def _add_bad(self, stored: StoredObject, reason: str, *, damaged: bool) -> None:
         self._result.bad.append(_Bad(stored.key, stored.nbytes, reason, damaged))
 
 
-class _Check(NamedTuple):
-    reason: str | None
-    """Description of the damage, or ``None``."""
+@dataclass(frozen=True)
+class _Read:
+    """The result of one read of one object. By default it is sound."""
+
+    damage: Damage | None = None
+    unverified: str | None = None
+    """The reason if the object could not be read or judged."""
+    vanished: bool = False
     authenticated: bool = True
     """``False`` if the object is encrypted with a key that is not here."""
+
+
+def _second(first: _Read, second: _Read) -> _Read:
+    """Return the result of an object whose first read has shown damage: as in the engine, both must show the same."""
+    if second.damage and differ(first.damage, second.damage):
+        return _Read(unverified=f"two reads have brought different bytes: {second.damage.reason}")
+    return second
 
 
 def _check_all(
@@ -181,19 +203,21 @@ def _check_all(
     keys: Sequence[ObjectKey],
     buffers: Sequence[memoryview],
     outcomes: Sequence[LoadOutcome],
-) -> list[_Check]:
+) -> list[_Read]:
     return [_check(codec, *one) for one in zip(keys, buffers, outcomes, strict=True)]
 
 
-def _check(codec: TierCodec, key: ObjectKey, buffer: memoryview, outcome: LoadOutcome) -> _Check:
+def _check(codec: TierCodec, key: ObjectKey, buffer: memoryview, outcome: LoadOutcome) -> _Read:
     if outcome is LoadOutcome.CORRUPT:
-        return _Check(f"the backend reports damage, or the object no longer has {len(buffer)} bytes")
+        return _Read(Damage(f"the backend reports damage, or the object no longer has {len(buffer)} bytes"))
     if outcome is LoadOutcome.MISS:
-        return _Check(None)
+        return _Read(vanished=True)
     try:
-        return _Check(None, codec.check_stored(buffer, key))
+        return _Read(authenticated=codec.check_stored(buffer, key))
+    except OtherVersionError as error:
+        return _Read(unverified=str(error).removeprefix(f"{key}: "))
     except ObjectFormatError as error:
-        return _Check(str(error).removeprefix(f"{key}: "))
+        return _Read(Damage(str(error).removeprefix(f"{key}: "), checksum(buffer)))
 
 
 def _document(report: TierReport[_Verified]) -> dict[str, object]:
@@ -227,8 +251,8 @@ def _summary(report: TierReport[_Verified]) -> str:
     )
     if result.deleted:
         text += f" ({result.deleted} deleted)"
-    if unread := len(result.bad) - damaged:
-        text += f", {unread} could not be read"
+    if unverified := len(result.bad) - damaged:
+        text += f", {unverified} could not be verified"
     if result.vanished:
         text += f", {result.vanished} vanished meanwhile"
     if result.unauthenticated:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -43,6 +44,7 @@ class OddBackend(DiskBackend):
 
     def __init__(self, options: OddOptions, context: BackendContext) -> None:
         super().__init__(options, context)
+        self._loads: Counter[ObjectKey] = Counter()
         if options.fails == "construct":
             raise RuntimeError("no device")
 
@@ -75,9 +77,16 @@ class OddBackend(DiskBackend):
         OddBackend.loading_bytes += nbytes
         OddBackend.peak_loading_bytes = max(OddBackend.peak_loading_bytes, OddBackend.loading_bytes)
         try:
-            return await super().load_into(keys, buffers)
+            outcomes = await super().load_into(keys, buffers)
         finally:
             OddBackend.loading_bytes -= nbytes
+        for key, buffer in zip(keys, buffers, strict=True):
+            self._loads[key] += 1
+            if self.options.lies == "other bytes at each load" or (
+                self.options.lies == "other bytes at the first load" and self._loads[key] == 1
+            ):
+                buffer[-1] ^= self._loads[key]
+        return outcomes
 
     async def prepare_store(
         self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()

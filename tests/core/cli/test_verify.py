@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import struct
 import subprocess
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from offload_core.objects.format import HEADER_BYTES, object_bytes
 from tests.core.cli.conftest import COMMAND, FIRST, Site, key
 from tests.core.cli.masking_plugin import masked
 from tests.core.cli.odd_backend import OddBackend
+from tests.core.tiers.test_encryption import resealed
+from tests.support.paths import ROOT
 
 MIB = 1024 * 1024
 
@@ -77,6 +80,49 @@ def test_what_the_backend_calls_corrupt_is_damaged(site: Site) -> None:
     assert site.files("bad") == []
 
 
+def test_bytes_that_only_one_read_brings_are_no_damage(site: Site) -> None:
+    site.put("nvme", key(1), b"x")
+    tier = {"name": "nvme", "type": "odd"}
+    done = site.invoke("verify", site.configure({**tier, "lies": "other bytes at the first load"}), "--delete")
+    assert (done.code, done.err) == (0, "tier 'nvme': 1 objects with 4.0 KiB are sound, 0 damaged\n")
+    config = site.configure({**tier, "lies": "other bytes at each load"})
+    done = site.invoke("verify", config, "--delete", "--json")
+    (bad,) = done.json["tiers"][0]["bad"]
+    assert (done.code, bad["damaged"]) == (1, False)
+    assert bad["reason"].startswith("two reads have brought different bytes: the payload's checksum")
+    assert "0 damaged, 1 could not be verified" in done.err
+    assert len(site.files("nvme")) == 1
+
+
+def test_objects_of_other_format_versions_are_named_and_never_deleted(site: Site) -> None:
+    sound, older, newer, damaged = (site.put("nvme", key(n), os.urandom(500)) for n in range(4))
+    for file, version in ((older, 1), (newer, 4)):
+        file.write_bytes(resealed(file.read_bytes()[:8] + version.to_bytes(2, "little") + file.read_bytes()[10:]))
+    flip(newer, HEADER_BYTES + 7)  # only a reader of that version knows whether that is damage
+    flip(damaged, 8)
+    done = site.invoke("verify", site.configure({"name": "nvme"}), "--delete", "--json")
+    assert done.code == 1
+    assert {int(bad["hash"][:2]): (bad["damaged"], bad["reason"]) for bad in done.json["tiers"][0]["bad"]} == {
+        1: (False, "format version 1, of an older offload-core; this reader accepts version 2 or 3"),
+        2: (False, "format version 4, of a newer offload-core; this reader accepts version 2 or 3"),
+        3: (True, "the header's checksum does not match its bytes"),
+    }
+    assert "1 damaged (1 deleted), 2 could not be verified" in done.err
+    assert sorted(site.files("nvme")) == sorted([sound, older, newer])
+
+
+def test_the_stored_object_of_version_1_is_named_and_never_deleted(site: Site) -> None:
+    content = (ROOT / "tests" / "golden" / "data" / "object-v1-none.bin").read_bytes()
+    *_, hash_length, pack_length, namespace, chunk_hash, pack = struct.unpack_from("<8sHBBB3x32s64s64s", content)
+    name = ObjectKey(namespace.hex(), pack[:pack_length].decode(), chunk_hash[:hash_length])
+    file = site.put("nvme", name, b"")
+    file.write_bytes(content)
+    done = site.invoke("verify", site.configure({"name": "nvme"}), "--delete")
+    assert done.code == 1
+    assert "format version 1, of an older offload-core" in done.out
+    assert file.read_bytes() == content
+
+
 def test_objects_that_vanish_meanwhile_are_no_error(site: Site) -> None:
     site.put("evicting", key(1), b"x")
     done = site.invoke("verify", site.configure({"name": "evicting", "type": "odd", "lies": "vanish"}))
@@ -94,7 +140,7 @@ def test_an_object_that_cannot_be_read_is_told_from_the_rest_of_its_batch_and_ne
     (bad,) = tier["bad"]
     assert (bad["reason"], bad["damaged"]) == ("load: [Errno 5] a bad sector", False)
     assert (tier["verified_objects"], tier["deleted_objects"]) == (2, 0)
-    assert "1 could not be read" in done.err
+    assert "1 could not be verified" in done.err
     assert len(site.files("nvme")) == 3
 
 
