@@ -72,12 +72,13 @@ class StreamBlockCopier:
 
     def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:
         """Copy blocks from the KV cache into ``payload``; see :class:`BlockCopier`."""
+        spans = list(copy_spans(layout, blocks))  # before the slot: an error must not leave it without its move
         self._free_moved()
         start = self._buffer.try_take(len(payload))
         if start is None:
             return False
         slot = self._memory[start : start + len(payload)]
-        for span in copy_spans(layout, blocks):
+        for span in spans:
             _pages(slot, span).copy_(self._blocks(span))
         self._store_stream.wait_event(self._compute_stream.record_event())
         with self._store_stream:

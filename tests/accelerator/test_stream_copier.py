@@ -170,6 +170,17 @@ def test_a_full_device_buffer_refuses_a_gather_and_is_free_again(control: Contro
     assert torch.equal(payloads[3], case.blocks_of((3, 4, 5)))
 
 
+def test_a_gather_of_too_many_blocks_is_refused_and_takes_no_room(control: Control) -> None:
+    case = Case(payloads_on_device=1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="slots are 0 to 2"):
+            case.gather((0, 1, 2, 3), case.payload())
+    payload = case.payload()
+    assert case.gather((0, 1, 2), payload)
+    case.copier.wait()
+    assert torch.equal(payload, case.blocks_of((0, 1, 2)))
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_order_of_held_streams_moves_the_right_bytes(control: Control, data: st.DataObject) -> None:

@@ -28,6 +28,7 @@ class Rig:
         self.after_tick: Callable[[], None] = lambda: None
         """Called after the I/O of each step."""
         self.before_drain: Callable[[], None] = lambda: None
+        """Called before everything has to end."""
 
     def scripted_disk(self) -> dict[str, object]:
         """The disk tier whose I/O follows the script."""

@@ -10,7 +10,7 @@ import torch
 from offload_core.memory.block_copier import BlockSlice
 from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.memory.payload_layout import PackLayout
-from tests.support.transfer_rig import WatchedCopier
+from tests.support.transfer_rig import Rig, WatchedCopier
 
 
 class Stream:
@@ -108,3 +108,9 @@ class HeldCopier(WatchedCopier):
     def _flow(self) -> None:
         if not self.is_held:
             self.wait()
+
+
+def copier(rig: Rig) -> HeldCopier:
+    """Return the copier of a rig that was made with one of these."""
+    assert isinstance(rig.copier, HeldCopier)
+    return rig.copier

@@ -172,7 +172,6 @@ class NfsBackend(Backend[NfsOptions]):
     async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
         """See :meth:`Backend.touch`. The usage log tells other hosts, at the latest half a minute later."""
         if self._reservations is not None:
-            await self.run_blocking(self.medium.check)
             self._reservations.bounded_store.touch(keys, spare)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:

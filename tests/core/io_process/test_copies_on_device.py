@@ -10,7 +10,7 @@ import torch
 
 from offload_core.runtime.io_loop import IoLoop
 from tests.core.io_process.border_rig import BorderRig
-from tests.support.held_copier import HeldCopier
+from tests.support.held_copier import HeldCopier, copier
 from tests.support.plugin_site import Site
 from tests.support.transfer_rig import SECONDS, item
 
@@ -33,11 +33,6 @@ def rig(io: IoLoop, site: Site, tmp_path: Path) -> Iterator[BorderRig]:
     yield rig
     copier(rig).let_go()
     rig.close()
-
-
-def copier(rig: BorderRig) -> HeldCopier:
-    assert isinstance(rig.copier, HeldCopier)
-    return rig.copier
 
 
 def test_the_process_seals_and_stores_an_object_when_its_copy_has_ended(rig: BorderRig) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.accelerator.conftest import OWN_PROCESS
 from tests.support import simulated_accelerator
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support.paths import ROOT
 
 
 @pytest.mark.timeout(600)  # to compile the device takes a quarter of a minute, and minutes on a busy machine

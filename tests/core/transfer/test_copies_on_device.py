@@ -10,7 +10,7 @@ import torch
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.transfer.loads import LoadResult
-from tests.support.held_copier import HeldCopier
+from tests.support.held_copier import HeldCopier, copier
 from tests.support.memory_backend import key
 from tests.support.transfer_rig import PACK, SECONDS, Rig, item, number_of
 
@@ -21,11 +21,6 @@ def rig(io: IoLoop) -> Iterator[Rig]:
     yield rig
     copier(rig).let_go()
     rig.finish()
-
-
-def copier(rig: Rig) -> HeldCopier:
-    assert isinstance(rig.copier, HeldCopier)
-    return rig.copier
 
 
 def have_stored(rig: Rig, *numbers: int) -> None:

@@ -29,7 +29,7 @@ from offload_core.api.keys import ObjectKey
 from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.io_loop import IoLoop
-from tests.support.held_copier import HeldCopier
+from tests.support.held_copier import HeldCopier, copier
 from tests.support.logged_errors import LoggedErrors
 from tests.support.memory_backend import key
 from tests.support.transfer_rig import PACK, SECONDS, Rig, WatchedCopier, item, number_of
@@ -313,18 +313,13 @@ class TransfersOnDevice(Transfers):
 
     make_copier = HeldCopier
 
-    @property
-    def copier(self) -> HeldCopier:
-        assert isinstance(self.rig.copier, HeldCopier)
-        return self.rig.copier
-
     @rule(stores=st.integers(0, 3), loads=st.integers(0, 3))
     def copies_happen(self, stores: int, loads: int) -> None:
-        self.copier.stores.run(stores)
-        self.copier.loads.run(loads)
+        copier(self.rig).stores.run(stores)
+        copier(self.rig).loads.run(loads)
 
     def let_copies_go(self) -> None:
-        self.copier.let_go()
+        copier(self.rig).let_go()
 
 
 def number_in(name: ObjectKey) -> int:

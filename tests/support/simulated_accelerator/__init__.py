@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
+from tests.support.paths import ROOT
+
 DEVICE = "simulated"
-_ROOT = Path(__file__).resolve().parents[3]
 
 
 def why_not() -> str | None:
@@ -37,7 +38,7 @@ def register() -> Control:
     from torch.utils import cpp_extension
 
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}-torch{torch.__version__}"
-    build = _ROOT / "build" / "simulated-accelerator" / version
+    build = ROOT / "build" / "simulated-accelerator" / version
     build.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("MAX_JOBS", "2")
     compiled = cpp_extension.load(

@@ -107,8 +107,7 @@ class BoundedFolder:
             self.unpin([key for key, size in zip(keys, sizes, strict=True) if size is not None])
 
     def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
-        """Make objects the most recently used ones, in this order; see :meth:`Backend.touch`."""
-        self._folder.check()
+        """Make objects the most recently used ones, in this order; see :meth:`Backend.touch`. Does not block."""
         self._account.touch(keys, spare)
 
     def reserve(self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()) -> ReservedCapacity:
@@ -169,7 +168,7 @@ class BoundedFolder:
             for index, (key, buffer, reservation) in enumerate(zip(keys, buffers, held, strict=True)):
                 if reservation is None:
                     continue
-                if self._folder.contains([key]) == [True]:
+                if self._folder.has(key):
                     outcomes[index] = StoreOutcome.ALREADY_PRESENT
                     if not reservation.is_spare:  # another call may just have stored it as spare
                         self.touch([key], [False])

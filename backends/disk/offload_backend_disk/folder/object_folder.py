@@ -47,6 +47,10 @@ class ObjectFolder:
         """Return, per key, whether its file exists."""
         return [size is not None for size in self.sizes(keys)]
 
+    def has(self, key: ObjectKey) -> bool:
+        """Return whether the object's file exists. A store finds out by itself if the whole folder is gone."""
+        return self.layout.nbytes(key) is not None
+
     def sizes(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         """Return, per key, the bytes of its file, or ``None`` if it is missing."""
         sizes = [self.layout.nbytes(key) for key in keys]
@@ -115,7 +119,7 @@ class ObjectFolder:
         if not self.prepare_to_write():
             return [StoreOutcome.REJECTED] * len(keys)
         return [
-            StoreOutcome.ALREADY_PRESENT if self.contains([key])[0] else self.store(key, buffer)
+            StoreOutcome.ALREADY_PRESENT if self.has(key) else self.store(key, buffer)
             for key, buffer in zip(keys, buffers, strict=True)
         ]
 

@@ -49,14 +49,6 @@ class Medium(ABC):
     def close(self) -> None:
         """Close connections. Harmless if repeated or without :meth:`open`."""
 
-    def check(self) -> None:
-        """Check that the storage is still there, if that needs no request. Otherwise the next operation finds out.
-
-        Raises:
-            OSError: it is gone.
-        """
-        return
-
     @abstractmethod
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Return, per name, the object's bytes, or ``None`` if there is no object. Never lists a folder."""

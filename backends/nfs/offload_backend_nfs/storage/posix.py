@@ -230,10 +230,6 @@ class PosixShare(Medium):
         self._check_root()
         return None
 
-    def check(self) -> None:
-        """See :meth:`Medium.check`."""
-        self._check_root()
-
     def move(self, name: str, target: str) -> None:
         """See :meth:`Medium.move`."""
         path = self._path(target)
