@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 START_LIMIT_SECONDS = 60
@@ -43,8 +45,11 @@ def accepts(port: int, host: str = LOOPBACK) -> bool:
     return True
 
 
+_starter = ThreadPoolExecutor(1, "server-starter")  # a server ends with the thread that has started it
+
+
 class ServerProcess:
-    """A server that a test starts and hurts. Call it from the main thread, since it ends with the starting thread.
+    """A server that a test starts and hurts.
 
     Args:
         command: the program and its arguments.
@@ -82,9 +87,8 @@ class ServerProcess:
             self._process.wait(STOP_LIMIT_SECONDS)  # another process may have killed it
         launcher = [sys.executable, "-c", _LAUNCHER, str(os.getpid()), *self._command]
         with Path(os.devnull if self.log is None else self.log).open("ab") as output:
-            self._process = subprocess.Popen(
-                launcher, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=self._environment
-            )
+            start = partial(subprocess.Popen, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            self._process = _starter.submit(start, launcher, env=self._environment).result()
         deadline = time.monotonic() + START_LIMIT_SECONDS
         while not self._is_ready():
             assert self._process.poll() is None, f"{self._command[0]} ended at once: {self._log_end()}"
