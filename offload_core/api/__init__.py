@@ -15,6 +15,7 @@ from offload_core.api.cancellation import to_the_end
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.checked_loads import CHECK_BYTES, LoadCheck
 from offload_core.api.checks.ownership import check_ownership
+from offload_core.api.context import TierLogger
 from offload_core.api.errors import (
     BackendError,
     ConfigError,
@@ -87,6 +88,7 @@ __all__ = [
     "TierClosed",
     "TierFailing",
     "TierInfo",
+    "TierLogger",
     "TierOpened",
     "TierRecovered",
     "TierUnavailable",

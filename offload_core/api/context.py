@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Collection
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Any
+
+
+def tier_label(name: str, *halves: str) -> str:
+    """Return the words for a tier in log lines, such as ``tier 'shared' (worker 0)``.
+
+    Args:
+        halves: the halves of the engine that speak. Outside an engine there is none, or an empty one.
+    """
+    named = ", ".join(filter(None, halves))
+    return f"tier {name!r} ({named})" if named else f"tier {name!r}"
+
+
+class TierLogger(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose lines begin with a tier's label; see :meth:`BackendContext.logger`."""
+
+    def __init__(self, logger: logging.Logger, context: BackendContext) -> None:
+        super().__init__(logger)
+        self._context = context
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log one line. All other methods end here."""
+        label = self._context.label
+        if args:  # the line is a format, and a tier may have any printable name
+            label = label.replace("%", "%%")
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        super().log(level, f"{label}: {msg}", *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -12,7 +41,7 @@ class BackendContext:
     """The values that the core passes to a backend's constructor, besides its options.
 
     Args:
-        name: the tier's name in the configuration, for messages.
+        name: the tier's name in the configuration, for error messages. For log lines take :meth:`logger`.
         executor: the tier's own threads. A hung call can block only these (invariant I4). The core owns the executor:
             do not shut it down.
         threads: the most threads of the executor that work at once.
@@ -24,6 +53,8 @@ class BackendContext:
         load_timeout_seconds_per_mib: an addition to the deadline of a load for each MiB that it reads.
         store_timeout_seconds: the deadline of a store, the time in the queue included.
         close_timeout_seconds: the longest wait for :meth:`offload_core.api.Backend.close`.
+        halves: the halves of the engine that use the backend now: ``scheduler``, ``worker``, or ``worker 0`` and so on
+            where there are several ranks. It is empty before ``open`` and outside an engine, and it may change.
     """
 
     name: str
@@ -35,3 +66,17 @@ class BackendContext:
     load_timeout_seconds_per_mib: float = 0.0
     store_timeout_seconds: float = math.inf
     close_timeout_seconds: float = math.inf
+    halves: Collection[str] = ()
+
+    @property
+    def label(self) -> str:
+        """The words for the tier in log lines, such as ``tier 'shared' (worker 0)``."""
+        return tier_label(self.name, *self.halves)
+
+    def logger(self, name: str) -> TierLogger:
+        """Return a logger whose lines begin with :attr:`label`.
+
+        Args:
+            name: the name of the logger, mostly ``__name__``.
+        """
+        return TierLogger(logging.getLogger(name), self)

@@ -121,7 +121,7 @@ class IoProcess:
         self._staging = self.replace_memory = None
 
     def make_storage(
-        self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents
+        self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents, half: str
     ) -> RemoteStorage:
         """Make a tier's storage in the process; a :class:`~offload_core.tiers.storage.StorageFactory`.
 
@@ -129,7 +129,7 @@ class IoProcess:
             ConfigError: the process did not start.
         """
         self._wait_for_start()
-        return self._io.submit(self._make_storage(config, changes)).result(START_SECONDS)
+        return self._io.submit(self._make_storage(config, changes, half)).result(START_SECONDS)
 
     def observe(self, event: Event, counters: Counters) -> None:
         """Send an event to the observers in the process. Thread-safe; never waits.
@@ -177,7 +177,7 @@ class IoProcess:
             if self._staging is not None:
                 await session.ask({"staging": self._staging.nbytes}, [self._staging.descriptor])
             for storage in self._storages.values():
-                await session.ask({"tier": storage.number, "name": storage.name})
+                await session.ask({"tier": storage.number, "name": storage.name, "half": storage.half})
         except BaseException:  # a plugin may raise anything, and the engine may end meanwhile
             await session.abandon()
             raise
@@ -197,8 +197,8 @@ class IoProcess:
                 await session.call(Kind.OPEN, storage.number)
             except Exception as error:
                 logger.warning(
-                    "tier %r cannot be opened in the new I/O process: %s; it is tried again every %g s",
-                    storage.name, error, _REOPEN_PAUSE_SECONDS,
+                    "%s cannot be opened in the new I/O process: %s; it is tried again every %g s",
+                    storage.label, error, _REOPEN_PAUSE_SECONDS,
                 )  # fmt: skip
                 await asyncio.sleep(_REOPEN_PAUSE_SECONDS)
             else:
@@ -210,11 +210,11 @@ class IoProcess:
         if self._session is not None:
             await self._session.ask({"staging": memory.nbytes}, [memory.descriptor])
 
-    async def _make_storage(self, config: TierConfig, changes: StorageEvents) -> RemoteStorage:
+    async def _make_storage(self, config: TierConfig, changes: StorageEvents, half: str) -> RemoteStorage:
         number = next(self._numbers)
         if self._session is None:
             raise OSError("the I/O process has ended during the start of the engine")
-        answer = await self._session.ask({"tier": number, "name": config.common.name})
+        answer = await self._session.ask({"tier": number, "name": config.common.name, "half": half})
         storage = self._storages[number] = RemoteStorage(
             number,
             config.common.name,
@@ -222,6 +222,7 @@ class IoProcess:
             changes,
             self._call,
             self._direct_call,
+            half=half,
             encodes=config.common.encodes,
         )
         return storage

@@ -66,14 +66,14 @@ class IoProcesses:
         return tuple(self._processes.values())
 
     def make_storage(
-        self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents
+        self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents, half: str
     ) -> RemoteStorage:
         """Make a tier's storage; a :class:`~offload_core.tiers.storage.StorageFactory`.
 
         Raises:
             ConfigError: the process did not start.
         """
-        return self._processes[self._name(config)].make_storage(config, limits, plugins, changes)
+        return self._processes[self._name(config)].make_storage(config, limits, plugins, changes, half)
 
     def event_sink(self, config: OffloadConfig, counters: Counters) -> EventSink | None:
         """Return the way to the observers, which run where their tier runs; ``None`` if there are none."""

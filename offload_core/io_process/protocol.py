@@ -22,7 +22,7 @@ from offload_core.api.keys import ObjectKey
 from offload_core.tiers.object_io import LoadEnd
 from offload_core.tiers.storage import StoreEnd
 
-VERSION: Final = 4
+VERSION: Final = 5
 """It rises with each change of a message."""
 
 NO_PIECE: Final = 2**64 - 1

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from offload_core.api.capabilities import Capabilities
+from offload_core.api.context import tier_label
 from offload_core.api.keys import ObjectKey
 from offload_core.io_process import protocol
 from offload_core.io_process.direct_calls import OnAnswer
@@ -35,6 +36,7 @@ class RemoteStorage:
     Args:
         number: the tier's number in the I/O process.
         name: the tier's name in the configuration.
+        half: the half of the engine that uses it, for log lines; may be empty.
         encodes: whether stores need a second lease for each object.
         call: sends a request to the process, and returns its answer.
         direct_call: sends a request from any thread; its last argument gets the answer on any thread.
@@ -49,11 +51,15 @@ class RemoteStorage:
         call: Call,
         direct_call: DirectCall,
         *,
+        half: str,
         encodes: bool,
     ) -> None:
         self.is_elsewhere = True
         self.number = number
         self.name = name
+        self.half = half
+        self.label = tier_label(name, half)
+        """The words for the tier in log lines."""
         self._capabilities = capabilities
         self._changes = changes
         self._send = call

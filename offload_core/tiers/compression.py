@@ -89,19 +89,22 @@ class _Encoded(NamedTuple):
 class TierCodec:
     """Compresses and encrypts a tier's stores. Verifies, decrypts and decompresses its loads.
 
+    Args:
+        label: the words for the tier in log lines.
+
     Raises at construction:
         ConfigError: the tier encrypts, and has no key.
     """
 
-    def __init__(self, config: TierConfig) -> None:
+    def __init__(self, config: TierConfig, label: str) -> None:
         common = config.common
-        self._tier = common.name
+        self._label = label
         self._codec = CODECS[common.compression]
         self._level = common.compression_level
         self._history = CompressionHistory()
         self._keys = config.encryption_keys
         if (common.encryption != "none") != (self._keys is not None):
-            raise ConfigError([f"encryption: tier {self._tier!r} has no key; load its configuration with one"])
+            raise ConfigError([f"encryption: tier {common.name!r} has no key; load its configuration with one"])
         self.names = StoredNames(("",) if self._keys is None else self._keys.name_suffixes)
         self._reported_keys: set[str] = set()
 
@@ -324,8 +327,8 @@ class TierCodec:
         if key_id not in self._reported_keys:
             self._reported_keys.add(key_id)
             logger.warning(
-                "tier %r: objects are encrypted with another key of the id %r than this engine's. They stay, and are "
-                "misses here. Give one id to one key only, in OFFLOAD_CORE_…_ENCRYPTION_KEYS", self._tier, key_id,
+                "%s: objects are encrypted with another key of the id %r than this engine's. They stay, and are "
+                "misses here. Give one id to one key only, in OFFLOAD_CORE_…_ENCRYPTION_KEYS", self._label, key_id,
             )  # fmt: skip
 
 

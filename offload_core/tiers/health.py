@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from offload_core.api import events
+from offload_core.api.context import tier_label
 from offload_core.api.errors import BackendError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
@@ -45,6 +46,7 @@ class TierHealth:
         limits: the limits in force for this tier.
         observers: receivers of events; ``None`` when there are none.
         clock: monotonic seconds.
+        label: the words for the tier in log lines; by default without a half of the engine.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class TierHealth:
         counters: Counters,
         observers: EventSink | None = None,
         clock: Callable[[], float] = time.monotonic,
+        label: str = "",
     ) -> None:
         self._name = name
+        self._label = label or tier_label(name)
         self._limits = limits
         self._counters = counters
         self._observers = observers
@@ -153,8 +157,8 @@ class TierHealth:
             self._hangs_in_open = True
             self._cause = f"open did not finish within {key} = {self._limits.open_timeout_seconds:g}"
             logger.warning(
-                "tier %r: %s; the engine starts without it, and uses it when its medium answers. Check its medium, "
-                "or raise %s if it is merely slow.", self._name, self._cause, key,
+                "%s: %s; the engine starts without it, and uses it when its medium answers. Check its medium, "
+                "or raise %s if it is merely slow.", self._label, self._cause, key,
             )  # fmt: skip
             self._becomes_unavailable(self._clock())
 
@@ -171,8 +175,8 @@ class TierHealth:
         with self._lock:
             if self._hangs_in_open:
                 logger.warning(
-                    "tier %r: open failed after its deadline: %s: %s. The engine goes on without it; repair it and "
-                    "restart.", self._name, type(error).__name__, error,
+                    "%s: open failed after its deadline: %s: %s. The engine goes on without it; repair it and "
+                    "restart.", self._label, type(error).__name__, error,
                 )  # fmt: skip
 
     @property
@@ -194,7 +198,7 @@ class TierHealth:
     def probe_ended(self, error: Exception | None) -> None:
         """Record the end of a probe, before or after its deadline."""
         if error is not None:
-            logger.debug("tier %r: a probe failed: %s: %s", self._name, type(error).__name__, error)
+            logger.debug("%s: a probe failed: %s: %s", self._label, type(error).__name__, error)
         with self._lock:
             now, before = self._clock(), self._breaker.state
             self._breaker.probe_ended(error is None, now)
@@ -208,15 +212,15 @@ class TierHealth:
         failure = self._failures.get(operation)
         if failure is not None and failure.reported:
             failure.last_failure = now
-            logger.debug("tier %r: %s %s", self._name, operation, description)
+            logger.debug("%s: %s %s", self._label, operation, description)
             return
         quiet_seconds = QUIET_SECONDS
         if failure is not None and now - failure.last_failure < 2 * MAX_QUIET_SECONDS:
             quiet_seconds = min(2 * failure.quiet_seconds, MAX_QUIET_SECONDS)
         self._failures[operation] = _Failure(now, quiet_seconds)
         logger.warning(
-            "tier %r: %s %s. The engine goes on without it; %s. Further failures are counted and not logged until it "
-            "works again.", self._name, operation, description, cure,
+            "%s: %s %s. The engine goes on without it; %s. Further failures are counted and not logged until it "
+            "works again.", self._label, operation, description, cure,
         )  # fmt: skip
         if self._observers:
             self._observers.emit(events.TierFailing(self._name, operation, cause))
@@ -225,7 +229,7 @@ class TierHealth:
         if now - failure.last_failure < failure.quiet_seconds:
             return
         failure.reported = False
-        logger.warning("tier %r: %s works again", self._name, operation)
+        logger.warning("%s: %s works again", self._label, operation)
         if self._observers:
             self._observers.emit(events.TierRecovered(self._name, operation))
 
@@ -238,9 +242,9 @@ class TierHealth:
             self._counters.add("breaker_opened", self._name)
             if before == "closed":
                 logger.warning(
-                    "tier %r is not used for now, after %d failures in a row; the last: %s. Check its medium; it is "
+                    "%s is not used for now, after %d failures in a row; the last: %s. Check its medium; it is "
                     "tried again after %.3g s, then at intervals of up to %.3g s, and used when it answers.",
-                    self._name, self._limits.breaker_failures, self._cause, self._breaker.pause_seconds,
+                    self._label, self._limits.breaker_failures, self._cause, self._breaker.pause_seconds,
                     self._limits.breaker_max_pause_seconds,
                 )  # fmt: skip
                 self._becomes_unavailable(now)
@@ -259,6 +263,6 @@ class TierHealth:
         seconds = now - self._unavailable_since
         self._unavailable_since = None
         self._counters.add("breaker_open", self._name, -1)
-        logger.warning("tier %r is used again, after %.3g s", self._name, seconds)
+        logger.warning("%s is used again, after %.3g s", self._label, seconds)
         if self._observers:
             self._observers.emit(events.TierAvailable(self._name, seconds))

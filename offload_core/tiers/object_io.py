@@ -52,18 +52,19 @@ class ObjectIO:
     """Moves batches of objects between staging memory and one tier's backend. Exceptions of the backend pass through.
 
     Args:
+        label: the words for the tier in messages.
         on_eviction: called with the objects that the backend evicted for a store.
     """
 
     def __init__(
         self,
-        tier: str,
+        label: str,
         backend: Backend[Any],
         codec: TierCodec,
         limits: Limits,
         on_eviction: Callable[[Sequence[ObjectKey]], None],
     ) -> None:
-        self._tier = tier
+        self._label = label
         self._backend = backend
         self._codec = codec
         self._names = codec.names
@@ -130,12 +131,12 @@ class ObjectIO:
             found = damage.get(staged.key)
             if outcome is LoadOutcome.CORRUPT:
                 reason = found.reason if found else f"{staged.key} is damaged or has another size, says the backend"
-                logger.warning("tier %r: damaged object, deleting it: %s", self._tier, reason)
+                logger.warning("%s: damaged object, deleting it: %s", self._label, reason)
             elif found is not None:
                 logger.warning(
-                    "tier %r: a read has brought other bytes than the medium has, or is too late to be repeated; the "
+                    "%s: a read has brought other bytes than the medium has, or is too late to be repeated; the "
                     "object stays: %s",
-                    self._tier,
+                    self._label,
                     found.reason,
                 )
 
@@ -312,7 +313,7 @@ class ObjectIO:
         """Check clause C2: one result per key."""
         if len(results) != len(keys):
             raise BackendError(
-                f"tier {self._tier!r}: {call} returned {len(results)} results for {len(keys)} keys; "
+                f"{self._label}: {call} returned {len(results)} results for {len(keys)} keys; "
                 "clause C2 asks for one per key, in order"
             )
         return list(results)

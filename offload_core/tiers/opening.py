@@ -27,7 +27,7 @@ class TierHost(Protocol):
     """The place where the storages of tiers, and the observers of their events, run."""
 
     def make_storage(
-        self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents
+        self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents, half: str
     ) -> TierStorage:
         """Make a tier's storage; see :class:`~offload_core.tiers.storage.StorageFactory`."""
         ...
@@ -69,10 +69,10 @@ class ThisProcess:
     """Storages and observers on threads of this process; a :class:`TierHost`."""
 
     def make_storage(
-        self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents
+        self, config: TierConfig, limits: Limits, plugins: PluginRegistry | None, changes: StorageEvents, half: str
     ) -> TierStorage:
         """Make a tier's storage."""
-        return LocalStorage(config, limits, plugins, changes)
+        return LocalStorage(config, limits, plugins, changes, half)
 
     def event_sink(self, config: OffloadConfig, counters: Counters) -> EventSink | None:
         """Return the delivery to the observers; ``None`` if there are none."""
@@ -85,6 +85,7 @@ def open_tiers(
     io: IoLoop,
     counters: Counters,
     *,
+    half: str = "",
     only_shared: bool = False,
     host: TierHost | None = None,
 ) -> list[Tier]:
@@ -93,6 +94,7 @@ def open_tiers(
     A tier that does not open before its deadline is not used until it is open.
 
     Args:
+        half: the half of the engine that uses the tiers, for their log lines; empty outside an engine.
         only_shared: open only tiers with a shared medium; this process could not see the others' objects.
         host: the place where the storages and the observers run; by default this process.
 
@@ -111,7 +113,7 @@ def open_tiers(
     for tier_config in config.tiers:
         try:
             limits, plugins = config.settings.limits, config.plugins
-            tier = Tier(tier_config, limits, counters, plugins, event_sink, make_storage=host.make_storage)
+            tier = Tier(tier_config, limits, counters, plugins, event_sink, half=half, make_storage=host.make_storage)
         except PLUGIN_ERRORS as error:  # a plugin may raise anything; the other tiers' problems are reported too
             problems.append(_open_problem(tier_config.common.name, error))
             continue

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from offload_core.api.backend import Backend, BackendContext, StoreOutcome
 from offload_core.api.capabilities import Capabilities
+from offload_core.api.context import tier_label
 from offload_core.api.errors import BackendError
 from offload_core.api.hooks import TierInfo
 from offload_core.api.keys import ObjectKey
@@ -130,7 +131,7 @@ class TierStorage(Protocol):
         ...
 
 
-StorageFactory = Callable[[TierConfig, Limits, PluginRegistry | None, StorageEvents], TierStorage]
+StorageFactory = Callable[[TierConfig, Limits, PluginRegistry | None, StorageEvents, str], TierStorage]
 """Makes a tier's storage; its backend is not open yet. The arguments are the first of :class:`LocalStorage`."""
 
 
@@ -154,6 +155,7 @@ class TierBackend:
         on_stuck_threads: Callable[[int], None],
     ) -> None:
         name, stuck_after = config.common.name, limits.longest_call_seconds
+        self._halves: list[str] = []  # of those who have opened it; the log lines of the backend name them
         self._executor = DaemonExecutor(config.common.io_threads, f"offload-{name}", stuck_after, on_stuck_threads)
         self._stuck_thread_timer = StuckThreadTimer(self._executor, stuck_after / 2)
         context = BackendContext(
@@ -166,6 +168,7 @@ class TierBackend:
             load_timeout_seconds_per_mib=limits.load_timeout_seconds_per_mib,
             store_timeout_seconds=limits.store_timeout_seconds,
             close_timeout_seconds=limits.close_timeout_seconds,
+            halves=self._halves,
         )
         backend = config.backend_type.backend(config.options, context)
         info = TierInfo(name, config.backend_type.name, config.common.load_weight)
@@ -192,18 +195,30 @@ class TierBackend:
         """Watch for stuck threads while there are calls."""
         self._stuck_thread_timer.start()
 
-    async def open(self) -> None:
-        """Open the backend for the first user. Further users wait until it is open; after an error each tries again."""
+    async def open(self, half: str) -> None:
+        """Open the backend for the first user. Further users wait until it is open; after an error each tries again.
+
+        Args:
+            half: the half of the engine that opens it, for log lines; may be empty.
+        """
+        if half and half not in self._halves:
+            self._halves.append(half)
         async with self._opening:
             if not self._is_open:
                 self.call_begins()
                 await self.backend.open()
                 self._is_open = True
 
-    async def close(self) -> None:
-        """Give up one use. The last one closes the backend, and ends its threads once they are idle."""
+    async def close(self, half: str) -> None:
+        """Give up one use. The last one closes the backend, and ends its threads once they are idle.
+
+        Args:
+            half: the half of the engine that closes it.
+        """
         self._users -= 1
         if self._users:
+            if half in self._halves:
+                self._halves.remove(half)
             return
         self._stuck_thread_timer.close()
         try:
@@ -219,6 +234,7 @@ class LocalStorage:
         limits: the limits in force for this tier.
         plugins: the plugins that may wrap the backend.
         changes: told of changes that no call returns.
+        half: the half of the engine that uses it, for log lines; empty outside an engine.
         backend: a backend that other storages use too; by default one of its own.
 
     Raises:
@@ -233,13 +249,17 @@ class LocalStorage:
         limits: Limits,
         plugins: PluginRegistry | None,
         changes: StorageEvents,
+        half: str = "",
         backend: TierBackend | None = None,
     ) -> None:
-        self.codec = TierCodec(config)
+        self.label = label = tier_label(config.common.name, half)
+        """The words for the tier in log lines."""
+        self.codec = TierCodec(config, label)
         self._shared = backend or TierBackend(config, limits, plugins, changes.stuck_threads_changed)
         self._shared.add_user()
+        self._half = half
         self.backend: Backend[Any] = self._shared.backend
-        self._objects = ObjectIO(config.common.name, self.backend, self.codec, limits, changes.evicted)
+        self._objects = ObjectIO(label, self.backend, self.codec, limits, changes.evicted)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
 
@@ -256,7 +276,7 @@ class LocalStorage:
     async def open(self) -> None:
         """Open the backend."""
         self._loop = asyncio.get_running_loop()
-        await self._shared.open()
+        await self._shared.open(self._half)
 
     async def close(self) -> None:
         """Close the backend if no other storage uses it, and end its threads once they are idle.
@@ -265,7 +285,7 @@ class LocalStorage:
         """
         if not self._is_closed:
             self._is_closed = True
-            await self._shared.close()
+            await self._shared.close(self._half)
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Return, per key, whether the object is there."""

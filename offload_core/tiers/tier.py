@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from offload_core.api.backend import Backend, LoadOutcome, StoreOutcome
 from offload_core.api.cancellation import to_the_end
+from offload_core.api.context import tier_label
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
 from offload_core.config.model import TierConfig
@@ -56,6 +57,7 @@ class Tier:
         plugins: the plugins that may wrap the backend.
         observers: receivers of events; ``None`` when there are none.
         clock: seconds, used by :attr:`health`.
+        half: the half of the engine that uses the tier, for log lines; empty outside an engine.
         make_storage: makes the tier's storage; by default one in this process.
 
     Raises at construction:
@@ -70,9 +72,12 @@ class Tier:
         plugins: PluginRegistry | None = None,
         observers: EventSink | None = None,
         clock: Callable[[], float] = time.monotonic,
+        half: str = "",
         make_storage: StorageFactory = LocalStorage,
     ) -> None:
         self.name = config.common.name
+        self.label = tier_label(self.name, half)
+        """The words for the tier in log lines."""
         self.config = config.common
         """The configuration keys that every tier has."""
         self.load_weight = config.common.load_weight
@@ -82,13 +87,13 @@ class Tier:
         """True if :meth:`load` needs a second lease per object."""
         self.observers = observers
         self._accounting = TierAccounting(self.name, counters, self.config.compression != "none", observers)
-        self.health = TierHealth(self.name, self.limits, counters, observers, clock)
+        self.health = TierHealth(self.name, self.limits, counters, observers, clock, self.label)
         """Failures and availability. Callers that watch a deadline report its timeouts here."""
         self._prober = Prober(self.health, self._probe, self.limits.breaker_max_pause_seconds)
         storage_events = StorageEvents(
             self._evicted, self._accounting.stuck_threads_changed, self._evicted_by_others, self._storage_ended
         )
-        self._storage = make_storage(config, self.limits, plugins, storage_events)
+        self._storage = make_storage(config, self.limits, plugins, storage_events, half)
         self.capabilities = self._storage.capabilities
         self.is_elsewhere = self._storage.is_elsewhere
         """True if the storage is in another process."""
@@ -303,7 +308,7 @@ class Tier:
             pass
         except Exception:
             if not self._touch_has_failed:
-                logger.warning("tier %r: touch failed; only the order of eviction suffers", self.name, exc_info=True)
+                logger.warning("%s: touch failed; only the order of eviction suffers", self.label, exc_info=True)
             self._touch_has_failed = True
 
     def _load_ended(

@@ -54,11 +54,14 @@ def external(running: StandInEngine, request: str) -> int:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_scheduler_half_offers_nothing_of_a_tier_that_a_worker_does_not_use(
-    rig: Rig, model: StandInModel, ranks: int
+    rig: Rig, model: StandInModel, ranks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     stored(rig, model, ranks)
     running = engine(rig, model, NEVER_SECONDS, ranks)
     loads_fail(rig, model, running)
+    unused = sorted(message for message in caplog.messages if "is not used for now" in message)
+    halves = ["worker"] if ranks == 1 else [f"worker {rank}" for rank in range(ranks)]
+    assert [message.partition(" is not")[0] for message in unused] == [f"tier 'disk' ({half})" for half in halves]
     assert running.counters["breaker_opened|disk"] == running.counters["breaker_open|disk"] == ranks
     rig.script.fail.clear()
     asked, refused = rig.script.calls.copy(), running.counters["breaker_refused|disk"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,19 @@ class S3Server(ServerProcess):
             region_name=S3_CREDENTIALS["AWS_DEFAULT_REGION"],
             config=Config(retries={"total_max_attempts": 3}),
         )
+
+    def content(self, bucket: str) -> dict[str, bytes]:
+        """Return the objects of a bucket, by key."""
+        client = self.client()
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket)
+        keys = [found["Key"] for page in pages for found in page.get("Contents", ())]
+        return {key: client.get_object(Bucket=bucket, Key=key)["Body"].read() for key in keys}
+
+    def fill(self, bucket: str, content: Mapping[str, bytes]) -> None:
+        """Put objects into a bucket, by key."""
+        client = self.client()
+        for key, body in content.items():
+            client.put_object(Bucket=bucket, Key=key, Body=body)
 
     def make_bucket(self, name: str | None = None) -> str:
         """Make a bucket and return its name."""

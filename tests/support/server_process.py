@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 START_LIMIT_SECONDS = 60
@@ -43,8 +44,11 @@ def accepts(port: int, host: str = LOOPBACK) -> bool:
     return True
 
 
+_starter = ThreadPoolExecutor(1, "server-starter")  # a server ends with the thread that has started it
+
+
 class ServerProcess:
-    """A server that a test starts and hurts. Call it from the main thread, since it ends with the starting thread.
+    """A server that a test starts and hurts.
 
     Args:
         command: the program and its arguments.
@@ -82,12 +86,14 @@ class ServerProcess:
             self._process.wait(STOP_LIMIT_SECONDS)  # another process may have killed it
         launcher = [sys.executable, "-c", _LAUNCHER, str(os.getpid()), *self._command]
         with Path(os.devnull if self.log is None else self.log).open("ab") as output:
-            self._process = subprocess.Popen(
-                launcher, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=self._environment
-            )
+            process = self._process = _starter.submit(
+                lambda: subprocess.Popen(
+                    launcher, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=self._environment
+                )
+            ).result()
         deadline = time.monotonic() + START_LIMIT_SECONDS
         while not self._is_ready():
-            assert self._process.poll() is None, f"{self._command[0]} ended at once: {self._log_end()}"
+            assert process.poll() is None, f"{self._command[0]} ended at once: {self._log_end()}"
             assert time.monotonic() < deadline, f"{self._command[0]} does not answer: {self._log_end()}"
             time.sleep(0.05)
 

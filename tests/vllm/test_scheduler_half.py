@@ -318,6 +318,12 @@ def test_no_load_begins_while_a_request_whose_load_failed_waits_for_others_loads
     assert half.matched(later) == 64
 
 
+def test_the_tiers_log_lines_name_this_half(half: Half, caplog: pytest.LogCaptureFixture) -> None:
+    half.backend.faults["contains"] = OSError("gone")
+    assert half.matched(half.follow(request("a"))) == 0
+    assert caplog.messages[0].startswith("tier 'memory' (scheduler): lookup failed ")
+
+
 def test_a_tier_that_some_rank_does_not_use_is_not_asked_and_not_waited_for(half: Half) -> None:
     half.follow(request("a"))
     half.store(a=80)

@@ -64,7 +64,7 @@ class CpuBackend(Backend[CpuOptions]):
 
     def __init__(self, options: CpuOptions, context: BackendContext, pinning: HostPinning | None = None) -> None:
         super().__init__(options, context)
-        self._memory_setup = MemorySetup(options, context.name, self.run_blocking, pinning)
+        self._memory_setup = MemorySetup(options, context.logger(__name__), self.run_blocking, pinning)
         self._arena: Arena | None = None
         self._objects: dict[ObjectKey, _Object] = {}
         self._eviction_order: EvictionOrder[ObjectKey] = EvictionOrder("lru", 0)

@@ -7,15 +7,12 @@ Both take a second for a few GiB. So they run piece by piece, in the background 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from offload_backend_cpu.arena import PAGE_BYTES, Arena
 from offload_backend_cpu.options import CpuOptions
-from offload_core.api import HostPinning, demand_pinning, pinning_in_use
-
-logger = logging.getLogger(__name__)
+from offload_core.api import HostPinning, TierLogger, demand_pinning, pinning_in_use
 
 PIECE_BYTES = 64 * 1024 * 1024
 """Size of a piece, small enough that a tier's thread is free again within about a tenth of a second."""
@@ -26,16 +23,20 @@ class MemorySetup:
 
     Args:
         options: the tier's options.
-        name: the tier's name, for messages.
+        log: the tier's logger.
         run_blocking: the backend's method.
         pinning: the means of pinning; by default CUDA, if this process uses a GPU.
     """
 
     def __init__(
-        self, options: CpuOptions, name: str, run_blocking: Callable[..., Awaitable[Any]], pinning: HostPinning | None
+        self,
+        options: CpuOptions,
+        log: TierLogger,
+        run_blocking: Callable[..., Awaitable[Any]],
+        pinning: HostPinning | None,
     ) -> None:
         self._options = options
-        self._name = name
+        self._log = log
         self._run_blocking = run_blocking
         self._pinning = None if options.pin == "off" else pinning or pinning_in_use()
         self._arena: Arena | None = None  # kept alive while a piece of it is pinned
@@ -78,7 +79,7 @@ class MemorySetup:
             try:
                 await self._run_blocking(self._pinning.unregister, self._pinned[-1])
             except OSError as error:
-                logger.warning("tier %r: %s; this memory stays pinned until the process ends", self._name, error)
+                self._log.warning("%s; this memory stays pinned until the process ends", error)
             self._pinned.pop()
         self._arena = None
 
@@ -86,19 +87,17 @@ class MemorySetup:
         try:
             await self._each_piece(arena, prepare)
         except OSError as error:
-            logger.warning(
-                "tier %r: %s. The tier works without that, more slowly while its memory fills; lower its capacity of "
+            self._log.warning(
+                "%s. The tier works without that, more slowly while its memory fills; lower its capacity of "
                 "%d bytes if the machine has not so much memory.",
-                self._name, error, self._options.capacity,
+                error, self._options.capacity,
             )  # fmt: skip
 
     async def _each_piece(self, arena: Arena, prepare: Callable[[Arena, int, int], bool]) -> None:
         step = PIECE_BYTES // PAGE_BYTES
         for start in range(0, arena.pages.num_pages, step):
             if not await self._run_blocking(prepare, arena, start, min(step, arena.pages.num_pages - start)):
-                logger.info(
-                    "tier %r: prefault has no effect: this kernel cannot populate memory, Linux 5.14 can", self._name
-                )
+                self._log.info("prefault has no effect: this kernel cannot populate memory, Linux 5.14 can")
                 return
 
     def _pin(self, arena: Arena, start_page: int, num_pages: int) -> bool:

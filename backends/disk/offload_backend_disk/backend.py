@@ -52,19 +52,20 @@ class DiskBackend(Backend[DiskOptions]):
 
     def __init__(self, options: DiskOptions, context: BackendContext) -> None:
         super().__init__(options, context)
-        self._processes = Processes(options.path, secrets.token_hex(8))
+        self._log = log = context.logger(__name__)
+        self._processes = Processes(options.path, secrets.token_hex(8), log)
         self._mount_guard = MountGuard(options.path, self._processes.own_lock_file)
-        self._folder = ObjectFolder(self._mount_guard, self._processes, options.fsync, options.keep_free)
+        self._folder = ObjectFolder(self._mount_guard, self._processes, options.fsync, log, options.keep_free)
         self._bounded: BoundedFolder | None = None
         account: Account | None = None
         if options.capacity is not None:
             watermarks = options.high_watermark, options.low_watermark
             limits = Limits(options.capacity, *watermarks, options.keep_free, options.eviction)
-            account = Account(self._mount_guard, self._processes, limits)
+            account = Account(self._mount_guard, self._processes, limits, log)
             self._bounded = BoundedFolder(self._folder, account)
-        self._scan = Scan(self._folder.layout, self._processes, account)
+        self._scan = Scan(self._folder.layout, self._processes, account, log)
         is_usable = self._bounded.is_usable if self._bounded is not None else bool
-        self._housekeeping = Housekeeping(self.run_blocking, self._scan, account, is_usable)
+        self._housekeeping = Housekeeping(self.run_blocking, self._scan, account, is_usable, log)
         self._held = HeldReservations()
 
     @property
@@ -89,7 +90,7 @@ class DiskBackend(Backend[DiskOptions]):
         if os.path.lexists(self.options.path / _NFS_MARKER):
             raise OSError(errno.EEXIST, "the folder belongs to an nfs tier; choose another folder", self.options.path)
         self._processes.check_folders()
-        self._folder.direct = use_direct_io(self.options.path, self.options.direct_io)
+        self._folder.direct = use_direct_io(self.options.path, self.options.direct_io, self._log)
         if self._bounded is not None:
             self._bounded.open()
         return self._scan.start() or self._bounded is not None

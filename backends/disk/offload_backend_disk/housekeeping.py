@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
 from offload_backend_disk.capacity.account import Account
 from offload_backend_disk.scan import Scan
-
-logger = logging.getLogger(__name__)
+from offload_core.api import TierLogger
 
 _FLUSH_SECONDS = 1.0
 _CHECK_SECONDS = 10.0
@@ -34,11 +32,13 @@ class Housekeeping:
         scan: Scan,
         account: Account | None,
         is_usable: Callable[[], bool],
+        log: TierLogger,
     ) -> None:
         self._run_blocking = run_blocking
         self._scan = scan
         self._account = account
         self._is_usable = is_usable
+        self._log = log
         self._task: asyncio.Task[None] | None = None
         self._has_warned = False
 
@@ -85,7 +85,7 @@ class Housekeeping:
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
-                logger.warning("housekeeping of a disk tier failed, and is retried in %d s: %s", _RETRY_SECONDS, error)
+                self._log.warning("housekeeping failed, and is retried in %d s: %s", _RETRY_SECONDS, error)
             return False
         self._has_warned = False
         return True

@@ -5,7 +5,6 @@ One process scans at a time; the others use the account as it is.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,8 +13,7 @@ from offload_backend_disk.capacity.account import Account
 from offload_backend_disk.folder.control_files import locked
 from offload_backend_disk.folder.layout import Layout, hash_range
 from offload_backend_disk.folder.processes import Processes
-
-logger = logging.getLogger(__name__)
+from offload_core.api import TierLogger
 
 _FILES_PER_STEP = 256
 
@@ -29,10 +27,11 @@ class Scan:
         account: its account, if the tier has a capacity.
     """
 
-    def __init__(self, layout: Layout, processes: Processes, account: Account | None) -> None:
+    def __init__(self, layout: Layout, processes: Processes, account: Account | None, log: TierLogger) -> None:
         self._layout = layout
         self._processes = processes
         self._account = account
+        self._log = log
         self._unreadable: set[Path] = set()
         self._is_older_than_lock_files = False
 
@@ -53,7 +52,7 @@ class Scan:
                 pass
             return self.is_needed()
         except OSError as error:
-            logger.debug("%s: %s", self._layout.root, error)
+            self._log.debug("%s: %s", self._layout.root, error)
             return False
 
     def is_needed(self) -> bool:
@@ -91,7 +90,7 @@ class Scan:
                     complete = False
                     if folder not in self._unreadable:
                         self._unreadable.add(folder)
-                        logger.warning("%s cannot be scanned, and is retried later: %s", folder, error)
+                        self._log.warning("%s cannot be scanned, and is retried later: %s", folder, error)
                 else:
                     self._unreadable.discard(folder)
             if complete:
@@ -123,7 +122,7 @@ class Scan:
         """Keep other processes from scanning meanwhile. Yields ``False`` if one scans already."""
         with ExitStack() as stack:
             try:
-                stack.enter_context(locked(self._processes.state_folder / "scanning", 0))
+                stack.enter_context(locked(self._processes.state_folder / "scanning", 0, self._log))
             except TimeoutError:
                 yield False
                 return

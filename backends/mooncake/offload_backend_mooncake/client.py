@@ -76,15 +76,15 @@ class Client:
         self.module: Any = None
 
     def connect(self, tier: str = "") -> None:
-        """Connect to the master, unless it is connected.
+        """Connect to the master, unless it is connected. A connection says nothing about the master of this moment.
 
         Raises:
             OSError: the master or Mooncake's library is not there, or the address is public.
         """
         with self._connecting:
             self._demand_usable()
+            endpoint = self._checked_master()
             if self._store is None:
-                endpoint = self._checked_master()
                 self.module = import_mooncake(self.cluster.deadlines, self.cluster.protocol, tier)
                 store = self._set_up(endpoint)
                 with self._changed:

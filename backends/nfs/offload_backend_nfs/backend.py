@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -43,8 +42,6 @@ from offload_core.api import (
     StoreReservation,
 )
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 _DELETE_BATCH = 1000
@@ -65,7 +62,8 @@ class NfsBackend(Backend[NfsOptions]):
         self._leftovers_removal: asyncio.Task[None] | None = None
         self._bounded_store: BoundedStore | None = None
         self._reservations: ReservationManager | None = None
-        self._rejections = StoreRejections()
+        self._log = context.logger(__name__)
+        self._rejections = StoreRejections(self._log)
         self._thread_calls: set[Future[None]] = set()
 
     @property
@@ -96,7 +94,7 @@ class NfsBackend(Backend[NfsOptions]):
         if self.options.capacity is not None:
             self._bounded_store = self._make_bounded_store(self.options.capacity)
             await self.run_blocking(self._bounded_store.open)
-            self._reservations = ReservationManager(self._bounded_store, self.run_blocking)
+            self._reservations = ReservationManager(self._bounded_store, self.run_blocking, self._log)
         self._leftovers_removal = asyncio.get_running_loop().create_task(self._remove_leftovers())
 
     async def close(self) -> None:
@@ -200,15 +198,14 @@ class NfsBackend(Backend[NfsOptions]):
         try:
             count = await self.run_blocking(self.medium.remove_leftovers, lambda: self._retrier.stopped)
         except Exception as error:
-            logger.info(
-                "tier %r: cannot look for leftovers of killed writers at %s: %s",
-                self.context.name,
+            self._log.info(
+                "cannot look for leftovers of killed writers at %s: %s",
                 self.options.url,
                 error,
             )
         else:
             if count:
-                logger.info("tier %r: removed %d leftovers of killed writers", self.context.name, count)
+                self._log.info("removed %d leftovers of killed writers", count)
 
     async def _sizes(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         """Return the sizes of objects, ``None`` for an absent one. Cancelled, it waits for requests that have begun."""
@@ -267,7 +264,7 @@ class NfsBackend(Backend[NfsOptions]):
             grace_seconds=options.eviction_grace,
             lease_seconds=options.lease_seconds,
         )
-        return BoundedStore(medium, medium, account, stopped=lambda: self._retrier.stopped)
+        return BoundedStore(medium, medium, account, self._log, stopped=lambda: self._retrier.stopped)
 
     def _query_batch(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         asked = time.monotonic()

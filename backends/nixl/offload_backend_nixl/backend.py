@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Literal
 
@@ -27,16 +26,15 @@ from offload_core.api import (
     check_ownership,
 )
 
-logger = logging.getLogger(__name__)
-
 
 class NixlBackend(Backend[NixlOptions]):
     """Objects on a medium that NIXL has a storage plugin for."""
 
     def __init__(self, options: NixlOptions, context: BackendContext) -> None:
         super().__init__(options, context)
+        self._log = context.logger(__name__)
         self._supervisor = Supervisor(
-            context.name, options.ring, options.child_settings(), options.transfer_timeout_seconds
+            context.name, self._log, options.ring, options.child_settings(), options.transfer_timeout_seconds
         )
         self._has_warned_of_size = False
 
@@ -168,9 +166,8 @@ class NixlBackend(Backend[NixlOptions]):
             return False
         if not self._has_warned_of_size:
             self._has_warned_of_size = True
-            logger.warning(
-                "tier %r: an object of %d bytes does not fit into ring: %d, and is neither stored nor loaded; raise it",
-                self.context.name,
+            self._log.warning(
+                "an object of %d bytes does not fit into ring: %d, and is neither stored nor loaded; raise it",
                 nbytes,
                 self.options.ring,
             )

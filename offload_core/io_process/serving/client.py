@@ -71,13 +71,14 @@ class _UsedTier:
     """A tier as one process of the engine uses it.
 
     Args:
+        half: the half of the engine, for log lines; may be empty.
         tell: sends a message to that process.
     """
 
-    def __init__(self, tier: ServedTier, tell: Callable[[Kind, bytes], None]) -> None:
+    def __init__(self, tier: ServedTier, half: str, tell: Callable[[Kind, bytes], None]) -> None:
         self.tier = tier
         self._tell = tell
-        self.storage = tier.make_storage(self)
+        self.storage = tier.make_storage(self, half)
 
     def evicted(self, keys: Sequence[ObjectKey]) -> None:
         """See :class:`TierUser`."""
@@ -155,18 +156,19 @@ class ServedClient:
                 self._staging = SharedMemory.from_descriptor(descriptors[0])
                 return {"staging": self._staging.nbytes}
             if "tier" in record:
-                return {"tier": record["tier"], "capabilities": self._use_tier(record["tier"], record["name"])}
+                capabilities = self._use_tier(record["tier"], record["name"], record["half"])
+                return {"tier": record["tier"], "capabilities": capabilities}
             if "end" in record:
                 return {"end": True, "stays": self._server.leave(self)}
             raise ProtocolError(f"there is no control message {sorted(record)}")
         except Exception as error:
             return {**record, "error": protocol.pack_error(error).hex()}
 
-    def _use_tier(self, number: int, name: str) -> dict[str, Any]:
+    def _use_tier(self, number: int, name: str, half: str) -> dict[str, Any]:
         def tell(kind: Kind, body: bytes) -> None:
             self._tell(kind, number, body)
 
-        used = self._tiers[number] = _UsedTier(self._server.tier(name), tell)
+        used = self._tiers[number] = _UsedTier(self._server.tier(name), half, tell)
         return asdict(used.storage.capabilities)
 
     def end(self) -> None:
@@ -195,7 +197,7 @@ class ServedClient:
         try:
             await storage.close()
         except Exception as error:  # the backend may raise anything
-            logger.warning("a tier could not be closed: %s", error)
+            logger.warning("%s could not be closed: %s", storage.label, error)
 
     # Calls
 

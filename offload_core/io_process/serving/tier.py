@@ -76,8 +76,8 @@ class ServedTier:
         """True once the last storage was closed: another tier object takes this one's place."""
         return self._backend.users <= 0
 
-    def make_storage(self, user: TierUser) -> LocalStorage:
-        """Return a storage for a process of the engine. Call :meth:`forget` when that is gone."""
+    def make_storage(self, user: TierUser, half: str) -> LocalStorage:
+        """Return a storage for a half in a process of the engine. Call :meth:`forget` when that is gone."""
 
         def evicted(keys: Sequence[ObjectKey]) -> None:
             user.evicted(keys)
@@ -86,7 +86,7 @@ class ServedTier:
                     other.evicted_by_others(keys)
 
         changes = StorageEvents(evicted, stuck_threads_changed=lambda change: None)
-        storage = LocalStorage(self._config, self._limits, self._plugins, changes, self._backend)
+        storage = LocalStorage(self._config, self._limits, self._plugins, changes, half, self._backend)
         self._users[user] = 0
         self._tell_stuck_threads()
         return storage

@@ -86,7 +86,9 @@ class SchedulerHalf:
         self._processes: IoProcesses | None = None
         if settings.io_process != "off":
             self._processes = IoProcesses(engine_name, self._io, config)
-        self._tiers = open_tiers(config, self._io, self.counters, only_shared=True, host=self._processes)
+        self._tiers = open_tiers(
+            config, self._io, self.counters, half="scheduler", only_shared=True, host=self._processes
+        )
         self._ranks_refusing_loads: Counter[str] = Counter()
         self._indexes = {tier.name: TierIndex() for tier in self._tiers if not tier.capabilities.shared}
         self._choice = LoadChoice(settings.load_when, planner, self._tiers, step_tokens)

@@ -107,7 +107,9 @@ class WorkerHalf:
             self._staging_memory = memory = SharedMemory.create("offload-staging", arena_bytes(settings.staging_bytes))
             self._staging = StagingPool(settings.staging_bytes, STORE_SHARE, pinning_in_use(), memory.view)
             self._processes.share_staging(memory)
-        self._tiers = open_tiers(self._config, self._io, self.counters, host=self._processes)
+        ranks = self._vllm_config.parallel_config.world_size
+        half = f"worker {self._rank}" if ranks > 1 else "worker"
+        self._tiers = open_tiers(self._config, self._io, self.counters, half=half, host=self._processes)
         self._engine = TransferEngine(
             io=self._io,
             tiers=self._tiers,

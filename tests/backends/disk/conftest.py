@@ -22,6 +22,7 @@ from offload_backend_disk.scan import Scan
 from offload_core.api.backend import BackendContext, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
+from tests.support.tier_log import LOG
 
 Disk = Callable[..., DiskBackend]
 
@@ -57,7 +58,10 @@ def used(folder: Path) -> int:
 
 def open_account(root: Path, capacity_bytes: int, process: str = "process", **options: Any) -> Account:
     account = Account(
-        MountGuard(root), Processes(root, process), Limits(capacity_bytes, **{"low_watermark": 1.0, **options})
+        MountGuard(root),
+        Processes(root, process, LOG),
+        Limits(capacity_bytes, **{"low_watermark": 1.0, **options}),
+        LOG,
     )
     account.open()
     return account
@@ -67,7 +71,7 @@ def recover(folder: Path, capacity_bytes: int) -> tuple[int, list[Path]]:
     """Open the folder as the next process does; return the bytes in its account, and the files that are no objects."""
     account = open_account(folder, capacity_bytes, "next")
     account.release_dead_reservations()
-    scan = Scan(Layout(folder), Processes(folder, "next"), account)
+    scan = Scan(Layout(folder), Processes(folder, "next", LOG), account, LOG)
     if scan.is_needed():
         for _ in scan.steps():
             pass

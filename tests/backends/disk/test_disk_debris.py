@@ -22,6 +22,7 @@ from offload_backend_disk.scan import Scan
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from tests.backends.disk.conftest import Disk, files_under, key, mount, open_account, used
+from tests.support.tier_log import LOG
 
 KIB = 1024
 
@@ -54,7 +55,7 @@ def test_unfinished_files_of_dead_processes_are_removed_and_those_of_live_ones_a
 ) -> None:
     root = tmp_path / "objects"
     root.mkdir(mode=0o700)
-    alive = Processes(root, "5a5a")
+    alive = Processes(root, "5a5a", LOG)
     alive.register()
     die(root, "dead")
     left, lost = begin_to_write(root, "dead"), begin_to_write(root, "unknown", 1)
@@ -122,7 +123,7 @@ def test_a_process_whose_lock_file_was_removed_registers_again_before_it_writes(
         (own,) = (tmp_path / STATE_FOLDER / "owners").iterdir()
         own.unlink()
         assert await backend.store([key(0)], [memoryview(b"data")]) == [StoreOutcome.STORED]
-        assert Processes(tmp_path, "other").is_alive(own.name)
+        assert Processes(tmp_path, "other", LOG).is_alive(own.name)
 
     asyncio.run(main())
 
@@ -136,7 +137,7 @@ def fill_folder(root: Path, *numbers: int, nbytes: int = 10 * KIB) -> None:
 
 def open_scan(root: Path) -> tuple[Scan, Account]:
     account = open_account(root, 100 * KIB)
-    return Scan(Layout(root), Processes(root, "process"), account), account
+    return Scan(Layout(root), Processes(root, "process", LOG), account, LOG), account
 
 
 def test_a_folder_that_cannot_be_scanned_is_named_once_and_the_others_are_scanned(
@@ -160,7 +161,7 @@ def test_a_folder_that_cannot_be_scanned_is_named_once_and_the_others_are_scanne
             assert account.used_bytes == 20 * KIB
             assert account.reserve([(key(9), 1)]) == ([None], []), "the folder counts as full until it was scanned"
     assert [record.getMessage() for record in caplog.records] == [
-        f"{bad} cannot be scanned, and is retried later: [Errno 5] Input/output error: '{bad}'"
+        f"tier 'tests': {bad} cannot be scanned, and is retried later: [Errno 5] Input/output error: '{bad}'"
     ]
     for _ in scan.steps():
         pass
@@ -203,7 +204,7 @@ def test_an_object_evicted_during_its_scan_is_not_counted(tmp_path: Path, monkey
 def test_only_one_process_scans_at_a_time(tmp_path: Path) -> None:
     fill_folder(tmp_path, 1)
     account = open_account(tmp_path, 100 * KIB)
-    one, other = (Scan(Layout(tmp_path), Processes(tmp_path, "process"), account) for _ in range(2))
+    one, other = (Scan(Layout(tmp_path), Processes(tmp_path, "process", LOG), account, LOG) for _ in range(2))
     steps = one.steps()
     next(steps)
     assert list(other.steps()) == []

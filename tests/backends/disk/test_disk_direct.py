@@ -217,8 +217,8 @@ def test_auto_uses_the_page_cache_on_a_file_system_without_direct_io(
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     assert record.getMessage() == (
-        f"{folder}: direct_io: auto uses the page cache: its file system does not open a file with O_DIRECT "
-        "(Invalid argument)"
+        f"tier 'disk': {folder}: direct_io: auto uses the page cache: its file system does not open a file with "
+        "O_DIRECT (Invalid argument)"
     )
 
 

@@ -39,6 +39,12 @@ class TestDisk(BackendContract):
 class TestDiskAtLength(TestDisk):
     machine_examples = EXAMPLES
 
+    def take_away(self, options: Mapping[str, Any]) -> None:
+        self.cluster.server.kill()
+
+    def bring_back(self, options: Mapping[str, Any]) -> None:
+        self.cluster.start()
+
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
@@ -49,6 +55,17 @@ class TestMemory(BackendContract):
     @pytest.fixture
     def options(self, cluster: LMCacheCluster, tmp_path: Path) -> dict[str, Any]:
         return {"address": cluster.address, "prefix": f"{tmp_path.name}/"}
+
+    @pytest.fixture(autouse=True)
+    def _cluster(self, cluster: LMCacheCluster) -> None:
+        self.cluster = cluster
+
+    def take_away(self, options: Mapping[str, Any]) -> None:
+        """End the server, with all of its objects."""
+        self.cluster.server.kill()
+
+    def bring_back(self, options: Mapping[str, Any]) -> None:
+        self.cluster.start()
 
 
 @pytest.mark.long

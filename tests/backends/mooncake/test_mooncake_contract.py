@@ -33,3 +33,15 @@ class TestMooncake(BackendContract):
 @pytest.mark.timeout(600)
 class TestMooncakeAtLength(TestMooncake):
     machine_examples = EXAMPLES
+
+    @pytest.fixture(autouse=True)
+    def _cluster(self, shared_cluster: MooncakeCluster) -> None:
+        self.cluster = shared_cluster
+
+    def take_away(self, options: Mapping[str, Any]) -> None:
+        """End the master, which alone knows the objects."""
+        self.cluster.parts["master"].kill()
+
+    def bring_back(self, options: Mapping[str, Any]) -> None:
+        """Start a master. The owner of the memory finds it."""
+        self.cluster.parts["master"].start()

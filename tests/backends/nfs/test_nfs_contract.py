@@ -18,6 +18,7 @@ from offload_core.testing.contract.suite import BackendContract
 from offload_core.testing.rig.killed_process import hold_in_killed_process
 from offload_core.testing.state_machine.machine import EXAMPLES
 from tests.support import outages
+from tests.support.s3_server import S3Server
 
 
 def url_on_share(folder: Path) -> str:
@@ -30,6 +31,12 @@ def url_on_share(folder: Path) -> str:
 def mount_point(options: Mapping[str, Any]) -> Path:
     """Return the place where the share is mounted."""
     return Path(options["url"].removeprefix("file://")).parents[1]
+
+
+def bucket_of(options: Mapping[str, Any]) -> str:
+    """Return the name of a tier's bucket."""
+    bucket: str = options["url"].removeprefix("s3://").partition("/")[0]
+    return bucket
 
 
 class TestShare(BackendContract):
@@ -118,7 +125,19 @@ class TestS3(BackendContract):
 
     @pytest.fixture
     def options(self, s3_options: dict[str, Any]) -> dict[str, Any]:
-        return s3_options
+        return {**s3_options, "retry_seconds": 2}  # each call without a server takes so long
+
+    @pytest.fixture(autouse=True)
+    def _server(self, s3_server: S3Server) -> None:
+        self.server = s3_server
+
+    def take_away(self, options: Mapping[str, Any]) -> None:
+        self.content = self.server.content(bucket_of(options))
+        self.server.kill()
+
+    def bring_back(self, options: Mapping[str, Any]) -> None:
+        self.server.start()
+        self.server.fill(self.server.make_bucket(bucket_of(options)), self.content)
 
     def damage(self, options: Mapping[str, Any], key: ObjectKey) -> None:
         bucket, _, prefix = options["url"].removeprefix("s3://").partition("/")
@@ -135,4 +154,4 @@ class TestS3WithALimit(TestS3):
 
     @pytest.fixture
     def options(self, s3_options: dict[str, Any]) -> dict[str, Any]:
-        return {**s3_options, "capacity": "1GiB"}
+        return {**s3_options, "capacity": "1GiB", "retry_seconds": 2}

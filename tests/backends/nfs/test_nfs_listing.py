@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import string
@@ -58,6 +59,20 @@ def test_foreign_keys_are_jumped_over(
     assert not [one for one in requests if "foreign-folder/" in one.partition("StartAfter")[0]]
     folders = 2 + len({name_of(one).rpartition("/")[0] for one in OBJECTS})
     assert len(requests) <= 2 * folders + 4, requests
+
+
+def test_among_foreign_keys_that_look_like_namespaces_the_pages_grow(
+    nfs: Nfs, s3_server: S3Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of a store that names them by their digest cannot be jumped over: each may come before a namespace."""
+    monkeypatch.setattr(s3, "_PAGE_KEYS", 10)
+    monkeypatch.setattr(s3, "_MAX_PAGE_KEYS", 100)
+    foreign = [hashlib.sha256(b"%d" % number).hexdigest() for number in range(600)]
+    bucket = fill(s3_server, [*map(name_of, OBJECTS), *foreign])
+    caplog.set_level(logging.DEBUG, "s3fs")
+    assert set(list_bucket(nfs, s3_server, bucket)) == set(OBJECTS)
+    requests = [one for one in pages(caplog) if f"{FOLDER}/" not in one.partition("StartAfter")[0]]
+    assert 600 / 100 < len(requests) <= 600 / 100 + 10, requests
 
 
 def test_pages_are_short_and_complete(

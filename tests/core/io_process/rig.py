@@ -46,7 +46,7 @@ def content(number: int) -> bytes:
 class Rig:
     """The tiers of a configuration."""
 
-    def __init__(self, io: IoLoop, config: OffloadConfig, engine: str = f"test {os.getpid()}") -> None:
+    def __init__(self, io: IoLoop, config: OffloadConfig, engine: str = f"test {os.getpid()}", half: str = "") -> None:
         self.io = io
         self.config = config
         self.counters = Counters()
@@ -55,16 +55,16 @@ class Rig:
         try:
             self.memory = SharedMemory.create("test", STAGING_BYTES)
             self.processes.share_staging(self.memory)
-            self.tiers = open_tiers(config, io, self.counters, host=self.processes)
+            self.tiers = open_tiers(config, io, self.counters, half=half, host=self.processes)
         except BaseException:
             self.processes.release(SECONDS)
             raise
         self.pool = StagingPool(STAGING_BYTES, 0.5, arena=self.memory.view)
 
     @classmethod
-    def of(cls, io: IoLoop, *backends: dict[str, Any], **settings: Any) -> Rig:
+    def of(cls, io: IoLoop, *backends: dict[str, Any], half: str = "", **settings: Any) -> Rig:
         """Open the tiers of a configuration with these entries of ``backends``."""
-        return cls(io, load_config({"io_process": "engine", **settings, "backends": list(backends)}))
+        return cls(io, load_config({"io_process": "engine", **settings, "backends": list(backends)}), half=half)
 
     @property
     def process(self) -> IoProcess:

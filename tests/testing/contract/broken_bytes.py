@@ -203,7 +203,7 @@ class FindsNothingToDelete(ReferenceBackend):
 
 class DeletesNothing(ReferenceBackend):
     async def delete(self, keys: Keys) -> None:
-        pass
+        self.check()
 
 
 class FillsASmallerBuffer(ReferenceBackend):

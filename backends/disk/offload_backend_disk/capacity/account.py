@@ -10,7 +10,6 @@ Everything here blocks; calls may come from any thread.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,9 +26,7 @@ from offload_backend_disk.folder.files import DISK_FULL_ERRNOS
 from offload_backend_disk.folder.layout import Layout, hash_range
 from offload_backend_disk.folder.mount_guard import MountGuard
 from offload_backend_disk.folder.processes import Processes
-from offload_core.api import ObjectKey
-
-logger = logging.getLogger(__name__)
+from offload_core.api import ObjectKey, TierLogger
 
 _TURN_STEP_SECONDS = 0.05
 _REMOVE_WAIT_SECONDS = 0.1
@@ -45,12 +42,13 @@ class Account:
         limits: the limits of the folder.
     """
 
-    def __init__(self, mount_guard: MountGuard, processes: Processes, limits: Limits) -> None:
+    def __init__(self, mount_guard: MountGuard, processes: Processes, limits: Limits, log: TierLogger) -> None:
         self._mount_guard = mount_guard
         self._layout = Layout(mount_guard.root)
         self._processes = processes
-        self._database = Database(processes.state_folder / "account.sqlite")
-        self._pins = Pins(processes.state_folder / "pins")
+        self._log = log
+        self._database = Database(processes.state_folder / "account.sqlite", log)
+        self._pins = Pins(processes.state_folder / "pins", log)
         self._evictor = Evictor(self._layout, self._pins, limits, mount_guard.free_bytes)
         self._lock = threading.Lock()  # around everything that uses the database
         self._pack_numbers = PackNumbers()
@@ -337,7 +335,7 @@ class Account:
     def _log_once_that_it_is_held(self, error: TimeoutError) -> None:
         if not self._has_logged_that_it_is_held:
             self._has_logged_that_it_is_held = True
-            logger.warning(
+            self._log.warning(
                 "%s: stores are rejected until the account is free again, and loads continue: %s",
                 self._layout.root,
                 error,

@@ -25,6 +25,7 @@ from offload_backend_disk.folder.control_files import (
     set_aside,
 )
 from offload_backend_disk.folder.files import DISK_FULL_ERRNOS, FILE_MODE
+from offload_core.api import TierLogger
 
 SCHEMA_VERSION = 3
 
@@ -83,8 +84,9 @@ class Database:
             for a moment.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, log: TierLogger) -> None:
         self.path = path
+        self._log = log
         self._connection: sqlite3.Connection | None = None
         self._file_status: os.stat_result | None = None
         self.is_held = False
@@ -203,15 +205,15 @@ class Database:
             except FileNotFoundError:
                 continue
             if not is_own_file(path, status):
-                set_aside(path, "it is no file of this process's user")
+                set_aside(path, "it is no file of this process's user", self._log)
             elif stat.S_IMODE(status.st_mode) != FILE_MODE:
                 path.chmod(FILE_MODE)
         with suppress(FileExistsError):
-            close_control_file(open_control_file(self.path, os.O_RDWR | os.O_EXCL))
+            close_control_file(open_control_file(self.path, self._log, os.O_RDWR | os.O_EXCL))
 
     def _set_aside(self, error: Exception) -> None:
         file, *others = self._files()
-        set_aside(file, f"it is damaged: {error}; a scan of the folder rebuilds it")
+        set_aside(file, f"it is damaged: {error}; a scan of the folder rebuilds it", self._log)
         for other in others:  # worth nothing without the first one
             other.unlink(missing_ok=True)
 

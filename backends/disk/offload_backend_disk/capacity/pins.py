@@ -18,7 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from offload_backend_disk.folder.control_files import close_control_file, open_control_file
-from offload_core.api import ObjectKey
+from offload_core.api import ObjectKey, TierLogger
 
 _LOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, process
 
@@ -30,8 +30,9 @@ class Pins:
         path: the file with the locked bytes; created if it is missing, and always empty.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, log: TierLogger) -> None:
         self._path = path
+        self._log = log
         self._lock = threading.Lock()
         self._counts: dict[ObjectKey, int] = {}
         self._pin_descriptor = -1
@@ -45,8 +46,8 @@ class Pins:
         """
         with self._lock:
             self._close()
-            self._pin_descriptor = open_control_file(self._path, os.O_RDWR)
-            self._evict_descriptor = open_control_file(self._path, os.O_RDWR)
+            self._pin_descriptor = open_control_file(self._path, self._log, os.O_RDWR)
+            self._evict_descriptor = open_control_file(self._path, self._log, os.O_RDWR)
             for key in self._counts:
                 _set_lock(self._pin_descriptor, fcntl.F_RDLCK, key)
 

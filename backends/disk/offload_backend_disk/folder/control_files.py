@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import shutil
 import stat
@@ -20,9 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from offload_backend_disk.folder.files import FILE_MODE, FOLDER_MODE, make_private_folder
-from offload_core.api import check_ownership
-
-logger = logging.getLogger(__name__)
+from offload_core.api import TierLogger, check_ownership
 
 LOCK_SECONDS = 1.0
 """The longest wait for a lock that another process holds."""
@@ -47,7 +44,7 @@ def _close_all_in_child() -> None:
 os.register_at_fork(after_in_child=_close_all_in_child)
 
 
-def open_control_file(path: Path, flags: int = os.O_RDONLY) -> int:
+def open_control_file(path: Path, log: TierLogger, flags: int = os.O_RDONLY) -> int:
     """Open a control file, created if it is missing; close it with :func:`close_control_file`.
 
     Anything else of that name, such as a link or a file of another user, is set aside first.
@@ -60,7 +57,7 @@ def open_control_file(path: Path, flags: int = os.O_RDONLY) -> int:
     """
     descriptor = _try_to_open(path, flags)
     if descriptor is None:
-        set_aside(path, "it is no file of this process's user")
+        set_aside(path, "it is no file of this process's user", log)
         descriptor = _try_to_open(path, flags)
     if descriptor is None:
         raise OSError(errno.EPERM, "not a file of this process's user; remove it", str(path))
@@ -76,7 +73,7 @@ def close_control_file(descriptor: int) -> None:
 
 
 @contextmanager
-def locked(path: Path, seconds: float) -> Iterator[None]:
+def locked(path: Path, seconds: float, log: TierLogger) -> Iterator[None]:
     """Hold the lock on a control file.
 
     Args:
@@ -86,7 +83,7 @@ def locked(path: Path, seconds: float) -> Iterator[None]:
         TimeoutError: another process holds it.
         OSError: the folder cannot be written.
     """
-    descriptor = open_control_file(path)
+    descriptor = open_control_file(path, log)
     try:
         _lock(descriptor, path, seconds)
         try:
@@ -133,7 +130,7 @@ def is_own_file(path: Path, status: os.stat_result) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_uid in owners
 
 
-def set_aside(path: Path, reason: object) -> None:
+def set_aside(path: Path, reason: object, log: TierLogger) -> None:
     """Rename a file that cannot be used. Only the latest one is kept.
 
     Raises:
@@ -147,7 +144,7 @@ def set_aside(path: Path, reason: object) -> None:
             shutil.rmtree(kept)
     with suppress(FileNotFoundError):  # another process was faster
         path.rename(kept)
-        logger.warning("%s cannot be used (%s); it is now %s, and a new one takes its place", path, reason, kept.name)
+        log.warning("%s cannot be used (%s); it is now %s, and a new one takes its place", path, reason, kept.name)
 
 
 def _try_to_open(path: Path, flags: int) -> int | None:

@@ -20,8 +20,7 @@ from typing import Literal
 import numpy as np
 
 from offload_backend_disk.folder.layout import TEMPORARY_SUFFIX
-
-logger = logging.getLogger(__name__)
+from offload_core.api import TierLogger
 
 PAGE_BYTES = 4096
 
@@ -81,7 +80,7 @@ def clear_direct(descriptor: int) -> None:
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
 
 
-def use_direct_io(folder: Path, option: DirectIo) -> bool:
+def use_direct_io(folder: Path, option: DirectIo, log: TierLogger) -> bool:
     """Return whether objects in ``folder`` are read and written past the page cache. Blocks.
 
     In a folder that cannot be written, direct I/O cannot be tried: it is read through the page cache.
@@ -101,7 +100,7 @@ def use_direct_io(folder: Path, option: DirectIo) -> bool:
                 f"{folder}: direct_io: on, but its file system does not {error.strerror}; set direct_io to off or "
                 "auto, or choose a folder on a file system that supports O_DIRECT, such as ext4 or xfs",
             ) from error
-        logger.log(
+        log.log(
             logging.WARNING if option == "on" else logging.INFO,
             "%s: direct_io: %s uses the page cache: %s %s",
             folder, option, "it cannot" if cannot_probe else "its file system does not", error.strerror,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +12,7 @@ from offload_backend_disk.folder.direct_io import is_aligned
 from offload_backend_disk.folder.layout import Layout
 from offload_backend_disk.folder.mount_guard import MountGuard
 from offload_backend_disk.folder.processes import Processes
-from offload_core.api import LoadCheck, LoadOutcome, ObjectKey, StoredObject, StoreOutcome
-
-logger = logging.getLogger(__name__)
+from offload_core.api import LoadCheck, LoadOutcome, ObjectKey, StoredObject, StoreOutcome, TierLogger
 
 
 class ObjectFolder:
@@ -32,12 +29,18 @@ class ObjectFolder:
     """
 
     def __init__(
-        self, mount_guard: MountGuard, processes: Processes, fsync: files.Fsync, keep_free_bytes: int = 0
+        self,
+        mount_guard: MountGuard,
+        processes: Processes,
+        fsync: files.Fsync,
+        log: TierLogger,
+        keep_free_bytes: int = 0,
     ) -> None:
         self.layout = Layout(mount_guard.root)
         self._mount_guard = mount_guard
         self._processes = processes
         self._fsync = fsync
+        self._log = log
         self._keep_free_bytes = keep_free_bytes
         self._is_full = False
         self._has_warned_of_odd_path = False
@@ -203,7 +206,7 @@ class ObjectFolder:
         self.layout.raise_unless_odd(error, os.R_OK | os.W_OK | os.X_OK)
         if not self._has_warned_of_odd_path:
             self._has_warned_of_odd_path = True
-            logger.warning(
+            self._log.warning(
                 "%s: an object cannot be stored, since something else has its place: %s; remove that "
                 "(only the first one is logged)",
                 self.layout.root,
@@ -216,7 +219,7 @@ class ObjectFolder:
             raise error
         if not self._is_full:
             self._is_full = True
-            logger.warning(
+            self._log.warning(
                 "%s: %s: stores are rejected until the disk has free space, and loads continue; free some space, or "
                 "lower the tier's capacity",
                 self.layout.root,

@@ -23,6 +23,7 @@ from offload_backend_disk.folder.control_files import (
     make_control_folder,
     open_control_file,
 )
+from offload_core.api import TierLogger
 
 STATE_FOLDER = ".offload-core"
 """Name of the sub-folder with the lock files and the account."""
@@ -44,8 +45,9 @@ class Processes:
         state_folder: the sub-folder with the lock files and the account.
     """
 
-    def __init__(self, root: Path, own_name: str) -> None:
+    def __init__(self, root: Path, own_name: str, log: TierLogger) -> None:
         self.own_name = own_name
+        self._log = log
         self.state_folder = root / STATE_FOLDER
         self._lock_files = self.state_folder / _LOCK_FILES
         self._descriptor = -1
@@ -95,7 +97,7 @@ class Processes:
             TimeoutError: another process has held the lock for so long.
             OSError: the folder cannot be written.
         """
-        return locked(self.state_folder / "opening", wait_seconds)
+        return locked(self.state_folder / "opening", wait_seconds, self._log)
 
     def is_alive(self, name: str) -> bool:
         """Return whether a process is alive. Without a lock file it is not."""
@@ -133,7 +135,7 @@ class Processes:
         while True:
             unfinished = self.state_folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
             # Read-only: a file system cannot be remounted read-only while a file on it is open for writing.
-            descriptor = open_control_file(unfinished, os.O_RDONLY | os.O_EXCL)
+            descriptor = open_control_file(unfinished, self._log, os.O_RDONLY | os.O_EXCL)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 unfinished.rename(self.own_lock_file)

@@ -6,7 +6,6 @@ same time. Objects leave through the account only. So each object is subtracted 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,9 +22,7 @@ from offload_backend_nfs.capacity.quota import ObjectReservation, Quota
 from offload_backend_nfs.capacity.shared_record import SharedRecord
 from offload_backend_nfs.capacity.usage_log import UsageLog
 from offload_backend_nfs.storage.failures import StoreRejections, means_full
-from offload_core.api import ObjectKey, StoreOutcome
-
-logger = logging.getLogger(__name__)
+from offload_core.api import ObjectKey, StoreOutcome, TierLogger
 
 
 class ReserveResult(NamedTuple):
@@ -51,6 +48,7 @@ class BoundedStore:
         files: AccountFiles,
         objects: ObjectFiles,
         options: AccountOptions,
+        log: TierLogger,
         *,
         clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
         now: Callable[[], float] = time.time,
@@ -58,11 +56,12 @@ class BoundedStore:
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._objects = objects
-        self._record = SharedRecord(files, clock, sleep)
-        self._lease = Lease(self._record, files, options, clock)
+        self._log = log
+        self._record = SharedRecord(files, clock, log, sleep)
+        self._lease = Lease(self._record, files, options, clock, log)
         self._quota = Quota(self._record, self._lease, options)
-        self._evictions = PendingEvictions(self._record, self._lease, files, objects, options, clock)
-        self._usage_log = UsageLog(files, clock, now)
+        self._evictions = PendingEvictions(self._record, self._lease, files, objects, options, clock, log)
+        self._usage_log = UsageLog(files, clock, now, log)
         self._housekeeping = Housekeeping(
             self._record,
             self._lease,
@@ -73,9 +72,10 @@ class BoundedStore:
             objects,
             options,
             clock,
+            log,
             stopped,
         )
-        self._rejections = StoreRejections()
+        self._rejections = StoreRejections(log)
         self._outage: str | None = None
         shortest = min(options.lease_seconds / 6, options.grace_seconds / 6 or options.lease_seconds)
         self.step_seconds = max(0.05, min(10.0, shortest))
@@ -270,11 +270,11 @@ class BoundedStore:
         """Log once that the account cannot be kept, and once that it can be kept again."""
         outage = None if error is None else f"{type(error).__name__}: {error}"
         if outage and self._outage is None:
-            logger.warning(
+            self._log.warning(
                 "the account of the shared objects cannot be kept: %s. Until it can, stores are rejected; "
                 "loads continue",
                 outage,
             )
         elif outage is None and self._outage is not None:
-            logger.warning("the account of the shared objects can be kept again; stores continue")
+            self._log.warning("the account of the shared objects can be kept again; stores continue")
         self._outage = outage

@@ -8,7 +8,6 @@ process takes over.
 from __future__ import annotations
 
 import heapq
-import logging
 from collections.abc import Callable
 
 from offload_backend_nfs.capacity.account_options import AccountOptions
@@ -21,9 +20,7 @@ from offload_backend_nfs.capacity.shared_record import SharedRecord
 from offload_backend_nfs.capacity.unreferenced_files import UnreferencedFiles
 from offload_backend_nfs.capacity.usage_log import Recency, UsageLog, recency
 from offload_backend_nfs.storage.failures import ForeignFileError, means_full
-from offload_core.api import ObjectKey
-
-logger = logging.getLogger(__name__)
+from offload_core.api import ObjectKey, TierLogger
 
 _BATCH_KEYS = 10_000
 _ROOM_BYTES = 1024**2
@@ -49,6 +46,7 @@ class Housekeeping:
         objects: ObjectFiles,
         options: AccountOptions,
         clock: Callable[[], float],
+        log: TierLogger,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._record = record
@@ -57,11 +55,12 @@ class Housekeeping:
         self._evictions = evictions
         self._usage_log = usage_log
         self._files = files
+        self._log = log
         self._objects = objects
         self._options = options
         self._clock = clock
         self._stopped = stopped
-        self._unreferenced = UnreferencedFiles(files, clock, options.lease_seconds)
+        self._unreferenced = UnreferencedFiles(files, clock, options.lease_seconds, log)
         self._seen_leases: dict[str, tuple[bytes | None, float]] = {}  # the content, and the time it was first seen
 
     @property
@@ -138,7 +137,7 @@ class Housekeeping:
             return state.model_copy(update={"housekeeper": self._lease.member_id})
 
         if self._record.change(edit).housekeeper == self._lease.member_id:
-            logger.info("this process is now the account's housekeeper; it replaces %s", housekeeper or "no process")
+            self._log.info("this process is now the account's housekeeper; it replaces %s", housekeeper or "no process")
 
     def _lease_has_expired(self, member_id: str) -> bool:
         """Return whether this process, by its own clock, has seen a lease file unchanged for a whole lease."""
@@ -162,7 +161,7 @@ class Housekeeping:
             return state.model_copy(update={"members": {**state.members, member_id: expired}})
 
         self._record.change(edit)
-        logger.info(
+        self._log.info(
             "the lease of process %s has expired; its reservations are released after the objects are counted",
             member_id,
         )

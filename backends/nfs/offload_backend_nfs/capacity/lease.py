@@ -11,7 +11,6 @@ writes have ended before other processes take it for dead, if no single write ta
 from __future__ import annotations
 
 import errno
-import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,8 +20,7 @@ from offload_backend_nfs.capacity.account_options import AccountOptions
 from offload_backend_nfs.capacity.account_state import AccountState, Member, new_name
 from offload_backend_nfs.capacity.ports import AccountFiles
 from offload_backend_nfs.capacity.shared_record import SharedRecord
-
-logger = logging.getLogger(__name__)
+from offload_core.api import TierLogger
 
 FOLDER = "owners"  # part of the format on the medium
 MAX_FILE_BYTES = 64
@@ -43,10 +41,16 @@ class Lease:
     """
 
     def __init__(
-        self, record: SharedRecord, files: AccountFiles, options: AccountOptions, clock: Callable[[], float]
+        self,
+        record: SharedRecord,
+        files: AccountFiles,
+        options: AccountOptions,
+        clock: Callable[[], float],
+        log: TierLogger,
     ) -> None:
         self._record = record
         self._files = files
+        self._log = log
         self._options = options
         self._clock = clock
         self.member_id = ""
@@ -128,7 +132,7 @@ class Lease:
                 self.renew_if_due()
                 if self._record.refresh().has_live(self.member_id):
                     return
-                logger.warning(
+                self._log.warning(
                     "the lease of this process has expired: it was not renewed within %g s, or the account was "
                     "replaced; it joins again, but its reservations are lost, and the next scan counts its objects",
                     self._options.lease_seconds,

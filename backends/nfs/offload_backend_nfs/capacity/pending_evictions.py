@@ -18,7 +18,6 @@ way without a grace.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -45,9 +44,7 @@ from offload_backend_nfs.capacity.ports import AccountFiles, ObjectFiles
 from offload_backend_nfs.capacity.shared_record import SharedRecord
 from offload_backend_nfs.storage.failures import ForeignFileError
 from offload_backend_nfs.storage.layout import key_of
-from offload_core.api import ObjectKey
-
-logger = logging.getLogger(__name__)
+from offload_core.api import ObjectKey, TierLogger
 
 FOLDER = "condemned"  # part of the format on the medium
 _KIND = "condemned"
@@ -72,10 +69,12 @@ class PendingEvictions:
         objects: ObjectFiles,
         options: AccountOptions,
         clock: Callable[[], float],
+        log: TierLogger,
     ) -> None:
         self._record = record
         self._lease = lease
         self._files = files
+        self._log = log
         self._objects = objects
         self._options = options
         self._clock = clock
@@ -275,7 +274,7 @@ class PendingEvictions:
                 self._deleting.discard(name)
         if is_damaged:
             self.recount_due = True
-            logger.warning(
+            self._log.warning(
                 "the damaged eviction batch %s is dropped; %s", name, self._files.set_aside(batch_file(name))
             )
         else:
@@ -315,7 +314,7 @@ class PendingEvictions:
             except (DamagedRecordError, UnknownVersionError, ForeignFileError) as error:
                 self._batch_sizes[name] = {}
                 self._damaged.add(name)
-                logger.warning(
+                self._log.warning(
                     "the eviction batch %s is damaged (%s): its objects stay until the next eviction", name, error
                 )
         return self._batch_sizes[name]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from offload_backend_nfs.capacity.bounded_store import BoundedStore, ReserveResult
 from offload_backend_nfs.capacity.quota import ObjectReservation
-from offload_core.api import LoadOutcome, LoadReservation, ObjectKey, StoreOutcome, StoreReservation
-
-logger = logging.getLogger(__name__)
+from offload_core.api import LoadOutcome, LoadReservation, ObjectKey, StoreOutcome, StoreReservation, TierLogger
 
 _HOUSEKEEPER_STEP_SECONDS = 2.0
 _SHORTEST_STEP_SECONDS = 0.1
@@ -27,8 +24,11 @@ class ReservationManager:
         run_blocking: runs blocking calls on the tier's threads.
     """
 
-    def __init__(self, bounded_store: BoundedStore, run_blocking: Callable[..., Awaitable[Any]]) -> None:
+    def __init__(
+        self, bounded_store: BoundedStore, run_blocking: Callable[..., Awaitable[Any]], log: TierLogger
+    ) -> None:
         self.bounded_store = bounded_store
+        self._log = log
         self._run_blocking = run_blocking
         self._waiting: dict[ObjectKey, list[ObjectReservation]] = {}  # reservations that no store uses yet
         self._unreleased: list[list[tuple[ObjectKey, ObjectReservation]]] = []  # one list per store reservation
@@ -183,5 +183,5 @@ class ReservationManager:
             try:
                 await self._run_blocking(self.bounded_store.step)
             except Exception:
-                logger.exception("the housekeeping of the shared objects failed; it continues with the next step")
+                self._log.exception("the housekeeping of the shared objects failed; it continues with the next step")
             await asyncio.sleep(min(seconds, _SHORTEST_STEP_SECONDS))

@@ -13,7 +13,6 @@ recent changes.
 from __future__ import annotations
 
 import errno
-import logging
 import random
 import re
 import threading
@@ -25,8 +24,7 @@ from offload_backend_nfs.capacity.account_state import AccountState, decode, enc
 from offload_backend_nfs.capacity.control_record import DamagedRecordError
 from offload_backend_nfs.capacity.ports import AccountFiles
 from offload_backend_nfs.storage.failures import ForeignFileError
-
-logger = logging.getLogger(__name__)
+from offload_core.api import TierLogger
 
 _FILE_PREFIX = "account-"  # part of the format on the medium
 _FILE_NAME = re.compile(_FILE_PREFIX + "([0-9]{20})")
@@ -67,10 +65,12 @@ class SharedRecord:
         self,
         files: AccountFiles,
         clock: Callable[[], float],
+        log: TierLogger,
         sleep: Callable[[float], None] = time.sleep,
         timeout_seconds: float = 20.0,
     ) -> None:
         self._files = files
+        self._log = log
         self._clock = clock
         self._sleep = sleep
         self._timeout_seconds = timeout_seconds
@@ -190,7 +190,7 @@ class SharedRecord:
         if isinstance(problem, FileNotFoundError):
             raise OSError(f"the account's file {_file_name(newest)} is listed but cannot be read")
         self._damaged = newest
-        logger.warning(
+        self._log.warning(
             "the account's file %s is damaged (%s): a new account replaces it. "
             "Nothing is stored until all objects are counted; loads continue",
             _file_name(newest), problem,
@@ -201,7 +201,7 @@ class SharedRecord:
         """Set the damaged generation aside. Only a later one allows it, or the numbers would begin again before it."""
         if 0 < self._damaged < self.newest.number:
             name, self._damaged = _file_name(self._damaged), 0
-            logger.warning("the account's damaged file %s was replaced; %s", name, self._files.set_aside(name))
+            self._log.warning("the account's damaged file %s was replaced; %s", name, self._files.set_aside(name))
 
     def _publish(self, number: int, state: AccountState) -> None:
         for listener in self.listeners:
@@ -218,7 +218,7 @@ class SharedRecord:
                 elif not self._foreign_seen:
                     self._foreign_seen = True
                     place = self._files.set_aside(name)
-                    logger.warning("the file %s has a number that no account reaches; %s", name, place)
+                    self._log.warning("the file %s has a number that no account reaches; %s", name, place)
         return numbers
 
     def _delete_old(self, numbers: list[int]) -> None:

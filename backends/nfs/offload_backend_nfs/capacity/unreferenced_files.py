@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from offload_backend_nfs.capacity import lease, pending_evictions
 from offload_backend_nfs.capacity.account_state import AccountState, is_name
 from offload_backend_nfs.capacity.ports import AccountFiles
-
-logger = logging.getLogger(__name__)
+from offload_core.api import TierLogger
 
 
 class UnreferencedFiles:
@@ -22,8 +20,9 @@ class UnreferencedFiles:
         clock: returns seconds, and includes the time during which the machine sleeps.
     """
 
-    def __init__(self, files: AccountFiles, clock: Callable[[], float], lease_seconds: float) -> None:
+    def __init__(self, files: AccountFiles, clock: Callable[[], float], lease_seconds: float, log: TierLogger) -> None:
         self._files = files
+        self._log = log
         self._clock = clock
         self._lease_seconds = lease_seconds
         self._looked_seconds = -float("inf")
@@ -50,4 +49,4 @@ class UnreferencedFiles:
         old = [name for name, seen in self._first_seen_seconds.items() if now - seen >= self._lease_seconds]
         if old:
             self._files.delete(old)
-            logger.info("removed %d small files of killed processes", len(old))
+            self._log.info("removed %d small files of killed processes", len(old))

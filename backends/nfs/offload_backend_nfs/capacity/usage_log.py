@@ -13,7 +13,6 @@ more than ten seconds older than the object does not: its object was deleted, an
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import threading
 from collections.abc import Callable, Iterable
@@ -32,9 +31,7 @@ from offload_backend_nfs.capacity.control_record import (
 )
 from offload_backend_nfs.capacity.ports import AccountFiles
 from offload_backend_nfs.storage.failures import ForeignFileError
-from offload_core.api import ObjectKey
-
-logger = logging.getLogger(__name__)
+from offload_core.api import ObjectKey, TierLogger
 
 _FOLDER = "touches"  # part of the format on the medium
 _KIND = "touches"
@@ -66,8 +63,11 @@ class UsageLog:
         now: returns seconds since the epoch.
     """
 
-    def __init__(self, files: AccountFiles, clock: Callable[[], float], now: Callable[[], float]) -> None:
+    def __init__(
+        self, files: AccountFiles, clock: Callable[[], float], now: Callable[[], float], log: TierLogger
+    ) -> None:
         self._files = files
+        self._log = log
         self._clock = clock
         self._now = now
         self._flushed_seconds = self._merged_seconds = clock()
@@ -157,7 +157,7 @@ class UsageLog:
                 self._merged_files.add(name)
         self._merged_files.intersection_update(names)
         if damaged:
-            logger.warning(
+            self._log.warning(
                 "%d usage logs are damaged and are not used, among them %s. Some objects may be evicted too early",
                 len(damaged),
                 damaged[0],

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import errno
-import logging
 import time
 
-logger = logging.getLogger(__name__)
+from offload_core.api import TierLogger
 
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """A full medium, a full quota, or an object beyond the largest file. Loads still work."""
@@ -38,7 +37,8 @@ def means_full(error: BaseException) -> bool:
 class StoreRejections:
     """Tells errors that reject one store from failures of the medium. Each cause is logged once. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: TierLogger) -> None:
+        self._log = log
         self._is_full = False
         self._logged_seconds = -float("inf")
         self._bad_paths: set[str] = set()
@@ -49,7 +49,7 @@ class StoreRejections:
             now = time.monotonic()
             if not self._is_full and now - self._logged_seconds >= _LOG_INTERVAL_SECONDS:
                 self._logged_seconds = now
-                logger.warning(
+                self._log.warning(
                     "the storage is full (%s): stores are rejected until it has free space, and loads continue; "
                     "free some space, or lower the tier's capacity",
                     error,
@@ -60,7 +60,7 @@ class StoreRejections:
             path = str(error.filename)
             if path not in self._bad_paths and len(self._bad_paths) < _MAX_LOGGED_PATHS:
                 self._bad_paths.add(path)
-                logger.warning(
+                self._log.warning(
                     "an object's path cannot be used (%s): this object is not stored, and all others are; "
                     "remove the path, or give its permissions to the engine's user",
                     error,

@@ -7,7 +7,7 @@ folder has short pages.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from offload_backend_nfs.storage.base import Entry
 from offload_core.api import ObjectKey, StoredObject
@@ -60,6 +60,12 @@ def objects_in(folder: str, entries: Iterable[Entry]) -> list[StoredObject]:
     return found
 
 
+def holds_folders(folder: str) -> bool:
+    """Return whether the layout has only folders in a folder under the root, ``""`` for the root itself."""
+    parts = folder.split("/") if folder else []
+    return len(parts) < len(FOLDERS) and _is_of_layout(parts)
+
+
 def last_impossible_name(folder: str, name: str) -> str | None:
     """Return the place in the order of names behind which the next name of the layout can come.
 
@@ -72,7 +78,7 @@ def last_impossible_name(folder: str, name: str) -> str | None:
         if no name of the layout can follow.
     """
     parts = folder.split("/") if folder else []
-    if len(parts) > len(FOLDERS) or not all(map(re.Pattern.fullmatch, FOLDERS, parts)):
+    if not _is_of_layout(parts):
         return name
     alphabets = _ALPHABETS[len(parts)]
     good = next((at for at, char in enumerate(name) if at >= len(alphabets) or char not in alphabets[at]), len(name))
@@ -83,3 +89,8 @@ def last_impossible_name(folder: str, name: str) -> str | None:
         if larger is not None:
             return max(name, f"{name[:at]}{chr(ord(larger) - 1)}~")
     return None
+
+
+def _is_of_layout(folders: Sequence[str]) -> bool:
+    """Return whether the layout has a folder with these parts."""
+    return len(folders) <= len(FOLDERS) and all(map(re.Pattern.fullmatch, FOLDERS, folders))

@@ -17,7 +17,6 @@ cache. After a crash of that host, an object may be damaged. Its checksum shows 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,8 +45,6 @@ from offload_backend_nfs.storage.posix_files import (
     unlink_quietly,
 )
 from offload_core.api import LoadCheck, LoadOutcome, check_ownership
-
-logger = logging.getLogger(__name__)
 
 FILE_MODE = 0o600
 MARKER = ".offload-core-share"

@@ -21,6 +21,8 @@ _DELETE_BATCH = 1000
 """The most keys that S3 accepts in one request."""
 _PAGE_KEYS = 200
 """Keys in a page of a listing. botocore reads a page with the interpreter lock held, 1000 keys for 30 ms and more."""
+_MAX_PAGE_KEYS = 1000
+"""Keys in a page among foreign keys. S3 gives no longer pages."""
 _PAUSE_PER_PAGE_SECONDS = 0.02
 """Pause between two pages, for the answers to loads."""
 _MIN_TIMEOUT_SECONDS = 1.0
@@ -127,13 +129,15 @@ class S3Store(ObjectStore):
         """List a folder in short pages with pauses, so that loads go on, and without the listing of its folders.
 
         In a folder of folders, other keys than those of the layout may be any number. So the listing jumps over them.
+        Among keys that look like ours, and cannot be jumped over, the pages grow.
         """
+        page_keys = _PAGE_KEYS
         prefix = f"{self._prefix}{folder}/" if folder else self._prefix
         found: list[Entry] = []
         place: dict[str, str] = {}
         while True:
             try:
-                page = self._call("list_objects_v2", Prefix=prefix, Delimiter="/", MaxKeys=_PAGE_KEYS, **place)
+                page = self._call("list_objects_v2", Prefix=prefix, Delimiter="/", MaxKeys=page_keys, **place)
             except FileNotFoundError:
                 return found
             folders = [one["Prefix"][len(prefix) :] for one in page.get("CommonPrefixes", [])]
@@ -142,6 +146,8 @@ class S3Store(ObjectStore):
             found += [Entry(name, False, int(one["Size"]), time_of(one)) for name, one in files.items() if name]
             if not page.get("IsTruncated"):
                 return found
+            is_foreign = not folders and layout.holds_folders(folder)
+            page_keys = min(2 * page_keys, _MAX_PAGE_KEYS) if is_foreign else _PAGE_KEYS
             last = max([*folders, *files], default="")
             jump = layout.last_impossible_name(folder, last) if list(files) == sorted(files) else last
             if jump is None:

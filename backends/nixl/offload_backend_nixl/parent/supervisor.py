@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import secrets
 import threading
 import time
@@ -11,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload_backend_nixl.parent.connection import Child
-
-logger = logging.getLogger(__name__)
+from offload_core.api import TierLogger
 
 _MIN_PAUSE_SECONDS = 0.25
 _MAX_PAUSE_SECONDS = 10.0
@@ -22,14 +20,18 @@ class Supervisor:
     """The owner of the child process. All methods may block, and run on any thread.
 
     Args:
-        name: the tier's name, for messages.
+        name: the tier's name, for error messages.
+        log: the tier's logger.
         ring_bytes: size of the memory that is shared with each child.
         settings: the configuration of each child.
         deadline_seconds: limit on an answer of a child.
     """
 
-    def __init__(self, name: str, ring_bytes: int, settings: Mapping[str, Any], deadline_seconds: float) -> None:
+    def __init__(
+        self, name: str, log: TierLogger, ring_bytes: int, settings: Mapping[str, Any], deadline_seconds: float
+    ) -> None:
         self._name = name
+        self._log = log
         self._ring_bytes = ring_bytes
         self._settings = {**settings, "writer": secrets.token_hex(8)}
         self._deadline_seconds = deadline_seconds
@@ -84,7 +86,7 @@ class Supervisor:
             ended, self._child = self._child, None
             self._failures = 0 if ended.has_answered else self._failures + 1
             self._pause()
-            logger.warning("tier %r: the NIXL process ended: %s; another is started", self._name, ended.reason)
+            self._log.warning("the NIXL process ended: %s; another is started", ended.reason)
         if time.monotonic() < self._next_start_seconds:
             raise OSError(errno.EAGAIN, f"the NIXL process of tier {self._name!r} ended; another is started soon")
         try:

@@ -18,6 +18,7 @@ from offload_backend_disk.scan import Scan
 
 from offload_core.api.backend import StoreOutcome
 from tests.backends.disk.conftest import Disk, key, open_account, store
+from tests.support.tier_log import LOG
 
 KIB = 1024
 OBJECTS = 6
@@ -31,7 +32,7 @@ def make_account(root: Path) -> Path:
         path.parent.mkdir(parents=True, mode=0o700)
         path.write_bytes(bytes(10 * KIB))
     account = open_account(root, CAPACITY)
-    for _ in Scan(Layout(root), Processes(root, "process"), account).steps():
+    for _ in Scan(Layout(root), Processes(root, "process", LOG), account, LOG).steps():
         pass
     account.close()
     return root / STATE_FOLDER / "account.sqlite"
@@ -40,7 +41,7 @@ def make_account(root: Path) -> Path:
 def use_until_it_works(root: Path) -> None:
     """Use the account as tiers do. Only an ``OSError`` with the account's name may come, and only for a few calls."""
     account = open_account(root, CAPACITY, "next")
-    scan = Scan(Layout(root), Processes(root, "next"), account)
+    scan = Scan(Layout(root), Processes(root, "next", LOG), account, LOG)
     errors: list[str] = []
     while len(errors) < 5:
         try:

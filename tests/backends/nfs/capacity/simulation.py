@@ -14,6 +14,7 @@ from offload_backend_nfs.capacity.bounded_store import BoundedStore
 
 from offload_core.api.backend import StoredObject, StoreOutcome
 from offload_core.api.keys import ObjectKey
+from tests.support.tier_log import LOG
 
 LIMIT_SECONDS = 20
 
@@ -54,7 +55,7 @@ class Host:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.bounded_store = BoundedStore(
-            self, self, options, clock=lambda: world.seconds, now=lambda: world.seconds, sleep=lambda _: None
+            self, self, options, LOG, clock=lambda: world.seconds, now=lambda: world.seconds, sleep=lambda _: None
         )
 
     # -- running

@@ -29,6 +29,7 @@ from offload_core.api.backend import StoreOutcome
 from offload_core.api.keys import ObjectKey
 from tests.backends.nfs.capacity.simulation import Host, World
 from tests.backends.nfs.conftest import key
+from tests.support.tier_log import LOG
 
 GRACE = 60.0
 LEASE = 60.0
@@ -272,9 +273,9 @@ def test_a_damaged_account_is_replaced_by_a_new_one(world: World) -> None:
 
 def test_old_generations_are_deleted_and_cannot_be_made_again(world: World) -> None:
     sleeper, other = Host(world, OPTIONS), Host(world, OPTIONS)
-    late = SharedRecord(sleeper, lambda: 0.0, lambda _: None)
+    late = SharedRecord(sleeper, lambda: 0.0, LOG, lambda _: None)
     sleeper.do(lambda: late.change(lambda state: state.model_copy(update={"used_bytes": 1})))
-    record = SharedRecord(other, lambda: 0.0, lambda _: None)
+    record = SharedRecord(other, lambda: 0.0, LOG, lambda _: None)
     for _ in range(100):
         other.do(lambda: record.change(lambda state: state.model_copy(update={"used_bytes": state.used_bytes + 1})))
     assert len([name for name in world.files if name.startswith("account-")]) < 40
@@ -285,7 +286,7 @@ def test_old_generations_are_deleted_and_cannot_be_made_again(world: World) -> N
 
 def test_a_change_whose_answer_was_lost_happens_once(world: World) -> None:
     host = Host(world, OPTIONS)
-    record = SharedRecord(host, lambda: 0.0, lambda _: None)
+    record = SharedRecord(host, lambda: 0.0, LOG, lambda _: None)
     host.do(record.refresh)
     made: list[AccountState] = []
 

@@ -22,6 +22,7 @@ from offload_core.api.keys import ObjectKey
 from tests.backends.nfs.capacity.simulation import Host, World
 from tests.backends.nfs.capacity.test_capacity import GRACE, LEASE, REJECTED, STORED, existing, joined, pass_time
 from tests.backends.nfs.conftest import Nfs, key
+from tests.support.tier_log import LOG
 
 ALREADY_PRESENT = StoreOutcome.ALREADY_PRESENT
 
@@ -219,7 +220,7 @@ def test_a_negative_time_on_the_medium_stands_for_spare_and_the_latest_entry_cou
 ) -> None:
     monkeypatch.setattr(usage_log, "_MERGE_AT_FILES", 3)
     host = Host(world, joined(world).bounded_store._lease._options)
-    log = UsageLog(host, lambda: world.seconds, lambda: world.seconds)
+    log = UsageLog(host, lambda: world.seconds, lambda: world.seconds, LOG)
     merged: dict[ObjectKey, float] = {}
 
     def flush_each() -> None:
@@ -234,7 +235,7 @@ def test_a_negative_time_on_the_medium_stands_for_spare_and_the_latest_entry_cou
         log.record_touches([(key(2), True)])
         log.flush()
         log.merge()  # replaces the three files by one
-        merged.update(UsageLog(host, lambda: world.seconds, lambda: world.seconds).merge())
+        merged.update(UsageLog(host, lambda: world.seconds, lambda: world.seconds, LOG).merge())
 
     host.do(flush_each)
     assert [merged[key(number)] < 0 for number in range(3)] == [False, True, True]
@@ -243,7 +244,7 @@ def test_a_negative_time_on_the_medium_stands_for_spare_and_the_latest_entry_cou
 
 def test_the_order_does_not_stay_ahead_of_a_clock_that_is_set_back(world: World) -> None:
     host = Host(world, joined(world).bounded_store._lease._options)
-    log = UsageLog(host, lambda: world.seconds, lambda: world.seconds)
+    log = UsageLog(host, lambda: world.seconds, lambda: world.seconds, LOG)
     log.record([key(0)])
     world.seconds -= 500
     log.record([key(1)])
