@@ -98,8 +98,8 @@ class TierReader:
         needed = max(sum(map(lease_bytes, self._lease_sizes([batch]))) for batch in batches)
         if needed > self._share.limit_bytes:  # the configuration has been checked
             logger.error(
-                "objects of %d bytes do not fit into the %d bytes of staging of tier %r; this is a defect, please "
-                "report it", needed, self._share.limit_bytes, self._tier.name,
+                "objects of %d bytes do not fit into the %d bytes of staging of %s; this is a defect, please "
+                "report it", needed, self._share.limit_bytes, self._tier.label,
             )  # fmt: skip
             self._on_end(job, objects, [], [])
             return
@@ -116,7 +116,7 @@ class TierReader:
             try:
                 started = self._tier.start_load(call.staged, partial(self._ended, call))
             except Exception:
-                logger.exception("a load on tier %r cannot start; this is a defect, please report it", self._tier.name)
+                logger.exception("a load on %s cannot start; this is a defect, please report it", self._tier.label)
             if not started:
                 self._end(call, [])
 

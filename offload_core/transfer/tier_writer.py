@@ -189,7 +189,7 @@ class TierWriter:
                 on_end = partial(self._ended, call, begin)
                 started = self.tier.start_store([store.staged for store in call.items], on_end)
             except Exception:
-                logger.exception("a store on tier %r cannot start; this is a defect, please report it", self.name)
+                logger.exception("a store on %s cannot start; this is a defect, please report it", self.tier.label)
             if not started:
                 self._end(call, begin, [])
 
