@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterable
 from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -14,6 +15,7 @@ from prometheus_client.samples import Sample
 
 from offload_core.api.errors import ConfigError
 
+_PREFIX = "vllm:hybrid_offload_"
 _TIMEOUT_SECONDS = 10.0
 _MAX_BYTES = 64 << 20
 
@@ -43,6 +45,19 @@ def read_samples(source: str) -> list[Sample]:
     if not samples:
         raise ConfigError([f"has no metrics in the text format of Prometheus ({reason}); {_CURE}"], source)
     return samples
+
+
+def by_tier(samples: Iterable[Sample]) -> dict[tuple[str, str], dict[str, float]]:
+    """Return our metrics by engine and tier, under their names without the common beginning; buckets are left out.
+
+    The engine's name is empty if the metrics show none.
+    """
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for name, labels, value, *_ in samples:
+        if name.startswith(_PREFIX) and "tier" in labels and "le" not in labels:
+            place = labels.get("engine", ""), labels["tier"]
+            found.setdefault(place, {})[name.removeprefix(_PREFIX)] = value
+    return dict(sorted(found.items()))
 
 
 _CURE = "give the address of a running vLLM, such as http://localhost:8000/metrics, a file with its answer, or -"

@@ -171,7 +171,7 @@ class Counters:
 
 
 def value_in_bucket(bucket: int, count: float, total: float) -> float:
-    """Return the mean of ``count`` values of a histogram's bucket. It is inside the bucket, however ``total`` rounds."""
+    """Return the mean of the values in a histogram's bucket. It is inside the bucket, however their sum was rounded."""
     least = math.nextafter(BUCKET_SECONDS[bucket - 1], math.inf) if bucket else 0.0
     most = BUCKET_SECONDS[bucket] if bucket < len(BUCKET_SECONDS) else math.inf
     return min(max(total / count, least), most)

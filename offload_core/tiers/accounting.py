@@ -15,7 +15,6 @@ from offload_core.tiers.object_io import LoadEnd
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.storage import StoreEnd
 
-
 _MAX_UNREAD = 1 << 18
 """Stored objects that a tier remembers until they are loaded; each takes about 100 bytes."""
 

@@ -1,4 +1,4 @@
-"""The connector's counters, gauges and histograms as vLLM statistics and Prometheus metrics (``vllm:hybrid_offload_…``)."""
+"""The connector's counts as vLLM statistics and as Prometheus metrics (``vllm:hybrid_offload_…``)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class HybridOffloadStats(KVConnectorStats):
 
 
 class HybridOffloadPromMetrics(KVConnectorPromMetrics):
-    """A Prometheus counter, gauge or histogram per entry of the tables of :mod:`offload_core.runtime.metrics`, by tier."""
+    """A Prometheus metric by tier per entry of the tables of :mod:`offload_core.runtime.metrics`."""
 
     def __init__(
         self,

@@ -60,7 +60,7 @@ def test_an_unknown_histogram_or_a_negative_time_is_a_defect() -> None:
     with pytest.raises(KeyError, match="there is no histogram 'stores'; the histograms are lookup_seconds, "):
         counters.observe("stores", "disk", 1.0)
     for seconds in (-0.1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="load_seconds of tier 'disk' cannot be .*; it must be 0 or more"):
+        with pytest.raises(ValueError, match=r"load_seconds of tier 'disk' cannot be .*; it must be 0 or more"):
             counters.observe("load_seconds", "disk", seconds)
     assert counters.take_histograms() == {}
 

@@ -1,0 +1,134 @@
+"""``offload-core top``: a live view of the tiers of a running engine."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from offload_core.api.errors import ConfigError
+from offload_core.cli.advice import measured_hits
+from offload_core.cli.application import app
+from offload_core.cli.arguments import AsJson, duration_seconds
+from offload_core.cli.engine_view import COLUMNS, EngineView
+from offload_core.cli.metrics_text import read_samples
+from offload_core.cli.output import make_table, note, print_json, print_table
+from offload_core.cli.session import EXIT_INTERRUPTED, EXIT_TROUBLE, EXIT_USAGE, sigterm_interrupts
+
+_LEAST_SECONDS = 0.1
+
+
+def _interval(text: str) -> float:
+    seconds = duration_seconds(text)
+    if seconds < _LEAST_SECONDS:
+        raise typer.BadParameter(f"{text!r} is too short; the shortest interval is 0.1s")
+    return seconds
+
+
+@app.command()
+def top(
+    metrics: Annotated[
+        str,
+        typer.Argument(
+            metavar="METRICS",
+            help="the address of a running vLLM, such as http://localhost:8000/metrics, a file with its answer, or - "
+            "for the standard input",
+        ),
+    ],
+    once: Annotated[bool, typer.Option("--once", help="show the figures since the engine's start, and end")] = False,
+    interval: Annotated[
+        float, typer.Option(parser=_interval, metavar="DURATION", help="time between two readings, such as 500ms or 5s")
+    ] = "2s",  # type: ignore[assignment]  # typer parses it
+    as_json: AsJson = False,
+) -> None:
+    """Show the tiers of a running engine: hits, tokens served, seconds saved, bytes, pauses and queues.
+
+    The view is drawn anew after each interval, until Ctrl-C. Its second table has the figures of the last interval.
+    Into a file or a pipe, each reading is printed below the one before. With --json there is one reading.
+
+    Exits with 1 if the address shows no metrics of offload-core or the engine stops meanwhile, and with 2 if nothing
+    can be read at first.
+
+    Example: `offload-core top http://localhost:8000/metrics`
+    """
+    try:
+        view, measured = _read(metrics)
+    except ConfigError as error:
+        note(str(error))
+        if as_json:
+            print_json({"problems": list(error.problems)})
+        raise typer.Exit(EXIT_USAGE) from None
+    if as_json:
+        own, external = measured or (None, None)
+        counted = {"own_hit_ratio": own, "external_hit_ratio": external}
+        print_json({"metrics": metrics, "tiers": [tier.document() for tier in view.tiers], "measured": counted})
+    if not view.tiers:
+        note(
+            f"{metrics}: there are no metrics of offload-core; a vLLM with HybridOffloadConnector and statistics shows "
+            "them after its first request"
+        )
+        raise typer.Exit(EXIT_TROUBLE)
+    if as_json:
+        return
+    if once or metrics == "-":
+        print_table(COLUMNS, [tier.cells() for tier in view.tiers])
+        return
+    try:
+        with sigterm_interrupts():  # or a killed command would leave the terminal without its text
+            (_draw if sys.stdout.isatty() else _print)(metrics, interval, view, measured)
+    except ConfigError as error:
+        note(f"the engine has stopped, or does not answer: {error}")
+        raise typer.Exit(EXIT_TROUBLE) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+_Measured = tuple[float, float] | None
+
+
+def _read(metrics: str) -> tuple[EngineView, _Measured]:
+    """Return the view now, and the hits that vLLM has counted."""
+    samples = read_samples(metrics)
+    return EngineView.of(samples), measured_hits(samples)
+
+
+def _print(metrics: str, interval: float, view: EngineView, _: _Measured) -> None:
+    """Print the figures since the engine's start, then those of each interval, until an error or an interrupt."""
+    shown = view
+    while True:
+        print_table(COLUMNS, [tier.cells() for tier in shown.tiers])
+        sys.stdout.flush()
+        time.sleep(interval)
+        before, (view, _) = view, _read(metrics)
+        shown = view.since(before)
+
+
+def _draw(metrics: str, interval: float, view: EngineView, measured: _Measured) -> None:
+    """Draw both tables anew after each interval, until an error or an interrupt."""
+    before = view
+    with Live(screen=True, auto_refresh=False) as screen:
+        while True:
+            screen.update(_drawn(metrics, view, before, measured), refresh=True)
+            time.sleep(interval)
+            before, (view, measured) = view, _read(metrics)
+
+
+def _drawn(metrics: str, view: EngineView, before: EngineView, measured: _Measured) -> Group:
+    hits = f"; vLLM: {measured[0]:.0%} hits in its own cache, {measured[1]:.0%} from tiers" if measured else ""
+    parts: list[Text | Table] = [
+        Text(f"{metrics}{hits}; Ctrl-C ends", style="dim"),
+        Text("\nsince the engine's start", style="bold"),
+        make_table(COLUMNS, [tier.cells() for tier in view.tiers]),
+    ]
+    if before is not view:
+        parts += [
+            Text(f"\nin the last {view.taken_at - before.taken_at:.1f} s", style="bold"),
+            make_table(COLUMNS, [tier.cells() for tier in view.since(before).tiers]),
+        ]
+    return Group(*parts)
