@@ -10,10 +10,8 @@ from prometheus_client.samples import Sample
 
 from offload_core.cli.metrics_text import by_tier
 from offload_core.cli.output import human_bytes, human_milliseconds
-from offload_core.runtime.metrics import GAUGES
+from offload_core.runtime.metrics import ALL_TIERS, GAUGES
 
-_ALL = "all"
-"""The tier of counts that belong to no single tier."""
 _COUNTS = (
     "queries", "query_hits", "query_misses", "hit_tokens", "load_bytes", "store_bytes", "evictions", "evictions_unread",
 )  # fmt: skip
@@ -117,7 +115,7 @@ class EngineView:
     @classmethod
     def of(cls, samples: Iterable[Sample]) -> EngineView:
         """Return the view of metrics that were read just now."""
-        tiers = (TierView(*place, values) for place, values in by_tier(samples).items() if place[1] != _ALL)
+        tiers = (TierView(*place, values) for place, values in by_tier(samples).items() if place[1] != ALL_TIERS)
         return cls(tuple(tiers), time.monotonic())
 
     def since(self, before: EngineView) -> EngineView:

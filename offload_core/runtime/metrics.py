@@ -7,6 +7,9 @@ import threading
 from bisect import bisect_left
 from collections import defaultdict
 
+ALL_TIERS = "all"
+"""The tier of counts that belong to no single one."""
+
 COUNTERS = {
     "queries": "lookups of a request's prefix on the tier, those included that it did not answer",
     "query_hits": "lookups to which the tier had more of the prefix than the engine",

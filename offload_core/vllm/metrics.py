@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from offload_core.runtime.metrics import BUCKET_SECONDS, COUNTERS, GAUGES, HISTOGRAMS, value_in_bucket
+from offload_core.runtime.metrics import ALL_TIERS, BUCKET_SECONDS, COUNTERS, GAUGES, HISTOGRAMS, value_in_bucket
 
 _SEPARATOR = "|"
 
@@ -73,6 +73,8 @@ class HybridOffloadPromMetrics(KVConnectorPromMetrics):
                 buckets=BUCKET_SECONDS,
                 labelnames=[*labelnames, "tier"],
             )
+        self._tiers: set[tuple[int, str]] = set()
+        """The tiers of each engine that have all metrics."""
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report's counts; counts of gauges may be negative."""
@@ -81,6 +83,7 @@ class HybridOffloadPromMetrics(KVConnectorPromMetrics):
             metric, _, bucket = name.partition(":")
             if bucket.endswith(":sum"):
                 continue  # comes with its bucket's count
+            self._show_tier(engine_idx, tier)
             shown = self._metrics[metric].labels(*self.per_engine_labelvalues[engine_idx], tier)
             if not bucket:
                 shown.inc(count)
@@ -88,3 +91,10 @@ class HybridOffloadPromMetrics(KVConnectorPromMetrics):
             value = value_in_bucket(int(bucket), count, transfer_stats_data[f"{name}:sum{_SEPARATOR}{tier}"])
             for _ in range(int(count)):  # a histogram takes single values; these have the same buckets and sum
                 shown.observe(value)
+
+    def _show_tier(self, engine_idx: int, tier: str) -> None:
+        """Show all metrics of a tier from its first count on. Else Prometheus would miss the first count of each."""
+        if (engine_idx, tier) not in self._tiers and tier != ALL_TIERS:
+            for metric in self._metrics.values():
+                metric.labels(*self.per_engine_labelvalues[engine_idx], tier)
+        self._tiers.add((engine_idx, tier))

@@ -52,8 +52,8 @@ def top(
     The view is drawn anew after each interval, until Ctrl-C. Its second table has the figures of the last interval.
     Into a file or a pipe, each reading is printed below the one before. With --json there is one reading.
 
-    Exits with 1 if the address shows no metrics of offload-core or the engine stops meanwhile, and with 2 if nothing
-    can be read at first.
+    Exits with 1 if there are no metrics of offload-core, or if the engine stops meanwhile. Exits with 2 if nothing can
+    be read at first.
 
     Example: `offload-core top http://localhost:8000/metrics`
     """

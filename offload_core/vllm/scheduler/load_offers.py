@@ -16,7 +16,7 @@ from offload_core.lookup.service import Lookup, LookupService
 from offload_core.lookup.waiting_time import WaitReason
 from offload_core.planning.chunk_keys import ChunkHashes, ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth
-from offload_core.runtime.metrics import Counters
+from offload_core.runtime.metrics import ALL_TIERS, Counters
 from offload_core.tiers.tier import Tier
 from offload_core.vllm.scheduler.backfill import Backfill
 from offload_core.vllm.scheduler.block_holders import BlockHolders
@@ -257,7 +257,7 @@ class LoadOffers:
         )
         tiers = self._choice.tiers_to_ask(query)
         if not tiers:
-            self._count_declined(state, "lookups_declined", "all")
+            self._count_declined(state, "lookups_declined", ALL_TIERS)
             return False
         patience = min(self._lookup_seconds, max(tiers.values())) - state.wait.seconds("lookup")
         if patience <= 0:
@@ -275,7 +275,7 @@ class LoadOffers:
         arriving = self._ledger.any_arriving(missing, lookup.started) and not self._lookup_time_is_over(state)
         if arriving and self._start_lookup(state, local):
             return None
-        self._counters.add("lookup_wait_seconds", "all", time.monotonic() - lookup.started)
+        self._counters.add("lookup_wait_seconds", ALL_TIERS, time.monotonic() - lookup.started)
         for name, (seconds, answered) in lookup.seconds().items():
             self._choice.lookup_ended(name, seconds, answered=answered)
         self._count_answers(lookup)
