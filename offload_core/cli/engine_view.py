@@ -17,11 +17,11 @@ _COUNTS = (
 )  # fmt: skip
 _GAUGES = ("pending_loads", "pending_stores", "breaker_open")
 _CALLS = ("lookup", "load", "load_queue", "store", "store_queue")
-COLUMNS = (
-    "tier", "use", "queries|", "hits|", "tokens|", "saved|", "loaded|", "stored|", "load ms|", "waits ms|", "loading|",
-    "storing|", "evicted|", "unread|",
+FIGURES = (
+    "use", "queries", "hit rate", "tokens served", "seconds saved", "loaded", "stored", "ms per load", "ms in queue",
+    "pending loads", "pending stores", "evicted", "never read",
 )  # fmt: skip
-"""The columns of :meth:`TierView.cells`."""
+"""The names of :meth:`TierView.figures`."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,14 @@ class TierView:
             **{f"mean_{call}_seconds": self._mean(call) for call in _CALLS},
         }
 
-    def cells(self) -> list[object]:
-        """Return a row for a table of :data:`COLUMNS`."""
+    def figures(self) -> list[str]:
+        """Return the figures for a reader, one for each of :data:`FIGURES`."""
         return [
-            self.name,
             f"paused ({paused:.0f})" if (paused := self.values.get("breaker_open", 0.0)) > 0 else "in use",
             f"{self._count('queries'):,.0f}",
             _percent(self._hit_rate),
             f"{self._count('hit_tokens'):,.0f}",
-            f"{self._count('prefill_seconds_saved'):,.1f} s",
+            f"{self._count('prefill_seconds_saved'):,.1f}",
             human_bytes(self._count("load_bytes")),
             human_bytes(self._count("store_bytes")),
             human_milliseconds(self._mean("load")),

@@ -9,14 +9,13 @@ from typing import Annotated
 import typer
 from rich.console import Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from offload_core.api.errors import ConfigError
 from offload_core.cli.advice import measured_hits
 from offload_core.cli.application import app
 from offload_core.cli.arguments import AsJson, duration_seconds
-from offload_core.cli.engine_view import COLUMNS, EngineView
+from offload_core.cli.engine_view import FIGURES, EngineView
 from offload_core.cli.metrics_text import read_samples
 from offload_core.cli.output import make_table, note, print_json, print_table
 from offload_core.cli.session import EXIT_INTERRUPTED, EXIT_TROUBLE, EXIT_USAGE, sigterm_interrupts
@@ -49,8 +48,9 @@ def top(
 ) -> None:
     """Show the tiers of a running engine: hits, tokens served, seconds saved, bytes, pauses and queues.
 
-    The view is drawn anew after each interval, until Ctrl-C. Its second table has the figures of the last interval.
-    Into a file or a pipe, each reading is printed below the one before. With --json there is one reading.
+    The view is drawn anew after each interval, until Ctrl-C. Each tier has its figures since the engine's start, and
+    beside them those of the last interval. Into a file or a pipe, each reading is printed below the one before. With
+    --json there is one reading.
 
     Exits with 1 if there are no metrics of offload-core, or if the engine stops meanwhile. Exits with 2 if nothing can
     be read at first.
@@ -77,7 +77,7 @@ def top(
     if as_json:
         return
     if once or metrics == "-":
-        print_table(COLUMNS, [tier.cells() for tier in view.tiers])
+        print_table(*_table(view))
         return
     try:
         with sigterm_interrupts():  # or a killed command would leave the terminal without its text
@@ -102,7 +102,7 @@ def _print(metrics: str, interval: float, view: EngineView, _: _Measured) -> Non
     """Print the figures since the engine's start, then those of each interval, until an error or an interrupt."""
     shown = view
     while True:
-        print_table(COLUMNS, [tier.cells() for tier in shown.tiers])
+        print_table(*_table(shown))
         sys.stdout.flush()
         time.sleep(interval)
         before, (view, _) = view, _read(metrics)
@@ -110,25 +110,25 @@ def _print(metrics: str, interval: float, view: EngineView, _: _Measured) -> Non
 
 
 def _draw(metrics: str, interval: float, view: EngineView, measured: _Measured) -> None:
-    """Draw both tables anew after each interval, until an error or an interrupt."""
-    before = view
+    """Draw the table anew after each interval, until an error or an interrupt."""
+    before: EngineView | None = None
     with Live(screen=True, auto_refresh=False) as screen:
         while True:
-            screen.update(_drawn(metrics, view, before, measured), refresh=True)
+            hits = f"vLLM: {measured[0]:.0%} hits in its own cache, {measured[1]:.0%} from tiers; " if measured else ""
+            head = Text(f"{metrics}\n{hits}Ctrl-C ends\n", style="dim")
+            screen.update(Group(head, make_table(*_table(view, before))), refresh=True)
             time.sleep(interval)
             before, (view, measured) = view, _read(metrics)
 
 
-def _drawn(metrics: str, view: EngineView, before: EngineView, measured: _Measured) -> Group:
-    hits = f"; vLLM: {measured[0]:.0%} hits in its own cache, {measured[1]:.0%} from tiers" if measured else ""
-    parts: list[Text | Table] = [
-        Text(f"{metrics}{hits}; Ctrl-C ends", style="dim"),
-        Text("\nsince the engine's start", style="bold"),
-        make_table(COLUMNS, [tier.cells() for tier in view.tiers]),
-    ]
-    if before is not view:
-        parts += [
-            Text(f"\nin the last {view.taken_at - before.taken_at:.1f} s", style="bold"),
-            make_table(COLUMNS, [tier.cells() for tier in view.since(before).tiers]),
-        ]
-    return Group(*parts)
+def _table(view: EngineView, before: EngineView | None = None) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Return the columns and the rows of a table: per tier its figures, and those from ``before`` on."""
+    columns, figures = [""], [list(FIGURES)]
+    changes = {} if before is None else {tier.name: tier for tier in view.since(before).tiers}
+    for tier in view.tiers:
+        columns.append(f"{tier.name}|")
+        figures.append(tier.figures())
+        if before is not None:
+            columns.append(f"last {view.taken_at - before.taken_at:.1f} s|")
+            figures.append(changes[tier.name].figures())
+    return columns, list(zip(*figures, strict=True))
