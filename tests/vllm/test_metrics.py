@@ -66,6 +66,15 @@ def test_histograms_of_ranks_add_up_value_by_value(
     assert value(registry, "load_seconds_sum", "a|b:1") == pytest.approx(sum(map(sum, values)))
 
 
+def test_a_tier_shows_all_its_metrics_from_its_first_count_on(
+    shown: HybridOffloadPromMetrics, registry: CollectorRegistry
+) -> None:
+    shown.observe({"stores|nvme": 1, "lookup_wait_seconds|all": 0.5})
+    names = [*(f"{name}_total" for name in COUNTERS), *GAUGES, *(f"{name}_count" for name in HISTOGRAMS)]
+    assert {name: value(registry, name, "nvme") for name in names} == {**dict.fromkeys(names, 0), "stores_total": 1}
+    assert [name for name in names if value(registry, name, "all") is not None] == ["lookup_wait_seconds_total"]
+
+
 def test_every_name_is_shown_once_with_its_kind(shown: HybridOffloadPromMetrics, registry: CollectorRegistry) -> None:
     shown.observe({f"{name}|t": 1 for name in (*COUNTERS, *GAUGES)})
     kinds = {metric.name: metric.type for metric in registry.collect()}
