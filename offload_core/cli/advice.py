@@ -95,11 +95,18 @@ def _curves(found: dict[tuple[str, str], dict[str, float]]) -> Iterator[TierCurv
             yield TierCurve(engine, tier, values["capacity_bytes"], (half, same, twice, four), tokens)
 
 
-def measured_hits(samples: Iterable[Sample]) -> tuple[float, float] | None:
-    """Return the hits per prompt token that vLLM has counted: in its own cache, and from all connectors.
+MeasuredHits = tuple[float, float] | None
+"""Hits per prompt token in vLLM's own cache, and from all connectors; ``None`` if vLLM has counted no tokens."""
 
-    Both are shares of all prompt tokens, of all engines together. ``None`` if vLLM has counted no tokens.
-    """
+
+def hits_document(measured: MeasuredHits) -> dict[str, float | None]:
+    """Return the hits that vLLM has counted as a JSON object."""
+    own, external = measured or (None, None)
+    return {"own_hit_ratio": own, "external_hit_ratio": external}
+
+
+def measured_hits(samples: Iterable[Sample]) -> MeasuredHits:
+    """Return the hits per prompt token that vLLM has counted, as shares of all prompt tokens of all engines."""
     totals: dict[str, float] = {}
     for name, _, value, *_ in samples:
         totals[name] = totals.get(name, 0.0) + value

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+from prometheus_client.samples import Sample
 from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
 from offload_core.api.errors import ConfigError
-from offload_core.cli.advice import measured_hits
+from offload_core.cli.advice import MeasuredHits, hits_document, measured_hits
 from offload_core.cli.application import app
-from offload_core.cli.arguments import AsJson, duration_seconds
+from offload_core.cli.arguments import AsJson, MetricsSource, duration_seconds
 from offload_core.cli.engine_view import FIGURES, EngineView
-from offload_core.cli.metrics_text import read_samples
+from offload_core.cli.metrics_text import read_or_exit, read_samples
 from offload_core.cli.output import make_table, note, print_json, print_table
-from offload_core.cli.session import EXIT_INTERRUPTED, EXIT_TROUBLE, EXIT_USAGE, sigterm_interrupts
+from offload_core.cli.session import EXIT_INTERRUPTED, EXIT_TROUBLE, sigterm_interrupts
 
 _LEAST_SECONDS = 0.1
 
@@ -32,14 +34,7 @@ def _interval(text: str) -> float:
 
 @app.command()
 def top(
-    metrics: Annotated[
-        str,
-        typer.Argument(
-            metavar="METRICS",
-            help="the address of a running vLLM, such as http://localhost:8000/metrics, a file with its answer, or - "
-            "for the standard input",
-        ),
-    ],
+    metrics: MetricsSource,
     once: Annotated[bool, typer.Option("--once", help="show the figures since the engine's start, and end")] = False,
     interval: Annotated[
         float, typer.Option(parser=_interval, metavar="DURATION", help="time between two readings, such as 500ms or 5s")
@@ -57,16 +52,9 @@ def top(
 
     Example: `offload-core top http://localhost:8000/metrics`
     """
-    try:
-        view, measured = _read(metrics)
-    except ConfigError as error:
-        note(str(error))
-        if as_json:
-            print_json({"problems": list(error.problems)})
-        raise typer.Exit(EXIT_USAGE) from None
+    view, measured = _seen(read_or_exit(metrics, as_json=as_json))
     if as_json:
-        own, external = measured or (None, None)
-        counted = {"own_hit_ratio": own, "external_hit_ratio": external}
+        counted = hits_document(measured)
         print_json({"metrics": metrics, "tiers": [tier.document() for tier in view.tiers], "measured": counted})
     if not view.tiers:
         note(
@@ -89,27 +77,23 @@ def top(
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-_Measured = tuple[float, float] | None
-
-
-def _read(metrics: str) -> tuple[EngineView, _Measured]:
-    """Return the view now, and the hits that vLLM has counted."""
-    samples = read_samples(metrics)
+def _seen(samples: Sequence[Sample]) -> tuple[EngineView, MeasuredHits]:
+    """Return the view of metrics that were read just now, and the hits that vLLM has counted."""
     return EngineView.of(samples), measured_hits(samples)
 
 
-def _print(metrics: str, interval: float, view: EngineView, _: _Measured) -> None:
+def _print(metrics: str, interval: float, view: EngineView, _: MeasuredHits) -> None:
     """Print the figures since the engine's start, then those of each interval, until an error or an interrupt."""
     shown = view
     while True:
         print_table(*_table(shown))
         sys.stdout.flush()
         time.sleep(interval)
-        before, (view, _) = view, _read(metrics)
+        before, (view, _) = view, _seen(read_samples(metrics))
         shown = view.since(before)
 
 
-def _draw(metrics: str, interval: float, view: EngineView, measured: _Measured) -> None:
+def _draw(metrics: str, interval: float, view: EngineView, measured: MeasuredHits) -> None:
     """Draw the table anew after each interval, until an error or an interrupt."""
     before: EngineView | None = None
     with Live(screen=True, auto_refresh=False) as screen:
@@ -118,7 +102,7 @@ def _draw(metrics: str, interval: float, view: EngineView, measured: _Measured) 
             head = Text(f"{metrics}\n{hits}Ctrl-C ends\n", style="dim")
             screen.update(Group(head, make_table(*_table(view, before))), refresh=True)
             time.sleep(interval)
-            before, (view, measured) = view, _read(metrics)
+            before, (view, measured) = view, _seen(read_samples(metrics))
 
 
 def _table(view: EngineView, before: EngineView | None = None) -> tuple[list[str], list[tuple[str, ...]]]:
