@@ -21,6 +21,7 @@ from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_shares import TierShare
 from offload_core.memory.staging_size import lease_bytes
 from offload_core.objects.format import object_bytes
+from offload_core.runtime.metrics import Counters
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject, in_batches
@@ -47,6 +48,8 @@ class _Waiting:
     batches: deque[_Batch]
     most: int
     """Maximum number of its batches in a call."""
+    submitted: float
+    """By the monotonic clock, in seconds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +80,7 @@ class TierReader:
         staging: StagingPool,
         layouts: Mapping[str, PackLayout],
         jobs: JobTable,
+        counters: Counters,
         on_end: ReadsEnded,
     ) -> None:
         self._tier = tier
@@ -84,6 +88,7 @@ class TierReader:
         self._staging = staging
         self._layouts = layouts
         self._jobs = jobs
+        self._counters = counters
         self._on_end = on_end
         self._slots = load_slots_of(tier)
         self._spare_slots = tier.config.io_threads
@@ -106,7 +111,7 @@ class TierReader:
         # A short load is spread over all slots, or makes two calls, so that copies overlap with reads.
         most = -(-len(batches) // (2 if self._tier.is_elsewhere else self._slots))
         with self._lock:
-            self._waiting.append(_Waiting(job, batches, most))
+            self._waiting.append(_Waiting(job, batches, most, time.monotonic()))
         self.start_calls()
 
     def start_calls(self) -> None:
@@ -172,6 +177,7 @@ class TierReader:
             for item, lease, scratch in zip_longest(objects, leases[: len(objects)], leases[len(objects) :])
         ]
         call = _Call(load.job, count, objects, staged, time.monotonic())
+        self._counters.observe("load_queue_seconds", self._tier.name, call.started - load.submitted)
         self._running.add(call)
         return call
 
