@@ -17,14 +17,17 @@ files for vLLM. "ours, single" stores each page as an object of its own.
 "page cache" means reads and writes through the page cache, without a final sync. So a store is a copy to memory, and a
 load finds the pages that were just stored. A ratio compares medians over rounds; above 1, ours is faster.
 
-    python -m benchmarks.backends [--quick] [--many] [--gib 0.25] [--rounds 7] [--only speed]
-        [--backend disk] [--medium O_DIRECT] [--page-kib 2048] [--folder FOLDER] [--json FILE]
+With ``--encryption`` each of our tiers takes its turns with AES-256-GCM too, at 2 MiB.
+
+    python -m benchmarks.backends [--quick] [--encryption] [--many] [--gib 0.25] [--rounds 7]
+        [--only speed] [--backend disk] [--medium O_DIRECT] [--page-kib 2048] [--folder FOLDER] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,6 +77,8 @@ AIMS: Mapping[tuple[str, int, Operation, Medium], float] = {
 PLAIN_CPU_AIM = 1.3
 """CPU seconds per GiB in relation to the plain loop's that we aim at, or less: at 2 MiB, through the page cache."""
 PEER, PLAIN = "vLLM's helpers", "plain loop"
+ENCRYPTED = ", encrypted"
+AES = {"name": "encrypted", "encryption": "aes-256-gcm"}
 LIMIT_AIMS = {"cpu": 0.8, "lmcache": None, "mooncake": 0.8, "nixl": 0.8}
 
 
@@ -122,7 +127,7 @@ def options_of(backend: str, folder: Path, medium: Medium, nbytes: int) -> dict[
 
 
 def contenders_of(
-    cell: Cell, folder: Path, memory: Memory, chunks: int, stores: Mapping[str, dict[str, Any]]
+    cell: Cell, folder: Path, memory: Memory, chunks: int, stores: Mapping[str, dict[str, Any]], encryption: bool
 ) -> Iterator[Callable[[], Contender]]:
     """Yield a factory for each contender of a cell."""
     own = stores.get(cell.backend)
@@ -133,6 +138,9 @@ def contenders_of(
     yield lambda: OurProcess(IO_PROCESS, memory, chunks, CHUNK_BYTES, options)
     if cell.page_bytes != CHUNK_BYTES:
         yield lambda: OurTier("ours, single", memory, chunks, cell.page_bytes, options)
+    elif encryption:
+        yield lambda: OurTier(packed + ENCRYPTED, memory, chunks, CHUNK_BYTES, options | AES)
+        yield lambda: OurProcess(IO_PROCESS + ENCRYPTED, memory, chunks, CHUNK_BYTES, options | AES)
     elif cell.backend == "cpu":
         yield lambda: OurTier("ours, no checksum", memory, chunks, CHUNK_BYTES, options, checked=False)
     if own is not None:
@@ -155,13 +163,14 @@ def measure(
     rounds: int,
     console: Console,
     stores: Mapping[str, dict[str, Any]],
+    encryption: bool,
 ) -> list[Measured]:
     """Let the contenders of each cell take turns; the first round warms everything up and does not count."""
     rows: list[Measured] = []
-    memory = Memory(chunks)
+    memory = Memory(chunks, 1 + encryption)
     for cell in cells:
         console.print(f"{cell.backend}, {cell.medium}, {cell.page_bytes // 1024} KiB, {cell.threads} threads …")
-        contenders = [make() for make in contenders_of(cell, folder, memory, chunks, stores)]
+        contenders = [make() for make in contenders_of(cell, folder, memory, chunks, stores, encryption)]
         measured = [Measured(cell, contender.name) for contender in contenders]
         for number in range(-1, rounds):
             turn = number % len(contenders)
@@ -300,6 +309,27 @@ def aims_table(speeds: Mapping[Cell, Sequence[Speed]], rows: Sequence[Measured])
     return table
 
 
+def encryption_table(rows: Sequence[Measured]) -> Table:
+    """Return the speed with encryption in relation to that without, with the spread of the ratios over rounds."""
+    table = made_table(
+        "Encryption: GB/s with AES-256-GCM / without",
+        "", "threads", "stores", "p10 to p90", "loads", "p10 to p90",
+    )  # fmt: skip
+    plain = {(row.cell, row.name): row for row in rows}
+    for row in rows:
+        without = plain.get((row.cell, row.name.removesuffix(ENCRYPTED)))
+        if without is None or without is row:
+            continue
+        figures = []
+        for ours, other in ((row.store, without.store), (row.load, without.load)):
+            speeds = [[sample.gb_per_second for sample in samples] for samples in (ours, other)]
+            rounds = [one / two for one, two in zip(*speeds, strict=True)]
+            figures.append(f"{p50(speeds[0]) / p50(speeds[1]):.2f}")
+            figures.append(f"{percentile(rounds, 10):.2f} to {percentile(rounds, 90):.2f}")
+        table.add_row(f"{without.name}, {row.cell.backend}, {row.cell.medium}", str(row.cell.threads), *figures)
+    return table
+
+
 def peak_table(peaks: list[Peak]) -> Table:
     table = made_table("Peak memory beyond staging, MiB, 4 threads, each in a process of its own", "", "stored", "peak")
     for peak in peaks:
@@ -346,10 +376,13 @@ def main() -> None:
     parser.add_argument("--backend", action="append", help="measure only this backend; give it again for more")
     parser.add_argument("--medium", choices=get_args(Medium), help="measure speeds only through this medium")
     parser.add_argument("--page-kib", type=int, choices=(2048, 256), help="measure speeds only with pages of this size")
+    parser.add_argument("--encryption", action="store_true", help="measure our tiers with encryption too, at 2 MiB")
     parser.add_argument("--only", choices=("speed", "growth"), help="measure only this part")
     add_json_option(parser)
     arguments = parser.parse_args()
     run = Run(arguments)
+    if arguments.encryption:
+        os.environ["OFFLOAD_CORE_ENCRYPTED_ENCRYPTION_KEYS"] = f"bench:{os.urandom(32).hex()}"
     logging.getLogger("vllm").setLevel(logging.ERROR)
     console = Console(width=150)
     chunks = 16 if arguments.quick else max(8, round(arguments.gib * 1024**3 / CHUNK_BYTES))
@@ -381,7 +414,7 @@ def main() -> None:
             and cell.page_bytes == (arguments.page_kib or cell.page_bytes // 1024) * 1024
         ]
         with running_stores(backends, folder, chunks * CHUNK_BYTES) as stores:
-            rows = measure(cells, folder, chunks, rounds, console, stores)
+            rows = measure(cells, folder, chunks, rounds, console, stores, arguments.encryption)
         local = [name for name in backends if name not in DISTRIBUTED]
         growths = [] if arguments.only == "speed" else growth_of(local, folder, counts, console)
     speeds = {cell: list(speeds_of(cell, [row for row in rows if row.cell == cell])) for cell in cells}
@@ -389,6 +422,8 @@ def main() -> None:
         console.print(speed_table(cell, figures))
     if (aims := aims_table(speeds, rows)).row_count:
         console.print(aims)
+    if arguments.encryption:
+        console.print(encryption_table(rows))
     if peaks:
         console.print(peak_table(peaks))
     if growths:

@@ -35,13 +35,13 @@ class OurProcess(OurTier):
 
     def __init__(self, name: str, memory: Memory, chunks: int, payload_bytes: int, backend: dict[str, Any]) -> None:
         self._memory = memory
-        super().__init__(name, memory, chunks, payload_bytes, backend | {"name": "bench"})
+        super().__init__(name, memory, chunks, payload_bytes, backend)
 
     def _config(self, backend: dict[str, Any]) -> OffloadConfig:
         return load_config({"io_process": "engine", "backends": [backend]})
 
     def _open(self, config: OffloadConfig) -> Tier:
-        self._processes = IoProcesses(f"benchmark {os.getpid()}", self._io, config)
+        self._processes = IoProcesses(f"benchmark {os.getpid()} {config.tiers[0].common.name}", self._io, config)
         self._processes.share_staging(self._memory.shared)
         (tier,) = open_tiers(config, self._io, Counters(), host=self._processes)
         return tier

@@ -28,7 +28,8 @@ from offload_core.config.limits import Limits
 from offload_core.config.loading import load_config
 from offload_core.config.model import OffloadConfig
 from offload_core.memory.staging_pool import Lease, StagingPool
-from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS, STORE_SHARE
+from offload_core.memory.staging_shares import share_out
+from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS, STORE_SHARE, StagingUse
 from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.io_loop import IoLoop
@@ -79,11 +80,15 @@ def timed(work: Callable[[], None], nbytes: int) -> Sample:
 
 
 class Memory:
-    """Touched staging memory for ``chunks`` chunks."""
+    """Touched staging memory for ``chunks`` chunks.
 
-    def __init__(self, chunks: int) -> None:
+    Args:
+        leases_per_object: 2 if some tier encrypts, else 1.
+    """
+
+    def __init__(self, chunks: int, leases_per_object: int = 1) -> None:
         pages = CHUNK_BYTES // (256 * 1024)
-        nbytes = chunks * (CHUNK_BYTES + pages * HEADER_BYTES)
+        nbytes = leases_per_object * chunks * (CHUNK_BYTES + pages * HEADER_BYTES)
         self.shared = SharedMemory.create("benchmark", nbytes)
         self.pool = StagingPool(nbytes, 1.0, arena=self.shared.view)
         block = np.frombuffer(os.urandom(MIB), dtype=np.uint8)
@@ -156,6 +161,9 @@ class OurTier:
         self._io = IoLoop.acquire()
         self._threads = config.tiers[0].common.io_threads
         self._tier = self._open(config)
+        if self._tier.encodes:
+            uses = {self._tier.name: StagingUse(1.0, encodes=True)}
+            self._tier.staging = share_out(memory.pool, uses, payload_bytes)[self._tier.name]
         self._sealers = DaemonExecutor(2, "bench-seal")  # as many as the transfer engine has
         self._pool = memory
         self._count = chunks * CHUNK_BYTES // payload_bytes
@@ -176,13 +184,17 @@ class OurTier:
         self._io.submit(tier.open()).result()
         return tier
 
-    def _take(self, number: int) -> list[StagedObject]:
-        self._leases = self._pool.leases(self._payload_bytes, self._count)
+    def _take(self, number: int, *, to_load: bool = False) -> list[StagedObject]:
+        leases = self._leases = self._pool.leases(self._payload_bytes, self._count)
+        scratch: Sequence[Lease | None] = [None] * self._count
+        if to_load and self._tier.encodes:
+            scratch = self._pool.leases(self._payload_bytes, self._count)
+            self._leases = [*leases, *scratch]
         keys = (
             ObjectKey(NAMESPACE, "bench", hashlib.sha256(b"%d/%d" % (number, index)).digest())
             for index in range(self._count)
         )
-        return [StagedObject(key, lease) for key, lease in zip(keys, self._leases, strict=True)]
+        return [StagedObject(*parts) for parts in zip(keys, leases, scratch, strict=True)]
 
     def _give_back(self) -> None:
         for lease in self._leases:
@@ -196,7 +208,7 @@ class OurTier:
         return sample
 
     def load(self, number: int) -> Sample:
-        objects = self._take(number)
+        objects = self._take(number, to_load=True)
         payloads = [staged.lease.view[HEADER_BYTES:] for staged in objects]
         unmark(payloads)
         sample = timed(partial(self._load_objects, objects), self.nbytes)
@@ -285,7 +297,7 @@ class OurTier:
         self._delete(objects)
 
     def _delete(self, objects: list[StagedObject]) -> None:
-        self._io.submit(self._tier.backend.delete([staged.key for staged in objects])).result()
+        self._io.submit(self._tier.storage.delete([staged.key for staged in objects])).result()
 
     def close(self) -> None:
         self._io.submit(self._tier.close()).result()

@@ -1,6 +1,13 @@
-"""The check of an object of full length while its bytes arrive, so that they are hashed from the processor's cache."""
+"""The checks of objects of full length while their bytes arrive, so that they are read from the processor's cache.
+
+A check takes the bytes from the buffer itself, in order and each byte once. So a backend that tells of too few or too
+many bytes, or tells too early, does not pass. Only a pass counts: after a failure, the caller verifies the whole
+object.
+"""
 
 from __future__ import annotations
+
+from abc import abstractmethod
 
 import xxhash
 
@@ -11,53 +18,71 @@ from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
 
 
-class ArrivingObject(LoadCheck):
-    """An object without compression that a backend loads part by part.
-
-    The check hashes the buffer itself, in order and each byte once. So a backend that tells of too few or too many
-    bytes, or tells too early, does not pass. Only a pass counts: after a failure, the caller verifies the whole object.
+class ArrivingBytes(LoadCheck):
+    """The bytes of a buffer that a backend fills part by part.
 
     Args:
         view: the whole buffer.
-        key: the name that the object must have.
-        encrypted: the object must be encrypted. The check is then that of its stored bytes.
 
     Attributes:
         passed: all bytes of the buffer have arrived, and they are the object.
     """
 
-    __slots__ = ("_arrived", "_digest", "_is_in_order", "_key", "_verify", "_view", "passed")
+    __slots__ = ("_arrived", "_is_in_order", "passed", "view")
 
-    def __init__(self, view: memoryview, key: ObjectKey, *, encrypted: bool = False) -> None:
-        self._verify = object_format.verify_stored if encrypted else object_format.verify
-        self._view = view
-        self._key = key
-        self._digest: xxhash.xxh3_128 | None = None
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
         self._arrived = 0
         self._is_in_order = True
         self.passed = False
 
     def filled(self, nbytes: int) -> None:
         """See :meth:`LoadCheck.filled`."""
-        view, start = self._view, self._arrived
+        start = self._arrived
         self._arrived = end = start + nbytes
-        self._is_in_order = self._is_in_order and 0 < nbytes <= len(view) - start
+        self._is_in_order = self._is_in_order and 0 < nbytes <= len(self.view) - start
         self.passed = False
-        if not self._is_in_order:
-            return
-        if nbytes == len(view):
-            self.passed = self._is_valid()
+        if self._is_in_order:
+            self.take(start, end)
+            self.passed = end == len(self.view) and self.is_valid()
+
+    @abstractmethod
+    def take(self, start: int, end: int) -> None:
+        """Take the next bytes, from ``start`` to ``end`` of the buffer."""
+
+    @abstractmethod
+    def is_valid(self) -> bool:
+        """Return whether all bytes, which have been taken now, are the object."""
+
+
+class ArrivingObject(ArrivingBytes):
+    """An object without compression and encryption.
+
+    Args:
+        view: the whole buffer.
+        key: the name that the object must have.
+    """
+
+    __slots__ = ("_digest", "_key")
+
+    def __init__(self, view: memoryview, key: ObjectKey) -> None:
+        super().__init__(view)
+        self._key = key
+        self._digest: xxhash.xxh3_128 | None = None
+
+    def take(self, start: int, end: int) -> None:
+        """Hash bytes of the payload. A buffer that arrives in one piece is hashed in the end."""
+        if end - start == len(self.view):
             return
         if self._digest is None:
             self._digest = xxhash.xxh3_128()
         if end > HEADER_BYTES:
-            self._digest.update(view[max(start, HEADER_BYTES) : end])
-        if end == len(view):
-            self.passed = self._is_valid(self._digest.digest())
+            self._digest.update(self.view[max(start, HEADER_BYTES) : end])
 
-    def _is_valid(self, payload_checksum: bytes | None = None) -> bool:
+    def is_valid(self) -> bool:
+        """Return whether the object is whole and has its name."""
         try:
-            self._verify(self._view, self._key, payload_checksum)
+            object_format.verify(self.view, self._key, None if self._digest is None else self._digest.digest())
         except ObjectFormatError:
             return False
         return True

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, AEADEncryptionContext, Cipher
+from cryptography.hazmat.primitives.ciphers import AEADEncryptionContext, Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -64,6 +64,45 @@ class EncryptionKey:
         derived = HKDF(SHA256(), KEY_BYTES + _NONCE_BYTES + CHECKSUM_BYTES, salt, _KEY_INFO).derive(self.secret)
         end = KEY_BYTES + _NONCE_BYTES
         return _ObjectSecrets(derived[:KEY_BYTES], derived[KEY_BYTES:end], derived[end:])
+
+
+class Decryption:
+    """The decryption of one payload, part by part. The bytes may be used once :meth:`finished` has returned.
+
+    Attributes:
+        header: the header of the encrypted object.
+    """
+
+    def __init__(self, header: Header, encryption: Encryption, key: EncryptionKey, authenticated: bytes) -> None:
+        self.header = header
+        self._encryption = encryption
+        self._key_id = key.id
+        self._secrets = key.object_secrets(encryption.salt)
+        self._context = Cipher(AES(self._secrets.key), GCM(self._secrets.nonce)).decryptor()
+        self._context.authenticate_additional_data(authenticated)
+
+    def update(self, part: memoryview) -> bytes:
+        """Decrypt the next part."""
+        return self._context.update(part)
+
+    def update_into(self, part: memoryview, target: memoryview) -> int:
+        """Decrypt the next part into ``target``, which is as long and apart from it; return its length."""
+        return self._context.update_into(part, target)
+
+    def finished(self) -> Header:
+        """Return the header of the object without encryption.
+
+        Raises:
+            ObjectFormatError: the object is not authentic.
+        """
+        try:
+            self._context.finalize_with_tag(self._encryption.tag)
+        except InvalidTag:
+            raise ObjectFormatError(
+                f"{self.header.key}: not authentic under the key {self._key_id!r}, although the checksums match: its "
+                "writer does not have the key"
+            ) from None
+        return self.header._replace(raw_checksum=_masked(self.header.raw_checksum, self._secrets), encryption=None)
 
 
 @dataclass(frozen=True)
@@ -139,26 +178,32 @@ class KeyRing:
         """
         compression.check_decoded(self._decrypt_payload(header, stored, stored), stored)
 
-    def _decrypt_payload(self, header: Header, stored: memoryview, target: memoryview) -> Header:
-        """Decrypt a payload into ``target``, and return the header of the object without encryption."""
+    def decryption(self, header: Header, stored: memoryview) -> Decryption:
+        """Begin to decrypt the payload of an object.
+
+        Args:
+            header: the verified header of the object in ``stored``.
+            stored: the whole object; only its header is read.
+
+        Raises:
+            ObjectFormatError: the object is not encrypted.
+            WrongKeyError: the object's key is not among these.
+        """
         encryption = header.encryption
         if encryption is None:
             raise ObjectFormatError(f"{header.key}: an object without encryption, in place of an encrypted one")
-        key = self._key_of(encryption)
-        secrets = key.object_secrets(encryption.salt)
-        context = Cipher(AES(secrets.key), GCM(secrets.nonce)).decryptor()
-        context.authenticate_additional_data(format.authenticated_bytes(stored))
+        return Decryption(header, encryption, self._key_of(encryption), format.authenticated_bytes(stored))
+
+    def _decrypt_payload(self, header: Header, stored: memoryview, target: memoryview) -> Header:
+        """Decrypt a payload into ``target``, and return the header of the object without encryption."""
+        decryption = self.decryption(header, stored)
         payload = target[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
-        _transform(context, stored[HEADER_BYTES:], payload, in_place=stored is target)
+        _transform(decryption, stored[HEADER_BYTES:], payload, in_place=stored is target)
         try:
-            context.finalize_with_tag(encryption.tag)
-        except InvalidTag:
+            return decryption.finished()
+        except ObjectFormatError:
             payload[:] = bytes(len(payload))  # decrypted, but nobody vouches for it
-            raise ObjectFormatError(
-                f"{header.key}: not authentic under the key {key.id!r}, although the checksums match: its writer does "
-                "not have the key"
-            ) from None
-        return header._replace(raw_checksum=_masked(header.raw_checksum, secrets), encryption=None)
+            raise
 
     def _key_of(self, encryption: Encryption) -> EncryptionKey:
         for key in self.keys:
@@ -168,7 +213,7 @@ class KeyRing:
 
 
 def _transform(
-    context: AEADEncryptionContext | AEADDecryptionContext, source: memoryview, target: memoryview, *, in_place: bool
+    context: AEADEncryptionContext | Decryption, source: memoryview, target: memoryview, *, in_place: bool
 ) -> None:
     """Encrypt or decrypt bytes, without the interpreter's lock."""
     if not in_place:

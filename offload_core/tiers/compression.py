@@ -18,6 +18,7 @@ from offload_core.api.keys import ObjectKey
 from offload_core.config.model import CODECS, BackendConfig, TierConfig
 from offload_core.objects import compression as compressed_object
 from offload_core.objects import format as object_format
+from offload_core.objects.arriving_object import ArrivingBytes, ArrivingObject
 from offload_core.objects.format import HEADER_BYTES, Codec, Header, WrongKeyError
 from offload_core.objects.stored_names import StoredNames
 from offload_core.tiers.staged_object import StagedObject, StoredForm
@@ -212,6 +213,17 @@ class TierCodec:
             return LoadOutcome.MISS
         return StoredForm(staged, name, lease.view[:nbytes], compressed=nbytes < whole_bytes)
 
+    def arriving(self, form: StoredForm) -> ArrivingBytes:
+        """Return the check of an object of full length that is about to be loaded.
+
+        If it passes, the sealed object is in the lease.
+        """
+        if self._keys is None:
+            return ArrivingObject(form.view, form.name)
+        from offload_core.objects.arriving_encrypted_object import ArrivingEncryptedObject  # needs an extra
+
+        return ArrivingEncryptedObject(self._keys, form.view, form.name, form.staged.lease.view, form.staged.key)
+
     async def decode(
         self,
         forms: Sequence[StoredForm],
@@ -308,8 +320,7 @@ class TierCodec:
         target, key = form.staged.lease.view, form.staged.key
         try:
             if self._keys is not None:
-                read = object_format.read_header if form.checked else object_format.verify_stored
-                self._keys.decrypt(read(form.view, form.name), form.view, target, key)
+                self._keys.decrypt(object_format.verify_stored(form.view, form.name), form.view, target, key)
             elif form.compressed:
                 compressed_object.restore(form.view, target, key)
             else:

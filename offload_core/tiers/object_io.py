@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,7 +17,6 @@ from offload_core.api.backend import Backend, LoadOutcome, StoreOutcome
 from offload_core.api.errors import BackendError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
-from offload_core.objects.arriving_object import ArrivingObject
 from offload_core.tiers.compression import Damage, TierCodec, differ
 from offload_core.tiers.staged_object import StagedObject, StoredForm
 
@@ -206,17 +204,16 @@ class ObjectIO:
         ]
         forms = [target for target in targets if isinstance(target, StoredForm)]
         form_names = [form.name for form in forms]
-        encrypted = self._codec.encrypts
-        checks = [ArrivingObject(form.view, form.name, encrypted=encrypted) for form in forms]
+        checks = [self._codec.arriving(form) for form in forms]
         results = await self._backend.load_and_check(form_names, [form.view for form in forms], checks)
         loaded = iter(self._one_per_key(form_names, results, "load_and_check"))
         outcomes = [next(loaded) if isinstance(target, StoredForm) else target for target in targets]
         other_sizes = [index for index, outcome in enumerate(outcomes) if outcome is LoadOutcome.CORRUPT]
         places = [index for index, target in enumerate(targets) if isinstance(target, StoredForm)]
         left = [
-            (index, replace(form, checked=check.passed))
+            (index, form)
             for index, form, check in zip(places, forms, checks, strict=True)
-            if outcomes[index] is LoadOutcome.HIT and (encrypted or not check.passed)
+            if outcomes[index] is LoadOutcome.HIT and not check.passed
         ]
         if left:
             left_forms = [form for _, form in left]

@@ -45,7 +45,6 @@ class StoredForm:
         name: the object's name on the medium.
         view: the bytes. Those of an object that is only ``present`` are not stored.
         compressed: they are compressed.
-        checked: the stored checksum of loaded bytes is verified already.
     """
 
     staged: StagedObject
@@ -53,4 +52,3 @@ class StoredForm:
     view: memoryview
     compressed: bool = False
     present: bool = False
-    checked: bool = False
