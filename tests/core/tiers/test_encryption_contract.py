@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from offload_backend_cpu.arena import PAGE_BYTES
 from offload_backend_cpu.plugin import CPU
@@ -46,6 +49,11 @@ class TestEncryptedDiskWithALimit(_Encrypted, disk.TestDiskWithALimit):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 class TestEncryptedShareWithALimit(_Encrypted, nfs.TestShareWithALimit):
     backend_type = encrypting(NFS)
     machine_examples = EXAMPLES
+
+    @pytest.fixture
+    def options(self, tmp_path: Path) -> dict[str, Any]:
+        return {"url": nfs.url_on_share(tmp_path), "capacity": "1GiB"}
