@@ -29,7 +29,6 @@ from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,
     OffloadingEvent,
     OffloadingGaugeMetadata,
-    OffloadingHistogramMetadata,
     OffloadingMetricMetadata,
     OffloadKey,
     ReqContext,
@@ -50,7 +49,7 @@ from offload_core.elsewhere.verdicts import Verdicts
 from offload_core.objects.file_digests import FileDigests
 from offload_core.objects.fingerprint import Json, files_identity, fingerprint
 from offload_core.objects.format import FORMAT_VERSION
-from offload_core.runtime.metrics import BUCKET_SECONDS, COUNTERS, GAUGES, HISTOGRAMS, value_in_bucket
+from offload_core.runtime.metrics import COUNTERS, GAUGES
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -61,7 +60,7 @@ _PACK = "vllm-tiering-g"
 _METRIC = "vllm:hybrid_offload_"
 
 
-class OffloadCoreTier(SecondaryTierManager):
+class OffloadCoreTier(SecondaryTierManager):  # type: ignore[misc]  # mypy does not follow vLLM's imports
     """All tiers of one configuration, as one secondary tier of vLLM.
 
     Args:
@@ -96,15 +95,11 @@ class OffloadCoreTier(SecondaryTierManager):
         self._namespace = fingerprint(identity)
         # A chunk that a write policy declines is no fault of a tier, and must not count as back-pressure.
         self._declines = all(tier.common.write_policy != "every" for tier in loaded.tiers)
-        rows = primary_kv_view.cast("B")
-
-        def view_of(chunk: int) -> memoryview:
-            return rows[chunk * chunk_bytes : (chunk + 1) * chunk_bytes]
-
+        self._rows = primary_kv_view.cast("B")
         groups = [group.group_id for group in offloading_spec.config.groups]
         packs = {f"{_PACK}{group}": chunk_bytes for group in groups}
         name = f"vllm-tiering-{offloading_spec.config.engine_id}"
-        self._store = HostStore(loaded, name, packs, view_of)
+        self._store = HostStore(loaded, name, packs, self._chunk)
         self._verdicts: Verdicts[OffloadKey] = Verdicts(self._find)
         self._load_keys: dict[int, list[OffloadKey]] = {}
         self._store_keys: dict[int, list[OffloadKey]] = {}
@@ -167,24 +162,23 @@ class OffloadCoreTier(SecondaryTierManager):
         self._store.drain()
 
     def shutdown(self) -> None:
-        """Wait for pending stores, at most ``shutdown_timeout_seconds``, and close the tiers."""
+        """Wait for pending stores, at most ``shutdown_timeout_seconds``, and close the tiers.
+
+        vLLM can unmap the chunks afterwards, since no view of them is left.
+        """
         self._store.close()
+        self._rows.release()
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         """Return the metrics: those of our own connector, by tier."""
         labels = ("tier",)
         kinds = ((OffloadingCounterMetadata, COUNTERS), (OffloadingGaugeMetadata, GAUGES))
-        definitions: dict[str, OffloadingMetricMetadata] = {
+        return {
             f"{_METRIC}{name}": kind(f"offload-core: {text}.", labels)
             for kind, table in kinds
             for name, text in table.items()
         }
-        for name, text in HISTOGRAMS.items():
-            definitions[f"{_METRIC}{name}"] = OffloadingHistogramMetadata(
-                f"offload-core: {text}.", labels, BUCKET_SECONDS
-            )
-        return definitions
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return the counts since the last call; gauges have their whole value."""
@@ -195,15 +189,10 @@ class OffloadCoreTier(SecondaryTierManager):
                 stats.set_gauge(f"{_METRIC}{name}", self._gauges[name, tier], (tier,))
             else:
                 stats.increase_counter(f"{_METRIC}{name}", count, (tier,))
-        values = self._store.counters.take_histograms()
-        for (bucket, tier), count in values.items():
-            name, _, number = bucket.partition(":")
-            if number.endswith(":sum"):
-                continue  # comes with its bucket's count
-            value = value_in_bucket(int(number), count, values[f"{bucket}:sum", tier])
-            for _ in range(int(count)):  # a histogram takes single values; these have the same buckets and sum
-                stats.observe_histogram(f"{_METRIC}{name}", value, (tier,))
         return None if stats.is_empty() else stats
+
+    def _chunk(self, chunk: int) -> memoryview:
+        return self._rows[chunk * self.block_size_bytes : (chunk + 1) * self.block_size_bytes]
 
     def _find(self, keys: Sequence[OffloadKey]) -> Future[list[str | None]]:
         return self._store.locate([self._key(key) for key in keys])
