@@ -9,6 +9,7 @@ from functools import cached_property
 
 from prometheus_client.samples import Sample
 
+from offload_core.cli.metrics_text import by_tier
 from offload_core.cli.output import human_bytes
 from offload_core.runtime.metrics import HIT_RATIO_GAUGES
 
@@ -16,7 +17,6 @@ WORTH = 0.03
 """The least gain in the hit ratio to speak for another capacity. Estimates differ by up to this from a simulation."""
 FEW = 0.02
 """Up to this hit ratio at each capacity, prompts hardly share prefixes."""
-_PREFIX = "vllm:hybrid_offload_"
 
 
 @dataclass(frozen=True)
@@ -84,27 +84,29 @@ class TierCurve:
 
 def curves(samples: Iterable[Sample]) -> list[TierCurve]:
     """Return the live curves among the metrics of an engine, by engine and tier."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
-    for name, labels, value, *_ in samples:
-        if name.startswith(_PREFIX) and "tier" in labels:
-            place = labels.get("engine", ""), labels["tier"]
-            found.setdefault(place, {})[name.removeprefix(_PREFIX)] = value
-    return list(_curves(found))
+    return list(_curves(by_tier(samples)))
 
 
 def _curves(found: dict[tuple[str, str], dict[str, float]]) -> Iterator[TierCurve]:
-    for (engine, tier), values in sorted(found.items()):
+    for (engine, tier), values in found.items():
         if values.get("capacity_bytes"):
             half, same, twice, four = (values.get(gauge, 0.0) for gauge in HIT_RATIO_GAUGES)
             tokens = values.get("estimated_prompt_tokens_total", 0.0)
             yield TierCurve(engine, tier, values["capacity_bytes"], (half, same, twice, four), tokens)
 
 
-def measured_hits(samples: Iterable[Sample]) -> tuple[float, float] | None:
-    """Return the hits per prompt token that vLLM has counted: in its own cache, and from all connectors.
+MeasuredHits = tuple[float, float] | None
+"""Hits per prompt token in vLLM's own cache, and from all connectors; ``None`` if vLLM has counted no tokens."""
 
-    Both are shares of all prompt tokens, of all engines together. ``None`` if vLLM has counted no tokens.
-    """
+
+def hits_document(measured: MeasuredHits) -> dict[str, float | None]:
+    """Return the hits that vLLM has counted as a JSON object."""
+    own, external = measured or (None, None)
+    return {"own_hit_ratio": own, "external_hit_ratio": external}
+
+
+def measured_hits(samples: Iterable[Sample]) -> MeasuredHits:
+    """Return the hits per prompt token that vLLM has counted, as shares of all prompt tokens of all engines."""
     totals: dict[str, float] = {}
     for name, _, value, *_ in samples:
         totals[name] = totals.get(name, 0.0) + value

@@ -48,6 +48,14 @@ ConfigFile = Annotated[
         "the current folder, as they do for the engine",
     ),
 ]
+MetricsSource = Annotated[
+    str,
+    typer.Argument(
+        metavar="METRICS",
+        help="the address of a running vLLM, such as http://localhost:8000/metrics, a file with its answer, or - for "
+        "the standard input",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document instead of tables")]
 TierNames = Annotated[
     list[str] | None, typer.Option("--tier", metavar="NAME", help="only this tier; repeat the option for several tiers")

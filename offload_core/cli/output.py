@@ -26,13 +26,19 @@ def print_json(document: Any) -> None:
     typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table on stdout. A column whose name ends in a bar, ``|``, is aligned to the right."""
+def make_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Return a table. A column whose name ends in a bar, ``|``, is aligned to the right."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
         table.add_column(column.rstrip("|"), justify="right" if column.endswith("|") else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
+    return table
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print the table of :func:`make_table` on stdout."""
+    table = make_table(columns, rows)
     if sys.stdout.isatty():
         Console().print(table)
         return

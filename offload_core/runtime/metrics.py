@@ -1,11 +1,20 @@
-"""The counters and gauges of both halves, which the engine's metrics show."""
+"""The counters, gauges and histograms of both halves, which the engine's metrics show."""
 
 from __future__ import annotations
 
+import math
 import threading
+from bisect import bisect_left
 from collections import defaultdict
 
+ALL_TIERS = "all"
+"""The tier of counts that belong to no single one."""
+
 COUNTERS = {
+    "queries": "lookups of a request's prefix on the tier, those included that it did not answer",
+    "query_hits": "lookups to which the tier had more of the prefix than the engine",
+    "query_misses": "lookups to which the tier had no more of the prefix than the engine",
+    "hit_tokens": "prompt tokens that complete loads brought",
     "lookup_hits": "objects that a lookup found",
     "lookup_misses": "objects that a lookup did not find",
     "lookup_failures": "lookups that failed, timed out or were refused under load; they count as misses",
@@ -46,6 +55,9 @@ COUNTERS = {
     "store_uncompressed": "objects stored uncompressed by tiers with compression, because compression saves too little",
     "promotions": "objects loaded from another tier and stored on this one",
     "promotions_dropped": "objects loaded from another tier and not stored, for the reasons of store_dropped",
+    "evictions": "objects that the backend evicted for stores of this engine",
+    "evictions_unread": "objects that this engine stored and never loaded before the backend evicted them",
+    "evictions_unread_bytes": "bytes of the objects of evictions_unread, as written to the medium",
     "delete_failures": "damaged objects that could not be deleted",
     "io_process_ends": "unasked ends of the tier's I/O process, as each process of the engine counts them",
     "staging_replaced_bytes": "bytes of staging memory in calls of a killed I/O process that was not gone in time",
@@ -59,6 +71,8 @@ COUNTERS = {
 
 GAUGES = {
     "breaker_open": "ranks and schedulers that do not use the tier, or use it on trial only, because it kept failing",
+    "pending_loads": "requests that wait for their load",
+    "pending_stores": "objects on their way to the tier, with those of calls past their deadline",
     "draining_leases": "staging leases of calls that have ended for the engine but not yet for the backend",
     "stuck_threads": "threads of the tier that have been in one call for longer than all of its deadlines",
     "capacity_bytes": "configured capacity of the tier; the estimates are for multiples of it",
@@ -77,13 +91,33 @@ HIT_RATIO_GAUGES = (
 )
 """The gauges of the live curve, by rising capacity."""
 
+HISTOGRAMS = {
+    "lookup_seconds": "duration of the calls that look objects up, failed ones included",
+    "load_seconds": "duration of the calls that load objects, failed ones included",
+    "load_queue_seconds": "wait of loads for their calls, one value per call",
+    "store_seconds": "duration of the calls that store objects, failed ones included",
+    "store_queue_seconds": "wait of stores for their calls, one value per batch",
+}
+"""Every histogram's name and meaning. All of them have the same buckets."""
+
+BUCKET_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""The upper bounds of all buckets but the last, which has none."""
+
+_BUCKETS = {name: tuple(f"{name}:{number}" for number in range(len(BUCKET_SECONDS) + 1)) for name in HISTOGRAMS}
+_SUMS = {name: tuple(f"{bucket}:sum" for bucket in buckets) for name, buckets in _BUCKETS.items()}
+
 
 class Counters:
-    """Thread-safe counts by ``(counter, tier)``."""
+    """Thread-safe counts by ``(counter, tier)``, and histograms.
+
+    A histogram is two counts for each bucket with values: their number is ``name:bucket``, their sum is
+    ``name:bucket:sum``. So reports of halves and of ranks add up like those of counters.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, str], float] = defaultdict(int)
+        self._values: dict[tuple[str, str], float] = defaultdict(int)
 
     def add(self, name: str, tier: str, amount: float = 1) -> None:
         """Add ``amount`` to the counter or gauge ``name`` of ``tier``.
@@ -95,15 +129,52 @@ class Counters:
 
         Raises:
             KeyError: there is no counter or gauge ``name``.
+            ValueError: ``amount`` would lower a counter.
         """
         if name not in COUNTERS and name not in GAUGES:
             raise KeyError(f"there is no counter {name!r}; the counters are {', '.join((*COUNTERS, *GAUGES))}")
+        if amount < 0 and name in COUNTERS:
+            raise ValueError(f"counter {name!r} of tier {tier!r} cannot go down by {-amount}; only a gauge can")
         if amount:
             with self._lock:
                 self._counts[name, tier] += amount
+
+    def observe(self, name: str, tier: str, seconds: float) -> None:
+        """Add a value to the histogram ``name`` of ``tier``.
+
+        Args:
+            name: a key of :data:`HISTOGRAMS`.
+            tier: the tier's name.
+            seconds: 0 or more.
+
+        Raises:
+            KeyError: there is no histogram ``name``.
+            ValueError: ``seconds`` is negative or not a number.
+        """
+        if name not in _BUCKETS:
+            raise KeyError(f"there is no histogram {name!r}; the histograms are {', '.join(HISTOGRAMS)}")
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"{name} of tier {tier!r} cannot be {seconds}; it must be 0 or more")
+        number = bisect_left(BUCKET_SECONDS, seconds)
+        with self._lock:
+            self._values[_BUCKETS[name][number], tier] += 1
+            self._values[_SUMS[name][number], tier] += seconds
 
     def take(self) -> dict[tuple[str, str], float]:
         """Return the counts since the last call, and start again from zero. The count of a gauge is its change."""
         with self._lock:
             counts, self._counts = self._counts, defaultdict(int)
         return {key: count for key, count in counts.items() if count}
+
+    def take_histograms(self) -> dict[tuple[str, str], float]:
+        """Return the counts of the histograms' buckets since the last call, and start again from zero."""
+        with self._lock:
+            values, self._values = self._values, defaultdict(int)
+        return dict(values)
+
+
+def value_in_bucket(bucket: int, count: float, total: float) -> float:
+    """Return the mean of the values in a histogram's bucket. It is inside the bucket, however their sum was rounded."""
+    least = math.nextafter(BUCKET_SECONDS[bucket - 1], math.inf) if bucket else 0.0
+    most = BUCKET_SECONDS[bucket] if bucket < len(BUCKET_SECONDS) else math.inf
+    return min(max(total / count, least), most)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
 from offload_core.api import events
 from offload_core.api.backend import LoadOutcome, StoreOutcome
@@ -12,6 +14,9 @@ from offload_core.runtime.metrics import Counters
 from offload_core.tiers.object_io import LoadEnd
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.storage import StoreEnd
+
+_MAX_UNREAD = 1 << 18
+"""Stored objects that a tier remembers until they are loaded; each takes about 100 bytes."""
 
 
 class TierAccounting:
@@ -28,6 +33,9 @@ class TierAccounting:
         self._compresses = compresses
         self._observers = observers
         self._is_open = False
+        self._unread: OrderedDict[int, int] = OrderedDict()
+        """Bytes of the objects that this process stored and never loaded, by the hash of the key, the oldest first."""
+        self._unread_lock = threading.Lock()
 
     def opened(self, seconds: float) -> None:
         """Record that the backend is open, after ``seconds``."""
@@ -47,6 +55,10 @@ class TierAccounting:
     def storage_ended(self) -> None:
         """Count an end of the storage's process."""
         self._add("io_process_ends")
+
+    def lookup_ended(self, seconds: float) -> None:
+        """Count a call that looked objects up, whether it failed or not."""
+        self._counters.observe("lookup_seconds", self._tier, seconds)
 
     def lookup_answered(self, present: Sequence[bool]) -> None:
         """Count a lookup with one answer per object."""
@@ -68,6 +80,8 @@ class TierAccounting:
         outcomes = end.outcomes
         hits, missing = outcomes.count(LoadOutcome.HIT), outcomes.count(LoadOutcome.MISS)
         pairs = list(zip(objects, outcomes, strict=True))
+        self._counters.observe("load_seconds", self._tier, seconds)
+        self._take_unread(staged.key for staged in objects)
         corrupt = tuple(staged.key for staged, outcome in pairs if outcome is LoadOutcome.CORRUPT)
         if self._compresses:
             raw = sum(staged.lease.nbytes for staged, outcome in pairs if outcome is LoadOutcome.HIT)
@@ -83,6 +97,7 @@ class TierAccounting:
 
     def load_failed(self, objects: int, seconds: float) -> None:
         """Count a batch of ``objects`` whose load raised after ``seconds``."""
+        self._counters.observe("load_seconds", self._tier, seconds)
         self._add("load_failures", objects)
         self._emit(events.LoadsEnded(self._tier, 0, 0, 0, objects, 0, seconds))
 
@@ -99,6 +114,8 @@ class TierAccounting:
         spare = sum(1 for staged, end in pairs if staged.spare and end.outcome is StoreOutcome.REJECTED)
         stored = [(staged, end) for staged, end in pairs if end.outcome is StoreOutcome.STORED]
         nbytes = sum(end.nbytes for _, end in stored)
+        self._counters.observe("store_seconds", self._tier, seconds)
+        self._add_unread((staged.key, end.nbytes) for staged, end in stored)
         if self._compresses:
             self._add("store_raw_bytes", sum(staged.lease.nbytes for staged, _ in stored))
             self._add("store_uncompressed", sum(not end.compressed for _, end in stored))
@@ -112,6 +129,7 @@ class TierAccounting:
 
     def store_failed(self, objects: int, seconds: float) -> None:
         """Count a batch of ``objects`` whose store raised after ``seconds``."""
+        self._counters.observe("store_seconds", self._tier, seconds)
         self._add("store_failures", objects)
         self._emit(events.StoresEnded(self._tier, 0, 0, 0, objects, 0, seconds))
 
@@ -120,13 +138,36 @@ class TierAccounting:
         self._add("store_dropped", objects)
 
     def evicted(self, keys: Sequence[ObjectKey]) -> None:
-        """Report objects that the backend evicted to make room."""
+        """Count and report objects that the backend evicted to make room."""
+        self._add("evictions", len(keys))
+        self.evicted_by_others(keys)
         if keys:
             self._emit(events.ObjectsEvicted(self._tier, tuple(keys)))
+
+    def evicted_by_others(self, keys: Sequence[ObjectKey]) -> None:
+        """Count objects that nobody has loaded, among those that the backend evicted for this or another process."""
+        sizes = self._take_unread(keys)
+        self._add("evictions_unread", len(sizes))
+        self._add("evictions_unread_bytes", sum(sizes))
 
     def delete_failed(self, objects: int) -> None:
         """Count a batch of damaged ``objects`` whose deletion raised."""
         self._add("delete_failures", objects)
+
+    def _add_unread(self, stored: Iterable[tuple[ObjectKey, int]]) -> None:
+        """Remember stored objects until they are loaded or evicted; of too many, the oldest are forgotten."""
+        with self._unread_lock:
+            for key, nbytes in stored:
+                self._unread[hash(key)] = nbytes
+                self._unread.move_to_end(hash(key))
+            while len(self._unread) > _MAX_UNREAD:
+                self._unread.popitem(last=False)
+
+    def _take_unread(self, keys: Iterable[ObjectKey]) -> list[int]:
+        """Forget objects, and return the sizes of those that were stored and never loaded."""
+        with self._unread_lock:
+            sizes = [self._unread.pop(hash(key), None) for key in keys]
+        return [size for size in sizes if size is not None]
 
     def _add(self, counter: str, amount: int = 1) -> None:
         self._counters.add(counter, self._tier, amount)

@@ -189,6 +189,7 @@ class Tier:
         seconds = self.limits.lookup_timeout_seconds if within_seconds is None else within_seconds
         timer = asyncio.get_running_loop().call_later(seconds, self._lookup_timed_out, call, keys)
         self._running_lookups += 1
+        started = time.monotonic()
         try:
             present = await answer(self._storage.contains(keys))
         except Exception as error:
@@ -197,6 +198,7 @@ class Tier:
             return [False] * len(keys)
         finally:
             self.health.ended(call)
+            self._accounting.lookup_ended(time.monotonic() - started)
             self._running_lookups -= 1
             timer.cancel()
             self._overdue_lookups.discard(call)
@@ -377,6 +379,7 @@ class Tier:
 
     def _evicted_by_others(self, keys: Sequence[ObjectKey]) -> None:
         self._changes.remove(keys)
+        self._accounting.evicted_by_others(keys)
 
     def _storage_ended(self, lost: bool) -> None:
         self._accounting.storage_ended()

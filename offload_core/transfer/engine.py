@@ -20,7 +20,7 @@ from offload_core.memory.staging_pool import StagingPool
 from offload_core.memory.staging_shares import share_out
 from offload_core.memory.staging_size import gather_limit_bytes, staging_uses
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
-from offload_core.runtime.metrics import Counters
+from offload_core.runtime.metrics import ALL_TIERS, Counters
 from offload_core.tiers.opening import TierProcesses
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject
@@ -140,7 +140,7 @@ class TransferEngine:
     def _replace_staging(self) -> None:
         """Use other staging memory in place of all that is in use, since a killed process may still write into it."""
         budgets = [self._stores.budget, *(share.stores for share in self._shares.values())]
-        self._counters.add("staging_replaced_bytes", "all", self._staging.replace_held(budgets))
+        self._counters.add("staging_replaced_bytes", ALL_TIERS, self._staging.replace_held(budgets))
 
     def wait_for_arrival(self, seconds: float) -> None:
         """Wait for an arrived object, at most ``seconds``. For a step in which the engine has no other work."""

@@ -154,7 +154,13 @@ class Loads:
         self._copying: deque[_Copying] = deque()
         self._readers = {
             tier.name: TierReader(
-                tier, shares[tier.name], staging=staging, layouts=layouts, jobs=jobs, on_end=self._hand_over
+                tier,
+                shares[tier.name],
+                staging=staging,
+                layouts=layouts,
+                jobs=jobs,
+                counters=counters,
+                on_end=self._hand_over,
             )
             for tier in tiers
         }

@@ -21,6 +21,7 @@ from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_shares import TierShare
 from offload_core.memory.staging_size import lease_bytes
 from offload_core.objects.format import object_bytes
+from offload_core.runtime.metrics import Counters
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject, in_batches
@@ -47,6 +48,8 @@ class _Waiting:
     batches: deque[_Batch]
     most: int
     """Maximum number of its batches in a call."""
+    submitted: float
+    """By the monotonic clock, in seconds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +80,7 @@ class TierReader:
         staging: StagingPool,
         layouts: Mapping[str, PackLayout],
         jobs: JobTable,
+        counters: Counters,
         on_end: ReadsEnded,
     ) -> None:
         self._tier = tier
@@ -84,6 +88,7 @@ class TierReader:
         self._staging = staging
         self._layouts = layouts
         self._jobs = jobs
+        self._counters = counters
         self._on_end = on_end
         self._slots = load_slots_of(tier)
         self._spare_slots = tier.config.io_threads
@@ -98,15 +103,15 @@ class TierReader:
         needed = max(sum(map(lease_bytes, self._lease_sizes([batch]))) for batch in batches)
         if needed > self._share.limit_bytes:  # the configuration has been checked
             logger.error(
-                "objects of %d bytes do not fit into the %d bytes of staging of tier %r; this is a defect, please "
-                "report it", needed, self._share.limit_bytes, self._tier.name,
+                "objects of %d bytes do not fit into the %d bytes of staging of %s; this is a defect, please "
+                "report it", needed, self._share.limit_bytes, self._tier.label,
             )  # fmt: skip
             self._on_end(job, objects, [], [])
             return
         # A short load is spread over all slots, or makes two calls, so that copies overlap with reads.
         most = -(-len(batches) // (2 if self._tier.is_elsewhere else self._slots))
         with self._lock:
-            self._waiting.append(_Waiting(job, batches, most))
+            self._waiting.append(_Waiting(job, batches, most, time.monotonic()))
         self.start_calls()
 
     def start_calls(self) -> None:
@@ -116,7 +121,7 @@ class TierReader:
             try:
                 started = self._tier.start_load(call.staged, partial(self._ended, call))
             except Exception:
-                logger.exception("a load on tier %r cannot start; this is a defect, please report it", self._tier.name)
+                logger.exception("a load on %s cannot start; this is a defect, please report it", self._tier.label)
             if not started:
                 self._end(call, [])
 
@@ -172,6 +177,7 @@ class TierReader:
             for item, lease, scratch in zip_longest(objects, leases[: len(objects)], leases[len(objects) :])
         ]
         call = _Call(load.job, count, objects, staged, time.monotonic())
+        self._counters.observe("load_queue_seconds", self._tier.name, call.started - load.submitted)
         self._running.add(call)
         return call
 

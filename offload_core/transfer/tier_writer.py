@@ -118,6 +118,7 @@ class TierWriter:
             self._jobs.hold(job, len(stores))
             for store in stores:
                 store.assign(self.name, self._share, batch)
+        self._counters.add("pending_stores", self.name, len(stores))
         return batch
 
     @property
@@ -182,14 +183,16 @@ class TierWriter:
                 call = self._queue.start_next(self._call_size.take)
                 if call is None:
                     return
+                begin, started = time.monotonic(), False
                 for batch in call.batches:
                     self._jobs.start(self._job_of[batch])
-            begin, started = time.monotonic(), False
+                    submitted = batch.deadline - self.tier.limits.store_timeout_seconds
+                    self._counters.observe("store_queue_seconds", self.name, max(0.0, begin - submitted))
             try:
                 on_end = partial(self._ended, call, begin)
                 started = self.tier.start_store([store.staged for store in call.items], on_end)
             except Exception:
-                logger.exception("a store on tier %r cannot start; this is a defect, please report it", self.name)
+                logger.exception("a store on %s cannot start; this is a defect, please report it", self.tier.label)
             if not started:
                 self._end(call, begin, [])
 
@@ -256,6 +259,7 @@ class TierWriter:
             stored: the result of its call, per object; empty if there was no call or the call raised an error.
         """
         job = self._job_of.pop(batch)
+        self._counters.add("pending_stores", self.name, -len(batch.items))
         for store, is_stored in zip(batch.items, (*stored, *[False] * len(batch.items)), strict=False):
             if is_stored:
                 self.policy.has_stored(store.key)
@@ -272,6 +276,7 @@ class TierWriter:
     def _dropped(self, batch: StoreBatch[PendingStore], store: PendingStore) -> None:
         """Release an object that was dropped from the queue."""
         self._count_dropped(store)
+        self._counters.add("pending_stores", self.name, -1)
         store.decide(self.name, stored=False)
         store.release(self.name)
         job = self._job_of[batch]

@@ -112,7 +112,9 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> HybridOffloadStats | None:
         """Return this half's counts since the last call."""
         half = self._scheduler_half or self._worker_half
-        counts = half.counters.take() if half is not None else {}
+        if half is None:
+            return None
+        counts = {**half.counters.take(), **half.counters.take_histograms()}
         return HybridOffloadStats.from_counts(counts) if counts else None
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The connector's counters and gauges as vLLM statistics and Prometheus metrics (``vllm:hybrid_offload_…``)."""
+"""The connector's counts as vLLM statistics and as Prometheus metrics (``vllm:hybrid_offload_…``)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from offload_core.runtime.metrics import COUNTERS, GAUGES
+from offload_core.runtime.metrics import ALL_TIERS, BUCKET_SECONDS, COUNTERS, GAUGES, HISTOGRAMS, value_in_bucket
 
 _SEPARATOR = "|"
 
 
 @dataclass
 class HybridOffloadStats(KVConnectorStats):
-    """Counts, and changes of gauges, since the last report.
+    """Counts, changes of gauges, and histograms, since the last report.
 
-    ``data`` is ``{"counter|tier": count}``, which survives vLLM's serialisation.
+    ``data`` is ``{"counter|tier": count}``, which survives vLLM's serialisation. A histogram has several counts, as
+    :class:`offload_core.runtime.metrics.Counters` names them.
     """
 
     @classmethod
     def from_counts(cls, counts: dict[tuple[str, str], float]) -> HybridOffloadStats:
-        """Return statistics from the counts of :meth:`offload_core.runtime.metrics.Counters.take`."""
+        """Return statistics from counts that :class:`offload_core.runtime.metrics.Counters` has handed over."""
         return cls({_SEPARATOR.join(key): count for key, count in counts.items()})
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -37,8 +38,8 @@ class HybridOffloadStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the counts for vLLM's periodic log line."""
-        return dict(self.data)
+        """Return the counts for vLLM's periodic log line, without those of histograms."""
+        return {key: count for key, count in self.data.items() if ":" not in key.split(_SEPARATOR, 1)[0]}
 
     def is_empty(self) -> bool:
         """Return whether there are no counts."""
@@ -46,7 +47,7 @@ class HybridOffloadStats(KVConnectorStats):
 
 
 class HybridOffloadPromMetrics(KVConnectorPromMetrics):
-    """A Prometheus counter or gauge per entry of the tables of :mod:`offload_core.runtime.metrics`, by tier."""
+    """A Prometheus metric by tier per entry of the tables of :mod:`offload_core.runtime.metrics`."""
 
     def __init__(
         self,
@@ -65,9 +66,35 @@ class HybridOffloadPromMetrics(KVConnectorPromMetrics):
             for metric, table in ((self._counter_cls, COUNTERS), (self._gauge_cls, GAUGES))
             for name, text in table.items()
         }
+        for name, text in HISTOGRAMS.items():
+            self._metrics[name] = self._histogram_cls(
+                name=f"vllm:hybrid_offload_{name}",
+                documentation=f"offload-core: {text}.",
+                buckets=BUCKET_SECONDS,
+                labelnames=[*labelnames, "tier"],
+            )
+        self._tiers: set[tuple[int, str]] = set()
+        """The tiers of each engine that have all metrics."""
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report's counts; counts of gauges may be negative."""
         for key, count in transfer_stats_data.items():
             name, tier = key.split(_SEPARATOR, 1)
-            self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], tier).inc(count)
+            metric, _, bucket = name.partition(":")
+            if bucket.endswith(":sum"):
+                continue  # comes with its bucket's count
+            self._show_tier(engine_idx, tier)
+            shown = self._metrics[metric].labels(*self.per_engine_labelvalues[engine_idx], tier)
+            if not bucket:
+                shown.inc(count)
+                continue
+            value = value_in_bucket(int(bucket), count, transfer_stats_data[f"{name}:sum{_SEPARATOR}{tier}"])
+            for _ in range(int(count)):  # a histogram takes single values; these have the same buckets and sum
+                shown.observe(value)
+
+    def _show_tier(self, engine_idx: int, tier: str) -> None:
+        """Show all metrics of a tier from its first count on. Else Prometheus would miss the first count of each."""
+        if (engine_idx, tier) not in self._tiers and tier != ALL_TIERS:
+            for metric in self._metrics.values():
+                metric.labels(*self.per_engine_labelvalues[engine_idx], tier)
+        self._tiers.add((engine_idx, tier))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -135,11 +136,19 @@ def test_a_server_is_served_what_an_engine_has_stored(qwen3_next: Lab, tmp_path:
         loaded = _metric(url, "vllm:hybrid_offload_load_hits_total")
         external_hits = _metric(url, "vllm:external_prefix_cache_hits_total")
         _complete(url, [f"w{token}" for token in reversed(prompt.token_ids)])
+        view = subprocess.run(
+            [sys.executable, "-m", "offload_core.cli", "top", url, "--once", "--json"], capture_output=True, check=True
+        )
 
     assert text.split() == [f"w{token}" for token in engine.rounds[0].prompts[0].token_ids]
     assert cached == external_hits == 1280
     assert loaded > 0
     assert len(objects(tmp_path / "kv-cache")) >= 2 * len(stored) > 0, "the server's shutdown finishes its stores"
+    (tier,) = json.loads(view.stdout)["tiers"]
+    shown = {name: tier[name] for name in ("tier", "queries", "query_hits", "query_misses", "hit_tokens")}
+    assert shown == {"tier": "disk", "queries": 2, "query_hits": 1, "query_misses": 1, "hit_tokens": 1280}
+    assert (tier["pending_loads"], tier["breaker_open"], tier["load_bytes"] > 0) == (0, 0, True)
+    assert all(tier[f"mean_{call}_seconds"] > 0 for call in ("lookup", "load", "load_queue"))
     _check_log(tmp_path / "server.log")
 
 

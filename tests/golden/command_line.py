@@ -62,6 +62,15 @@ CASES = {
         "advise missing.txt --json",
         "advise",
     ],
+    "top": [
+        "top metrics.txt --once",
+        "top metrics.txt --once --json",
+        "top - --json",
+        "top metrics.txt --interval 1ms",
+        "top trace.jsonl",
+        "top missing.txt --json",
+        "top",
+    ],
     "check": [
         "check offload.json",
         "check offload.json --json",

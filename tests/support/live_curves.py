@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from offload_core.runtime.metrics import HIT_RATIO_GAUGES
+from tests.support.metrics_page import lines
 
 Ratios = tuple[float, float, float, float]
 """Hit ratios at half, one, two and four times the capacity."""
@@ -17,6 +18,4 @@ def shown(
         "estimated_prompt_tokens_total": float(tokens),
         **dict(zip(HIT_RATIO_GAUGES, ratios, strict=True)),
     }
-    labels = f'engine="{engine}",model_name="m",tier="{tier}"'
-    lines = [f"vllm:hybrid_offload_{name}{{{labels}}} {value}" for name, value in values.items()]
-    return "\n".join(["# HELP vllm:hybrid_offload_capacity_bytes offload-core: …", *lines, ""])
+    return "# HELP vllm:hybrid_offload_capacity_bytes offload-core: …\n" + lines(values, tier, engine)

@@ -20,7 +20,7 @@ from pydantic_core import PydanticUndefined
 from offload_core.cli import app
 from offload_core.config.model import BackendConfig, OffloadSettings
 from offload_core.plugins.registry import load_plugins
-from offload_core.runtime.metrics import COUNTERS, GAUGES
+from offload_core.runtime.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from tests.support.paths import ROOT
 
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -49,6 +49,7 @@ def reference_tables() -> dict[str, str]:
         },
         "counters": _table(("counter", "meaning"), _metrics(COUNTERS, "_total")),
         "gauges": _table(("gauge", "meaning"), _metrics(GAUGES, "")),
+        "histograms": _table(("histogram", "meaning"), _metrics(HISTOGRAMS, "")),
         "commands": "\n\n".join(_commands()),
     }
 

@@ -12,7 +12,7 @@ DEADLINES_OF_WAITS = {"lookups": 2, "loads": 1, "kept_back": 1}
 """The deadlines that end each kind of wait. One ends lookups, another the wait for another request's load."""
 VERDICTS = ("jobs_done", "jobs_failed", "jobs_timed_out", "jobs_cancelled")
 """Counters of how jobs end; each job ends in exactly one of these ways."""
-AT_REST_ZERO = ("draining_leases", "breaker_open", "stuck_threads")
+AT_REST_ZERO = ("draining_leases", "breaker_open", "stuck_threads", "pending_loads", "pending_stores")
 """Gauges that are zero while the engine is idle and the medium works."""
 
 _METRIC = re.compile(r'vllm:hybrid_offload_(\w+?)(?:_total)?\{.*?tier="([^"]*)"')

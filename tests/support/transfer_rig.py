@@ -173,10 +173,11 @@ class Rig:
     def all_leases_are_back(self) -> None:
         self.step_until(lambda: self.staging.used_bytes == 0)
 
-    def counted(self, name: str, tier: str = "memory") -> float:
+    def counted(self, name: str, tier: str = "memory", *, keep: bool = False) -> float:
+        """Return a count since the last call for it; ``keep`` leaves it for another call."""
         counts = self.counters.take()
         for (other, of), count in counts.items():
-            if (other, of) != (name, tier):
+            if keep or (other, of) != (name, tier):
                 self.counters.add(other, of, count)
         return counts.get((name, tier), 0)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from offload_core.runtime.metrics import COUNTERS, GAUGES
+from offload_core.runtime.metrics import BUCKET_SECONDS, COUNTERS, GAUGES, HISTOGRAMS, Counters
 from offload_core.vllm.metrics import HybridOffloadPromMetrics, HybridOffloadStats
 
 
@@ -44,9 +44,40 @@ def test_gauges_go_up_and_down_and_counters_up(shown: HybridOffloadPromMetrics, 
         assert value(registry, "breaker_open", "nvme") == left
 
 
+def test_histograms_of_ranks_add_up_value_by_value(
+    shown: HybridOffloadPromMetrics, registry: CollectorRegistry
+) -> None:
+    values = ([0.0, 0.001, 0.0011, 0.1], [0.1, 0.2, 31.0, 100.0])  # on and beside the buckets' bounds
+    report = HybridOffloadStats()
+    for of_rank in values:
+        counters = Counters()
+        for seconds in of_rank:
+            counters.observe("load_seconds", "a|b:1", seconds)
+        report.aggregate(HybridOffloadStats.from_counts(counters.take_histograms()))
+    assert report.reduce() == {}, "vLLM's log line has no buckets"
+    shown.observe(report.data)
+    expected = Histogram("expected", "", buckets=BUCKET_SECONDS, registry=registry)
+    for seconds in (*values[0], *values[1]):
+        expected.observe(seconds)
+    for bound in (*map(str, BUCKET_SECONDS), "+Inf"):
+        labels = {"engine": "0", "tier": "a|b:1", "le": bound}
+        found = registry.get_sample_value("vllm:hybrid_offload_load_seconds_bucket", labels)
+        assert found == registry.get_sample_value("expected_bucket", {"le": bound}), bound
+    assert value(registry, "load_seconds_sum", "a|b:1") == pytest.approx(sum(map(sum, values)))
+
+
+def test_a_tier_shows_all_its_metrics_from_its_first_count_on(
+    shown: HybridOffloadPromMetrics, registry: CollectorRegistry
+) -> None:
+    shown.observe({"stores|nvme": 1, "lookup_wait_seconds|all": 0.5})
+    names = [*(f"{name}_total" for name in COUNTERS), *GAUGES, *(f"{name}_count" for name in HISTOGRAMS)]
+    assert {name: value(registry, name, "nvme") for name in names} == {**dict.fromkeys(names, 0), "stores_total": 1}
+    assert [name for name in names if value(registry, name, "all") is not None] == ["lookup_wait_seconds_total"]
+
+
 def test_every_name_is_shown_once_with_its_kind(shown: HybridOffloadPromMetrics, registry: CollectorRegistry) -> None:
     shown.observe({f"{name}|t": 1 for name in (*COUNTERS, *GAUGES)})
     kinds = {metric.name: metric.type for metric in registry.collect()}
     assert kinds == {f"vllm:hybrid_offload_{name}": "counter" for name in COUNTERS} | {
         f"vllm:hybrid_offload_{name}": "gauge" for name in GAUGES
-    }
+    } | {f"vllm:hybrid_offload_{name}": "histogram" for name in HISTOGRAMS}

@@ -115,9 +115,10 @@ class Half:
         self.report([item.chunk for item in step.stores])
         return step
 
-    def load(self, item: Any, tokens: int, groups: int = 1) -> None:
+    def load(self, item: Any, tokens: int, groups: int = 1, computed_tokens: int = 0) -> None:
         """Allocate blocks for a load as the engine does."""
-        blocks = [SimpleNamespace(block_id=number + 1, is_null=False) for number in range(tokens // BLOCK)]
+        count = (computed_tokens + tokens) // BLOCK
+        blocks = [SimpleNamespace(block_id=number + 1, is_null=False) for number in range(count)]
         taken: Any = SimpleNamespace(blocks=(blocks,) * groups)
         self.half.blocks_allocated(item, taken, tokens)
 
@@ -360,3 +361,43 @@ def test_the_end_of_another_connectors_load_is_none_of_ours(half: Half) -> None:
     half.half.take_output({"r"}, set(), None)
     half.half.take_output({"r"}, {"r"}, None)
     half.store(r=80)
+
+
+def test_queries_and_the_tokens_of_loads_are_counted_once_per_lookup_and_load(half: Half) -> None:
+    half.follow(request("a"))
+    half.store(a=80)
+    half.half.counters.take()
+
+    def counted(*names: str) -> list[float]:
+        counts = half.half.counters.take()
+        return [counts.get((name, "memory"), 0) for name in names]
+
+    assert half.matched(half.follow(request("miss", family=1))) == 0
+    assert counted("queries", "query_hits", "query_misses", "hit_tokens") == [1, 0, 1, 0]
+
+    hit = half.follow(request("hit"))
+    assert half.matched(hit, computed_tokens=16) == 48
+    half.load(hit, 48, computed_tokens=16)
+    half.step()
+    assert counted("queries", "query_hits", "query_misses", "pending_loads", "hit_tokens") == [1, 1, 0, 1, 0]
+    half.half.take_output({"hit"}, set(), None)
+    assert counted("queries", "pending_loads", "hit_tokens") == [0, -1, 48]
+
+    aborted = half.follow(request("aborted"))
+    half.load(aborted, half.matched(aborted))
+    half.half.request_finished(aborted)
+    assert counted("query_hits", "pending_loads", "hit_tokens") == [1, 0, 0]
+
+    failing = half.follow(request("failing"))
+    half.load(failing, half.matched(failing))
+    half.half.take_output({"failing"}, {"failing"}, None)
+    assert counted("query_hits", "pending_loads", "hit_tokens") == [1, 0, 0]
+
+
+def test_a_lookup_without_an_answer_is_a_query_that_neither_hits_nor_misses() -> None:
+    half = Half(lambda backend: backend.gates["contains"].shut(), patience_seconds=0.05)
+    assert half.matched(half.follow(request())) == 0
+    counts = half.half.counters.take()
+    assert [counts.get((name, "memory"), 0) for name in ("queries", "query_hits", "query_misses")] == [1, 0, 0]
+    half.backend.gates["contains"].open()
+    half.half.shutdown()

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-from offload_core.api.errors import ConfigError
-from offload_core.cli.advice import curves, measured_hits
+from offload_core.cli.advice import curves, hits_document, measured_hits
 from offload_core.cli.application import app
-from offload_core.cli.arguments import AsJson
-from offload_core.cli.metrics_text import read_samples
+from offload_core.cli.arguments import AsJson, MetricsSource
+from offload_core.cli.metrics_text import read_or_exit
 from offload_core.cli.output import note, print_json
-from offload_core.cli.session import EXIT_TROUBLE, EXIT_USAGE
+from offload_core.cli.session import EXIT_TROUBLE
 
 
 @app.command()
-def advise(
-    metrics: Annotated[
-        str,
-        typer.Argument(
-            metavar="METRICS",
-            help="the address of a running vLLM, such as http://localhost:8000/metrics, a file with its answer, or - "
-            "for the standard input",
-        ),
-    ],
-    as_json: AsJson = False,
-) -> None:
+def advise(metrics: MetricsSource, as_json: AsJson = False) -> None:
     """Advise on the capacity of each tier, from the estimates of a running engine.
 
     The engine estimates the hits of its latest prompts at half, twice and four times each tier's capacity. The
@@ -36,17 +23,10 @@ def advise(
 
     Example: `offload-core advise http://localhost:8000/metrics`
     """
-    try:
-        samples = read_samples(metrics)
-    except ConfigError as error:
-        note(str(error))
-        if as_json:
-            print_json({"problems": list(error.problems)})
-        raise typer.Exit(EXIT_USAGE) from None
+    samples = read_or_exit(metrics, as_json=as_json)
     found, measured = curves(samples), measured_hits(samples)
     if as_json:
-        own, external = measured or (None, None)
-        counted = {"own_hit_ratio": own, "external_hit_ratio": external}
+        counted = hits_document(measured)
         print_json({"metrics": metrics, "tiers": [curve.document() for curve in found], "measured": counted})
     else:
         for curve in found:

@@ -21,7 +21,7 @@ from offload_core.objects.fingerprint import Json, fingerprint
 from offload_core.planning.placement import PathPlacement
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.io_loop import IoLoop
-from offload_core.runtime.metrics import Counters
+from offload_core.runtime.metrics import ALL_TIERS, Counters
 from offload_core.simulation.trace_recorder import TraceRecorder
 from offload_core.tiers.live_curves import LiveCurves
 from offload_core.tiers.opening import close_tiers, open_tiers
@@ -252,7 +252,7 @@ class SchedulerHalf:
             self._offers.load_ended(state)
         self._offers.recompute(request_id for request_id in failed if request_id in self._block_holders)
         self._block_holders.remove(failed)
-        self.counters.add("recomputed_requests", "all", len(failed))
+        self.counters.add("recomputed_requests", ALL_TIERS, len(failed))
 
     def request_finished(self, request: Request) -> None:
         """Forget a request and cancel its load, if any; the engine frees its blocks after the load has ended."""

@@ -16,7 +16,7 @@ from offload_core.lookup.service import Lookup, LookupService
 from offload_core.lookup.waiting_time import WaitReason
 from offload_core.planning.chunk_keys import ChunkHashes, ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth
-from offload_core.runtime.metrics import Counters
+from offload_core.runtime.metrics import ALL_TIERS, Counters
 from offload_core.tiers.tier import Tier
 from offload_core.vllm.scheduler.backfill import Backfill
 from offload_core.vllm.scheduler.block_holders import BlockHolders
@@ -88,6 +88,7 @@ class LoadOffers:
         offer, job_id = _load_of(state)
         self._choice.load_begins(offer.tier, job_id, offer.computed_tokens, state.resumed_tokens)
         state.loading = chunks
+        self._counters.add("pending_loads", offer.tier)
         self._chunks_loading.update(chunks)
         state.wait.begin("load")
         state.lookup = None
@@ -114,6 +115,7 @@ class LoadOffers:
     def load_complete(self, state: RequestState) -> None:
         """Note that the request's load got every chunk."""
         offer, _ = _load_of(state)
+        self._counters.add("hit_tokens", offer.tier, state.resumed_tokens - offer.local_tokens)
         self._end_load(state, measured=True)
         saved = self._choice.prefill_seconds_saved(offer.local_tokens, state.resumed_tokens, state.request.num_tokens)
         if math.isfinite(saved):
@@ -122,6 +124,7 @@ class LoadOffers:
 
     def load_ended(self, state: RequestState) -> None:
         """Forget the request's load."""
+        self._counters.add("pending_loads", _load_of(state)[0].tier, -1)
         self._end_load(state, measured=False)
         state.wait.end()
         state.partial_load = False
@@ -221,6 +224,15 @@ class LoadOffers:
             state.declined = True
             self._counters.add(counter, tier)
 
+    def _count_answers(self, lookup: Lookup) -> None:
+        """Count a lookup that has ended, on every tier that it was for."""
+        answers = lookup.answers()
+        for tier in lookup.seconds():
+            self._counters.add("queries", tier)
+            if (answer := answers.get(tier)) is not None:
+                deeper = answer.boundary_tokens > lookup.query.computed_tokens
+                self._counters.add("query_hits" if deeper else "query_misses", tier)
+
     def _lookup_time_is_over(self, state: RequestState) -> bool:
         return state.wait.seconds("lookup") >= self._lookup_seconds
 
@@ -245,7 +257,7 @@ class LoadOffers:
         )
         tiers = self._choice.tiers_to_ask(query)
         if not tiers:
-            self._count_declined(state, "lookups_declined", "all")
+            self._count_declined(state, "lookups_declined", ALL_TIERS)
             return False
         patience = min(self._lookup_seconds, max(tiers.values())) - state.wait.seconds("lookup")
         if patience <= 0:
@@ -263,9 +275,10 @@ class LoadOffers:
         arriving = self._ledger.any_arriving(missing, lookup.started) and not self._lookup_time_is_over(state)
         if arriving and self._start_lookup(state, local):
             return None
-        self._counters.add("lookup_wait_seconds", "all", time.monotonic() - lookup.started)
+        self._counters.add("lookup_wait_seconds", ALL_TIERS, time.monotonic() - lookup.started)
         for name, (seconds, answered) in lookup.seconds().items():
             self._choice.lookup_ended(name, seconds, answered=answered)
+        self._count_answers(lookup)
         tier, boundary = lookup.best()
         deepest_tier, deepest = lookup.deepest()
         if boundary <= local.computed_tokens < deepest:

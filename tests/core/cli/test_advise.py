@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from typer.testing import CliRunner
 
 from offload_core.cli import app
 from tests.support.live_curves import Ratios, shown
+from tests.support.metrics_page import served
 
 GIB = 1 << 30
 
@@ -86,27 +85,10 @@ def test_all_tiers_of_all_engines_are_told_and_the_hits_that_vllm_has_counted(tm
     }  # fmt: skip
 
 
-class _Engine(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        found = self.path == "/metrics"
-        self.send_response(200 if found else 404)
-        self.end_headers()
-        if found:
-            self.wfile.write(shown((0.1, 0.2, 0.3, 0.4)).encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
 def address() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), _Engine)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with served(shown((0.1, 0.2, 0.3, 0.4))) as page:
+        yield page.address
 
 
 @pytest.mark.parametrize("path", ["", "/", "/metrics"])

@@ -121,6 +121,12 @@ def test_an_eviction_is_told_to_the_process_that_has_stored_the_object_too(here:
 
     wait_until(is_told, "the evictions are not told")
     assert told == [[number, False] for number in evicted]
+    counts = rig.counters.take()
+    assert counts["evictions", "ram"] == len(evicted)
+    assert ("evictions_unread", "ram") not in counts, "the process that has stored them counts those"
+
+    assert all(other.call("store", *range(200, 215), tier=1)), "for which those of this process are evicted"
+    wait_until(lambda: rig.counters.take().get(("evictions_unread", "ram"), 0) > 0, "the eviction is not counted")
 
 
 def test_a_process_that_dies_while_it_joins_leaves_nothing(here: Here, engine: str) -> None:

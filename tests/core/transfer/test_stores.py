@@ -78,9 +78,11 @@ def test_the_oldest_waiting_object_is_dropped_for_the_newest(rig: Rig) -> None:
     submit(rig, 5, 6)
     assert rig.store_results() == {2: False, 3: False}
     assert rig.counted("store_dropped") == 2
+    assert rig.counted("pending_stores", keep=True) == 5
     assert rig.staging.used_bytes == 5 * LEASE
     backend.gates["store"].open()
     assert rig.engine.drain_stores(SECONDS)
+    assert rig.counted("pending_stores") == 0
     assert kept(backend) == {0, 1, 4, 5, 6}
     assert rig.store_results() == dict.fromkeys((0, 1, 4, 5, 6), True)
     assert rig.staging.used_bytes == 0

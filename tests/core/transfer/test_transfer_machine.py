@@ -44,6 +44,7 @@ STAGING_SHARE = 0.4  # six objects, of either half
 CALLS = ("store", "load_into")
 FAULTS: dict[str, BaseException] = {"an error": OSError("gone"), "a cancellation": asyncio.CancelledError()}
 JOBS = ("jobs", "jobs_retired", "jobs_done", "jobs_failed", "jobs_timed_out", "jobs_cancelled")
+GAUGES = ("draining_leases", "pending_stores")
 POLICIES = ("every", "second-touch", "never")
 
 
@@ -223,6 +224,11 @@ class Transfers(RuleBasedStateMachine):
             assert [job for job in self.rig.engine.jobs.live if job.kind == "store" and job not in jobs] == []
 
     @invariant()
+    def no_gauge_is_negative(self) -> None:
+        for tier in self.rig.tiers:
+            assert all(self.rig.counted(gauge, tier.name, keep=True) >= 0 for gauge in GAUGES)
+
+    @invariant()
     def no_block_changes_without_a_load(self) -> None:
         assert all(self.content(block) == NOTHING for block in self.free), "I2"
 
@@ -278,8 +284,8 @@ class Transfers(RuleBasedStateMachine):
     def every_job_has_one_verdict(self) -> None:
         self.step_until(lambda: not self.rig.engine.jobs.live)
         for tier in self.rig.tiers:
-            counts = {name: self.rig.counted(name, tier.name) for name in (*JOBS, "draining_leases")}
-            assert counts.pop("draining_leases") == 0
+            counts = {name: self.rig.counted(name, tier.name) for name in (*JOBS, *GAUGES)}
+            assert [counts.pop(gauge) for gauge in GAUGES] == [0, 0]
             jobs, retired, *verdicts = counts.values()
             assert jobs == retired == sum(verdicts), counts
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -41,6 +41,7 @@ from tests.support.standin.geometries import StandInModel
 from tests.support.standin.io import loop_at_rest
 from tests.support.standin.runner import StandInRunner
 
+_GAUGES = ("breaker_open", "draining_leases", "pending_loads", "pending_stores", "stuck_threads")
 _FIRST_TOKEN = 3
 
 
@@ -124,6 +125,7 @@ class StandInEngine:
         self.served: dict[str, Served] = {}
         self.finished: dict[str, str] = {}
         self.counters: Counter[str] = Counter()
+        self._gauges: Counter[str] = Counter()
         self.steps = 0
         self._ids = 0
 
@@ -223,6 +225,10 @@ class StandInEngine:
             left.extend(f"rank {rank}: {name} {value}" for name, value in _worker_leftovers(worker.connector))
         if self.connector is not None and (followed := self.connector._scheduler._requests):
             left.append(f"followed requests {sorted(followed)}")
+        for connector in (self.connector, *(worker.connector for worker in self.workers)):
+            if connector is not None and (stats := connector.get_kv_connector_stats()) is not None:
+                self._count(stats.data)
+        left.extend(f"{name} {value}" for name, value in self._gauges.items() if value and name.startswith("pending"))
         return left
 
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -239,7 +245,7 @@ class StandInEngine:
         for outputs in by_client.values():
             stats = outputs.scheduler_stats
             if stats is not None and stats.kv_connector_stats:
-                self.counters.update(stats.kv_connector_stats)
+                self._count(stats.kv_connector_stats)
             for item in outputs.outputs:
                 self.outputs[item.request_id].extend(item.new_token_ids)
                 if item.prefill_stats is not None:
@@ -249,6 +255,13 @@ class StandInEngine:
                     )
                 if item.finish_reason is not None:
                     self.finished[item.request_id] = str(item.finish_reason)
+
+    def _count(self, report: Mapping[str, float]) -> None:
+        """Add a report to the counters, and check that no gauge of whole things is negative."""
+        self.counters.update(report)
+        self._gauges.update({name: change for name, change in report.items() if name.split("|")[0] in _GAUGES})
+        negative = {name: value for name, value in self._gauges.items() if value < 0}
+        assert not negative, f"negative gauges: {negative}"
 
     def _worker(self, rank: int, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> StandInRunner:
         size = self.model.kernel_block_size
