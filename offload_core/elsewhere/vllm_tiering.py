@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,
     OffloadingEvent,
     OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
     OffloadingMetricMetadata,
     OffloadKey,
     ReqContext,
@@ -49,7 +50,7 @@ from offload_core.elsewhere.verdicts import Verdicts
 from offload_core.objects.file_digests import FileDigests
 from offload_core.objects.fingerprint import Json, files_identity, fingerprint
 from offload_core.objects.format import FORMAT_VERSION
-from offload_core.runtime.metrics import COUNTERS, GAUGES
+from offload_core.runtime.metrics import BUCKET_SECONDS, COUNTERS, GAUGES, HISTOGRAMS, value_in_bucket
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -174,11 +175,16 @@ class OffloadCoreTier(SecondaryTierManager):  # type: ignore[misc]  # mypy does 
         """Return the metrics: those of our own connector, by tier."""
         labels = ("tier",)
         kinds = ((OffloadingCounterMetadata, COUNTERS), (OffloadingGaugeMetadata, GAUGES))
-        return {
+        definitions: dict[str, OffloadingMetricMetadata] = {
             f"{_METRIC}{name}": kind(f"offload-core: {text}.", labels)
             for kind, table in kinds
             for name, text in table.items()
         }
+        for name, text in HISTOGRAMS.items():
+            definitions[f"{_METRIC}{name}"] = OffloadingHistogramMetadata(
+                f"offload-core: {text}.", labels, BUCKET_SECONDS
+            )
+        return definitions
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return the counts since the last call; gauges have their whole value."""
@@ -189,6 +195,14 @@ class OffloadCoreTier(SecondaryTierManager):  # type: ignore[misc]  # mypy does 
                 stats.set_gauge(f"{_METRIC}{name}", self._gauges[name, tier], (tier,))
             else:
                 stats.increase_counter(f"{_METRIC}{name}", count, (tier,))
+        values = self._store.counters.take_histograms()
+        for (bucket, tier), count in values.items():
+            name, _, number = bucket.partition(":")
+            if number.endswith(":sum"):
+                continue  # comes with its bucket's count
+            value = value_in_bucket(int(number), count, values[f"{bucket}:sum", tier])
+            for _ in range(int(count)):  # a histogram takes single values; these have the same buckets and sum
+                stats.observe_histogram(f"{_METRIC}{name}", value, (tier,))
         return None if stats.is_empty() else stats
 
     def _chunk(self, chunk: int) -> memoryview:

@@ -217,7 +217,7 @@ def test_a_burst_beyond_the_staging_memory_loses_nothing(tmp_path: Path) -> None
 def test_stored_chunks_are_events_and_counts_are_metrics(tmp_path: Path) -> None:
     with engine({**our_tier(tmp_path), "enable_kv_events": True, "locality": "LOCAL"}) as one:
         one.store(range(4))
-        events = [event for event in one.tier.take_events()]
+        events = list(one.tier.take_events())
         assert sorted(key for event in events for key in event.keys) == sorted(map(offload_key, range(4)))
         assert not any(event.removed for event in events)
         one.forget_primary()

@@ -119,11 +119,13 @@ class Engine:
         """Step until each chunk is there or is a miss."""
         open_results = (LookupResult.RETRY, LookupResult.HIT_PENDING)
         end = time.monotonic() + SECONDS
-        while any(result in open_results for result in (found := self.look_up(numbers, context))):
+        while True:
+            found = self.look_up(numbers, context)
+            if not set(open_results) & set(found):
+                return found
             assert time.monotonic() < end, f"no answer: {found}"
             self.step()
             time.sleep(STEP_SECONDS)
-        return found
 
     def fetch(self, numbers: Sequence[int]) -> list[bytes | None]:
         """Return the chunks' bytes as a request gets them; ``None`` for a miss."""
