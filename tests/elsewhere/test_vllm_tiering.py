@@ -113,7 +113,7 @@ def test_another_model_identity_has_other_objects(tmp_path: Path) -> None:
 
 def test_the_template_plugin_serves_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"staging_bytes": "32MiB", "model_identity": "a", "io_process": "off"}
-    backends = [{"name": "lite", "type": "sqlite", "path": str(tmp_path / "kv.db")}]
+    backends = [{"name": "lite", "type": "sqlite", "path": str(tmp_path / "kv.db"), "capacity": "64MiB"}]
     tier = {**OUR_TIER, **settings, "backends": backends}
     entry = EntryPoint("sqlite", "offload_backend_sqlite.plugin", "offload_core")
     monkeypatch.setattr(vllm_tiering, "load_config", lambda keys: load_config(keys, load_plugins([entry])))
