@@ -51,7 +51,7 @@ class Verdicts(Generic[Key]):
 
     def flush(self) -> None:
         """Send all new questions in one batch."""
-        new, self._new = self._new, {}
+        new, self._new = {key: verdict for key, verdict in self._new.items() if verdict.is_open}, {}
         if new:
             verdicts = list(new.values())
             self._find(list(new)).add_done_callback(lambda found: self._answered.append((verdicts, found)))

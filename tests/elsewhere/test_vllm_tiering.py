@@ -20,7 +20,8 @@ from offload_core.cli import app
 from offload_core.config.loading import load_config
 from offload_core.config.model import OffloadConfig, OffloadSettings
 from offload_core.elsewhere import vllm_tiering
-from offload_core.plugins.registry import load_plugins
+from offload_core.plugins.registry import PluginRegistry, load_plugins
+from offload_core.testing.faults.script import FaultScript, ScriptSettings
 from tests.elsewhere.tiering_rig import (
     CHUNK_BYTES,
     OUR_TIER,
@@ -272,3 +273,29 @@ def test_objects_are_named_by_the_identity_the_group_and_the_hash(memory: Any) -
     one.store([5])
     (key,) = backend.objects
     assert key == ObjectKey(key.namespace, "vllm-tiering-g0", offload_key(5)[:32])
+
+
+def test_under_the_fault_script_every_hit_has_its_bytes(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ScriptSettings(
+        deadline_seconds=0.05,
+        hang_seconds=(0.06, 0.2),
+        sick_seconds=(0.05, 0.2),
+        sick_calls=(3, 10),
+        well_seconds=(0.0, 0.1),
+        well_calls=(1, 10),
+    )
+    script = FaultScript(settings)
+    monkeypatch.setattr(PluginRegistry, "wrap", lambda registry, backend, tier: script.wrap(backend))
+    one, _ = memory(**dict.fromkeys(DEADLINES, 0.05), breaker_pause_seconds=0.02, breaker_max_pause_seconds=0.05)
+    script.start(7)
+    hits = 0
+    for turn in range(40):
+        numbers = range(turn * 4 % 32, turn * 4 % 32 + 4)
+        one.store(numbers)
+        one.forget_primary()
+        for number, got in zip(numbers, one.fetch(numbers), strict=True):
+            assert got in (None, content(number))
+            hits += got is not None
+    script.stop()
+    assert hits
+    assert sum(map(len, script.injected().values())) > 5
