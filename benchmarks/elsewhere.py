@@ -40,7 +40,7 @@ def tiers(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def measure(engine: Engine, numbers: range, pause_seconds: float) -> tuple[float, float]:
-    """Return the seconds of one store and one load of all chunks; checks a hash of what came back."""
+    """Return the seconds of one store and one load of all chunks; every chunk must be a hit."""
     with engine.request() as context:
         places = engine.manager.prepare_store([offload_key(number) for number in numbers], context)
         for number, place in zip(numbers, places.store_spec.chunk_ids, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from offload_core.plugins.registry import PluginRegistry, load_plugins
 from offload_core.testing.faults.script import FaultScript, ScriptSettings
 from tests.elsewhere.tiering_rig import (
     CHUNK_BYTES,
+    CHUNKS,
     OUR_TIER,
     Engine,
     content,
@@ -32,6 +34,7 @@ from tests.elsewhere.tiering_rig import (
     offloading_config,
 )
 from tests.support.memory_backend import MemoryBackend, memory_tier
+from tests.support.paths import ROOT
 
 DEADLINES = {"lookup_timeout_seconds": 0.3, "load_timeout_seconds": 0.3, "store_timeout_seconds": 0.3}
 
@@ -52,7 +55,7 @@ def our_tier(folder: Path, **keys: Any) -> dict[str, Any]:
 def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that starts an engine on a tier in memory, whose calls the test can hold and break."""
 
-    def start(**common: object) -> tuple[Engine, MemoryBackend]:
+    def start(chunk_bytes: int = CHUNK_BYTES, chunks: int = CHUNKS, **common: object) -> tuple[Engine, MemoryBackend]:
         config, made = memory_tier(**common)  # type: ignore[arg-type]
         settings = OffloadSettings.model_validate(
             {
@@ -64,7 +67,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
             }
         )
         monkeypatch.setattr(vllm_tiering, "load_config", lambda keys: OffloadConfig(settings, (config,)))
-        started = Engine(offloading_config(OUR_TIER))
+        started = Engine(offloading_config(OUR_TIER, chunk_bytes=chunk_bytes, chunks=chunks))
         engines.append((started, made[0]))
         return started, made[0]
 
@@ -173,6 +176,14 @@ def test_a_hung_store_gives_its_chunks_back(memory: Any) -> None:
     backend.gates["store"].shut()
     for start in range(0, 64, 16):  # each round needs all chunks of the primary tier
         one.store(range(start, start + 16))
+
+
+def test_stores_that_wait_for_staging_memory_end_at_their_deadline(memory: Any) -> None:
+    one, backend = memory(chunk_bytes=1 << 20, chunks=96, **DEADLINES)
+    backend.gates["store"].shut()
+    one.store(range(96))
+    late = one.tier.get_stats().data["data"]["vllm:hybrid_offload_store_timeouts"][("memory",)]
+    assert 0 < late <= 32, "two windows of 16 MiB at most can reach the tier before the deadline of all"
 
 
 def test_a_full_medium_is_a_miss_and_pins_nothing(memory: Any) -> None:
@@ -299,3 +310,22 @@ def test_under_the_fault_script_every_hit_has_its_bytes(memory: Any, monkeypatch
     script.stop()
     assert hits
     assert sum(map(len, script.injected().values())) > 5
+
+
+def test_the_recipe_of_the_document_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = (ROOT / "docs" / "elsewhere.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    Path("offload.yaml").write_text(document.split("```yaml\n")[1].split("```")[0])
+    transfer = json.loads(document.split("--kv-transfer-config '")[1].split("'\n")[0])
+    assert transfer["kv_connector"] == "OffloadingConnector"
+    extra = transfer["kv_connector_extra_config"]
+    (tier,) = extra["secondary_tiers"]
+    config = offloading_config(tier)
+    small = {**extra, "cpu_bytes_to_use": config.extra_config["cpu_bytes_to_use"]}
+    one = Engine(replace(config, extra_config=small))
+    try:
+        one.store(range(8))
+        one.forget_primary()
+        assert one.fetch(range(8)) == list(map(content, range(8)))
+    finally:
+        one.close()
