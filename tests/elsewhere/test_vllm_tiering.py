@@ -179,7 +179,7 @@ def test_a_hung_store_gives_its_chunks_back(memory: Any) -> None:
 
 
 def test_stores_that_wait_for_staging_memory_end_at_their_deadline(memory: Any) -> None:
-    one, backend = memory(chunk_bytes=1 << 20, chunks=96, **DEADLINES)
+    one, backend = memory(chunk_bytes=1 << 20, chunks=96, breaker_failures=1_000_000, **DEADLINES)
     backend.gates["store"].shut()
     one.store(range(96))
     late = one.tier.get_stats().data["data"]["vllm:hybrid_offload_store_timeouts"][("memory",)]
@@ -206,6 +206,8 @@ def test_a_damaged_object_is_a_miss_and_the_others_of_its_job_are_hits(memory: A
     backend.objects[damaged] = backend.objects[damaged][:-1] + b"\xff"
     assert one.fetch(range(8)) == [None if number == 3 else content(number) for number in range(8)]
     assert damaged not in backend.objects
+    hits = one.tier.get_stats().data["data"]["vllm:hybrid_offload_load_hits"][("memory",)]
+    assert hits == 7, "the chunks that were loaded are loaded again"
 
 
 @pytest.mark.parametrize("call", ["contains", "load_into", "prepare_load"])
