@@ -1,7 +1,7 @@
 """vLLM's ``TieringOffloadingSpec`` with a worker that copies on a CPU, for models with one KV cache group.
 
 vLLM's own worker for the primary tier refuses to run without a GPU. Scheduler, manager, primary tier and secondary
-tiers are vLLM's own; only the copies between the KV cache and the primary tier's shared region are made here.
+tiers are vLLM's own. Only the copies between the KV cache and the primary tier's shared region are made here.
 """
 
 from __future__ import annotations
