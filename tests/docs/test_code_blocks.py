@@ -33,6 +33,10 @@ RUN_BY = {
         "$ mooncake_": "test_the_programs_of_the_document_have_its_flags",
         "ip netns add": "test_the_commands_for_two_hosts_make_two_hosts",
     },
+    "docs/elsewhere.md": {
+        "vllm serve MODEL": "test_the_recipe_of_the_document_serves",
+        "# offload.yaml": "test_the_recipe_of_the_document_serves",
+    },
     "docs/object-format.md": {"FINGERPRINT/PACK": "test_the_path_is_that_of_the_media"},
     "docs/quickstart.md": {
         "$ make demo": "test_the_demo_is_served_from_disk_with_the_same_outputs",

@@ -22,7 +22,7 @@ FLOORS = (
     ("config",),
     ("tiers",),
     ("lookup", "transfer", "cli", "io_process"),
-    ("vllm",),
+    ("vllm", "elsewhere"),
 )
 """The rooms, lowest floor first. A room imports from the floors below it only."""
 

@@ -1,0 +1,330 @@
+"""The tier stack behind another system's host memory.
+
+The transfer engine does the work: write policies, promotion, compression, encryption, circuit breakers, deadlines and
+the I/O process. So this room is above ``transfer``, and none of that is written twice. The engine copies on the thread
+that calls it. A foreign scheduler's thread must not copy, so each store has one thread of its own.
+
+Only that thread touches the other system's memory, and only before the result of the job is given out. Backends see
+staging memory. So a deadline gives the memory back at once, and a call that ends later cannot reach it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
+from offload_core.api.errors import ConfigError
+from offload_core.api.keys import ObjectKey
+from offload_core.config.model import OffloadConfig
+from offload_core.elsewhere.host_copier import HostCopier, PlaceView
+from offload_core.elsewhere.locations import locate
+from offload_core.io_process.processes import IoProcesses
+from offload_core.memory.block_copier import BlockSlice
+from offload_core.memory.payload_layout import PackLayout, PageRun
+from offload_core.memory.staging_pool import StagingPool, arena_bytes
+from offload_core.memory.staging_size import STORE_SHARE, gather_limit_bytes, lease_bytes, smallest_pool_bytes
+from offload_core.objects.format import object_bytes
+from offload_core.runtime.io_loop import IoLoop, log_unexpected
+from offload_core.runtime.metrics import Counters
+from offload_core.runtime.shared_memory import SharedMemory
+from offload_core.tiers.opening import close_tiers, open_tiers
+from offload_core.transfer.batches import TransferObject
+from offload_core.transfer.engine import TransferEngine
+from offload_core.transfer.loads import LoadJob, LoadResult
+from offload_core.transfer.pending_store import StoreResult
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.001
+"""Time between two looks for results while jobs are under way."""
+
+
+@dataclass(frozen=True)
+class PlacedObject:
+    """An object and the number of its place in the other system's memory."""
+
+    key: ObjectKey
+    place: int
+
+
+@dataclass(frozen=True)
+class EndedJob:
+    """The end of a job.
+
+    Args:
+        moved: its objects that a tier has now, or that are in their places now.
+        seconds: time since its submission.
+    """
+
+    job_id: int
+    objects: tuple[PlacedObject, ...]
+    moved: frozenset[ObjectKey]
+    seconds: float
+
+
+@dataclass(eq=False)
+class _Job:
+    job_id: int
+    objects: tuple[PlacedObject, ...]
+    submitted: float = field(default_factory=time.monotonic)
+    moved: set[ObjectKey] = field(default_factory=set)
+    ended: int = 0
+
+    def end(self, keys: Sequence[ObjectKey], moved: Sequence[ObjectKey]) -> bool:
+        """Note the end of some objects; returns whether it was the last one."""
+        self.ended += len(keys)
+        self.moved.update(moved)
+        return self.ended == len(self.objects)
+
+
+class HostStore:
+    """Loads and stores between places in host memory and the tiers. No method waits, but for the last two.
+
+    All methods are for one thread of the other system.
+
+    Args:
+        config: the tiers. Keys about the engine's tokens have no effect here.
+        name: a name of the other system that is unique on this host while it runs.
+        payload_bytes: per pack name, the bytes of its objects' places.
+        view_of: returns the bytes of a place. The store's thread calls it while a job with the place is under way.
+
+    Raises:
+        ConfigError: a tier cannot be opened, or the staging memory is too small for the objects.
+    """
+
+    def __init__(self, config: OffloadConfig, name: str, payload_bytes: Mapping[str, int], view_of: PlaceView) -> None:
+        self._settings = settings = config.settings
+        largest = max(payload_bytes.values())
+        needed = smallest_pool_bytes(largest, settings.staging_uses)
+        if settings.staging_bytes < needed:
+            raise ConfigError(
+                [
+                    f"staging_bytes: {settings.staging_bytes} is too small for objects of {largest} bytes; set it to "
+                    f"{needed} or more, or let the other system make smaller objects"
+                ]
+            )
+        self.counters = Counters()
+        self._io = IoLoop.acquire()
+        self._processes: IoProcesses | None = None
+        self._memory: SharedMemory | None = None
+        if settings.io_process == "off":
+            self._staging = StagingPool(settings.staging_bytes, STORE_SHARE)
+        else:
+            self._processes = IoProcesses(name, self._io, config)
+            self._memory = SharedMemory.create("offload-staging", arena_bytes(settings.staging_bytes))
+            self._staging = StagingPool(settings.staging_bytes, STORE_SHARE, None, self._memory.view)
+            self._processes.share_staging(self._memory)
+        try:
+            self.tiers = tuple(open_tiers(config, self._io, self.counters, half=name, host=self._processes))
+        except ConfigError:
+            self._release()
+            raise
+        layouts = {pack: PackLayout(pack, (PageRun(0, 0, size, 1, 0),), size) for pack, size in payload_bytes.items()}
+        self._engine = TransferEngine(
+            io=self._io,
+            tiers=self.tiers,
+            staging=self._staging,
+            copier=HostCopier(view_of),
+            layouts=layouts,
+            counters=self.counters,
+            processes=self._processes,
+        )
+        self._payload_bytes = dict(payload_bytes)
+        self._window_bytes = self._store_window(largest)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._ended: deque[EndedJob] = deque()
+        self._running = 0  # under the condition, like `_is_closing`
+        self._is_closing = False
+        self._idle = threading.Condition()
+        self._waiting: deque[tuple[_Job, PlacedObject]] = deque()  # this and the rest: for the store's thread
+        self._stores: dict[ObjectKey, deque[tuple[_Job, PlacedObject]]] = defaultdict(deque)
+        self._loads: dict[int, tuple[_Job, tuple[ObjectKey, ...]]] = {}
+        self._next_load = 0
+        self._stored_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="offload-elsewhere", daemon=True)
+        self._thread.start()
+
+    def locate(self, keys: Sequence[ObjectKey]) -> Future[list[str | None]]:
+        """Ask for the tier of each object; see :func:`~offload_core.elsewhere.locations.locate`."""
+        return self._io.submit(locate(self.tiers, keys))
+
+    def store(self, job_id: int, objects: Sequence[PlacedObject]) -> None:
+        """Store objects. Their places must not change until the job has ended, at the latest at its deadline."""
+        self._begin(_Job(job_id, tuple(objects)), self._enqueue_stores)
+
+    def load(self, job_id: int, objects: Sequence[PlacedObject], tiers: Sequence[str | None]) -> None:
+        """Load objects into their places.
+
+        Args:
+            tiers: per object, the name of its tier. An object without one is not loaded.
+        """
+        self._begin(_Job(job_id, tuple(objects)), partial(self._start_loads, tiers=tuple(tiers)))
+
+    def touch(self, keys: Sequence[ObjectKey]) -> None:
+        """Note a use of objects, for the order of eviction on the tiers that follow it."""
+        for tier in self.tiers:
+            if tier.capabilities.spares:
+                self._io.submit(tier.touch(keys, [False] * len(keys))).add_done_callback(log_unexpected)
+
+    def take_ended(self) -> list[EndedJob]:
+        """Return the jobs that have ended since the last call."""
+        ended = []
+        while self._ended:
+            ended.append(self._ended.popleft())
+        return ended
+
+    def drain(self) -> None:
+        """Wait until all jobs have ended; their deadlines bound the wait. Afterwards nobody uses their places."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._running)
+
+    def close(self) -> None:
+        """Wait for pending stores, at most ``shutdown_timeout_seconds``, and close the tiers. Idempotent."""
+        with self._idle:
+            if self._is_closing:
+                return
+            self._is_closing = True
+        self._wake.set()
+        self._thread.join()
+        close_tiers(self.tiers, self._io)
+        self._release()
+
+    def _release(self) -> None:
+        if self._processes is not None:
+            self._processes.release(self._settings.close_timeout_seconds)
+        self._staging.close()
+        if self._memory is not None:
+            self._memory.close()
+        self._io.release()
+
+    def _store_window(self, largest_payload_bytes: int) -> int:
+        """Return the bytes of stores that no tier's share of the staging memory has to drop."""
+        uses, limit = self._settings.staging_uses, self._staging.store_limit_bytes
+        shares = [int(limit * use.share) // use.leases_per_object for use in uses]
+        return max(lease_bytes(object_bytes(largest_payload_bytes)), min(gather_limit_bytes(limit, uses), *shares))
+
+    def _begin(self, job: _Job, start: Callable[[_Job], None]) -> None:
+        with self._idle:
+            self._running += 1
+            if not self._is_closing and job.objects:
+                self._commands.append(partial(start, job))
+                self._wake.set()
+                return
+        self._publish(job)
+
+    # For the store's thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._step()
+                if self._running:
+                    self._engine.wait_for_arrival(_LOOK_SECONDS)
+                else:
+                    self._wake.wait()
+                    self._wake.clear()
+            end = time.monotonic() + self._settings.shutdown_timeout_seconds
+            while (self._waiting or self._stores) and time.monotonic() < end:
+                self._step()
+                self._engine.wait_for_arrival(_LOOK_SECONDS)
+        except Exception:
+            logger.exception("the thread of stores and loads has ended; this is a defect, please report it")
+        self._engine.close()
+        self._give_up()
+
+    def _step(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+        self._expire_waiting()
+        self._submit_stores()
+        for load in self._engine.poll():
+            self._load_ended(load)
+        for store in self._engine.take_store_results():
+            self._store_ended(store)
+
+    def _enqueue_stores(self, job: _Job) -> None:
+        self._waiting.extend((job, placed) for placed in job.objects)
+
+    def _expire_waiting(self) -> None:
+        """End the stores that have waited for staging memory until their deadline."""
+        oldest = time.monotonic() - max(tier.limits.store_timeout_seconds for tier in self.tiers)
+        while self._waiting and self._waiting[0][0].submitted < oldest:
+            job, placed = self._waiting.popleft()
+            self._end(job, [placed.key], [])
+
+    def _submit_stores(self) -> None:
+        """Give waiting stores to the engine, as many as there is staging memory for."""
+        objects: list[TransferObject] = []
+        while self._waiting:
+            job, placed = self._waiting[0]
+            nbytes = self._lease_bytes(placed.key)
+            if self._stored_bytes and self._stored_bytes + nbytes > self._window_bytes:
+                break
+            self._waiting.popleft()
+            self._stored_bytes += nbytes
+            self._stores[placed.key].append((job, placed))
+            objects.append(_transfer_object(placed))
+        if objects:
+            self._engine.submit_stores(objects)
+
+    def _store_ended(self, result: StoreResult) -> None:
+        job, _ = self._stores[result.key].popleft()
+        if not self._stores[result.key]:
+            del self._stores[result.key]
+        self._stored_bytes -= self._lease_bytes(result.key)
+        self._end(job, [result.key], [result.key] if result.stored else [])
+
+    def _start_loads(self, job: _Job, tiers: Sequence[str | None]) -> None:
+        parts: dict[str | None, list[PlacedObject]] = defaultdict(list)
+        for placed, tier in zip(job.objects, tiers, strict=True):
+            parts[tier].append(placed)
+        for tier, part in parts.items():
+            keys = tuple(placed.key for placed in part)
+            if tier is None:
+                self._end(job, keys, [])
+                continue
+            self._next_load += 1
+            self._loads[self._next_load] = (job, keys)
+            self._engine.submit_load(LoadJob(self._next_load, tier, tuple(map(_transfer_object, part))))
+
+    def _load_ended(self, result: LoadResult) -> None:
+        job, keys = self._loads.pop(result.job_id)
+        missing = set(result.failed_keys) if result.failed_keys or result.status == "loaded" else set(keys)
+        self._end(job, keys, [key for key in keys if key not in missing])
+
+    def _give_up(self) -> None:
+        """End all jobs that are left. Nobody starts another one."""
+        with self._idle:
+            self._is_closing = True
+        jobs = {job for job, _ in self._loads.values()} | {job for job, _ in self._waiting}
+        jobs |= {job for waiting in self._stores.values() for job, _ in waiting}
+        while self._commands:
+            command = self._commands.popleft()
+            jobs |= set(command.args) if isinstance(command, partial) else set()
+        for job in jobs:
+            self._publish(job)
+
+    def _end(self, job: _Job, keys: Sequence[ObjectKey], moved: Sequence[ObjectKey]) -> None:
+        if job.end(keys, moved):
+            self._publish(job)
+
+    def _publish(self, job: _Job) -> None:
+        seconds = time.monotonic() - job.submitted
+        self._ended.append(EndedJob(job.job_id, job.objects, frozenset(job.moved), seconds))
+        with self._idle:
+            self._running -= 1
+            self._idle.notify_all()
+
+    def _lease_bytes(self, key: ObjectKey) -> int:
+        return lease_bytes(object_bytes(self._payload_bytes[key.pack]))
+
+
+def _transfer_object(placed: PlacedObject) -> TransferObject:
+    return TransferObject(placed.key, (BlockSlice(0, (placed.place,)),))

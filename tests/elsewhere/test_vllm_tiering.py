@@ -1,0 +1,333 @@
+"""Our tiers below vLLM's own tiering: its spec, its manager and its primary tier, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from offload_core.api.backend import StoreOutcome
+from offload_core.api.errors import ConfigError
+from offload_core.api.keys import ObjectKey
+from offload_core.cli import app
+from offload_core.config.loading import load_config
+from offload_core.config.model import OffloadConfig, OffloadSettings
+from offload_core.elsewhere import vllm_tiering
+from offload_core.plugins.registry import PluginRegistry, load_plugins
+from offload_core.testing.faults.script import FaultScript, ScriptSettings
+from tests.elsewhere.tiering_rig import (
+    CHUNK_BYTES,
+    CHUNKS,
+    OUR_TIER,
+    Engine,
+    content,
+    engine,
+    offload_key,
+    offloading_config,
+)
+from tests.support.memory_backend import MemoryBackend, memory_tier
+from tests.support.paths import ROOT
+
+DEADLINES = {"lookup_timeout_seconds": 0.3, "load_timeout_seconds": 0.3, "store_timeout_seconds": 0.3}
+
+
+def disk_file(folder: Path, **keys: Any) -> Path:
+    path = folder / "offload.json"
+    backend = {"name": "nvme", "type": "disk", "path": str(folder / "kv"), **keys}
+    settings = {"staging_bytes": "32MiB", "model_identity": "a-model", "io_process": "off"}
+    path.write_text(json.dumps({**settings, "backends": [backend]}))
+    return path
+
+
+def our_tier(folder: Path, **keys: Any) -> dict[str, Any]:
+    return {**OUR_TIER, "config_file": str(disk_file(folder, **keys))}
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that starts an engine on a tier in memory, whose calls the test can hold and break."""
+
+    def start(chunk_bytes: int = CHUNK_BYTES, chunks: int = CHUNKS, **common: object) -> tuple[Engine, MemoryBackend]:
+        config, made = memory_tier(**common)  # type: ignore[arg-type]
+        settings = OffloadSettings.model_validate(
+            {
+                "staging_bytes": 32 << 20,
+                "io_process": "off",
+                "backends": [config.common.model_dump()],
+                "shutdown_timeout_seconds": 0.1,
+                "close_timeout_seconds": 0.1,
+            }
+        )
+        monkeypatch.setattr(vllm_tiering, "load_config", lambda keys: OffloadConfig(settings, (config,)))
+        started = Engine(offloading_config(OUR_TIER, chunk_bytes=chunk_bytes, chunks=chunks))
+        engines.append((started, made[0]))
+        return started, made[0]
+
+    engines: list[tuple[Engine, MemoryBackend]] = []
+    yield start
+    for one, backend in engines:
+        for gate in backend.gates.values():
+            gate.open()
+        one.close()
+
+
+def test_the_issues_configuration_round_trips_through_vllms_own_classes(tmp_path: Path) -> None:
+    with engine(our_tier(tmp_path)) as one:
+        assert isinstance(one.spec, TieringOffloadingSpec)
+        one.store(range(8))
+        one.forget_primary()
+        assert one.fetch(range(9)) == [*map(content, range(8)), None]
+    with engine(our_tier(tmp_path)) as other:  # a new engine of the same identity
+        assert other.fetch([3]) == [content(3)]
+
+
+def test_the_tiers_may_be_in_a_process_of_their_own(tmp_path: Path) -> None:
+    path = disk_file(tmp_path)
+    path.write_text(path.read_text().replace('"off"', '"engine"'))
+    with engine({**OUR_TIER, "config_file": str(path)}) as one:
+        one.store(range(8))
+        one.forget_primary()
+        assert one.fetch(range(8)) == list(map(content, range(8)))
+
+
+def test_compression_serves_too(tmp_path: Path) -> None:
+    with engine(our_tier(tmp_path, compression="zstd")) as one:
+        one.store(range(8))
+        one.forget_primary()
+        assert one.fetch(range(8)) == list(map(content, range(8)))
+    assert sum(path.stat().st_size for path in (tmp_path / "kv").rglob("*.kv")) < 8 * CHUNK_BYTES
+
+
+def test_another_model_identity_has_other_objects(tmp_path: Path) -> None:
+    with engine(our_tier(tmp_path)) as one:
+        one.store([1])
+    path = tmp_path / "offload.json"
+    path.write_text(path.read_text().replace("a-model", "b-model"))
+    with engine({**OUR_TIER, "config_file": str(path)}) as other:
+        assert other.fetch([1]) == [None]
+
+
+def test_the_template_plugin_serves_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"staging_bytes": "32MiB", "model_identity": "a", "io_process": "off"}
+    backends = [{"name": "lite", "type": "sqlite", "path": str(tmp_path / "kv.db"), "capacity": "64MiB"}]
+    tier = {**OUR_TIER, **settings, "backends": backends}
+    entry = EntryPoint("sqlite", "offload_backend_sqlite.plugin", "offload_core")
+    monkeypatch.setattr(vllm_tiering, "load_config", lambda keys: load_config(keys, load_plugins([entry])))
+    with engine(tier) as one:
+        one.store(range(8))
+        one.forget_primary()
+        assert one.fetch(range(8)) == list(map(content, range(8)))
+
+
+def test_a_held_medium_never_holds_the_schedulers_thread(memory: Any) -> None:
+    one, backend = memory(lookup_timeout_seconds=30, load_timeout_seconds=30, store_timeout_seconds=30)
+    backend.gates["store"].shut()
+    with one.request() as context:
+        one.offer(range(4), context)
+        backend.gates["store"].wait_for_a_call()
+        one.step()
+        assert one.manager.has_pending_work()  # the store is held, and the scheduler is here
+    backend.gates["store"].open()
+    one.settle()
+    one.forget_primary()
+    backend.gates["contains"].shut()
+    with one.request() as context:
+        assert one.look_up(range(4), context) == [LookupResult.RETRY] * 4
+        one.step()
+        backend.gates["contains"].wait_for_a_call()
+        assert one.look_up(range(4), context) == [LookupResult.RETRY] * 4
+        backend.gates["load_into"].shut()
+        backend.gates["contains"].open()
+        while LookupResult.HIT_PENDING not in one.look_up(range(4), context):
+            one.step()
+        one.step()
+        backend.gates["load_into"].wait_for_a_call()
+        assert one.look_up(range(4), context) == [LookupResult.HIT_PENDING] * 4
+        backend.gates["load_into"].open()
+        assert one.resolve(range(4), context) == [LookupResult.HIT] * 4
+
+
+def test_a_hung_medium_is_a_miss_at_its_deadlines_and_its_late_bytes_go_nowhere(memory: Any) -> None:
+    one, backend = memory(**DEADLINES)
+    one.store(range(4))
+    one.forget_primary()
+    backend.gates["load_into"].shut()
+    assert one.fetch(range(4)) == [None] * 4
+    one.rows[:] = b"\xee" * len(one.rows)  # the chunks belong to others now
+    backend.gates["load_into"].open()
+    backend.gates["contains"].shut()
+    assert one.fetch(range(4)) == [None] * 4
+    backend.gates["contains"].open()
+    one.manager.reset_cache()
+    assert bytes(one.rows) == b"\xee" * len(one.rows)
+    assert one.fetch(range(4)) in ([None] * 4, list(map(content, range(4))))
+
+
+def test_a_hung_store_gives_its_chunks_back(memory: Any) -> None:
+    one, backend = memory(**DEADLINES)
+    backend.gates["store"].shut()
+    for start in range(0, 64, 16):  # each round needs all chunks of the primary tier
+        one.store(range(start, start + 16))
+
+
+def test_stores_that_wait_for_staging_memory_end_at_their_deadline(memory: Any) -> None:
+    one, backend = memory(chunk_bytes=1 << 20, chunks=96, breaker_failures=1_000_000, **DEADLINES)
+    backend.gates["store"].shut()
+    one.store(range(96))
+    late = one.tier.get_stats().data["data"]["vllm:hybrid_offload_store_timeouts"][("memory",)]
+    assert 0 < late <= 32, "two windows of 16 MiB at most can reach the tier before the deadline of all"
+
+
+def test_a_full_medium_is_a_miss_and_pins_nothing(memory: Any) -> None:
+    one, backend = memory()
+    backend.faults["prepare_store"] = [StoreOutcome.REJECTED] * 8
+    one.store(range(8))
+    backend.faults.clear()
+    one.forget_primary()
+    assert one.fetch(range(8)) == [None] * 8
+    one.store(range(8))
+    one.forget_primary()
+    assert one.fetch(range(8)) == list(map(content, range(8)))
+
+
+def test_a_damaged_object_is_a_miss_and_the_others_of_its_job_are_hits(memory: Any) -> None:
+    one, backend = memory()
+    one.store(range(8))
+    one.forget_primary()
+    damaged = next(key for key in backend.objects if key.chunk_hash == offload_key(3)[:32])
+    backend.objects[damaged] = backend.objects[damaged][:-1] + b"\xff"
+    assert one.fetch(range(8)) == [None if number == 3 else content(number) for number in range(8)]
+    assert damaged not in backend.objects
+    hits = one.tier.get_stats().data["data"]["vllm:hybrid_offload_load_hits"][("memory",)]
+    assert hits == 7, "the chunks that were loaded are loaded again"
+
+
+@pytest.mark.parametrize("call", ["contains", "load_into", "prepare_load"])
+def test_a_failing_medium_is_a_miss(memory: Any, call: str) -> None:
+    one, backend = memory()
+    one.store(range(4))
+    one.forget_primary()
+    backend.faults[call] = OSError("broken")
+    assert one.fetch(range(4)) == [None] * 4
+
+
+def test_a_burst_beyond_the_staging_memory_loses_nothing(tmp_path: Path) -> None:
+    chunk_bytes, chunks = 1 << 20, 96
+    with engine(our_tier(tmp_path), chunk_bytes=chunk_bytes, chunks=chunks) as one:
+        one.store(range(chunks))
+        one.forget_primary()
+        expected = [content(number, chunk_bytes) for number in range(chunks)]
+        assert one.fetch(range(chunks)) == expected
+
+
+def test_stored_chunks_are_events_and_counts_are_metrics(tmp_path: Path) -> None:
+    with engine({**our_tier(tmp_path), "enable_kv_events": True, "locality": "LOCAL"}) as one:
+        one.store(range(4))
+        events = list(one.tier.take_events())
+        assert sorted(key for event in events for key in event.keys) == sorted(map(offload_key, range(4)))
+        assert not any(event.removed for event in events)
+        one.forget_primary()
+        one.fetch(range(4))
+        stats = one.tier.get_stats()
+        assert stats is not None
+        definitions = one.tier.build_metric_definitions({})
+        names = set(stats.data["data"])
+        assert {"vllm:hybrid_offload_stores", "vllm:hybrid_offload_load_hits"} <= names <= set(definitions)
+        assert one.manager.get_stats() is not None
+
+
+def test_vllms_detector_of_back_pressure_takes_our_results(tmp_path: Path) -> None:
+    tier = {**our_tier(tmp_path), "backpressure": {"backpressure_cls": "EMABackpressureDetector"}}
+    with engine(tier) as one:
+        for number in range(12):
+            one.store([number])
+        assert one.tier.bp_detector is not None
+        assert one.tier.bp_detector.stats["store_latency_ema"] > 0
+
+
+def test_wrong_keys_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="stagin_bytes"):
+        Engine(offloading_config({**OUR_TIER, "stagin_bytes": 1, "backends": [{"name": "a", "type": "cpu"}]}))
+
+
+def test_staging_memory_that_is_too_small_is_refused_with_the_right_number(tmp_path: Path) -> None:
+    path = disk_file(tmp_path)
+    path.write_text(path.read_text().replace("32MiB", "1MiB"))
+    with pytest.raises(ConfigError, match="staging_bytes: 1048576 is too small for objects of 8192 bytes; set it to"):
+        Engine(offloading_config({**OUR_TIER, "config_file": str(path)}))
+
+
+def test_the_end_of_an_engine_leaves_no_view_of_its_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), engine(our_tier(tmp_path)) as one:
+        one.store(range(4))
+    assert "mmap" not in caplog.text
+
+
+def test_the_commands_know_the_objects_and_their_owner(tmp_path: Path) -> None:
+    path = disk_file(tmp_path)
+    with engine({**OUR_TIER, "config_file": str(path)}) as one:
+        one.store(range(4))
+    listed = CliRunner().invoke(app, ["ls", str(path), "--json"])
+    assert {found["pack"] for found in json.loads(listed.stdout)["objects"]} == {"vllm-tiering-g0"}
+    verified = CliRunner().invoke(app, ["verify", str(path)])
+    assert verified.exit_code == 0, verified.output
+
+
+def test_objects_are_named_by_the_identity_the_group_and_the_hash(memory: Any) -> None:
+    one, backend = memory()
+    one.store([5])
+    (key,) = backend.objects
+    assert key == ObjectKey(key.namespace, "vllm-tiering-g0", offload_key(5)[:32])
+
+
+def test_under_the_fault_script_every_hit_has_its_bytes(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ScriptSettings(
+        deadline_seconds=0.05,
+        hang_seconds=(0.06, 0.2),
+        sick_seconds=(0.05, 0.2),
+        sick_calls=(3, 10),
+        well_seconds=(0.0, 0.1),
+        well_calls=(1, 10),
+    )
+    script = FaultScript(settings)
+    monkeypatch.setattr(PluginRegistry, "wrap", lambda registry, backend, tier: script.wrap(backend))
+    one, _ = memory(**dict.fromkeys(DEADLINES, 0.05), breaker_pause_seconds=0.02, breaker_max_pause_seconds=0.05)
+    script.start(7)
+    hits = 0
+    for turn in range(40):
+        numbers = range(turn * 4 % 32, turn * 4 % 32 + 4)
+        one.store(numbers)
+        one.forget_primary()
+        for number, got in zip(numbers, one.fetch(numbers), strict=True):
+            assert got in (None, content(number))
+            hits += got is not None
+    script.stop()
+    assert hits
+    assert sum(map(len, script.injected().values())) > 5
+
+
+def test_the_recipe_of_the_document_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = (ROOT / "docs" / "elsewhere.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    Path("offload.yaml").write_text(document.split("```yaml\n")[1].split("```")[0])
+    transfer = json.loads(document.split("--kv-transfer-config '")[1].split("'\n")[0])
+    assert transfer["kv_connector"] == "OffloadingConnector"
+    extra = transfer["kv_connector_extra_config"]
+    (tier,) = extra["secondary_tiers"]
+    config = offloading_config(tier)
+    small = {**extra, "cpu_bytes_to_use": config.extra_config["cpu_bytes_to_use"]}
+    one = Engine(replace(config, extra_config=small))
+    try:
+        one.store(range(8))
+        one.forget_primary()
+        assert one.fetch(range(8)) == list(map(content, range(8)))
+    finally:
+        one.close()
