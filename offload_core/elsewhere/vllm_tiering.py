@@ -1,4 +1,4 @@
-"""A secondary tier of vLLM's ``TieringOffloadingSpec``: all our tiers behind vLLM's own tiering (vLLM 0.32, 0.33).
+"""A secondary tier of vLLM's ``TieringOffloadingSpec``: all our tiers behind vLLM's own tiering (vLLM 0.32).
 
 ::
 
@@ -13,7 +13,6 @@ vLLM decides which chunks are stored and how deep a hit is. Every method runs on
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
@@ -55,8 +54,6 @@ from offload_core.runtime.metrics import BUCKET_SECONDS, COUNTERS, GAUGES, HISTO
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
 
-logger = logging.getLogger(__name__)
-
 _PACK = "vllm-tiering-g"
 _METRIC = "vllm:hybrid_offload_"
 
@@ -70,7 +67,8 @@ class OffloadCoreTier(SecondaryTierManager):  # type: ignore[misc]  # mypy does 
         config: the configuration's keys, or the ``config_file`` that has them.
 
     Raises:
-        ConfigError: the configuration is wrong, a tier cannot be opened, or a file of the model cannot be read.
+        ConfigError: the configuration is wrong, a tier cannot be opened, a file of the model cannot be read, or a
+            model that is no folder has no ``model_identity``.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -244,10 +242,10 @@ class OffloadCoreTier(SecondaryTierManager):  # type: ignore[misc]  # mypy does 
 
 
 def _identity(spec: OffloadingSpec, chunk_bytes: int, given_name: str | None) -> dict[str, Json]:
-    """Return the facts that decide a chunk's bytes: those of vLLM's file tier, and the model's files or its name.
+    """Return the facts that decide a chunk's bytes: those of vLLM's file tier, and the model's files or its identity.
 
     Raises:
-        ConfigError: a file of the model cannot be read.
+        ConfigError: a file of the model cannot be read, or nothing identifies it.
     """
     config = spec.config
     mapper = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, parallel_agnostic=True)
@@ -267,12 +265,13 @@ def _model(name: str, given_name: str | None) -> dict[str, Json]:
         return {"model_identity": given_name}
     folder = Path(name)
     if not folder.is_dir():
-        logger.warning(
-            "vLLM's tiering gives a tier the model's name %r only, so new weights under this name would be served the "
-            "old cache; set model_identity to a text that changes with the weights",
-            name,
+        raise ConfigError(
+            [
+                f"model_identity is missing: vLLM's tiering gives a tier the model's name {name!r} only, so new "
+                "weights under this name would be served the old cache; set model_identity to a text that changes with "
+                "the weights, or serve the model from a folder"
+            ]
         )
-        return {"name": name}
     try:
         return {"files": files_identity(folder, FileDigests.of_user())}
     except OSError as error:

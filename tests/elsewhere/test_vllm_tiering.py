@@ -61,6 +61,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
             {
                 "staging_bytes": 32 << 20,
                 "io_process": "off",
+                "model_identity": "a-model",
                 "backends": [config.common.model_dump()],
                 "shutdown_timeout_seconds": 0.1,
                 "close_timeout_seconds": 0.1,
@@ -113,6 +114,16 @@ def test_another_model_identity_has_other_objects(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("a-model", "b-model"))
     with engine({**OUR_TIER, "config_file": str(path)}) as other:
         assert other.fetch([1]) == [None]
+
+
+def test_a_model_that_only_its_name_tells_from_others_is_refused(tmp_path: Path) -> None:
+    tier = our_tier(tmp_path)
+    path = Path(tier["config_file"])
+    settings = json.loads(path.read_text())
+    del settings["model_identity"]
+    path.write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="model_identity is missing"), engine(tier):
+        pass
 
 
 def test_the_template_plugin_serves_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

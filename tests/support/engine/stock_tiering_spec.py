@@ -54,7 +54,7 @@ class RegionWorker(RamWorker):
         self._region.cleanup()
 
 
-class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # mypy does not follow vLLM's imports
+class CpuTieringSpec(TieringOffloadingSpec):
     """vLLM's spec for tiering, on a CPU."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
