@@ -127,7 +127,7 @@ class Session:
             await coroutine
 
         future = self._io.submit(main())
-        with _sigterm_interrupts():
+        with sigterm_interrupts():
             try:
                 self._wait_for(future)
             except KeyboardInterrupt:
@@ -183,7 +183,7 @@ async def _work_on_one(
 
 
 @contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
+def sigterm_interrupts() -> Iterator[None]:
     """Treat SIGTERM, which ``timeout`` and service managers send, like Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
