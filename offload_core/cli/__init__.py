@@ -7,6 +7,33 @@ command is therefore a module and one more name in the import below.
 from __future__ import annotations
 
 from offload_core.cli.application import app
-from offload_core.cli.commands import advise, bench, check, ls, plan, plugins, prove, prune, schema, simulate, stats, verify
+from offload_core.cli.commands import (
+    advise,
+    bench,
+    check,
+    ls,
+    plan,
+    plugins,
+    prove,
+    prune,
+    schema,
+    simulate,
+    stats,
+    verify,
+)
 
-__all__ = ["advise", "app", "bench", "check", "ls", "plan", "plugins", "prove", "prune", "schema", "simulate", "stats", "verify"]
+__all__ = [
+    "advise",
+    "app",
+    "bench",
+    "check",
+    "ls",
+    "plan",
+    "plugins",
+    "prove",
+    "prune",
+    "schema",
+    "simulate",
+    "stats",
+    "verify",
+]

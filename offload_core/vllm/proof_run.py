@@ -1,6 +1,6 @@
 """One engine of ``offload-core prove``, in a process of its own.
 
-    python -m offload_core.vllm.proof_run SPEC.json RESULT.json
+python -m offload_core.vllm.proof_run SPEC.json RESULT.json
 """
 
 from __future__ import annotations

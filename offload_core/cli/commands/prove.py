@@ -155,10 +155,19 @@ class _Proof:
         self._keys = {key: value for key, value in keys.items() if key not in _ONE_ENGINE_KEYS}
         self._folder = folder
         self._identity = f"offload-core prove {secrets.token_hex(16)}"
+        self._in_one_process: set[str] = set()
         self.fingerprints: set[str] = set()
 
     def run(self, session: Session, *, quiet: bool) -> tuple[_Spread, list[TierVerdict]]:
-        """Run one engine without tiers, then the engines of each tier."""
+        """Run one engine without tiers, then the engines of each tier.
+
+        Raises:
+            EngineError: a tier does not open, or an engine fails.
+        """
+        opened = session.run_on_each_tier(_nothing, lambda: None)
+        if problems := [f"tier {report.tier!r}: {report.error}" for report in opened if report.error]:
+            raise EngineError("\n".join(problems))
+        self._in_one_process = {report.tier for report in opened if report.note}
         with progress(quiet=quiet) as bar:
             line = bar.add_task(_COMPUTED, total=None)
 
@@ -182,7 +191,7 @@ class _Proof:
 
     def _tier(self, config: TierConfig, prompts: list[list[int]], advance: Callable[[], None]) -> EngineResult:
         keys = self._tier_keys(config.common.name)
-        if _in_one_process(config):
+        if config.common.name in self._in_one_process:
             return self._engine(keys, [Pass(name=_STORED), Pass(name=_LOADED, reset=True)], prompts, advance)
         self._engine(keys, [Pass(name=_STORED)], prompts, advance)
         return self._engine(keys, [Pass(name=_LOADED)], prompts, advance)
@@ -219,8 +228,8 @@ class _Proof:
         return result
 
 
-def _in_one_process(config: TierConfig) -> bool:
-    return config.common.type == "cpu"
+async def _nothing(client: TierClient, _: object) -> None:
+    """Open the tier only."""
 
 
 def _delete(session: Session, fingerprints: set[str]) -> None:
