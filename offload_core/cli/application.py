@@ -17,7 +17,8 @@ app = typer.Typer(
 def main() -> None:
     """Inspect and maintain the storage tiers of offload-core: list and check objects, measure tiers, clean up.
 
-    No command needs an engine, and an engine may run meanwhile. Results go to stdout, all other output to stderr.
+    Only `prove` starts engines. An engine may run beside all other commands. Results go to stdout, all other output to
+    stderr.
 
     Start with `offload-core plugins` and `offload-core check offload.yaml`.
 

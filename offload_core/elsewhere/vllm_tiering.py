@@ -67,8 +67,7 @@ class OffloadCoreTier(SecondaryTierManager):  # type: ignore[misc]  # mypy does 
         config: the configuration's keys, or the ``config_file`` that has them.
 
     Raises:
-        ConfigError: the configuration is wrong, a tier cannot be opened, a file of the model cannot be read, or a
-            model that is no folder has no ``model_identity``.
+        ConfigError: the configuration is wrong, a tier cannot be opened, or the model cannot be identified.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE

@@ -193,6 +193,11 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler_half
 
     @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """The fingerprint of each rank's objects, without an adapter."""
+        return self._scheduler.fingerprints
+
+    @property
     def requires_kv_delivery(self) -> bool:
         """False: this is a cache, not a hand-off, and a dropped store is only a later miss."""
         return False

@@ -139,11 +139,12 @@ def test_the_quickstart_serves_as_the_readme_does() -> None:
 
 
 def _commands() -> list[str]:
+    """Return the commands to run. Engine tests run `prove`, since it needs a model."""
     texts = [path.read_text() for path in OPERATORS]
     lines = [line for text in texts for block in blocks(text, "console") for line in block.splitlines()]
     shown = [line.removeprefix("$ ") for line in lines if line.startswith("$ offload-core")]
     inline = [command for text in texts for command in re.findall(r"`(offload-core \S+ .*?)`", text)]
-    return list(dict.fromkeys(shown + inline))
+    return [command for command in dict.fromkeys(shown + inline) if "offload-core prove" not in command]
 
 
 def test_the_document_shows_every_command() -> None:

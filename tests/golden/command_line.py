@@ -122,6 +122,12 @@ CASES = {
         "verify bad.yaml",
         "verify",
     ],
+    "prove": [
+        "prove MODEL --config bad.yaml",
+        "prove MODEL --config offload.json --tier tape",
+        "prove",
+        "prove --help",
+    ],
     "prune": [
         "prune offload.json --older-than 1d --dry-run",
         "prune offload.json --older-than 1d -n --json",

@@ -339,6 +339,11 @@ class SchedulerHalf:
             hashes = self._placement.boundary_names(state, tokens)
             self._curves.add(hashes, request.num_prompt_tokens, state.seen_boundaries)
 
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """The fingerprint of each rank's objects, without an adapter."""
+        return self._ranks_namespaces("")
+
     def _ranks_namespaces(self, adapter: str) -> tuple[str, ...]:
         """Return the namespace of each rank's keys, for an adapter's digest."""
         if adapter not in self._namespaces:
