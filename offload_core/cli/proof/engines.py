@@ -15,6 +15,8 @@ from offload_core.cli.proof.documents import PROGRESS_LINE, REFUSED, EngineResul
 
 RUN_MODULE = "offload_core.vllm.proof_run"
 _TAIL_LINES = 40
+_WRONG_ARGUMENT = 2
+"""The exit code of the parser of vLLM's arguments; its last line is the reason."""
 
 
 class EngineError(Exception):
@@ -59,10 +61,8 @@ def run_engine(spec: EngineSpec, folder: Path, on_prompt: Callable[[], None]) ->
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    if code == REFUSED:
+    if code in (REFUSED, _WRONG_ARGUMENT):
         raise EngineRefusedError(tail[-1] if tail else "the engine refused to start")
-    if code == 2:  # from the parser of vLLM's arguments
-        raise EngineRefusedError("\n".join(tail))
     if code != 0 or not result_file.exists():
         raise EngineError("\n".join(["an engine's process failed; its last lines:", *tail]))
     return EngineResult.model_validate_json(result_file.read_text())
