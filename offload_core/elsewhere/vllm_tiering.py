@@ -49,7 +49,7 @@ from offload_core.elsewhere.verdicts import Verdicts
 from offload_core.objects.file_digests import FileDigests
 from offload_core.objects.fingerprint import Json, files_identity, fingerprint
 from offload_core.objects.format import FORMAT_VERSION
-from offload_core.runtime.metrics import BUCKET_SECONDS, COUNTERS, GAUGES, HISTOGRAMS, value_in_bucket
+from offload_core.runtime.metrics import BUCKET_SECONDS, COUNTERS, GAUGES, HISTOGRAMS, single_values
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -192,14 +192,8 @@ class OffloadCoreTier(SecondaryTierManager):  # type: ignore[misc]  # mypy does 
                 stats.set_gauge(f"{_METRIC}{name}", self._gauges[name, tier], (tier,))
             else:
                 stats.increase_counter(f"{_METRIC}{name}", count, (tier,))
-        values = self._store.counters.take_histograms()
-        for (bucket, tier), count in values.items():
-            name, _, number = bucket.partition(":")
-            if number.endswith(":sum"):
-                continue  # comes with its bucket's count
-            value = value_in_bucket(int(number), count, values[f"{bucket}:sum", tier])
-            for _ in range(int(count)):  # a histogram takes single values; these have the same buckets and sum
-                stats.observe_histogram(f"{_METRIC}{name}", value, (tier,))
+        for name, tier, value in single_values(self._store.counters.take_histograms()):
+            stats.observe_histogram(f"{_METRIC}{name}", value, (tier,))
         return None if stats.is_empty() else stats
 
     def _chunk(self, chunk: int) -> memoryview:

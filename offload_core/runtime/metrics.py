@@ -6,6 +6,8 @@ import math
 import threading
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import repeat
 
 ALL_TIERS = "all"
 """The tier of counts that belong to no single one."""
@@ -171,6 +173,24 @@ class Counters:
         with self._lock:
             values, self._values = self._values, defaultdict(int)
         return dict(values)
+
+
+def single_values(counts: Mapping[tuple[str, str], float]) -> Iterator[tuple[str, str, float]]:
+    """Yield the values of the histograms in a report, for metrics that take one value after the other.
+
+    They have the same buckets and sums as the observed values.
+
+    Args:
+        counts: as :meth:`Counters.take_histograms` returns them; other counts are left out.
+
+    Yields:
+        The histogram's name, the tier, and the mean of the values of one bucket, once for each of them.
+    """
+    for (name, tier), count in counts.items():
+        metric, _, bucket = name.partition(":")
+        if bucket.isdecimal():
+            value = value_in_bucket(int(bucket), count, counts[f"{name}:sum", tier])
+            yield from repeat((metric, tier, value), int(count))
 
 
 def value_in_bucket(bucket: int, count: float, total: float) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from offload_core.runtime.metrics import ALL_TIERS, BUCKET_SECONDS, COUNTERS, GAUGES, HISTOGRAMS, value_in_bucket
+from offload_core.runtime.metrics import ALL_TIERS, BUCKET_SECONDS, COUNTERS, GAUGES, HISTOGRAMS, single_values
 
 _SEPARATOR = "|"
 
@@ -78,23 +78,23 @@ class HybridOffloadPromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report's counts; counts of gauges may be negative."""
+        counts: dict[tuple[str, str], float] = {}
         for key, count in transfer_stats_data.items():
-            name, tier = key.split(_SEPARATOR, 1)
-            metric, _, bucket = name.partition(":")
-            if bucket.endswith(":sum"):
-                continue  # comes with its bucket's count
+            name, _, tier = key.partition(_SEPARATOR)
+            counts[name, tier] = count
             self._show_tier(engine_idx, tier)
-            shown = self._metrics[metric].labels(*self.per_engine_labelvalues[engine_idx], tier)
-            if not bucket:
-                shown.inc(count)
-                continue
-            value = value_in_bucket(int(bucket), count, transfer_stats_data[f"{name}:sum{_SEPARATOR}{tier}"])
-            for _ in range(int(count)):  # a histogram takes single values; these have the same buckets and sum
-                shown.observe(value)
+        for (name, tier), count in counts.items():
+            if name in self._metrics:  # else a part of a histogram
+                self._labelled(name, tier, engine_idx).inc(count)
+        for name, tier, value in single_values(counts):
+            self._labelled(name, tier, engine_idx).observe(value)
+
+    def _labelled(self, name: str, tier: str, engine_idx: int) -> Any:
+        return self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], tier)
 
     def _show_tier(self, engine_idx: int, tier: str) -> None:
         """Show all metrics of a tier from its first count on. Else Prometheus would miss the first count of each."""
         if (engine_idx, tier) not in self._tiers and tier != ALL_TIERS:
-            for metric in self._metrics.values():
-                metric.labels(*self.per_engine_labelvalues[engine_idx], tier)
+            for name in self._metrics:
+                self._labelled(name, tier, engine_idx)
         self._tiers.add((engine_idx, tier))
