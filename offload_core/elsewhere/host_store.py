@@ -137,7 +137,7 @@ class HostStore:
         )
         self._payload_bytes = dict(payload_bytes)
         self._window_bytes = self._store_window(largest)
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[tuple[_Job, Callable[[_Job], None]]] = deque()
         self._wake = threading.Event()
         self._ended: deque[EndedJob] = deque()
         self._running = 0  # under the condition, like `_is_closing`
@@ -214,7 +214,7 @@ class HostStore:
         with self._idle:
             self._running += 1
             if not self._is_closing and job.objects:
-                self._commands.append(partial(start, job))
+                self._commands.append((job, start))
                 self._wake.set()
                 return
         self._publish(job)
@@ -241,7 +241,8 @@ class HostStore:
 
     def _step(self) -> None:
         while self._commands:
-            self._commands.popleft()()
+            job, start = self._commands.popleft()
+            start(job)
         self._expire_waiting()
         self._submit_stores()
         for load in self._engine.poll():
@@ -306,8 +307,7 @@ class HostStore:
         jobs = {job for job, _ in self._loads.values()} | {job for job, _ in self._waiting}
         jobs |= {job for waiting in self._stores.values() for job, _ in waiting}
         while self._commands:
-            command = self._commands.popleft()
-            jobs |= set(command.args) if isinstance(command, partial) else set()
+            jobs.add(self._commands.popleft()[0])
         for job in jobs:
             self._publish(job)
 

@@ -24,11 +24,12 @@ async def locate(tiers: Sequence[Tier], keys: Sequence[ObjectKey]) -> list[str |
     waiting = set(asked)
     while waiting:
         now = time.monotonic()
-        waiting = {task for task in waiting if min(deadline[task], _end_of_grace(found_at, asked[task])) > now}
-        ends = [min(deadline[task], _end_of_grace(found_at, asked[task])) for task in waiting]
+        ends = {task: min(deadline[task], _end_of_grace(found_at, asked[task])) for task in waiting}
+        waiting = {task for task, end in ends.items() if end > now}
         if not waiting:
             break
-        done, waiting = await asyncio.wait(waiting, timeout=min(ends) - now, return_when=asyncio.FIRST_COMPLETED)
+        seconds = min(ends[task] for task in waiting) - now
+        done, waiting = await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             present = answered[asked[task].name] = task.result()
             if found_at is None and any(present):

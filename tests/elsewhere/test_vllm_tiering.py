@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -195,6 +196,20 @@ def test_stores_that_wait_for_staging_memory_end_at_their_deadline(memory: Any) 
     one.store(range(96))
     late = one.tier.get_stats().data["data"]["vllm:hybrid_offload_store_timeouts"][("memory",)]
     assert 0 < late <= 32, "two windows of 16 MiB at most can reach the tier before the deadline of all"
+
+
+def test_stores_before_a_slow_medium_end_at_their_deadline(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One chunk at a time is in staging memory. Its own call is in time, and the others wait longer and longer."""
+    one, backend = memory(chunk_bytes=8 << 20, chunks=12, **DEADLINES | {"store_timeout_seconds": 1.0})
+    wait = backend.gates["store"].pass_through
+
+    def pass_slowly() -> None:
+        time.sleep(0.2)
+        wait()
+
+    monkeypatch.setattr(backend.gates["store"], "pass_through", pass_slowly)
+    one.store(range(12))
+    assert 0 < len(backend.objects) <= 6
 
 
 def test_a_full_medium_is_a_miss_and_pins_nothing(memory: Any) -> None:
