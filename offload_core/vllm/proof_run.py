@@ -16,6 +16,7 @@ from offload_core.api.errors import ConfigError, PlanError
 from offload_core.cli.proof.documents import PROGRESS_LINE, REFUSED, Answer, EngineResult, EngineSpec, Pass
 from offload_core.cli.proof.prompts import ANSWER_TOKENS, prompt, prompt_lengths
 from offload_core.vllm.model.groups import build_planner
+from offload_core.vllm.prefill_stats import keep_prefill_stats
 
 _LOGPROBS = 5
 _DRAIN_SECONDS = 300.0
@@ -94,17 +95,7 @@ class _Session:
     def __init__(self, engine: Any, core: Any) -> None:
         self._engine = engine
         self._core = core
-        self._prefill: dict[str, Any] = {}
-        self._get_output = engine.engine_core.get_output
-        engine.engine_core.get_output = self._tapped_output
-
-    def _tapped_output(self) -> Any:
-        """Return the core's outputs after keeping the statistics of each request's first scheduling."""
-        outputs = self._get_output()
-        for output in outputs.outputs:
-            if output.prefill_stats is not None:
-                self._prefill.setdefault(output.request_id, output.prefill_stats)
-        return outputs
+        self._prefill = keep_prefill_stats(engine.engine_core)
 
     def run(self, item: Pass, prompts: list[list[int]]) -> list[Answer]:
         """Run all prompts once, and step the engine until its stores have ended."""

@@ -119,18 +119,10 @@ class Session:
         self._engine = engine
         self._logprobs = logprobs
         self._around = _nothing if around_workloads is None else pkgutil.resolve_name(around_workloads)
-        self._prefill: dict[str, Any] = {}
-        self._adapters: dict[str, int] = {}
-        self._get_output = engine.engine_core.get_output
-        engine.engine_core.get_output = self._tapped_output
+        from offload_core.vllm.prefill_stats import keep_prefill_stats  # imports vLLM
 
-    def _tapped_output(self) -> Any:
-        """Return the engine core's outputs after keeping each request's prefill statistics."""
-        outputs = self._get_output()
-        for output in outputs.outputs:
-            if output.prefill_stats is not None:
-                self._prefill.setdefault(output.request_id, output.prefill_stats)
-        return outputs
+        self._prefill = keep_prefill_stats(engine.engine_core)
+        self._adapters: dict[str, int] = {}
 
     def warm_up(self) -> float:
         """Run one request shorter than any block and return the seconds it took."""
