@@ -103,7 +103,10 @@ def judge(
     else:
         size = f"{from_computed.size:.3g} (allowed {allowed:.3g})"
         if difference(computed, local).within(allowed):
-            fault, text = "tier", f"tier {tier!r} differs from computing by {size}, and the local prefix cache does not"
+            served = any(answer.local_tokens for answer in local)
+            cache = "does not" if served else "served nothing to compare with"
+            fault = "tier"
+            text = f"tier {tier!r} differs from computing by {size}, and vLLM's local prefix cache {cache}"
         elif from_local.within(allowed):
             fault = "vllm"
             text = f"tier {tier!r} differs from computing by {size}, just as vLLM's local prefix cache does"

@@ -47,6 +47,12 @@ def test_the_fault_is_given_to_the_one_that_differs(local: Answer, loaded: Answe
     assert ("nothing was served" in verdict.text) == (not loaded.tier_tokens)
 
 
+@pytest.mark.parametrize(("tokens", "words"), [(256, "cache does not"), (0, "cache served nothing to compare with")])
+def test_the_text_says_whether_the_local_cache_has_served(tokens: int, words: str) -> None:
+    local = RIGHT.model_copy(update={"local_tokens": tokens})
+    assert words in judge("nvme", [RIGHT], [local], [WRONG], ALLOWED).text
+
+
 def test_another_token_at_a_near_tie_is_no_fault_and_ends_the_comparison() -> None:
     computed = answer({1: -0.7, 2: -0.7004}, {3: -0.1})
     loaded = answer({1: -0.7003, 2: -0.7}, {9: -5.0})
