@@ -78,4 +78,4 @@ def test_an_argument_that_vllm_does_not_know_is_refused_in_one_line(gemma3: Lab,
     ram = {"name": "ram", "type": "cpu", "capacity": "256MiB"}
     done = _prove(gemma3, tmp_path, ram, arguments=["--max-model-lenn", "100"])
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "error: unrecognized arguments: --max-model-lenn 100"
+    assert done.stderr.splitlines()[-1] == "offload-core prove: error: unrecognized arguments: --max-model-lenn 100"
