@@ -9,7 +9,8 @@ The folders are the rooms of the package. Each one imports only from rooms befor
 * ``config`` reads and checks the configuration.
 * ``tiers`` puts a backend into service.
 * ``lookup`` finds the depth of a stored prefix; ``transfer`` loads and stores; ``cli`` has the commands.
-* :mod:`offload_core.vllm` connects all of it to vLLM. No other room imports vLLM.
+* :mod:`offload_core.vllm` connects all of it to vLLM.
+* :mod:`offload_core.elsewhere` serves the tiers to other systems. Only its module for vLLM's tiering imports vLLM too.
 
 Only ``api`` and ``testing`` are public. Authors of plugins start with ``plugins.md``.
 """
