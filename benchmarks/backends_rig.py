@@ -34,7 +34,7 @@ from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.shared_memory import SharedMemory
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.runtime.threads import DaemonExecutor
 from offload_core.tiers.call_slots import CallSlots
 from offload_core.tiers.staged_object import StagedObject

@@ -40,7 +40,7 @@ from offload_core.memory.staging_size import STORE_SHARE
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.shared_memory import SharedMemory
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.transfer.batches import TransferObject
 from offload_core.transfer.engine import TransferEngine

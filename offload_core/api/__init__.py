@@ -44,6 +44,7 @@ from offload_core.api.hooks import API_VERSION, OLDEST_API_VERSION, TierInfo, ho
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions, Bytes, Folder, OptionsT, Seconds, check_folder
 from offload_core.api.pinned_memory import CudaPinning, HostPinning, demand_pinning, pinning_in_use
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.api.wrapper import BackendWrapper
 
 __all__ = [
@@ -80,6 +81,7 @@ __all__ = [
     "PluginError",
     "Requirement",
     "Seconds",
+    "SharedMemory",
     "StoreOutcome",
     "StoreReservation",
     "StoredObject",

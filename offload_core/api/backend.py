@@ -21,10 +21,12 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 from offload_core.api.cancellation import ThreadCall, to_the_end
 from offload_core.api.capabilities import Capabilities
-from offload_core.api.checked_loads import LoadCheck, overrides_are_consistent
+from offload_core.api.checked_loads import LoadCheck
 from offload_core.api.context import BackendContext as BackendContext
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions, OptionsT
+from offload_core.api.overrides import lending_is_consistent, loads_in_one_call_are_consistent
+from offload_core.api.shared_memory import SharedMemory
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,6 +66,8 @@ class LoadReservation:
         on_release: unpins the objects. By default there is nothing to unpin.
         nbytes: the size of each key's object, in bytes, as :attr:`StoredObject.nbytes` (C19). An entry is ``None`` if
             the object is absent or its size is unknown. By default every entry is ``None``.
+        views: the bytes of each key's object, in the backend's own memory (C25). An entry is ``None`` if the object is
+            absent or not lent. By default every entry is ``None``.
     """
 
     def __init__(
@@ -71,9 +75,11 @@ class LoadReservation:
         present: Sequence[bool],
         on_release: Callable[[], Awaitable[None]] | None = None,
         nbytes: Sequence[int | None] | None = None,
+        views: Sequence[memoryview | None] | None = None,
     ) -> None:
         self.present = tuple(present)
         self.nbytes = (None,) * len(self.present) if nbytes is None else tuple(nbytes)
+        self.views = (None,) * len(self.present) if views is None else tuple(views)
         self._on_release = on_release
 
     async def release(self) -> None:
@@ -94,6 +100,8 @@ class StoreReservation:
             may store the object. Any other outcome is final: the core does not store that object.
         evicted: the objects that the backend evicted to free capacity.
         on_release: returns the unused capacity. By default there is nothing to return.
+        views: the memory for each key's object, writable and in the backend's own memory (C25). An entry is ``None`` if
+            nothing is reserved or lent. By default every entry is ``None``.
     """
 
     def __init__(
@@ -101,9 +109,11 @@ class StoreReservation:
         outcomes: Sequence[StoreOutcome | None],
         evicted: Sequence[ObjectKey] = (),
         on_release: Callable[[], Awaitable[None]] | None = None,
+        views: Sequence[memoryview | None] | None = None,
     ) -> None:
         self.outcomes = tuple(outcomes)
         self.evicted = tuple(evicted)
+        self.views = (None,) * len(self.outcomes) if views is None else tuple(views)
         self._on_release = on_release
 
     async def release(self) -> None:
@@ -275,7 +285,24 @@ class Backend(ABC, Generic[OptionsT]):
         By default it is ``True`` if the class overrides that method together with ``prepare_load`` and ``load_into``. A
         subclass that overrides one of these two alone is loaded with the separate steps.
         """
-        return overrides_are_consistent(self)
+        return loads_in_one_call_are_consistent(self)
+
+    @property
+    def lends(self) -> bool:
+        """``True`` if the core may use the views of reservations.
+
+        By default it is ``True`` if the capability ``lends`` is declared, and no subclass has changed only a part of
+        the methods that move objects: ``prepare_load``, ``load_into``, ``prepare_store`` and ``store``.
+        """
+        return self.capabilities.lends and lending_is_consistent(self)
+
+    @property
+    def lent_memory(self) -> SharedMemory | None:
+        """The memory in which all views lie, so that another process can map it. Asked after ``open``.
+
+        It stays the same until ``close``. With ``None``, the default, only this process uses views.
+        """
+        return None
 
     async def prepare_store(
         self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()

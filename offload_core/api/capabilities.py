@@ -24,9 +24,12 @@ class Capabilities:
             a store may be ``REJECTED`` after ``prepare_store`` has granted it. It excludes ``bounded``.
         spares: the backend knows *spare* objects, which use free capacity only and are evicted before all others (C20).
             :meth:`Backend.touch` sets its order of eviction (C21). It needs ``bounded``.
+        lends: reservations have views of the objects in the backend's own memory, so that the core copies them once
+            (C25). Only for ``host``: a read of a view cannot fail or hang.
 
     Raises:
-        ValueError: both ``bounded`` and ``evicts`` are declared, or ``spares`` without ``bounded``.
+        ValueError: both ``bounded`` and ``evicts`` are declared, or ``spares`` without ``bounded``, or ``lends``
+            for another medium than ``host``.
     """
 
     medium: Literal["host", "disk", "remote"]
@@ -37,6 +40,7 @@ class Capabilities:
     sizes: bool = False
     evicts: bool = False
     spares: bool = False
+    lends: bool = False
 
     def __post_init__(self) -> None:
         if self.spares and not self.bounded:
@@ -48,4 +52,9 @@ class Capabilities:
             raise ValueError(
                 "Capabilities(bounded=True, evicts=True): a medium that evicts by itself can neither pin nor reserve; "
                 "declare bounded if the backend chooses the objects to evict, else evicts"
+            )
+        if self.lends and self.medium != "host":
+            raise ValueError(
+                f"Capabilities(lends=True, medium={self.medium!r}): the engine reads lent memory without a deadline; "
+                "lend memory only, with the medium host"
             )

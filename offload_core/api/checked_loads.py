@@ -23,19 +23,3 @@ class LoadCheck(ABC):
         The first call stands for the beginning of the buffer. Each call continues where the one before it ended. If a
         read has to begin again, do not call this any more: the core then checks the whole object after the load.
         """
-
-
-def overrides_are_consistent(backend: object) -> bool:
-    """Return whether ``load_and_check`` does the same as ``prepare_load`` and ``load_into`` of a backend.
-
-    A class that overrides one of the two has changed its loads. An inherited ``load_and_check`` would bypass the
-    change, unless the class overrides it too.
-    """
-    places = {name: _place(backend, name) for name in ("load_and_check", "prepare_load", "load_into")}
-    return places["load_and_check"] == min(places.values())
-
-
-def _place(backend: object, name: str) -> int:
-    """Return the place of the first class, from the most derived one, that defines ``name``; the object is first."""
-    scopes = [getattr(backend, "__dict__", {}), *(vars(one) for one in type(backend).__mro__)]
-    return next(place for place, scope in enumerate(scopes) if name in scope)

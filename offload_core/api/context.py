@@ -55,6 +55,8 @@ class BackendContext:
         close_timeout_seconds: the longest wait for :meth:`offload_core.api.Backend.close`.
         halves: the halves of the engine that use the backend now: ``scheduler``, ``worker``, or ``worker 0`` and so on
             where there are several ranks. It is empty before ``open`` and outside an engine, and it may change.
+        lends_to_processes: whether other processes map the memory that the backend lends. It should then be
+            :class:`SharedMemory`, and these processes pin it if they use a GPU.
     """
 
     name: str
@@ -67,6 +69,7 @@ class BackendContext:
     store_timeout_seconds: float = math.inf
     close_timeout_seconds: float = math.inf
     halves: Collection[str] = ()
+    lends_to_processes: bool = False
 
     @property
     def label(self) -> str:

@@ -10,6 +10,8 @@ from offload_core.api.capabilities import Capabilities
 from offload_core.api.checked_loads import LoadCheck
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions
+from offload_core.api.overrides import is_overridden
+from offload_core.api.shared_memory import SharedMemory
 
 
 class BackendWrapper(Backend[BackendOptions]):
@@ -61,6 +63,16 @@ class BackendWrapper(Backend[BackendOptions]):
     def loads_in_one_call(self) -> bool:
         """See :meth:`Backend.loads_in_one_call`. A wrapper that overrides ``load_into`` sees every load."""
         return super().loads_in_one_call and self.inner.loads_in_one_call
+
+    @property
+    def lends(self) -> bool:
+        """See :attr:`Backend.lends`. A wrapper that overrides ``load_into`` or ``store`` sees every load and store."""
+        return self.inner.lends and not any(is_overridden(self, BackendWrapper, name) for name in ("load_into", "store"))
+
+    @property
+    def lent_memory(self) -> SharedMemory | None:
+        """See :attr:`Backend.lent_memory`."""
+        return self.inner.lent_memory
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         """See :meth:`Backend.store`."""

@@ -32,7 +32,7 @@ from offload_core.memory.staging_size import STORE_SHARE, gather_limit_bytes, le
 from offload_core.objects.format import object_bytes
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.shared_memory import SharedMemory
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.transfer.batches import TransferObject
 from offload_core.transfer.engine import TransferEngine

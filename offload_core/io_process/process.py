@@ -24,7 +24,7 @@ from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.restart_pause import RestartPause
-from offload_core.runtime.shared_memory import SharedMemory
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.runtime.threads import DaemonExecutor
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.storage import StorageAwayError, StorageEvents

@@ -14,7 +14,7 @@ from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.doorbell import wait_for_any
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.shared_memory import SharedMemory
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.storage import StorageEvents
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offload_backend_cpu.free_pages import FreePages, Run
+from offload_core.api import SharedMemory
 
 PAGE_BYTES = 4096
 
@@ -29,22 +30,33 @@ Bytes = npt.NDArray[np.uint8]
 class Arena:
     """``capacity_bytes`` bytes of host memory, rounded down to whole pages. The system gives a page at its first write.
 
+    Args:
+        is_shared: whether other processes are to map the memory. Linux gives such memory in small pages by default
+            (``/sys/kernel/mm/transparent_hugepage/shmem_enabled``).
+
     Attributes:
         pages: the free pages.
         nbytes: the size of the memory.
         address: the address of its first byte.
+        shared_memory: the memory, for other processes; ``None`` if it is not shared.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, *, is_shared: bool = False) -> None:
         self.pages = FreePages(capacity_bytes // PAGE_BYTES)
         self.nbytes = self.pages.num_pages * PAGE_BYTES
-        memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Without these the arena works too, only more slowly. A forked child does not use the memory; while the child
-        # lived, every page that is written to would exist twice.
-        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-            with suppress(OSError):
-                memory.madvise(advice)
-        self._bytes: Bytes = np.frombuffer(memory, dtype=np.uint8)
+        self.shared_memory: SharedMemory | None = None
+        if is_shared:
+            self.shared_memory = SharedMemory.create("offload-cpu", self.nbytes)
+            self.view = self.shared_memory.view
+        else:
+            memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # Without these the arena works too, only more slowly. A forked child does not use the memory; while the
+            # child lived, every page that is written to would exist twice.
+            for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+                with suppress(OSError):
+                    memory.madvise(advice)
+            self.view = memoryview(memory)
+        self._bytes: Bytes = np.frombuffer(self.view, dtype=np.uint8)
         self._rows = self._bytes.reshape(self.pages.num_pages, PAGE_BYTES)
         self.address: int = self._bytes.ctypes.data
         self._num_resident = 0
@@ -85,6 +97,21 @@ class Arena:
         raise OSError(
             code, f"{os.strerror(code)}: the system did not give {num_pages * PAGE_BYTES} bytes of host memory"
         )
+
+    def lent(self, runs: tuple[Run, ...], nbytes: int) -> memoryview | None:
+        """Return the first ``nbytes`` bytes of ``runs``, or ``None`` if they are not in one run."""
+        start = runs[0][0] * PAGE_BYTES
+        return self.view[start : start + nbytes] if len(runs) == 1 else None
+
+    def is_lent(self, runs: tuple[Run, ...], buffer: memoryview) -> bool:
+        """Return whether ``buffer`` begins where ``runs`` do, so that it needs no copy."""
+        address = np.frombuffer(buffer, dtype=np.uint8).ctypes.data if len(buffer) else None
+        return len(runs) == 1 and address == self.address + runs[0][0] * PAGE_BYTES
+
+    def close(self) -> None:
+        """Give the memory up. It stays until nobody uses a view of it."""
+        if self.shared_memory is not None:
+            self.shared_memory.close()
 
     def write(self, runs: tuple[Run, ...], source: memoryview) -> None:
         """Copy ``source`` into ``runs``. Runs on any thread; a large copy runs without the interpreter's lock."""

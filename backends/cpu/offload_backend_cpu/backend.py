@@ -25,6 +25,7 @@ from offload_core.api import (
     LoadOutcome,
     LoadReservation,
     ObjectKey,
+    SharedMemory,
     StoredObject,
     StoreOutcome,
     StoreReservation,
@@ -74,8 +75,13 @@ class CpuBackend(Backend[CpuOptions]):
     def capabilities(self) -> Capabilities:
         """Memory of this process."""
         return Capabilities(
-            medium="host", persistent=False, shared=False, bounded=True, lists=True, sizes=True, spares=True
+            medium="host", persistent=False, shared=False, bounded=True, lists=True, sizes=True, spares=True, lends=True
         )
+
+    @property
+    def lent_memory(self) -> SharedMemory | None:
+        """See :attr:`Backend.lent_memory`."""
+        return None if self._arena is None else self._arena.shared_memory
 
     async def open(self) -> None:
         """Map the memory. The system gives it as it is filled, unless the options make it pinned or prefaulted.
@@ -85,7 +91,7 @@ class CpuBackend(Backend[CpuOptions]):
         Raises:
             OSError: the system has not so much memory, or it cannot be pinned and ``pin`` is ``on``.
         """
-        arena = Arena(self.options.capacity)
+        arena = Arena(self.options.capacity, is_shared=self.context.lends_to_processes)
         await self._memory_setup.start(arena)
         self._eviction_order = EvictionOrder(self.options.eviction, arena.pages.num_pages)
         self._arena = arena
@@ -97,6 +103,8 @@ class CpuBackend(Backend[CpuOptions]):
         await self._memory_setup.undo()
         self._objects.clear()
         self._eviction_order = EvictionOrder("lru", 0)
+        if self._arena is not None:
+            self._arena.close()
         self._arena = None
 
     async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
@@ -104,7 +112,7 @@ class CpuBackend(Backend[CpuOptions]):
         return [key in self._objects for key in keys]
 
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
-        """Pin the objects that are present."""
+        """Pin the objects that are present, and lend those that are in one piece."""
         found = [self._objects.get(key) for key in keys]
         pinned = [(key, held) for key, held in zip(keys, found, strict=True) if held is not None]
         for key, held in pinned:
@@ -114,7 +122,9 @@ class CpuBackend(Backend[CpuOptions]):
             self._unpin_all(pinned)
 
         sizes = [None if held is None else held.nbytes for held in found]
-        return LoadReservation([held is not None for held in found], release, sizes)
+        views = [None if held is None else self._memory.lent(held.runs, held.nbytes) for held in found]
+        read_only = [None if view is None else view.toreadonly() for view in views]
+        return LoadReservation([held is not None for held in found], release, sizes, read_only)
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`. A cancelled call ends with its copies."""
@@ -143,23 +153,26 @@ class CpuBackend(Backend[CpuOptions]):
     ) -> StoreReservation:
         """Reserve pages; objects are evicted for them in the order of ``eviction``. If too few can be, reject.
 
-        A spare object gets free pages only. If it is present already, nothing changes.
+        A spare object gets free pages only. If it is present already, nothing changes. Pages in one piece are lent.
         """
         outcomes: list[StoreOutcome | None] = []
         evicted: list[ObjectKey] = []
         taken: list[tuple[ObjectKey, _Object]] = []
+        views: list[memoryview | None] = []
         for key, size, is_spare in zip(keys, nbytes, spare or [False] * len(keys), strict=True):
             present = self._objects.get(key)
             if present is not None:
                 if not present.pins and not is_spare:
                     self._eviction_order.record_use(key)
                 outcomes.append(StoreOutcome.ALREADY_PRESENT)
+                views.append(None)
                 continue
             reserved = self._reserve_free(size) if is_spare else self._reserve(size, evicted)
             if reserved is not None:
                 self._reserved.setdefault(key, {})[reserved] = is_spare
                 taken.append((key, reserved))
             outcomes.append(None if reserved is not None else StoreOutcome.REJECTED)
+            views.append(None if reserved is None else self._memory.lent(reserved.runs, size))
 
         if evicted:  # perhaps some of this batch, for others of it (C5)
             gone = set(evicted)
@@ -174,10 +187,13 @@ class CpuBackend(Backend[CpuOptions]):
                     self._take_reserved(key, reserved)
                     self._free(reserved)
 
-        return StoreReservation(outcomes, evicted, release)
+        return StoreReservation(outcomes, evicted, release, views)
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
-        """See :meth:`Backend.store`. A cancelled call ends with its copies, and stores nothing."""
+        """See :meth:`Backend.store`. A cancelled call ends with its copies, and stores nothing.
+
+        A buffer that was lent for its key becomes the object's memory as it is.
+        """
         outcomes: list[StoreOutcome] = []
         filling: list[tuple[ObjectKey, _Object, bool]] = []
         copies: list[tuple[tuple[Run, ...], memoryview]] = []
@@ -185,7 +201,9 @@ class CpuBackend(Backend[CpuOptions]):
             if key in self._objects:
                 outcomes.append(StoreOutcome.ALREADY_PRESENT)
                 continue
-            held = next((r for r in self._reserved.get(key, ()) if r.nbytes == len(buffer)), None)
+            fitting = [r for r in self._reserved.get(key, ()) if r.nbytes == len(buffer)]
+            lent = next((r for r in fitting if self._memory.is_lent(r.runs, buffer)), None)
+            held = lent or next(iter(fitting), None)
             is_spare = False
             if held is not None:
                 is_spare = self._take_reserved(key, held)
@@ -196,7 +214,10 @@ class CpuBackend(Backend[CpuOptions]):
                 continue
             outcomes.append(StoreOutcome.STORED)
             filling.append((key, held, is_spare))
-            copies.append((held.runs, buffer))
+            if held is lent:
+                self._memory.mark_resident(sum(max(held.runs)))
+            else:
+                copies.append((held.runs, buffer))
         try:
             are_resident = all(self._memory.is_resident(runs) for runs, _ in copies)
             await self._copy(self._memory.write, copies, are_resident=are_resident)

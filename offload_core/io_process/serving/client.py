@@ -24,7 +24,7 @@ from offload_core.io_process.serving.tier import ServedTier
 from offload_core.memory.staging_size import in_batches
 from offload_core.runtime.doorbell import Doorbell
 from offload_core.runtime.io_loop import run_all
-from offload_core.runtime.shared_memory import SharedMemory
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.tiers.object_io import LoadEnd, answer
 from offload_core.tiers.staged_object import StagedObject, seal_all
 from offload_core.tiers.storage import LocalStorage, StoreEnd

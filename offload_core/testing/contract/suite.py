@@ -1,4 +1,4 @@
-"""The contract of a backend as a pytest class: a subclass of it tests clauses C1 to C24 of plugins.md.
+"""The contract of a backend as a pytest class: a subclass of it tests clauses C1 to C25 of plugins.md.
 
 A complete test file::
 
@@ -40,6 +40,7 @@ from offload_core.testing.contract.buffers import BuffersContract
 from offload_core.testing.contract.bytes import BytesContract
 from offload_core.testing.contract.capacity import CAPACITY_BYTES, CapacityContract
 from offload_core.testing.contract.failures import FailuresContract
+from offload_core.testing.contract.lending import LendingContract
 from offload_core.testing.contract.loop import LoopContract
 from offload_core.testing.contract.machine import MachineContract
 from offload_core.testing.contract.names import NamesContract
@@ -58,6 +59,7 @@ class BackendContract(
     LoopContract,
     CapacityContract,
     SparesContract,
+    LendingContract,
     OneCallContract,
     FailuresContract,
     OptionsContract,
@@ -157,6 +159,16 @@ class BackendContract(
     def sparing_rig(self, bounded_rig: Rig) -> Rig:
         """A rig whose medium has a limit of 1 MiB and knows spare objects."""
         return _needs(bounded_rig, "spares")
+
+    @pytest.fixture
+    def lending_rig(self, rig: Rig) -> Rig:
+        """A rig whose clients lend their memory."""
+        return _needs(rig, "lends")
+
+    @pytest.fixture
+    def lending_bounded_rig(self, bounded_rig: Rig) -> Rig:
+        """A rig whose medium has a limit of 1 MiB and lends its memory."""
+        return _needs(bounded_rig, "lends")
 
     @pytest.fixture
     def one_call_rig(self, rig: Rig) -> Rig:

@@ -25,7 +25,7 @@ from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.shared_memory import SharedMemory
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.transfer.batches import TransferObject
 from offload_core.transfer.engine import TransferEngine

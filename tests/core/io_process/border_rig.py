@@ -23,7 +23,7 @@ from offload_core.memory.staging_size import STORE_SHARE, lease_bytes
 from offload_core.objects.format import object_bytes
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.restart_pause import RestartPause
-from offload_core.runtime.shared_memory import SharedMemory
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.tiers.opening import open_tiers
 from offload_core.transfer.engine import TransferEngine
 from tests.core.io_process import commanded

@@ -21,7 +21,7 @@ from offload_core.memory.staging_size import StagingUse
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.shared_memory import SharedMemory
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier

@@ -30,7 +30,7 @@ from offload_core.runtime.message_ring import (
     RingWriter,
     format_ring,
 )
-from offload_core.runtime.shared_memory import SharedMemory
+from offload_core.api.shared_memory import SharedMemory
 from tests.support.random_examples import examples
 
 SECONDS = 60
@@ -352,7 +352,7 @@ import sys
 from offload_core.runtime import message_ring
 from offload_core.runtime.doorbell import Doorbell
 from offload_core.runtime.message_ring import RingReader, RingWriter
-from offload_core.runtime.shared_memory import SharedMemory
+from offload_core.api.shared_memory import SharedMemory
 memory, *bells = map(int, sys.argv[2:])
 memory = SharedMemory.from_descriptor(memory)
 here, there = map(Doorbell.from_descriptor, bells)

@@ -1,0 +1,154 @@
+"""The clause about lent memory, C25. It needs the capability ``lends``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+
+import numpy as np
+
+from offload_core.api.backend import StoreOutcome
+from offload_core.api.keys import ObjectKey
+from offload_core.testing.contract.capacity import MAX_OBJECTS, OBJECT_BYTES
+from offload_core.testing.contract.checks import contract_test, expect, expect_bytes, expect_results
+from offload_core.testing.rig.clients import Client, Rig, content
+
+SIZES = (1, 4096, 5000, 100_000)
+"""Sizes of lent objects in bytes. A backend may lend some of them only."""
+
+
+class LendingContract:
+    """Views of reservations have the objects' bytes, until the release."""
+
+    @contract_test
+    async def test_c25_a_view_of_a_load_has_the_objects_bytes(self, lending_rig: Rig) -> None:
+        client = await lending_rig.client()
+        objects = {lending_rig.key(): content(size, size) for size in SIZES}
+        await client.put(objects)
+        absent = lending_rig.key()
+        async with client.loading([*objects, absent, next(iter(objects))]) as reservation:
+            *views, of_absent, again = _views("prepare_load", reservation.views, len(objects) + 2)
+            expect(of_absent is None, "C25: prepare_load lent a view for an absent object")
+            expect(any(views), f"C25: objects of {SIZES} bytes were stored on an empty medium, and none of them is lent")
+            for view, wanted in zip([*views, again], [*objects.values(), content(SIZES[0], SIZES[0])], strict=True):
+                if view is not None:
+                    expect_bytes("C25", f"the view of an object of {len(wanted)} bytes", bytes(view), wanted)
+
+    @contract_test
+    async def test_c25_a_view_of_a_load_outlives_deletes_and_evictions(self, lending_bounded_rig: Rig) -> None:
+        client = await lending_bounded_rig.client()
+        objects = {key: content(OBJECT_BYTES, seed) for seed, key in enumerate(lending_bounded_rig.keys(4))}
+        await client.put(objects)
+        deleted = list(objects)[0]
+        async with client.loading(list(objects)) as reservation:
+            await client.delete([deleted])
+            for seed in range(3 * MAX_OBJECTS):
+                await client.store({lending_bounded_rig.key(): content(OBJECT_BYTES, 1000 + seed)})
+            for view, wanted in zip(reservation.views, objects.values(), strict=True):
+                if view is not None:
+                    name = "the view of an object, after the delete of one and many stores,"
+                    expect_bytes("C25", name, bytes(view), wanted)
+
+    @contract_test
+    async def test_c25_a_view_of_a_store_becomes_the_object(self, lending_rig: Rig) -> None:
+        client = await lending_rig.client()
+        objects = {lending_rig.key(): content(size, size) for size in SIZES}
+        await client.put({lending_rig.key(): content(3 * 4096, 5)})
+        async with client.storing(list(objects), [len(wanted) for wanted in objects.values()]) as reservation:
+            views = _views("prepare_store", reservation.views, len(objects))
+            expect(any(views), f"C25: objects of {SIZES} bytes are reserved on an empty medium, and none of them is lent")
+            expect_disjoint([view for view in views if view is not None])
+            filled = {key: (wanted, view) for (key, wanted), view in zip(objects.items(), views, strict=True) if view}
+            for wanted, view in filled.values():
+                view[:] = wanted
+            sources = [view.toreadonly() for _, view in filled.values()]
+            stored = await client.store_from(list(filled), sources)
+            expect_results("C25", "store of the lent views", stored, [StoreOutcome.STORED] * len(filled))
+        await _expect_stored(client, {key: wanted for key, (wanted, _) in filled.items()}, "filled in its lent view")
+
+    @contract_test
+    async def test_c25_a_store_of_other_memory_than_the_view_copies_it(self, lending_rig: Rig) -> None:
+        client = await lending_rig.client()
+        key, wanted = lending_rig.key(), content(5000)
+        async with client.storing([key], [len(wanted)]) as reservation:
+            for view in reservation.views:
+                if view is not None:
+                    view[:] = bytes(len(view))
+            await client.store_from([key], [memoryview(bytearray(wanted))])
+        await _expect_stored(client, {key: wanted}, "stored from other memory than its view")
+
+    @contract_test
+    async def test_c25_two_reservations_of_one_key_have_memory_of_their_own(self, lending_rig: Rig) -> None:
+        client = await lending_rig.client()
+        key, wanted = lending_rig.key(), content(5000)
+        async with client.storing([key], [len(wanted)]) as first, client.storing([key], [len(wanted)]) as second:
+            views = [view for view in (*first.views, *second.views) if view is not None]
+            expect_disjoint(views)
+            for view in views:
+                view[:] = wanted
+            for view in reversed(views):
+                (outcome,) = await client.store_from([key], [view.toreadonly()])
+                good = (StoreOutcome.STORED, StoreOutcome.ALREADY_PRESENT)
+                expect(outcome in good, f"C25: a store of a lent view answered {outcome.name}")
+                if view is views[-1]:
+                    views[0][:] = bytes(len(wanted))  # still the caller's, who may write anything
+                    await _expect_stored(client, {key: wanted}, "stored from one of two views of its key")
+                    views[0][:] = wanted
+        await _expect_stored(client, {key: wanted}, "stored twice from two views of its key")
+
+    @contract_test
+    async def test_c25_what_is_written_to_a_view_that_is_not_stored_is_no_object(self, lending_rig: Rig) -> None:
+        client = await lending_rig.client()
+        before = {lending_rig.key(): content(5000, seed) for seed in range(3)}
+        await client.put(before)
+        await client.delete([next(iter(before))])
+        del before[next(iter(before))]
+        key = lending_rig.key()
+        async with client.storing([key], [5000]) as reservation:
+            for view in reservation.views:
+                if view is not None:
+                    view[:] = b"\xee" * len(view)
+            expect_results("C25", "contains of an object that was not stored", await client.contains([key]), [False])
+        expect_results("C25", "contains after the release", await client.contains([key]), [False])
+        await _expect_stored(client, before, "stored before another one's view was filled")
+
+    @contract_test
+    async def test_c25_all_views_are_in_the_lent_memory(self, lending_rig: Rig) -> None:
+        client = await lending_rig.client()
+        objects = {lending_rig.key(): content(5000, seed) for seed in range(3)}
+        await client.put(objects)
+        memory = client.backend.lent_memory
+        if memory is None:  # this process alone uses the views
+            return
+        start = _address(memory.view)
+        new = lending_rig.key()
+        async with client.loading(list(objects)) as loading, client.storing([new], [5000]) as storing:
+            for view in (*loading.views, *storing.views):
+                if view is not None:
+                    offset = _address(view) - start
+                    expect(
+                        0 <= offset <= memory.nbytes - len(view),
+                        f"C25: a view of {len(view)} bytes is at byte {offset} of a lent memory of {memory.nbytes}",
+                    )
+
+
+def expect_disjoint(views: Sequence[memoryview]) -> None:
+    """Fail if two views share a byte."""
+    pieces = sorted((_address(view), len(view)) for view in views if len(view))
+    for (start, nbytes), (after, _) in combinations(pieces, 2):
+        expect(start + nbytes <= after, "C25: two views for objects to store share bytes")
+
+
+def _views(call: str, views: Sequence[memoryview | None], count: int) -> Sequence[memoryview | None]:
+    expect(len(views) == count, f"C25: {call} returned {len(views)} views for {count} keys")
+    return views
+
+
+async def _expect_stored(client: Client, objects: Mapping[ObjectKey, bytes], how: str) -> None:
+    for key, wanted in objects.items():
+        _, got = await client.get(key, len(wanted))
+        expect_bytes("C25", f"an object {how}", got, wanted)
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
