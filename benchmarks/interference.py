@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from offload_core.api.keys import ObjectKey
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.config.loading import load_config
 from offload_core.io_process.processes import IoProcesses
 from offload_core.memory.block_copier import BlockSlice, CpuBlockCopier
@@ -40,7 +41,6 @@ from offload_core.memory.staging_size import STORE_SHARE
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.api.shared_memory import SharedMemory
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.transfer.batches import TransferObject
 from offload_core.transfer.engine import TransferEngine

@@ -1,6 +1,6 @@
 """Subclasses that override only some of the methods that belong together.
 
-A class that overrides one way to move objects has changed it on purpose. Another, inherited way would bypass the change.
+A class that overrides one way to move objects has changed it on purpose. An inherited way would bypass the change.
 """
 
 from __future__ import annotations

@@ -67,7 +67,9 @@ class BackendWrapper(Backend[BackendOptions]):
     @property
     def lends(self) -> bool:
         """See :attr:`Backend.lends`. A wrapper that overrides ``load_into`` or ``store`` sees every load and store."""
-        return self.inner.lends and not any(is_overridden(self, BackendWrapper, name) for name in ("load_into", "store"))
+        return self.inner.lends and not any(
+            is_overridden(self, BackendWrapper, name) for name in ("load_into", "store")
+        )
 
     @property
     def lent_memory(self) -> SharedMemory | None:

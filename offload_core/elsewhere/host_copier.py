@@ -21,6 +21,8 @@ class HostCopier:
     view of the memory outlives it: the other system may unmap the memory when all jobs have ended.
     """
 
+    takes_pageable_memory = True
+
     def __init__(self, view_of: PlaceView) -> None:
         self._view_of = view_of
 

@@ -21,6 +21,7 @@ from functools import partial
 
 from offload_core.api.errors import ConfigError
 from offload_core.api.keys import ObjectKey
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.config.model import OffloadConfig
 from offload_core.elsewhere.host_copier import HostCopier, PlaceView
 from offload_core.elsewhere.locations import locate
@@ -32,7 +33,6 @@ from offload_core.memory.staging_size import STORE_SHARE, gather_limit_bytes, le
 from offload_core.objects.format import object_bytes
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters
-from offload_core.api.shared_memory import SharedMemory
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.transfer.batches import TransferObject
 from offload_core.transfer.engine import TransferEngine

@@ -27,7 +27,7 @@ class ControlChannel:
         self._socket = socket
         self._on_end_of_file = on_end_of_file
         self._loop = asyncio.get_running_loop()
-        self._answers: deque[asyncio.Future[Record]] = deque()
+        self._answers: deque[asyncio.Future[tuple[Record, list[int]]]] = deque()
         self._is_closed = False
         self.ready: asyncio.Future[tuple[Record, list[int]]] = self._loop.create_future()
         """The first message of the process, with its descriptors; an error if it cannot serve."""
@@ -43,20 +43,25 @@ class ControlChannel:
         self._socket.send(record, descriptors)
 
     async def ask(self, record: Record, descriptors: Sequence[int] = ()) -> Record:
-        """Send a message, and return its answer.
+        """Send a message, and return its answer; see :meth:`ask_for_descriptors`."""
+        answered, _ = await self.ask_for_descriptors(record, descriptors)
+        return answered
+
+    async def ask_for_descriptors(self, record: Record, descriptors: Sequence[int] = ()) -> tuple[Record, list[int]]:
+        """Send a message, and return its answer with the descriptors that came with it.
 
         Raises:
             OSError: the process is gone, or reports this error.
         """
         if self._is_closed:
             raise StorageAwayError("the I/O process has ended and is being replaced")
-        answer: asyncio.Future[Record] = self._loop.create_future()
+        answer: asyncio.Future[tuple[Record, list[int]]] = self._loop.create_future()
         self._socket.send(record, descriptors)
         self._answers.append(answer)
-        answered = await answer
+        answered, received = await answer
         if "error" in answered:
             raise protocol.Reader(memoryview(bytes.fromhex(answered["error"]))).error()
-        return answered
+        return answered, received
 
     def receive(self) -> None:
         """Take the messages that are there."""
@@ -92,4 +97,4 @@ class ControlChannel:
                 logger.error("the I/O process has failed: %s", record["failed"])
             self.fail(OSError(f"the I/O process cannot serve: {record['failed']}"))
         elif self._answers and not (answer := self._answers.popleft()).done():
-            answer.set_result(record)
+            answer.set_result((record, descriptors))

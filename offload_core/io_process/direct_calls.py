@@ -81,6 +81,16 @@ class DirectCalls:
         if damage is not None:
             self._on_damage(damage)
 
+    def tell(self, kind: Kind, tier: int, body: bytes) -> None:
+        """Send a message without an answer; it is lost if the process takes no more calls."""
+        damage = None
+        with self._lock:
+            if not self._refuses:
+                self._unsent.append(protocol.message(kind, tier, 0, body))
+                damage = self._try_flush()
+        if damage is not None:
+            self._on_damage(damage)
+
     def receive(self) -> None:
         """Take the answers that are there. If another thread does so at this moment, nothing happens."""
         if self._lock.acquire(blocking=False):

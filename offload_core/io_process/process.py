@@ -13,6 +13,7 @@ from offload_core.api.cancellation import to_the_end
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.errors import ConfigError
 from offload_core.api.events import Event
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.config.limits import Limits
 from offload_core.config.model import OffloadConfig, TierConfig
 from offload_core.io_process.direct_calls import DirectCalls, OnAnswer
@@ -24,7 +25,6 @@ from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.restart_pause import RestartPause
-from offload_core.api.shared_memory import SharedMemory
 from offload_core.runtime.threads import DaemonExecutor
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.storage import StorageAwayError, StorageEvents
@@ -195,6 +195,7 @@ class IoProcess:
         while storage.wants_open and not session.is_killed:
             try:
                 await session.call(Kind.OPEN, storage.number)
+                await storage.map_lent_memory()
             except Exception as error:
                 logger.warning(
                     "%s cannot be opened in the new I/O process: %s; it is tried again every %g s",
@@ -222,8 +223,11 @@ class IoProcess:
             changes,
             self._call,
             self._direct_call,
+            self._tell,
+            self._lent_memory,
             half=half,
             encodes=config.common.encodes,
+            lends=answer["lends"],
         )
         return storage
 
@@ -236,6 +240,15 @@ class IoProcess:
         if (direct := self.direct) is None:
             raise StorageAwayError("the I/O process has ended and is being replaced")
         direct.send(kind, tier, body, on_answer)
+
+    def _tell(self, kind: Kind, tier: int, body: bytes) -> None:
+        if (direct := self.direct) is not None:
+            direct.tell(kind, tier, body)
+
+    async def _lent_memory(self, tier: int) -> SharedMemory | None:
+        if self._session is None:
+            raise StorageAwayError("the I/O process has ended and is being replaced")
+        return await self._session.lent_memory(tier)
 
     def _observe(self, event: Event, counters: Counters) -> None:
         if self._session is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from offload_core.api.events import Event
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.config.limits import Limits
 from offload_core.config.model import OffloadConfig, TierConfig
 from offload_core.io_process.process import IoProcess
@@ -14,7 +15,6 @@ from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.doorbell import wait_for_any
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.api.shared_memory import SharedMemory
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.storage import StorageEvents
 

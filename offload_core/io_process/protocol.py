@@ -14,15 +14,18 @@ import enum
 import json
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Any, Final, NamedTuple, TypeGuard, TypeVar
 
 from offload_core.api import errors, events
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
+from offload_core.tiers.lent_objects import WantedObject
 from offload_core.tiers.object_io import LoadEnd
 from offload_core.tiers.storage import StoreEnd
 
-VERSION: Final = 5
+T = TypeVar("T")
+
+VERSION: Final = 6
 """It rises with each change of a message."""
 
 NO_PIECE: Final = 2**64 - 1
@@ -43,6 +46,12 @@ class Kind(enum.IntEnum):
     PING = 9
     EVENT = 10
     """An event for the observers; it has no answer."""
+    BORROW = 11
+    """Lend stored objects; see :class:`~offload_core.tiers.lent_objects.Loan`."""
+    RESERVE = 12
+    """Lend memory for objects that will be stored."""
+    GIVE_BACK = 13
+    """Release what a request of one of the last two kinds has lent; it has no answer."""
     DONE = 20
     """Answer to any request that worked."""
     FAILED = 21
@@ -67,14 +76,15 @@ class Message(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The staging memory of one object.
+    """The memory of one object.
 
     Args:
-        offset: position in the staging memory, in bytes.
+        offset: position in the staging memory, or in the memory that the tier lends, in bytes.
         nbytes: its length, and the length of the scratch memory.
         scratch: position of the second lease, for compressed bytes, or :data:`NO_PIECE`.
         spare: for a store, whether the object may use free capacity only.
         unsealed: for a store, whether the header and the checksum are to be written first.
+        lending: for a store from lent memory, the number of the request that has reserved it; else 0.
     """
 
     offset: int
@@ -82,6 +92,7 @@ class Piece(NamedTuple):
     scratch: int = NO_PIECE
     spare: bool = False
     unsealed: bool = False
+    lending: int = 0
 
 
 class ProtocolError(ValueError):
@@ -91,7 +102,10 @@ class ProtocolError(ValueError):
 _HEAD = struct.Struct("<BHQ")
 _COUNT = struct.Struct("<I")
 _KEY = struct.Struct("<HB")
-_PIECE = struct.Struct("<QQQ??")
+_PIECE = struct.Struct("<QQQ??Q")
+_LENDING = struct.Struct("<Q")
+_WANTED = struct.Struct("<Q?")
+_LENT = struct.Struct("<BQ")
 _END = struct.Struct("<BQ?")
 _NBYTES = struct.Struct("<Q")
 _CHANGE = struct.Struct("<i")
@@ -99,6 +113,7 @@ _TEXT = struct.Struct("<H")
 _ERROR = struct.Struct("<Bi")
 
 _LOAD_OUTCOMES = tuple(LoadOutcome)
+_BORROW_OUTCOMES = (None, *LoadOutcome)
 _STORE_OUTCOMES = (None, *StoreOutcome)
 
 
@@ -153,6 +168,30 @@ def pack_stored(ends: Iterable[StoreEnd]) -> bytes:
     return b"".join(_END.pack(_STORE_OUTCOMES.index(end.outcome), end.nbytes, end.compressed) for end in ends)
 
 
+def pack_lending(number: int) -> bytes:
+    """Return the bytes of the number of a request that lends."""
+    return _LENDING.pack(number)
+
+
+def pack_wanted(wanted: Sequence[WantedObject]) -> bytes:
+    """Return the bytes of objects to borrow or to reserve memory for."""
+    return pack_keys([one.key for one in wanted]) + b"".join(_WANTED.pack(one.nbytes, one.spare) for one in wanted)
+
+
+def pack_borrowed(outcomes: Sequence[LoadOutcome | None], offsets: Sequence[int]) -> bytes:
+    """Return the bytes of the answer of a loan.
+
+    Args:
+        offsets: one per object; :data:`NO_PIECE` if it is not lent.
+    """
+    return b"".join(map(_LENT.pack, map(_BORROW_OUTCOMES.index, outcomes), offsets))
+
+
+def pack_reserved(outcomes: Sequence[StoreOutcome | None], offsets: Sequence[int]) -> bytes:
+    """Return the bytes of the answer of a reservation; see :func:`pack_borrowed`."""
+    return b"".join(map(_LENT.pack, map(_STORE_OUTCOMES.index, outcomes), offsets))
+
+
 def pack_change(change: int) -> bytes:
     """Return the bytes of a change of a number."""
     return _CHANGE.pack(change)
@@ -205,6 +244,28 @@ class Reader:
             return LoadEnd([_LOAD_OUTCOMES[index] for index in self._bytes(count)], stored_bytes, read_twice)
         except IndexError as error:
             raise ProtocolError("there is no such outcome of a load") from error
+
+    def lending(self) -> int:
+        """Read the number that :func:`pack_lending` wrote."""
+        return int(self._read(_LENDING)[0])
+
+    def wanted(self) -> list[WantedObject]:
+        """Read the objects that :func:`pack_wanted` wrote."""
+        return [WantedObject(key, *self._read(_WANTED)) for key in self.keys()]
+
+    def borrowed(self, count: int) -> tuple[list[LoadOutcome | None], list[int]]:
+        """Read the answer that :func:`pack_borrowed` wrote: one outcome and one offset per object."""
+        return self._lent(count, _BORROW_OUTCOMES)
+
+    def reserved(self, count: int) -> tuple[list[StoreOutcome | None], list[int]]:
+        """Read the answer that :func:`pack_reserved` wrote: one outcome and one offset per object."""
+        return self._lent(count, _STORE_OUTCOMES)
+
+    def _lent(self, count: int, outcomes: Sequence[T]) -> tuple[list[T], list[int]]:
+        answers = [self._read(_LENT) for _ in range(count)]
+        if any(number >= len(outcomes) for number, _ in answers):
+            raise ProtocolError("there is no such outcome of a loan or a reservation")
+        return [outcomes[number] for number, _ in answers], [offset for _, offset in answers]
 
     def stored(self, count: int) -> list[StoreEnd]:
         """Read the answer that :func:`pack_stored` wrote."""

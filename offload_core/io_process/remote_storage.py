@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, TypeVar
 
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.context import tier_label
 from offload_core.api.keys import ObjectKey
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.io_process import protocol
 from offload_core.io_process.direct_calls import OnAnswer
 from offload_core.io_process.protocol import NO_PIECE, Kind, Message, Piece
+from offload_core.tiers.lent_objects import (
+    BorrowEnd,
+    BorrowEnded,
+    LentObject,
+    ReserveEnd,
+    ReserveEnded,
+    WantedObject,
+    lend,
+)
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.storage import LoadEnded, StorageAwayError, StorageEvents, StoreEnd, StoreEnded
 
@@ -25,6 +37,7 @@ _MAX_KEYS = 8192
 
 Call = Callable[[Kind, int, bytes], Awaitable[Message]]
 DirectCall = Callable[[Kind, int, bytes, OnAnswer], None]
+Tell = Callable[[Kind, int, bytes], None]
 
 
 class RemoteStorage:
@@ -40,6 +53,9 @@ class RemoteStorage:
         encodes: whether stores need a second lease for each object.
         call: sends a request to the process, and returns its answer.
         direct_call: sends a request from any thread; its last argument gets the answer on any thread.
+        tell: sends a message without an answer from any thread, on the way of the direct calls.
+        lent_memory: maps the memory that the tier of a number lends.
+        lends: whether the tier may lend memory.
     """
 
     def __init__(
@@ -50,9 +66,12 @@ class RemoteStorage:
         changes: StorageEvents,
         call: Call,
         direct_call: DirectCall,
+        tell: Tell,
+        lent_memory: Callable[[int], Awaitable[SharedMemory | None]],
         *,
         half: str,
         encodes: bool,
+        lends: bool,
     ) -> None:
         self.is_elsewhere = True
         self.number = number
@@ -64,7 +83,12 @@ class RemoteStorage:
         self._changes = changes
         self._send = call
         self._direct_call = direct_call
+        self._tell = tell
+        self._fetch_lent_memory = lent_memory
         self._encodes = encodes
+        self._may_lend = lends
+        self._lent_memory: SharedMemory | None = None
+        self._lendings = count(1)
         self._stuck_threads = 0
         self._is_here = True
         self.wants_open = False
@@ -80,14 +104,21 @@ class RemoteStorage:
         """Number of the tier's threads that are stuck now."""
         return self._stuck_threads
 
+    @property
+    def lends(self) -> bool:
+        """True if the tier lends memory that this process has mapped."""
+        return self._lent_memory is not None and self._is_here
+
     async def open(self) -> None:
         """Open the backend."""
         self.wants_open = True
         await self._call(Kind.OPEN)
+        await self.map_lent_memory()
 
     async def close(self) -> None:
         """Close the backend. If its process is away, there is nothing to close."""
         self.wants_open = False
+        self._forget_lent_memory()
         if self._is_here:
             await self._call(Kind.CLOSE)
 
@@ -109,7 +140,7 @@ class RemoteStorage:
         """Store objects; see :class:`TierStorage`."""
         scratch: list[Lease | None] = [None] * len(objects)
         if self._encodes and staging is not None:
-            scratch = [staging.try_scratch_for_store(staged.lease.nbytes) for staged in objects]
+            scratch = [staging.try_scratch_for_store(staged.nbytes) for staged in objects]
 
         def ended(ends: list[StoreEnd] | Exception) -> None:
             _release(scratch)
@@ -121,6 +152,48 @@ class RemoteStorage:
         except BaseException:
             _release(scratch)
             raise
+
+    def start_borrow(self, wanted: Sequence[WantedObject], on_end: BorrowEnded) -> None:
+        """Let the backend lend stored objects; see :class:`TierStorage`."""
+        lend_all, body = self._new_lending(wanted)
+
+        def read(answer: protocol.Reader) -> BorrowEnd:
+            outcomes, offsets = answer.borrowed(len(wanted))
+            return BorrowEnd(outcomes, lend_all(offsets))
+
+        self._send_direct(Kind.BORROW, body, read, on_end)
+
+    def start_reserve(self, wanted: Sequence[WantedObject], on_end: ReserveEnded) -> None:
+        """Let the backend lend memory for objects that will be stored; see :class:`TierStorage`."""
+        lend_all, body = self._new_lending(wanted)
+
+        def read(answer: protocol.Reader) -> ReserveEnd:
+            outcomes, offsets = answer.reserved(len(wanted))
+            return ReserveEnd(outcomes, lend_all(offsets))
+
+        self._send_direct(Kind.RESERVE, body, read, on_end)
+
+    def _new_lending(
+        self, wanted: Sequence[WantedObject]
+    ) -> tuple[Callable[[Sequence[int]], list[LentObject | None]], bytes]:
+        """Return the body of a request that lends, and a function that makes the lent objects from its answer."""
+        number, memory = next(self._lendings), self._lent_memory
+        if memory is None:
+            raise StorageAwayError(f"tier {self.name!r} lends no memory now")
+        view = memory.view
+        number_bytes = protocol.pack_lending(number)
+
+        def lend_all(offsets: Sequence[int]) -> list[LentObject | None]:
+            ends = [offset + one.nbytes for offset, one in zip(offsets, wanted, strict=True)]
+            if any(end > len(view) for end, offset in zip(ends, offsets, strict=True) if offset != NO_PIECE):
+                raise protocol.ProtocolError(f"an object ends behind the {len(view)} bytes of the lent memory")
+            views = [
+                None if offset == NO_PIECE else view[offset:end] for offset, end in zip(offsets, ends, strict=True)
+            ]
+            give_back = partial(self._tell, Kind.GIVE_BACK, self.number, number_bytes)
+            return lend(views, give_back, number, offsets)
+
+        return lend_all, number_bytes + protocol.pack_wanted(wanted)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """Remove objects."""
@@ -144,9 +217,20 @@ class RemoteStorage:
         elif message.kind is Kind.STUCK_THREADS:
             self._stuck(body.change())
 
+    async def map_lent_memory(self) -> None:
+        """Map the memory that the tier lends, once it is open. Without it, loads and stores use staging memory."""
+        if self._may_lend:
+            self._lent_memory = await self._fetch_lent_memory(self.number)
+
+    def _forget_lent_memory(self) -> None:
+        memory, self._lent_memory = self._lent_memory, None
+        if memory is not None:
+            memory.close()  # it stays mapped for copies that still use it
+
     def process_ended(self) -> None:
         """Note that the process has ended: its threads are gone, and so are objects that lived in its memory."""
         self._is_here = False
+        self._forget_lent_memory()
         self._stuck(-self._stuck_threads)
         self._changes.ended(not (self._capabilities.persistent or self._capabilities.shared))
 
@@ -204,10 +288,11 @@ def pack_objects(objects: Sequence[StagedObject], scratch: Sequence[Lease | None
     pieces = [
         Piece(
             staged.lease.offset,
-            staged.lease.nbytes,
+            staged.nbytes,
             NO_PIECE if second is None else second.offset,
             staged.spare,
             staged.unsealed,
+            staged.lease.lending if isinstance(staged.lease, LentObject) else 0,
         )
         for staged, second in zip(objects, scratch, strict=True)
     ]

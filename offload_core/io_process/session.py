@@ -19,6 +19,7 @@ from itertools import count
 from typing import Final
 
 from offload_core.api.cancellation import to_the_end
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.config.model import OffloadConfig
 from offload_core.io_process import protocol
 from offload_core.io_process.control import BELLS, JOIN_DESCRIPTORS, ControlSocket, Record
@@ -244,6 +245,17 @@ class Session:
         if self._is_over or self._control is None:
             raise StorageAwayError("the I/O process has ended and is being replaced")
         return await self._control.ask(record, descriptors)
+
+    async def lent_memory(self, tier: int) -> SharedMemory | None:
+        """Map the memory that a tier lends; ``None`` if it lends none to other processes.
+
+        Raises:
+            OSError: the process is gone, or the memory cannot be mapped.
+        """
+        if self._is_over or self._control is None:
+            raise StorageAwayError("the I/O process has ended and is being replaced")
+        _, descriptors = await self._control.ask_for_descriptors({"lent": tier})
+        return SharedMemory.from_descriptor(descriptors[0]) if descriptors else None
 
     def kill(self) -> None:
         """Kill the process. :attr:`on_end` follows once it is gone."""

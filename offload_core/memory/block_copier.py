@@ -47,6 +47,11 @@ class BlockCopier(Protocol):
     A copy may go on after its call. Until its end has passed, nobody else may use the payload.
     """
 
+    @property
+    def takes_pageable_memory(self) -> bool:
+        """True if payloads may be in any host memory; false if they should be pinned, so that no call waits."""
+        ...
+
     def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:
         """Copy blocks (one slice per group of the pack) from the KV cache into ``payload``.
 
@@ -87,6 +92,8 @@ class CpuBlockCopier:
     For pages of this size, torch would start its thread pool. Those threads then spin for a while on the cores that the
     I/O threads need. Each copy is complete when its call returns.
     """
+
+    takes_pageable_memory = True
 
     def __init__(self, caches: CanonicalKVCaches) -> None:
         self._arrays = [tensor.tensor.numpy() for tensor in caches.tensors]

@@ -58,6 +58,8 @@ class StreamBlockCopier:
         ValueError: the tensors are on several devices.
     """
 
+    takes_pageable_memory = False
+
     def __init__(self, caches: CanonicalKVCaches, buffer_bytes: int) -> None:
         self._tensors = [tensor.tensor for tensor in caches.tensors]
         devices = {tensor.device for tensor in self._tensors}

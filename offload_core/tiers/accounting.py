@@ -11,6 +11,7 @@ from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.plugins.observers import EventSink
 from offload_core.runtime.metrics import Counters
+from offload_core.tiers.lent_objects import WantedObject
 from offload_core.tiers.object_io import LoadEnd
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.storage import StoreEnd
@@ -75,7 +76,7 @@ class TierAccounting:
         self._add("lookup_timeouts")
         self._add("lookup_failures")
 
-    def loaded(self, objects: Sequence[StagedObject], end: LoadEnd, seconds: float) -> None:
+    def loaded(self, objects: Sequence[StagedObject | WantedObject], end: LoadEnd, seconds: float) -> None:
         """Count a batch of loads that has ended, after ``seconds``."""
         outcomes = end.outcomes
         hits, missing = outcomes.count(LoadOutcome.HIT), outcomes.count(LoadOutcome.MISS)
@@ -84,7 +85,7 @@ class TierAccounting:
         self._take_unread(staged.key for staged in objects)
         corrupt = tuple(staged.key for staged, outcome in pairs if outcome is LoadOutcome.CORRUPT)
         if self._compresses:
-            raw = sum(staged.lease.nbytes for staged, outcome in pairs if outcome is LoadOutcome.HIT)
+            raw = sum(staged.nbytes for staged, outcome in pairs if outcome is LoadOutcome.HIT)
             self._add("load_raw_bytes", raw)
         self._add("load_missing", missing)
         self._add("load_hits", hits)
@@ -101,7 +102,7 @@ class TierAccounting:
         self._add("load_failures", objects)
         self._emit(events.LoadsEnded(self._tier, 0, 0, 0, objects, 0, seconds))
 
-    def stored(self, objects: Sequence[StagedObject], ends: Sequence[StoreEnd], seconds: float) -> None:
+    def stored(self, objects: Sequence[StagedObject | WantedObject], ends: Sequence[StoreEnd], seconds: float) -> None:
         """Count a batch of stores that has ended.
 
         Args:
@@ -117,7 +118,7 @@ class TierAccounting:
         self._counters.observe("store_seconds", self._tier, seconds)
         self._add_unread((staged.key, end.nbytes) for staged, end in stored)
         if self._compresses:
-            self._add("store_raw_bytes", sum(staged.lease.nbytes for staged, _ in stored))
+            self._add("store_raw_bytes", sum(staged.nbytes for staged, _ in stored))
             self._add("store_uncompressed", sum(not end.compressed for _, end in stored))
         self._add("store_dropped", outcomes.count(None))
         self._add("stores", len(stored))

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from offload_core.api.backend import Backend, LoadOutcome, StoreOutcome
+from offload_core.api.backend import Backend, LoadOutcome, StoreOutcome, StoreReservation
 from offload_core.api.errors import BackendError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
 from offload_core.tiers.compression import Damage, TierCodec, differ
+from offload_core.tiers.lent_objects import Grant, LentGroup, LentObject, Loan, WantedObject
 from offload_core.tiers.staged_object import StagedObject, StoredForm
 
 if TYPE_CHECKING:
@@ -281,30 +282,92 @@ class ObjectIO:
         return [None if form is None else next(outcomes) for form in forms]
 
     async def _store(self, objects: Sequence[StoredForm]) -> list[StoreOutcome]:
+        lent = [form for form in objects if isinstance(form.staged.lease, LentObject)]
+        if not lent:
+            return await self._store_other(objects)
+        others = [form for form in objects if not isinstance(form.staged.lease, LentObject)]
+        stored = dict(zip(map(id, lent), await self._store_prepared(lent), strict=True))
+        if others:
+            stored.update(zip(map(id, others), await self._store_other(others), strict=True))
+        return [stored[id(form)] for form in objects]
+
+    async def _store_prepared(self, forms: Sequence[StoredForm]) -> list[StoreOutcome]:
+        """Store objects whose capacity is reserved."""
+        names, buffers = [form.name for form in forms], [form.view.toreadonly() for form in forms]
+        return self._one_per_key(names, await self._backend.store(names, buffers), "store")
+
+    async def _store_other(self, objects: Sequence[StoredForm]) -> list[StoreOutcome]:
+        """Reserve capacity for objects in staging memory, and store them."""
         names = [form.name for form in objects]
-        sizes = [len(form.view) for form in objects]
-        spare = [form.staged.spare for form in objects] if self._spares else []
-        if any(spare):
-            reservation = await self._backend.prepare_store(names, sizes, spare)
-        else:
-            reservation = await self._backend.prepare_store(names, sizes)
+        reservation = await self._prepare_store(
+            names, [len(form.view) for form in objects], [form.staged.spare for form in objects]
+        )
         try:
-            self._on_eviction(self._names.keys_of(reservation.evicted))
+            granted = self._one_per_key(names, reservation.outcomes, "prepare_store")
             prepared = [
                 StoreOutcome.ALREADY_PRESENT if form.present else outcome
-                for form, outcome in zip(
-                    objects, self._one_per_key(names, reservation.outcomes, "prepare_store"), strict=True
-                )
+                for form, outcome in zip(objects, granted, strict=True)
             ]
             wanted = [form for form, outcome in zip(objects, prepared, strict=True) if outcome is None]
             if not wanted:
                 return [outcome for outcome in prepared if outcome is not None]
-            wanted_names = [form.name for form in wanted]
-            buffers = [form.view.toreadonly() for form in wanted]
-            stored = iter(self._one_per_key(wanted_names, await self._backend.store(wanted_names, buffers), "store"))
+            stored = iter(await self._store_prepared(wanted))
             return [next(stored) if outcome is None else outcome for outcome in prepared]
         finally:
             await reservation.release()
+
+    async def _prepare_store(
+        self, names: Sequence[ObjectKey], sizes: Sequence[int], spare: Sequence[bool]
+    ) -> StoreReservation:
+        """Reserve capacity, and report evicted objects."""
+        if self._spares and any(spare):
+            reservation = await self._backend.prepare_store(names, sizes, spare)
+        else:
+            reservation = await self._backend.prepare_store(names, sizes)
+        self._on_eviction(self._names.keys_of(reservation.evicted))
+        return reservation
+
+    async def borrow(self, wanted: Sequence[WantedObject]) -> Loan:
+        """Let the backend lend stored objects, and verify them where they are."""
+        keys = [one.key for one in wanted]
+        reservation = await self._backend.prepare_load(keys)
+        try:
+            present = self._one_per_key(keys, reservation.present, "prepare_load")
+            views = self._one_per_key(keys, reservation.views, "prepare_load (views)")
+            outcomes: list[LoadOutcome | None] = [None if there else LoadOutcome.MISS for there in present]
+            # An object of another size is damaged, or has an older layout; an ordinary load finds out.
+            places = [
+                index
+                for index, (one, view, there) in enumerate(zip(wanted, views, present, strict=True))
+                if there and view is not None and len(view) == one.nbytes
+            ]
+            damage: dict[ObjectKey, Damage] = {}
+            forms = [_lent_form(wanted[index].key, views[index]) for index in places]
+            verified = await self._codec.decode(forms, [LoadOutcome.HIT] * len(forms), self._backend, damage)
+            for index, outcome in zip(places, verified, strict=True):
+                outcomes[index] = outcome
+            self._log_deletions([form.staged for form in forms], verified, damage)
+            lent = [view if got is LoadOutcome.HIT else None for view, got in zip(views, outcomes, strict=True)]
+        except BaseException:
+            await reservation.release()
+            raise
+        return Loan(outcomes, lent, reservation.release)
+
+    async def reserve(self, wanted: Sequence[WantedObject]) -> Grant:
+        """Let the backend lend memory for objects that will be stored."""
+        keys, sizes = [one.key for one in wanted], [one.nbytes for one in wanted]
+        reservation = await self._prepare_store(keys, sizes, [one.spare for one in wanted])
+        try:
+            outcomes = self._one_per_key(keys, reservation.outcomes, "prepare_store")
+            views = self._one_per_key(keys, reservation.views, "prepare_store (views)")
+            usable = [
+                view if outcome is None and view is not None and len(view) == nbytes and not view.readonly else None
+                for view, outcome, nbytes in zip(views, outcomes, sizes, strict=True)
+            ]
+        except BaseException:
+            await reservation.release()
+            raise
+        return Grant(outcomes, usable, reservation.release)
 
     def _one_per_key(self, keys: Sequence[ObjectKey], results: Sequence[T], call: str) -> list[T]:
         """Check clause C2: one result per key."""
@@ -314,6 +377,12 @@ class ObjectIO:
                 "clause C2 asks for one per key, in order"
             )
         return list(results)
+
+
+def _lent_form(key: ObjectKey, view: memoryview | None) -> StoredForm:
+    """Return the form of an object that is verified where it is."""
+    assert view is not None
+    return StoredForm(StagedObject(key, LentObject(view, LentGroup(1, lambda: None))), key, view)
 
 
 def _put(outcomes: list[LoadOutcome], places: Sequence[int], new: Sequence[LoadOutcome]) -> None:

@@ -1,4 +1,4 @@
-"""An object in staging memory, and its form on the medium."""
+"""An object in staging memory or in lent memory, and its form on the medium."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from offload_core.api.keys import ObjectKey
 from offload_core.objects import format as object_format
+from offload_core.tiers.lent_objects import LentObject
 
 if TYPE_CHECKING:
     from offload_core.memory.staging_pool import Lease  # which imports torch; the command line does without
@@ -15,16 +16,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StagedObject:
-    """An object and the lease for its bytes, header and payload: to be stored, or to be loaded."""
+    """An object and the memory for its bytes, header and payload: to be stored, or to be loaded."""
 
     key: ObjectKey
-    lease: Lease
+    lease: Lease | LentObject
+    """Staging memory; for a store also memory that the tier's backend has lent for this object."""
     scratch: Lease | None = None
     """Second lease of a load from a tier that compresses or encrypts, as large as ``lease``, for the stored bytes."""
     spare: bool = False
     """For a store, whether it may use free capacity only. A tier without a limit stores it as any other object."""
     unsealed: bool = False
     """For a store in another process, whether the storage writes the header and the checksum first."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the object in bytes."""
+        return self.lease.nbytes
 
 
 def seal_all(objects: Iterable[StagedObject]) -> None:

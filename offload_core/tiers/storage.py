@@ -7,7 +7,9 @@ the call.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from offload_core.api.backend import Backend, BackendContext, StoreOutcome
@@ -22,6 +24,16 @@ from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.io_loop import log_unexpected
 from offload_core.runtime.threads import DaemonExecutor, StuckThreadTimer
 from offload_core.tiers.compression import TierCodec
+from offload_core.tiers.lent_objects import (
+    BorrowEnd,
+    BorrowEnded,
+    Grant,
+    Loan,
+    ReserveEnd,
+    ReserveEnded,
+    WantedObject,
+    lend,
+)
 from offload_core.tiers.object_io import LoadEnd, ObjectIO, answer
 from offload_core.tiers.staged_object import StagedObject
 
@@ -29,6 +41,7 @@ if TYPE_CHECKING:
     from offload_core.memory.staging_pool import Lease  # which imports torch; the command line does without
     from offload_core.memory.staging_shares import TierShare
 
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -94,6 +107,11 @@ class TierStorage(Protocol):
         """
         ...
 
+    @property
+    def lends(self) -> bool:
+        """True if the backend lends memory that this process can use now."""
+        ...
+
     async def open(self) -> None:
         """Open the backend."""
         ...
@@ -114,8 +132,24 @@ class TierStorage(Protocol):
         """
         ...
 
+    def start_borrow(self, wanted: Sequence[WantedObject], on_end: BorrowEnded) -> None:
+        """Let the backend lend stored objects, and verify them.
+
+        Raises:
+            StorageAwayError: ``on_end`` will not be called.
+        """
+        ...
+
+    def start_reserve(self, wanted: Sequence[WantedObject], on_end: ReserveEnded) -> None:
+        """Let the backend lend memory for objects that will be stored.
+
+        Raises:
+            StorageAwayError: ``on_end`` will not be called.
+        """
+        ...
+
     def start_store(self, objects: Sequence[StagedObject], staging: TierShare | None, on_end: StoreEnded) -> None:
-        """Store objects. They are sealed, but for those that say otherwise.
+        """Store objects, in staging memory or in lent memory. They are sealed, but for those that say otherwise.
 
         Raises:
             StorageAwayError: ``on_end`` will not be called.
@@ -142,6 +176,7 @@ class TierBackend:
         limits: the limits in force for this tier.
         plugins: the plugins that may wrap the backend.
         on_stuck_threads: gets each change of the number of stuck threads, on any thread.
+        lends_to_processes: whether other processes map the memory that the backend lends.
 
     Raises:
         PluginError: a plugin failed to wrap the backend.
@@ -153,6 +188,8 @@ class TierBackend:
         limits: Limits,
         plugins: PluginRegistry | None,
         on_stuck_threads: Callable[[int], None],
+        *,
+        lends_to_processes: bool = False,
     ) -> None:
         name, stuck_after = config.common.name, limits.longest_call_seconds
         self._halves: list[str] = []  # of those who have opened it; the log lines of the backend name them
@@ -169,6 +206,7 @@ class TierBackend:
             store_timeout_seconds=limits.store_timeout_seconds,
             close_timeout_seconds=limits.close_timeout_seconds,
             halves=self._halves,
+            lends_to_processes=lends_to_processes,
         )
         backend = config.backend_type.backend(config.options, context)
         info = TierInfo(name, config.backend_type.name, config.common.load_weight)
@@ -258,6 +296,7 @@ class LocalStorage:
         self._shared = backend or TierBackend(config, limits, plugins, changes.stuck_threads_changed)
         self._shared.add_user()
         self._half = half
+        self._encodes = config.common.encodes
         self.backend: Backend[Any] = self._shared.backend
         self._objects = ObjectIO(label, self.backend, self.codec, limits, changes.evicted)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -272,6 +311,11 @@ class LocalStorage:
     def stuck_threads(self) -> int:
         """Number of the tier's threads that are stuck now."""
         return self._shared.stuck_threads
+
+    @property
+    def lends(self) -> bool:
+        """True if the backend lends its memory. Objects that others may change, or that are encoded, are loaded."""
+        return self.backend.lends and not self.backend.capabilities.shared and not self._encodes
 
     async def open(self) -> None:
         """Open the backend."""
@@ -304,6 +348,50 @@ class LocalStorage:
     def start_store(self, objects: Sequence[StagedObject], staging: TierShare | None, on_end: StoreEnded) -> None:
         """Start :meth:`store` on the I/O loop; see :class:`TierStorage`."""
         self._start(self.store(objects, staging), on_end)
+
+    async def borrow(self, wanted: Sequence[WantedObject]) -> Loan:
+        """Let the backend lend stored objects, and verify them."""
+        self._shared.call_begins()
+        return await self._objects.borrow(wanted)
+
+    async def reserve(self, wanted: Sequence[WantedObject]) -> Grant:
+        """Let the backend lend memory for objects that will be stored."""
+        self._shared.call_begins()
+        return await self._objects.reserve(wanted)
+
+    def start_borrow(self, wanted: Sequence[WantedObject], on_end: BorrowEnded) -> None:
+        """Start :meth:`borrow` on the I/O loop; see :class:`TierStorage`."""
+
+        def ended(loan: Loan | Exception) -> None:
+            if isinstance(loan, Exception):
+                on_end(loan)
+            else:
+                on_end(BorrowEnd(loan.outcomes, lend(loan.views, partial(self._give_back, loan.release))))
+
+        self._start(self.borrow(wanted), ended)
+
+    def start_reserve(self, wanted: Sequence[WantedObject], on_end: ReserveEnded) -> None:
+        """Start :meth:`reserve` on the I/O loop; see :class:`TierStorage`."""
+
+        def ended(grant: Grant | Exception) -> None:
+            if isinstance(grant, Exception):
+                on_end(grant)
+            else:
+                on_end(ReserveEnd(grant.outcomes, lend(grant.views, partial(self._give_back, grant.release))))
+
+        self._start(self.reserve(wanted), ended)
+
+    def _give_back(self, release: Callable[[], Awaitable[None]]) -> None:
+        """Release a reservation, from any thread."""
+
+        async def give_back() -> None:
+            try:
+                await release()
+            except Exception as error:
+                logger.warning("%s: lent memory could not be given back: %s", self.label, error)
+
+        assert self._loop is not None, "a storage lends after it has opened"
+        asyncio.run_coroutine_threadsafe(give_back(), self._loop).add_done_callback(log_unexpected)
 
     async def store(self, objects: Sequence[StagedObject], staging: TierShare | None) -> list[StoreEnd]:
         """Store sealed objects."""

@@ -24,6 +24,7 @@ from offload_core.tiers.changes import TierChange, TierChanges
 from offload_core.tiers.circuit_breaker import Call
 from offload_core.tiers.compression import check_sizes
 from offload_core.tiers.health import TierHealth
+from offload_core.tiers.lent_objects import BorrowEnd, ReserveEnd, WantedObject
 from offload_core.tiers.object_io import LoadEnd, answer
 from offload_core.tiers.prober import Prober
 from offload_core.tiers.staged_object import StagedObject
@@ -254,6 +255,87 @@ class Tier:
             return False
         return True
 
+    @property
+    def lends(self) -> bool:
+        """True if the tier lends its memory now; see :meth:`start_borrow`."""
+        return self._storage.lends
+
+    def start_borrow(self, wanted: Sequence[WantedObject], on_end: Callable[[BorrowEnd | None], None]) -> bool:
+        """Start a load of stored objects that stay in the tier's own memory. As :meth:`start_load` otherwise.
+
+        Args:
+            on_end: gets the outcomes, or ``None`` after an error.
+        """
+        started = time.monotonic()
+        call = self.health.begin("load")
+        if call is None:
+            return False
+
+        def ended(end: BorrowEnd | Exception) -> None:
+            self.health.ended(call)
+            if isinstance(end, Exception):
+                self._load_ended(call, wanted, started, end)
+                on_end(None)
+                return
+            answers = [(one, got) for one, got in zip(wanted, end.outcomes, strict=True) if got is not None]
+            nbytes = sum(one.nbytes for one, got in answers if got is LoadOutcome.HIT)
+            found = LoadEnd([got for _, got in answers], nbytes)
+            self._load_ended(call, [one for one, _ in answers], started, found)
+            if corrupt := [one.key for one, got in answers if got is LoadOutcome.CORRUPT]:
+                self._start(self._delete(corrupt)).add_done_callback(lambda _: on_end(end))
+            else:
+                on_end(end)
+
+        try:
+            self._storage.start_borrow(wanted, ended)
+        except Exception as error:
+            self.health.ended(call)
+            self._load_ended(call, wanted, started, error)
+            return False
+        return True
+
+    def start_reserve(self, wanted: Sequence[WantedObject], on_end: Callable[[ReserveEnd | None], None]) -> bool:
+        """Start a reservation of the tier's own memory for stores.
+
+        The lent memory is filled, and then stored as staging memory is.
+
+        Args:
+            on_end: gets the outcomes, or ``None`` after an error. It is called once, on any thread, and not by this
+                call itself.
+
+        Returns:
+            ``False`` if nothing is reserved, and ``on_end`` will not be called.
+        """
+        started = time.monotonic()
+        call = self.health.begin("store")
+        if call is None:
+            return False
+
+        def ended(end: ReserveEnd | Exception) -> None:
+            self.health.ended(call)
+            if isinstance(end, Exception):
+                self._failed(call, [one.key for one in wanted], end)
+                on_end(None)
+                return
+            final = [
+                (one, StoreEnd(got, one.nbytes))
+                for one, got in zip(wanted, end.outcomes, strict=True)
+                if got is not None
+            ]
+            if final:
+                self._store_ended(call, [one for one, _ in final], started, [got for _, got in final])
+            else:
+                self.health.succeeded(call)
+            on_end(end)
+
+        try:
+            self._storage.start_reserve(wanted, ended)
+        except Exception as error:
+            self.health.ended(call)
+            self._failed(call, [one.key for one in wanted], error)
+            return False
+        return True
+
     async def store(self, objects: Sequence[StagedObject]) -> list[bool]:
         """Store a batch of sealed objects. If cancelled, it ends when the call has ended.
 
@@ -314,7 +396,7 @@ class Tier:
             self._touch_has_failed = True
 
     def _load_ended(
-        self, call: Call, objects: Sequence[StagedObject], started: float, end: LoadEnd | Exception
+        self, call: Call, objects: Sequence[StagedObject | WantedObject], started: float, end: LoadEnd | Exception
     ) -> list[LoadOutcome | None]:
         """Record the end of a load on any thread, and return its outcomes."""
         seconds = time.monotonic() - started
@@ -329,7 +411,11 @@ class Tier:
         return list(end.outcomes)
 
     def _store_ended(
-        self, call: Call, objects: Sequence[StagedObject], started: float, ends: list[StoreEnd] | Exception
+        self,
+        call: Call,
+        objects: Sequence[StagedObject | WantedObject],
+        started: float,
+        ends: list[StoreEnd] | Exception,
     ) -> list[bool]:
         """Record the end of a store on any thread, and return whether the tier has each object."""
         seconds = time.monotonic() - started

@@ -11,7 +11,8 @@ it polls. While it is busy or idle, the I/O loop does.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 
 from offload_core.api.keys import ObjectKey
 from offload_core.memory.block_copier import BlockCopier
@@ -59,6 +60,7 @@ class TransferEngine:
         self._staging = staging
         self._copier = copier
         self._counters = counters
+        self._touches: list[Future[None]] = []
         self._touched_tiers = [tier for tier in tiers if tier.capabilities.spares]
         self.jobs = JobTable(counters)
         """All loads and stores under way."""
@@ -112,6 +114,13 @@ class TransferEngine:
         """Cancel a load: its objects no longer enter the KV cache. The next :meth:`poll` reports it."""
         self._loads.cancel(job_id)
 
+    def announce_stores(self, objects: Sequence[TransferObject]) -> None:
+        """Ask the tiers that lend memory for that of objects that :meth:`submit_stores` will get next. Optional.
+
+        Call it before the engine computes the step, so that the answers are there after it.
+        """
+        self._stores.announce(objects, busy=self._loads.has_active, after=self._after_touches)
+
     def submit_stores(self, objects: Sequence[TransferObject]) -> None:
         """Copy the objects' blocks to staging now and store them later; without free staging, drop and count them."""
         self._receive()
@@ -123,8 +132,17 @@ class TransferEngine:
         Args:
             spare: one flag per key, as for :meth:`Backend.touch`.
         """
-        for tier in self._touched_tiers:
-            self._io.submit(tier.touch(keys, spare)).add_done_callback(log_unexpected)
+        self._touches = [self._io.submit(tier.touch(keys, spare)) for tier in self._touched_tiers]
+        for touch in self._touches:
+            touch.add_done_callback(log_unexpected)
+
+    def _after_touches(self, function: Callable[[], None]) -> None:
+        """Call ``function`` after the last touches, on any thread."""
+        last = next((touch for touch in reversed(self._touches) if not touch.done()), None)
+        if last is None:
+            function()
+        else:
+            last.add_done_callback(lambda _: function())
 
     def poll(self) -> list[LoadResult]:
         """Copy arrived objects into the KV cache and return the loads that ended since the last call."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal
 
-from offload_core.api.backend import LoadOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.memory.block_copier import COPY_LOOK_SECONDS, BlockCopier, CopyEnd
 from offload_core.memory.payload_layout import PackLayout
@@ -24,7 +23,7 @@ from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_shares import TierShare
 from offload_core.objects.format import HEADER_BYTES, object_bytes
 from offload_core.runtime.metrics import Counters
-from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.lent_objects import LentObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject
 from offload_core.transfer.jobs import Job, JobState, JobTable
@@ -107,7 +106,7 @@ class _ActiveLoad:
 class _Arrival:
     job: Job
     key: ObjectKey
-    lease: Lease | None
+    lease: Lease | LentObject | None
     """The loaded, verified object; ``None`` if the load of this object failed."""
 
 
@@ -116,7 +115,7 @@ class _Copying:
     """Objects on their way into their blocks, each with its load."""
 
     end: CopyEnd
-    objects: tuple[tuple[_ActiveLoad, ObjectKey, Lease], ...]
+    objects: tuple[tuple[_ActiveLoad, ObjectKey, Lease | LentObject], ...]
 
 
 class Loads:
@@ -139,7 +138,7 @@ class Loads:
         layouts: Mapping[str, PackLayout],
         jobs: JobTable,
         counters: Counters,
-        promote: Callable[[ObjectKey, Lease, str], bool],
+        promote: Callable[[ObjectKey, Lease | LentObject, str], bool],
     ) -> None:
         self._tiers = {tier.name: tier for tier in tiers}
         self._copier = copier
@@ -160,6 +159,7 @@ class Loads:
                 layouts=layouts,
                 jobs=jobs,
                 counters=counters,
+                borrows=copier.takes_pageable_memory,
                 on_end=self._hand_over,
             )
             for tier in tiers
@@ -282,7 +282,7 @@ class Loads:
         self._copier.scatter(self._layouts[item.key.pack], item.blocks, arrival.lease.tensor[HEADER_BYTES:])
         return load
 
-    def _end_copies(self, objects: Sequence[tuple[_ActiveLoad, ObjectKey, Lease]]) -> None:
+    def _end_copies(self, objects: Sequence[tuple[_ActiveLoad, ObjectKey, Lease | LentObject]]) -> None:
         """Note that objects are in their blocks, and use their memory for other tiers or release it."""
         for load, key, lease in objects:
             load.missing.pop(key, None)
@@ -290,34 +290,14 @@ class Loads:
                 lease.release()
 
     def _hand_over(
-        self,
-        job: Job,
-        objects: Sequence[TransferObject],
-        staged: Sequence[StagedObject],
-        outcomes: Sequence[LoadOutcome | None],
+        self, job: Job, objects: Sequence[TransferObject], memory: Sequence[Lease | LentObject | None]
     ) -> None:
-        """Give loaded objects, and the failures of the others, to the engine thread.
-
-        Args:
-            staged: one per object; empty if there was no call.
-            outcomes: one per object; empty if there was no call or the call raised an error.
-        """
-        for one in staged:
-            if one.scratch is not None:
-                one.scratch.release()
-        self._jobs.release(job, _count_leases(staged))
-        late = job.ended  # release late leases here: an idle engine might never poll again
-        for index, item in enumerate(objects):
-            lease = staged[index].lease if index < len(staged) else None
-            hit = index < len(outcomes) and outcomes[index] is LoadOutcome.HIT
-            if lease is not None and (late or not hit):
+        """Give loaded objects, and the failures of the others, to the engine thread; see :data:`ReadsEnded`."""
+        late = job.ended  # release late memory here: an idle engine might never poll again
+        for item, lease in zip(objects, memory, strict=True):
+            if not late:
+                self._arrivals.append(_Arrival(job, item.key, lease))
+            elif lease is not None:
                 lease.release()
-            if late:
-                self._counters.add("load_late", job.tier, int(hit))
-            else:
-                self._arrivals.append(_Arrival(job, item.key, lease if hit else None))
+                self._counters.add("load_late", job.tier)
         self._arrived.set()
-
-
-def _count_leases(staged: Sequence[StagedObject]) -> int:
-    return sum(2 if one.scratch is not None else 1 for one in staged)

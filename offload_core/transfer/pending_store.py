@@ -29,7 +29,7 @@ class PendingStore:
 
     Args:
         age: smaller for an older object.
-        budget: it gets the bytes of the lease back after their release.
+        budget: it gets the bytes of the lease back after their release; ``None`` for an object in lent memory.
         promotion: whether the object was loaded from another tier; nobody waits for its result.
         report: receives the result, as soon as one tier has the object or every tier has decided that it has not.
         on_released: called after the release of the memory.
@@ -39,7 +39,7 @@ class PendingStore:
         self,
         age: int,
         staged: StagedObject,
-        budget: ByteBudget,
+        budget: ByteBudget | None,
         *,
         promotion: bool,
         report: Callable[[StoreResult], None],
@@ -60,6 +60,11 @@ class PendingStore:
     def only_waits(self) -> bool:
         """True if nothing uses its memory, so that dropping it at every tier releases the memory."""
         return all(batch.state is BatchState.WAITING for _, batch in self._holders.values())
+
+    @property
+    def holds_staging(self) -> bool:
+        """True if its release frees staging memory."""
+        return self._budget is not None
 
     @property
     def holders(self) -> dict[str, StoreBatch[PendingStore]]:
@@ -83,6 +88,7 @@ class PendingStore:
         share, _ = self._holders.pop(tier)
         share.discharge_store(self.nbytes)
         if not self._holders:
-            self._budget.give_back(lease_bytes(self.nbytes))
+            if self._budget is not None:
+                self._budget.give_back(lease_bytes(self.nbytes))
             self.staged.lease.release()
             self._on_released()

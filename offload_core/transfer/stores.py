@@ -14,12 +14,14 @@ import heapq
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
+from offload_core.api.backend import StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.memory.block_copier import COPY_LOOK_SECONDS, BlockCopier, CopyEnd
 from offload_core.memory.byte_budget import ByteBudget
@@ -31,6 +33,7 @@ from offload_core.objects.format import HEADER_BYTES, object_bytes
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.threads import DaemonExecutor
+from offload_core.tiers.lent_objects import LentObject, WantedObject
 from offload_core.tiers.opening import TierProcesses
 from offload_core.tiers.staged_object import StagedObject, seal_all
 from offload_core.tiers.storage import StorageAwayError
@@ -39,6 +42,7 @@ from offload_core.transfer.batches import TransferObject, in_batches
 from offload_core.transfer.call_size import store_size_of
 from offload_core.transfer.jobs import JobTable
 from offload_core.transfer.pending_store import PendingStore, StoreResult
+from offload_core.transfer.store_grants import StoreGrants
 from offload_core.transfer.store_queue import StoreBatch
 from offload_core.transfer.tier_writer import TierWriter
 
@@ -95,10 +99,14 @@ class Stores:
         self._positions = {tier.name: position for position, tier in enumerate(tiers)}
         self._staging = staging
         self._copier = copier
+        self._borrows = copier.takes_pageable_memory
         self._layouts = layouts
         self._counters = counters
         self.budget = ByteBudget(gather_limit_bytes)
         """The bytes that the leases of all stores may hold together."""
+        self._announced: dict[ObjectKey, list[TierWriter]] = {}
+        """Per key of an object that will be submitted next, the writers that take it."""
+        self._grants = StoreGrants()
         self._ages = count()
         self._pending = 0  # objects on their way; under the lock
         self._promotions: list[tuple[PendingStore, list[TierWriter]]] = []
@@ -124,7 +132,17 @@ class Stores:
         for item in objects:
             layout = self._layouts[item.key.pack]
             nbytes = object_bytes(layout.payload_bytes)
-            willing = self._writers_for_offered(item, busy)
+            willing = self._announced.pop(item.key, None)
+            if willing is None:
+                willing = self._writers_for_offered(item, busy)
+            granted = self._grants.take(item.key)
+            if isinstance(granted, StoreOutcome):
+                self._ended_before_copy(item.key, willing, granted)
+                continue
+            if granted is not None:
+                if (store := self._fill_lent(item, layout, willing, granted)) is not None:
+                    new.append((store, willing))
+                continue
             may_drop = not item.spare or not all(writer.limits_spares for writer in willing)
             writers = self._charge(willing, nbytes, "store_dropped", may_drop=may_drop)
             lease = self._lease_to_gather(nbytes, may_drop=may_drop) if writers else None
@@ -139,8 +157,34 @@ class Stores:
             new.append((self._new_store(StagedObject(item.key, lease, spare=item.spare), promotion=False), writers))
         self._begin(new, submitted, sealed=False, copied=self._copier.gathers_end() if new else None)
 
-    def promote(self, key: ObjectKey, lease: Lease, source: str) -> bool:
+    def announce(
+        self, objects: Sequence[TransferObject], *, busy: bool, after: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """Ask the tiers that lend memory for that of objects that will be submitted next.
+
+        An object that several tiers take is copied to staging memory once, so nothing is asked for it.
+
+        Args:
+            busy: as for :meth:`submit`.
+            after: calls a function once the tiers know the order of eviction.
+        """
+        self._announced.clear()
+        self._grants.drop()
+        wanted: dict[TierWriter, list[WantedObject]] = {}
+        for item in objects:
+            if item.key not in self._announced:
+                willing = self._announced[item.key] = self._writers_for_offered(item, busy)
+                if len(willing) == 1 and self._borrows and willing[0].tier.lends and willing[0].admits():
+                    nbytes = object_bytes(self._layouts[item.key.pack].payload_bytes)
+                    wanted.setdefault(willing[0], []).append(WantedObject(item.key, nbytes, item.spare))
+        for writer, some in wanted.items():
+            for request, part in self._grants.expect(some):
+                after(partial(self._grants.start, writer.tier, request, part))
+
+    def promote(self, key: ObjectKey, lease: Lease | LentObject, source: str) -> bool:
         """Offer an object that was loaded and verified from the tier ``source`` to the other tiers, in its lease.
+
+        An object in lent memory is copied to staging memory for them.
 
         Every faster tier takes it, if its configuration keys ``promote`` and ``write_policy`` allow. For a slower tier
         the load is a use. A promotion drops no waiting store, since its object is on a tier already. The stores begin
@@ -156,12 +200,23 @@ class Stores:
         if not self.budget.try_take(lease_bytes(lease.nbytes)):
             self._discharge(writers, lease.nbytes, "promotions_dropped")
             return False
-        if not self._staging.convert_to_store(lease):
+        staged = self._staging_for_promotion(lease)
+        if staged is None:
             self.budget.give_back(lease_bytes(lease.nbytes))
             self._discharge(writers, lease.nbytes, "promotions_dropped")
             return False
-        self._promotions.append((self._new_store(StagedObject(key, lease), promotion=True), writers))
+        self._promotions.append((self._new_store(StagedObject(key, staged), promotion=True), writers))
         return True
+
+    def _staging_for_promotion(self, lease: Lease | LentObject) -> Lease | None:
+        """Return a store's lease with the object in ``lease``, which is used up; ``None`` if there is no room."""
+        if not isinstance(lease, LentObject):
+            return lease if self._staging.convert_to_store(lease) else None
+        staged = self._staging.try_acquire(lease.nbytes, for_store=True)
+        if staged is not None:
+            staged.view[:] = lease.view
+            lease.release()
+        return staged
 
     def start_promotions(self) -> None:
         """Start the stores of promoted objects."""
@@ -186,12 +241,33 @@ class Stores:
 
     def close(self) -> None:
         """Drop waiting objects. Objects in a tier's call keep their leases until the call ends."""
+        self._grants.drop()
         with self._lock:
             for writer in self._writers:
                 writer.cancel_all()
         for writer in self._writers:
             self._io.loop.call_soon_threadsafe(writer.stop_timer)
         self._sealers.shutdown()
+
+    def _ended_before_copy(self, key: ObjectKey, willing: Sequence[TierWriter], outcome: StoreOutcome) -> None:
+        """Report an object whose tier needs no copy of it, or rejects it."""
+        stored = outcome is StoreOutcome.ALREADY_PRESENT
+        if stored:
+            for writer in willing:
+                writer.policy.has_stored(key)
+        self._results.append(StoreResult(key, stored))
+
+    def _fill_lent(
+        self, item: TransferObject, layout: PackLayout, willing: Sequence[TierWriter], lent: LentObject
+    ) -> PendingStore | None:
+        """Copy an object's blocks into the memory that its only tier has lent; ``None`` if it is dropped."""
+        writers = self._charge(willing, lent.nbytes, "store_dropped", may_drop=not item.spare)
+        if writers and self._copier.gather(layout, item.blocks, lent.tensor[HEADER_BYTES:]):
+            return self._new_store(StagedObject(item.key, lent, spare=item.spare), promotion=False)
+        lent.release()
+        self._discharge(writers, lent.nbytes, "store_dropped")
+        self._results.append(StoreResult(item.key, stored=False))
+        return None
 
     def _lease_to_gather(self, nbytes: int, *, may_drop: bool) -> Lease | None:
         """Lease staging memory; if it is full, drop the oldest waiting objects."""
@@ -211,7 +287,7 @@ class Stores:
         """Drop the oldest object that only waits, at all its tiers; returns whether there was one."""
         with self._lock:
             waiting = heapq.merge(*(writer.waiting() for writer in self._writers), key=lambda store: store.age)
-            oldest = next((store for store in waiting if store.only_waits), None)
+            oldest = next((store for store in waiting if store.only_waits and store.holds_staging), None)
             if oldest is None:
                 return False
             for name, batch in oldest.holders.items():
@@ -262,7 +338,7 @@ class Stores:
         return PendingStore(
             next(self._ages),
             staged,
-            self.budget,
+            None if isinstance(staged.lease, LentObject) else self.budget,
             promotion=promotion,
             report=self._results.append,
             on_released=self._store_ended,

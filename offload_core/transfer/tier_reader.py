@@ -22,6 +22,7 @@ from offload_core.memory.staging_shares import TierShare
 from offload_core.memory.staging_size import lease_bytes
 from offload_core.objects.format import object_bytes
 from offload_core.runtime.metrics import Counters
+from offload_core.tiers.lent_objects import BorrowEnd, LentObject, WantedObject
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject, in_batches
@@ -32,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 _Batch = Sequence[TransferObject]
 
-ReadsEnded = Callable[[Job, Sequence[TransferObject], Sequence[StagedObject], Sequence[LoadOutcome | None]], None]
-"""Gets objects of a job whose load has ended, on any thread.
+ReadsEnded = Callable[[Job, Sequence[TransferObject], Sequence[Lease | LentObject | None]], None]
+"""Gets objects of a job whose load has ended, on any thread, each with its memory.
 
-The staged objects are one per object, or none if there was no call. The outcomes are one per object, or none if there
-was no call or the call raised an error. The receiver releases the leases.
+The memory of an object that was not loaded is ``None``. The receiver releases the memory of the others. The job does
+not hold it any more.
 """
 
 
@@ -50,6 +51,8 @@ class _Waiting:
     """Maximum number of its batches in a call."""
     submitted: float
     """By the monotonic clock, in seconds."""
+    may_borrow: bool = True
+    """False if the tier does not lend these objects."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,17 +61,23 @@ class _Call:
     batches: int
     objects: Sequence[TransferObject]
     staged: Sequence[StagedObject]
+    """One per object; none if the objects are borrowed."""
+    borrows: bool
+    submitted: float
     started: float
 
 
 class TierReader:
     """The loads of one tier. Thread-safe.
 
+    If the tier lends its memory, a load has no staging memory: the objects stay where they are.
+
     A call past its deadline may never end. Another call gets its slot, for up to ``io_threads`` overdue calls at once.
     So a medium that has recovered can be used although old calls hang, and the number of running calls stays bounded.
 
     Args:
         layouts: per pack name, the payload's layout.
+        borrows: whether to leave objects in the tier's memory if the tier lends it.
         on_end: gets the objects of each call that has ended, and those that no call will load.
     """
 
@@ -81,6 +90,7 @@ class TierReader:
         layouts: Mapping[str, PackLayout],
         jobs: JobTable,
         counters: Counters,
+        borrows: bool,
         on_end: ReadsEnded,
     ) -> None:
         self._tier = tier
@@ -89,6 +99,7 @@ class TierReader:
         self._layouts = layouts
         self._jobs = jobs
         self._counters = counters
+        self._borrows = borrows
         self._on_end = on_end
         self._slots = load_slots_of(tier)
         self._spare_slots = tier.config.io_threads
@@ -106,7 +117,7 @@ class TierReader:
                 "objects of %d bytes do not fit into the %d bytes of staging of %s; this is a defect, please "
                 "report it", needed, self._share.limit_bytes, self._tier.label,
             )  # fmt: skip
-            self._on_end(job, objects, [], [])
+            self._on_end(job, objects, [None] * len(objects))
             return
         # A short load is spread over all slots, or makes two calls, so that copies overlap with reads.
         most = -(-len(batches) // (2 if self._tier.is_elsewhere else self._slots))
@@ -119,7 +130,10 @@ class TierReader:
         while self._waiting and (call := self._take_next()) is not None:
             started = False
             try:
-                started = self._tier.start_load(call.staged, partial(self._ended, call))
+                if call.borrows:
+                    started = self._tier.start_borrow(self._wanted(call.objects), partial(self._borrowed, call))
+                else:
+                    started = self._tier.start_load(call.staged, partial(self._ended, call))
             except Exception:
                 logger.exception("a load on %s cannot start; this is a defect, please report it", self._tier.label)
             if not started:
@@ -131,11 +145,12 @@ class TierReader:
             while self._waiting and self._has_free_slot():
                 first = self._waiting[0]
                 if self._jobs.start(first.job):
-                    count, leases = self._try_lease(first)
+                    borrows = self._borrows and first.may_borrow and self._tier.lends
+                    count, leases = (self._batches_of_call(first), []) if borrows else self._try_lease(first)
                     if not count:
                         return None  # the loads behind it wait too: small ones must not overtake a large one for ever
                     if self._jobs.hold(first.job, len(leases)):
-                        call = self._new_call(first, count, leases)
+                        call = self._new_call(first, count, leases, borrows=borrows)
                         if not first.batches:
                             self._waiting.popleft()
                         return call
@@ -155,7 +170,7 @@ class TierReader:
         Returns:
             The number of batches, 0 if there is no memory for one, and the leases.
         """
-        count = self._call_size.take((sum(self._lease_sizes([batch])) for batch in load.batches), load.most)
+        count = self._batches_of_call(load)
         while count:
             sizes = self._lease_sizes(list(islice(load.batches, count)))
             leases = self._staging.try_acquire_all(sizes, self._share)
@@ -164,19 +179,29 @@ class TierReader:
             count //= 2
         return 0, []
 
+    def _batches_of_call(self, load: _Waiting) -> int:
+        """Return how many of a load's batches the next call takes, at least one."""
+        return self._call_size.take((sum(self._lease_sizes([batch])) for batch in load.batches), load.most)
+
+    def _wanted(self, objects: Sequence[TransferObject]) -> list[WantedObject]:
+        """Return objects to borrow."""
+        return [WantedObject(item.key, object_bytes(self._layouts[item.key.pack].payload_bytes)) for item in objects]
+
     def _lease_sizes(self, batches: Sequence[_Batch]) -> list[int]:
         """Return the sizes in bytes of the leases for some batches: the objects', then those for compressed bytes."""
         sizes = [object_bytes(self._layouts[item.key.pack].payload_bytes) for item in chain.from_iterable(batches)]
         return sizes * (1 + self._tier.encodes)
 
-    def _new_call(self, load: _Waiting, count: int, leases: Sequence[Lease]) -> _Call:
+    def _new_call(self, load: _Waiting, count: int, leases: Sequence[Lease], *, borrows: bool) -> _Call:
         batches = [load.batches.popleft() for _ in range(count)]
         objects = list(chain.from_iterable(batches))
-        staged = [
-            StagedObject(item.key, lease, scratch)
-            for item, lease, scratch in zip_longest(objects, leases[: len(objects)], leases[len(objects) :])
-        ]
-        call = _Call(load.job, count, objects, staged, time.monotonic())
+        staged: list[StagedObject] = []
+        if not borrows:
+            staged = [
+                StagedObject(item.key, lease, scratch)
+                for item, lease, scratch in zip_longest(objects, leases[: len(objects)], leases[len(objects) :])
+            ]
+        call = _Call(load.job, count, objects, staged, borrows, load.submitted, time.monotonic())
         self._counters.observe("load_queue_seconds", self._tier.name, call.started - load.submitted)
         self._running.add(call)
         return call
@@ -187,9 +212,42 @@ class TierReader:
         self.start_calls()
 
     def _end(self, call: _Call, outcomes: Sequence[LoadOutcome | None]) -> None:
+        """Note the end of a call, hand its objects over and release the memory of those that were not loaded."""
+        self._free_slot(call, outcomes)
+        memory: list[Lease | LentObject | None] = [None] * len(call.objects)
+        for index, (staged, outcome) in enumerate(zip_longest(call.staged, outcomes[: len(call.staged)])):
+            if staged.scratch is not None:
+                staged.scratch.release()
+            if outcome is LoadOutcome.HIT:
+                memory[index] = staged.lease
+        self._jobs.release(call.job, sum(2 if staged.scratch is not None else 1 for staged in call.staged))
+        for staged, kept in zip(call.staged, memory, strict=False):
+            if kept is None:
+                staged.lease.release()
+        self._on_end(call.job, call.objects, memory)
+
+    def _borrowed(self, call: _Call, end: BorrowEnd | None) -> None:
+        """Note the end of a call that borrows, and load the objects that are there and not lent."""
+        outcomes = [] if end is None else end.outcomes
+        not_lent: list[TransferObject] = []
+        answered: list[tuple[TransferObject, LentObject | None]] = [(item, None) for item in call.objects]
+        if end is not None:
+            pairs = list(zip(call.objects, end.outcomes, end.lent, strict=True))
+            not_lent = [item for item, outcome, _ in pairs if outcome is None]
+            answered = [(item, lent) for item, outcome, lent in pairs if outcome is not None]
+        if not_lent:
+            batches: deque[_Batch] = deque(in_batches(not_lent, self._layouts))
+            with self._lock:
+                self._waiting.appendleft(_Waiting(call.job, batches, len(batches), call.submitted, may_borrow=False))
+        self._free_slot(call, outcomes, failed=end is None)
+        if answered:
+            self._on_end(call.job, [item for item, _ in answered], [lent for _, lent in answered])
+        self.start_calls()
+
+    def _free_slot(self, call: _Call, outcomes: Sequence[LoadOutcome | None], *, failed: bool | None = None) -> None:
         seconds = time.monotonic() - call.started
+        if failed is None:
+            failed = not outcomes or None in outcomes
         with self._lock:
             self._running.discard(call)
-            failed = not outcomes or None in outcomes
             self._call_size.ended(call.batches, seconds, worked=LoadOutcome.HIT in outcomes, failed=failed)
-        self._on_end(call.job, call.objects, call.staged, outcomes)

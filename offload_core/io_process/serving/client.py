@@ -11,20 +11,22 @@ from concurrent.futures import Executor
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 from offload_core.api.events import Event
 from offload_core.api.keys import ObjectKey
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.io_process import protocol
 from offload_core.io_process.control import BELLS, ControlSocket, Record
 from offload_core.io_process.messages import Lane, MessageChannel, RingPair
 from offload_core.io_process.protocol import NO_PIECE, Kind, Message, ProtocolError
+from offload_core.io_process.serving.lendings import Lendings
 from offload_core.io_process.serving.scratch import CallScratch, MappedPiece
 from offload_core.io_process.serving.tier import ServedTier
 from offload_core.memory.staging_size import in_batches
 from offload_core.runtime.doorbell import Doorbell
 from offload_core.runtime.io_loop import run_all
-from offload_core.api.shared_memory import SharedMemory
+from offload_core.tiers.lent_objects import LentGroup, LentObject, Loan, WantedObject
 from offload_core.tiers.object_io import LoadEnd, answer
 from offload_core.tiers.staged_object import StagedObject, seal_all
 from offload_core.tiers.storage import LocalStorage, StoreEnd
@@ -71,11 +73,13 @@ class _UsedTier:
     """A tier as one process of the engine uses it.
 
     Args:
+        number: the tier's number in messages.
         half: the half of the engine, for log lines; may be empty.
         tell: sends a message to that process.
     """
 
-    def __init__(self, tier: ServedTier, half: str, tell: Callable[[Kind, bytes], None]) -> None:
+    def __init__(self, number: int, tier: ServedTier, half: str, tell: Callable[[Kind, bytes], None]) -> None:
+        self.number = number
         self.tier = tier
         self._tell = tell
         self.storage = tier.make_storage(self, half)
@@ -110,6 +114,7 @@ class ServedClient:
         self._tiers: dict[int, _UsedTier] = {}
         self._staging: SharedMemory | None = None
         self._running: set[asyncio.Task[None]] = set()
+        self._lendings = Lendings()
         self._rings = SharedMemory.from_descriptor(descriptors["rings"])
         self._bells = {name: Doorbell.from_descriptor(descriptors[name]) for name in BELLS}
         self._channel = self._channel_of(Lane.LOOP, "to_process", "to_engine")
@@ -145,31 +150,35 @@ class ServedClient:
             self.end()
 
     def _answer(self, record: Record, descriptors: list[int]) -> None:
-        self._control.send(self._handle(record, descriptors))
+        self._control.send(*self._handle(record, descriptors))
         if "end" in record:
             self.end()
 
-    def _handle(self, record: Record, descriptors: list[int]) -> Record:
-        """Carry out a control message, and return the answer."""
+    def _handle(self, record: Record, descriptors: list[int]) -> tuple[Record, Sequence[int]]:
+        """Carry out a control message, and return the answer with its descriptors."""
         try:
             if "staging" in record:
                 self._staging = SharedMemory.from_descriptor(descriptors[0])
-                return {"staging": self._staging.nbytes}
+                return {"staging": self._staging.nbytes}, ()
             if "tier" in record:
-                capabilities = self._use_tier(record["tier"], record["name"], record["half"])
-                return {"tier": record["tier"], "capabilities": capabilities}
+                storage = self._use_tier(record["tier"], record["name"], record["half"])
+                kind = {"capabilities": asdict(storage.capabilities), "lends": storage.lends}
+                return {"tier": record["tier"], **kind}, ()
+            if "lent" in record:
+                memory = Lendings.memory_of(self._tiers[record["lent"]].storage)
+                return record, () if memory is None else (memory.descriptor,)
             if "end" in record:
-                return {"end": True, "stays": self._server.leave(self)}
+                return {"end": True, "stays": self._server.leave(self)}, ()
             raise ProtocolError(f"there is no control message {sorted(record)}")
         except Exception as error:
-            return {**record, "error": protocol.pack_error(error).hex()}
+            return {**record, "error": protocol.pack_error(error).hex()}, ()
 
-    def _use_tier(self, number: int, name: str, half: str) -> dict[str, Any]:
+    def _use_tier(self, number: int, name: str, half: str) -> LocalStorage:
         def tell(kind: Kind, body: bytes) -> None:
             self._tell(kind, number, body)
 
-        used = self._tiers[number] = _UsedTier(self._server.tier(name), half, tell)
-        return asdict(used.storage.capabilities)
+        used = self._tiers[number] = _UsedTier(number, self._server.tier(name), half, tell)
+        return used.storage
 
     def end(self) -> None:
         """Serve this process of the engine no more: it has asked for the end, or is gone."""
@@ -183,6 +192,7 @@ class ServedClient:
         for bell in self._bells.values():
             bell.close()
         self._rings.close()
+        self._keep(self._loop.create_task(self._lendings.give_all_back(set(self._running))))
         closing = set()
         for used in self._tiers.values():
             used.tier.forget(used)
@@ -207,6 +217,10 @@ class ServedClient:
             return
         if message.kind is Kind.EVENT:
             self._observe(message)
+            return
+        if message.kind is Kind.GIVE_BACK:
+            number = protocol.Reader(message.body).lending()
+            self._keep(self._loop.create_task(self._lendings.give_back(message.tier, number)))
             return
         self._keep(self._loop.create_task(self._serve(lane, message)))
 
@@ -266,7 +280,7 @@ class ServedClient:
         )
 
     async def _store(self, used: _UsedTier, body: protocol.Reader) -> bytes:
-        staged, scratch = self._staged(body)
+        staged, scratch = self._staged(body, used)
         tier = used.tier
 
         async def store(batch: Sequence[StagedObject]) -> list[StoreEnd]:
@@ -284,6 +298,25 @@ class ServedClient:
         await run_all(self._loop.run_in_executor(self._server.sealers, seal_all, part) for part in parts)
         return b""
 
+    async def _borrow(self, used: _UsedTier, body: protocol.Reader) -> bytes:
+        number, wanted, tier = body.lending(), body.wanted(), used.tier
+
+        async def borrow(part: Sequence[WantedObject]) -> Loan:
+            async with tier.load_slots.held(time.monotonic() + tier.longest_call_seconds):
+                return await used.storage.borrow(part)
+
+        loans = await self._lendings.keep(
+            used.number, number, used.storage, (borrow(part) for part in _in_parts(wanted, tier.load_parts))
+        )
+        outcomes = [outcome for loan in loans for outcome in loan.outcomes]
+        return protocol.pack_borrowed(outcomes, self._lendings.offsets(used.storage, loans))
+
+    async def _reserve(self, used: _UsedTier, body: protocol.Reader) -> bytes:
+        number, wanted = body.lending(), body.wanted()
+        grants = await self._lendings.keep(used.number, number, used.storage, [used.storage.reserve(wanted)])
+        outcomes = [outcome for grant in grants for outcome in grant.outcomes]
+        return protocol.pack_reserved(outcomes, self._lendings.offsets(used.storage, grants))
+
     async def _delete(self, used: _UsedTier, body: protocol.Reader) -> bytes:
         await used.storage.delete(body.keys())
         return b""
@@ -293,12 +326,20 @@ class ServedClient:
         await used.storage.touch(keys, body.flags(len(keys)))
         return b""
 
-    def _staged(self, body: protocol.Reader) -> tuple[list[StagedObject], CallScratch]:
-        """Return the objects of a call, with their memory, and the memory for their compressed bytes."""
+    def _staged(self, body: protocol.Reader, used: _UsedTier | None = None) -> tuple[list[StagedObject], CallScratch]:
+        """Return the objects of a call, with their memory, and the memory for their compressed bytes.
+
+        Args:
+            used: the tier, if it may have lent some of the memory.
+        """
         keys = body.keys()
         pieces = body.pieces(len(keys))
         staged = []
         for key, piece in zip(keys, pieces, strict=True):
+            if used is not None and piece.lending:
+                view = self._lendings.view(used.number, piece.lending, piece.offset, piece.nbytes)
+                staged.append(StagedObject(key, LentObject(view, _HELD), None, piece.spare, piece.unsealed))
+                continue
             lease = cast("Lease", MappedPiece(self._view(piece.offset, piece.nbytes)))
             second = None
             if piece.scratch != NO_PIECE:
@@ -325,13 +366,25 @@ class ServedClient:
         self.end()
 
 
-def _in_parts(staged: Sequence[StagedObject], most: int) -> Iterator[list[StagedObject]]:
+_HELD = LentGroup(1, lambda: None)
+"""The group of lent memory that a process of the engine holds, and gives back itself."""
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+Sized = TypeVar("Sized", bound=_Sized)
+
+
+def _in_parts(staged: Sequence[Sized], most: int) -> Iterator[list[Sized]]:
     """Divide the objects of a call into parts of whole batches, each of them the work of one thread.
 
     Args:
         most: maximum number of parts, at least 1.
     """
-    batches = list(in_batches(staged, lambda one: one.lease.nbytes))
+    batches = list(in_batches(staged, lambda one: one.nbytes))
     size = -(-len(batches) // most)
     return (list(chain.from_iterable(batches[start : start + size])) for start in range(0, len(batches), size))
 
@@ -344,4 +397,6 @@ _CALLS = {
     Kind.STORE: ServedClient._store,
     Kind.DELETE: ServedClient._delete,
     Kind.TOUCH: ServedClient._touch,
+    Kind.BORROW: ServedClient._borrow,
+    Kind.RESERVE: ServedClient._reserve,
 }

@@ -46,7 +46,7 @@ class ServedTier:
         self.load_slots = CallSlots(2 * self.io_threads, spare_slots=self.io_threads)
         self.store_slots = CallSlots(self.io_threads + 1, spare_slots=self.io_threads)
         self._loop = asyncio.get_running_loop()
-        self._backend = TierBackend(tier, limits, config.plugins, self._stuck_on_any_thread)
+        self._backend = TierBackend(tier, limits, config.plugins, self._stuck_on_any_thread, lends_to_processes=True)
         self._is_remote = self._backend.backend.capabilities.medium == "remote"
         self._users: dict[TierUser, int] = {}  # with the number of stuck threads that each of them knows
 

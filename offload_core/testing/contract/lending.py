@@ -29,7 +29,9 @@ class LendingContract:
         async with client.loading([*objects, absent, next(iter(objects))]) as reservation:
             *views, of_absent, again = _views("prepare_load", reservation.views, len(objects) + 2)
             expect(of_absent is None, "C25: prepare_load lent a view for an absent object")
-            expect(any(views), f"C25: objects of {SIZES} bytes were stored on an empty medium, and none of them is lent")
+            expect(
+                any(views), f"C25: objects of {SIZES} bytes were stored on an empty medium, and none of them is lent"
+            )
             for view, wanted in zip([*views, again], [*objects.values(), content(SIZES[0], SIZES[0])], strict=True):
                 if view is not None:
                     expect_bytes("C25", f"the view of an object of {len(wanted)} bytes", bytes(view), wanted)
@@ -39,7 +41,7 @@ class LendingContract:
         client = await lending_bounded_rig.client()
         objects = {key: content(OBJECT_BYTES, seed) for seed, key in enumerate(lending_bounded_rig.keys(4))}
         await client.put(objects)
-        deleted = list(objects)[0]
+        deleted = next(iter(objects))
         async with client.loading(list(objects)) as reservation:
             await client.delete([deleted])
             for seed in range(3 * MAX_OBJECTS):
@@ -56,7 +58,9 @@ class LendingContract:
         await client.put({lending_rig.key(): content(3 * 4096, 5)})
         async with client.storing(list(objects), [len(wanted) for wanted in objects.values()]) as reservation:
             views = _views("prepare_store", reservation.views, len(objects))
-            expect(any(views), f"C25: objects of {SIZES} bytes are reserved on an empty medium, and none of them is lent")
+            expect(
+                any(views), f"C25: objects of {SIZES} bytes are reserved on an empty medium, and none of them is lent"
+            )
             expect_disjoint([view for view in views if view is not None])
             filled = {key: (wanted, view) for (key, wanted), view in zip(objects.items(), views, strict=True) if view}
             for wanted, view in filled.values():

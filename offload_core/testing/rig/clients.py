@@ -127,6 +127,14 @@ class Rig:
 
         return self.run(declared())
 
+    def lends(self) -> bool:
+        """Return whether the core may use the views of the backend's reservations."""
+
+        async def declared() -> bool:
+            return self.construct().backend.lends
+
+        return self.run(declared())
+
     def key(self) -> ObjectKey:
         """Return a key that the rig has not used before."""
         digest = hashlib.sha256(b"contract %d" % next(self._numbers)).digest()

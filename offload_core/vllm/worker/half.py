@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from offload_core.api.errors import ConfigError
 from offload_core.api.keys import ObjectKey
 from offload_core.api.pinned_memory import pinning_in_use
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.config.model import OffloadConfig
 from offload_core.io_process.processes import IoProcesses
 from offload_core.memory.canonical import CanonicalKVCaches
@@ -25,7 +26,6 @@ from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.api.shared_memory import SharedMemory
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.transfer.batches import TransferObject
 from offload_core.transfer.engine import TransferEngine
@@ -121,7 +121,7 @@ class WorkerHalf:
         )
 
     def start_loads(self, metadata: StepMetadata) -> None:
-        """Start this step's loads and cancel the loads that this step no longer needs."""
+        """Start this step's loads, cancel the loads that this step no longer needs, and announce its stores."""
         engine = self._transfer_engine
         for adapter, namespaces in metadata.namespaces.items():
             self._namespaces[adapter] = namespaces[self._rank]
@@ -138,12 +138,14 @@ class WorkerHalf:
                 self._ended_requests.append((request_id, True))
         for job_id in metadata.cancelled_jobs:  # after the loads: a request can finish in the step that starts its load
             engine.cancel_load(job_id)
+        if metadata.touches:  # before the stores, which may evict
+            keys = [self._key(touch.chunk) for touch in metadata.touches]
+            engine.touch(keys, [touch.spare for touch in metadata.touches])
+        if metadata.stores:
+            engine.announce_stores(self._objects(metadata.stores))
 
     def store(self, metadata: StepMetadata) -> None:
         """Copy this step's completed blocks to staging. Call it after the forward pass, before any block is reused."""
-        if metadata.touches:  # before the stores, which may evict
-            keys = [self._key(touch.chunk) for touch in metadata.touches]
-            self._transfer_engine.touch(keys, [touch.spare for touch in metadata.touches])
         if metadata.stores:
             self._transfer_engine.submit_stores(self._objects(metadata.stores))
 

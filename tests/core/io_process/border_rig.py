@@ -14,6 +14,7 @@ from unittest import mock
 
 import numpy as np
 
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.config.loading import load_config
 from offload_core.io_process.process import IoProcess
 from offload_core.io_process.processes import IoProcesses
@@ -23,7 +24,6 @@ from offload_core.memory.staging_size import STORE_SHARE, lease_bytes
 from offload_core.objects.format import object_bytes
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.restart_pause import RestartPause
-from offload_core.api.shared_memory import SharedMemory
 from offload_core.tiers.opening import open_tiers
 from offload_core.transfer.engine import TransferEngine
 from tests.core.io_process import commanded

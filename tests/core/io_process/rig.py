@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.keys import ObjectKey
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.config.loading import load_config
 from offload_core.config.model import OffloadConfig
 from offload_core.io_process.process import IoProcess
@@ -21,7 +22,6 @@ from offload_core.memory.staging_size import StagingUse
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
-from offload_core.api.shared_memory import SharedMemory
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier

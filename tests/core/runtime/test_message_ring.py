@@ -20,6 +20,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload_core.api.shared_memory import SharedMemory
 from offload_core.runtime import message_ring
 from offload_core.runtime.doorbell import Doorbell
 from offload_core.runtime.message_ring import (
@@ -30,7 +31,6 @@ from offload_core.runtime.message_ring import (
     RingWriter,
     format_ring,
 )
-from offload_core.api.shared_memory import SharedMemory
 from tests.support.random_examples import examples
 
 SECONDS = 60

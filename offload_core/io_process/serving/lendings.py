@@ -1,0 +1,107 @@
+"""The memory that tiers in the I/O process have lent to one process of the engine, until it gives the memory back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from offload_core.api.shared_memory import SharedMemory
+from offload_core.io_process.protocol import NO_PIECE, ProtocolError
+from offload_core.runtime.io_loop import run_all
+from offload_core.tiers.lent_objects import Grant, Loan
+from offload_core.tiers.storage import LocalStorage
+
+logger = logging.getLogger(__name__)
+
+LoanT = TypeVar("LoanT", Loan, Grant)
+
+
+class Lendings:
+    """Loans and reservations, each with its tier's number and the number that the process of the engine gave it.
+
+    All methods run on the event loop.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], tuple[LocalStorage, Sequence[Loan | Grant]]] = {}
+
+    async def keep(
+        self, tier: int, number: int, storage: LocalStorage, calls: Iterable[Coroutine[Any, Any, LoanT]]
+    ) -> list[LoanT]:
+        """Make calls that lend, and keep their memory until :meth:`give_back`.
+
+        Raises:
+            Exception: the error of a call. Nothing is kept then.
+        """
+        lent: list[LoanT] = []
+
+        async def one(call: Coroutine[Any, Any, LoanT]) -> LoanT:
+            result = await call
+            lent.append(result)
+            return result
+
+        try:
+            ordered = await run_all(map(one, calls))
+        except BaseException:
+            await _release(storage, lent)
+            raise
+        self._kept[tier, number] = storage, ordered
+        return ordered
+
+    @staticmethod
+    def memory_of(storage: LocalStorage) -> SharedMemory | None:
+        """Return the memory that a tier lends to other processes; ``None`` if there is none."""
+        return storage.backend.lent_memory if storage.lends else None
+
+    def offsets(self, storage: LocalStorage, lent: Sequence[Loan | Grant]) -> list[int]:
+        """Return the position of each object in the lent memory, in bytes; :data:`NO_PIECE` for none."""
+        memory = self.memory_of(storage)
+        views = [view for one in lent for view in one.views]
+        if memory is None:
+            return [NO_PIECE] * len(views)
+        start = _address(memory.view)
+        return [NO_PIECE if view is None else _address(view) - start for view in views]
+
+    def view(self, tier: int, number: int, offset: int, nbytes: int) -> memoryview:
+        """Return the memory that was lent for a store.
+
+        Raises:
+            ProtocolError: no such memory is lent.
+        """
+        kept = self._kept.get((tier, number))
+        if kept is not None:
+            storage, lent = kept
+            offsets = self.offsets(storage, lent)
+            views = [view for one in lent for view in one.views]
+            if offset in offsets and (view := views[offsets.index(offset)]) is not None and len(view) == nbytes:
+                return view
+        raise ProtocolError(f"{nbytes} bytes at {offset} are stored, which reservation {number} has not lent")
+
+    async def give_back(self, tier: int, number: int) -> None:
+        """Release what a request has lent. An unknown number is one of a process before this one."""
+        storage, lent = self._kept.pop((tier, number), (None, ()))
+        if storage is not None:
+            await _release(storage, lent)
+
+    async def give_all_back(self, running: Collection[asyncio.Task[None]]) -> None:
+        """Release all that the process of the engine had, once the calls that use it have ended."""
+        if running:
+            await asyncio.wait(running)
+        for tier, number in list(self._kept):
+            await self.give_back(tier, number)
+
+
+async def _release(storage: LocalStorage, lent: Iterable[Loan | Grant]) -> None:
+    for one in lent:
+        try:
+            await one.release()
+        except Exception as error:  # the backend may raise anything
+            logger.warning("%s: lent memory could not be given back: %s", storage.label, error)
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
