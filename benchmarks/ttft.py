@@ -1,4 +1,4 @@
-"""Time to first token of long prompts: recompute, local prefix cache, our disk tier, the stock connector from RAM.
+"""Time to first token of long prompts: recompute, local prefix cache, our tiers, the stock connector from RAM.
 
 The model is a Gemma 3 of some 76 million parameters with seeded random weights. The prompts have 3,900 tokens and run
 one at a time. All rows come from one run on the same machine. "page cache" reads objects that the operating system
@@ -36,6 +36,7 @@ PROMPT_TOKENS = 3900
 VOCABULARY = 4096
 RUN_TIMEOUT_SECONDS = 1800.0
 MAX_LOGPROB_GAP = 0.1
+CPU_TIER = {"name": "cpu", "type": "cpu", "capacity": "2GiB"}
 
 
 def drop_from_page_cache(folder: Path) -> None:
@@ -96,12 +97,14 @@ def measure(folder: Path, prompts: list[PromptSpec], repeats: int, console: Cons
     warm = run("our connector, loading from the page cache", reset, disk_transfer_config(folder / "kv"))
     drop_from_page_cache(folder / "kv")
     cold = run("our connector, loading cold", once, disk_transfer_config(folder / "kv"))
+    memory = run("our connector, host memory", [*once, *reset], disk_transfer_config(folder, backends=[CPU_TIER]))
     stock = run("stock connector with an in-RAM spec", [*once, *reset], stock_transfer_config())
-    for what, result in {"local": plain, "storing": store, "page cache": warm, "cold": cold, "stock": stock}.items():
+    for what, result in {"local": plain, "storing": store, "page cache": warm, "cold": cold, "memory": memory, "stock": stock}.items():
         check_outputs(what, result, plain)
     local = row_of("local prefix cache", plain, slice(1, None))
     return [
         local,
+        row_of("cpu", memory, slice(1, None), local.p50_ms),
         row_of("disk, page cache", warm, slice(0, None), local.p50_ms),
         row_of("disk, cold", cold, slice(0, None), local.p50_ms),
         row_of("stock connector, RAM", stock, slice(1, None), local.p50_ms),

@@ -154,6 +154,11 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Send the layout of this worker's KV cache, and its objects' sizes, to the scheduler half."""
         return WorkerIdentity(self._worker.layout, self._worker.object_bytes)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take a step's work, before vLLM computes the step, and announce the stores after it."""
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.announce_stores(self._step)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's loads. They end between steps."""
         self._worker.start_loads(self._step)

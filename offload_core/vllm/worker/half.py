@@ -120,12 +120,20 @@ class WorkerHalf:
             processes=self._processes,
         )
 
-    def start_loads(self, metadata: StepMetadata) -> None:
-        """Start this step's loads, cancel the loads that this step no longer needs, and announce its stores."""
-        engine = self._transfer_engine
+    def announce_stores(self, metadata: StepMetadata) -> None:
+        """Let the tiers prepare for this step's stores. Call it before everything else of a step."""
         for adapter, namespaces in metadata.namespaces.items():
             self._namespaces[adapter] = namespaces[self._rank]
             self._adapters[namespaces[self._rank]] = adapter
+        if metadata.touches:  # before the stores, which may evict
+            keys = [self._key(touch.chunk) for touch in metadata.touches]
+            self._transfer_engine.touch(keys, [touch.spare for touch in metadata.touches])
+        if metadata.stores:
+            self._transfer_engine.announce_stores(self._objects(metadata.stores))
+
+    def start_loads(self, metadata: StepMetadata) -> None:
+        """Start this step's loads and cancel the loads that this step no longer needs."""
+        engine = self._transfer_engine
         for load in metadata.loads:
             if load.impossible:
                 self._load_failed(load.request_id)
@@ -138,11 +146,6 @@ class WorkerHalf:
                 self._ended_requests.append((request_id, True))
         for job_id in metadata.cancelled_jobs:  # after the loads: a request can finish in the step that starts its load
             engine.cancel_load(job_id)
-        if metadata.touches:  # before the stores, which may evict
-            keys = [self._key(touch.chunk) for touch in metadata.touches]
-            engine.touch(keys, [touch.spare for touch in metadata.touches])
-        if metadata.stores:
-            engine.announce_stores(self._objects(metadata.stores))
 
     def store(self, metadata: StepMetadata) -> None:
         """Copy this step's completed blocks to staging. Call it after the forward pass, before any block is reused."""
