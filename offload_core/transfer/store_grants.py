@@ -40,8 +40,8 @@ class StoreGrants:
         """Ask a tier to lend memory. May be called on any thread."""
 
         def ended(end: ReserveEnd | None) -> None:
-            if end is not None:
-                self._answered(request, wanted, end)
+            nothing = ReserveEnd([None] * len(wanted), [None] * len(wanted))
+            self._answered(request, wanted, end or nothing)
 
         tier.start_reserve(wanted, ended)
 
@@ -69,8 +69,11 @@ class StoreGrants:
         with self._lock:
             for one, outcome, lent in zip(wanted, end.outcomes, end.lent, strict=True):
                 answer = lent if outcome is None else outcome
-                if answer is not None and self._expected.get(one.key) is request:
+                is_expected = self._expected.get(one.key) is request
+                if is_expected and answer is not None:
                     self._answers[one.key] = answer
+                elif is_expected:
+                    del self._expected[one.key]  # it is not lent
                 elif lent is not None:
                     unused.append(lent)
         for lent in unused:

@@ -1,0 +1,230 @@
+"""Objects in memory that a tier lends: one copy between the KV cache and the tier, and nothing lent for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offload_backend_cpu.arena import Arena
+
+from offload_core.memory.canonical import CanonicalKVCaches
+from offload_core.runtime.io_loop import IoLoop
+from tests.support.lending_rig import LendingRig
+from tests.support.transfer_rig import WatchedCopier, item
+
+FIRST, LAST = 0, 8
+CAPACITY_OBJECTS = 16
+
+
+@pytest.fixture(params=["off", "engine"])
+def rig(request: pytest.FixtureRequest, io: IoLoop, tmp_path: Path) -> Iterator[LendingRig]:
+    rig = LendingRig(io, tmp_path, request.param, capacity_objects=CAPACITY_OBJECTS)
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def local_rig(io: IoLoop, tmp_path: Path) -> Iterator[LendingRig]:
+    rig = LendingRig(io, tmp_path, "off", capacity_objects=CAPACITY_OBJECTS)
+    yield rig
+    rig.close()
+
+
+def objects(count: int = LAST - FIRST, first: int = FIRST) -> list[Any]:
+    """Objects whose numbers are those of their blocks."""
+    return [item(number, number) for number in range(first, first + count)]
+
+
+def elsewhere(stored: list[Any], block: int = 40) -> list[Any]:
+    """The same objects, to be loaded into other blocks."""
+    return [item(int.from_bytes(one.key.chunk_hash, "big"), block + place) for place, one in enumerate(stored)]
+
+
+def store_lent(rig: LendingRig, stored: list[Any]) -> dict[int, bool]:
+    rig.announce(*stored)
+    return rig.store_all(*stored)
+
+
+def expect_loaded(rig: LendingRig, stored: list[Any], block: int = 40) -> None:
+    wanted = [rig.kv_cache[one.blocks[0].block_ids[0]].clone() for one in stored]
+    rig.kv_cache[block : block + len(stored)] = 0
+    rig.load(*elsewhere(stored, block), tier="cpu")
+    assert rig.result().status == "loaded"
+    for place, content in enumerate(wanted):
+        assert torch.equal(rig.kv_cache[block + place], content)
+
+
+def test_an_object_is_copied_once_in_each_direction(rig: LendingRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[str] = []
+    monkeypatch.setattr(Arena, "read", lambda *_: copies.append("read"))
+    monkeypatch.setattr(Arena, "write", lambda *_: copies.append("write"))
+    assert all(store_lent(rig, objects()).values())
+    expect_loaded(rig, objects())
+    assert rig.pool.leases == 0, "staging memory is used"
+    assert copies == [], "the tier has copied"
+
+
+def test_an_object_that_was_not_announced_is_stored_from_staging_memory(rig: LendingRig) -> None:
+    assert all(rig.store_all(*objects()).values())
+    assert rig.pool.leases == LAST - FIRST
+    expect_loaded(rig, objects())
+
+
+def test_memory_that_nobody_fills_is_given_back(rig: LendingRig) -> None:
+    for _ in range(3):
+        rig.announce(*objects(CAPACITY_OBJECTS))
+    rig.announce()
+    stored = objects(CAPACITY_OBJECTS, first=20)
+    assert all(store_lent(rig, stored).values()), "some capacity is still reserved"
+    expect_loaded(rig, stored)
+
+
+def test_an_answer_that_comes_too_late_gives_its_memory_back(rig: LendingRig) -> None:
+    for _ in range(10):
+        rig.engine.announce_stores(objects())
+        rig.engine.submit_stores(objects())  # most answers are not there yet
+        assert rig.engine.drain_stores(30)
+    rig.store_results()
+    stored = objects(CAPACITY_OBJECTS, first=20)
+    assert all(store_lent(rig, stored).values()), "some capacity is still reserved"
+    expect_loaded(rig, stored)
+
+
+def test_an_object_that_is_there_is_not_copied_again(rig: LendingRig) -> None:
+    store_lent(rig, objects())
+    rig.kv_cache[FIRST:LAST] += 1
+    changed = rig.kv_cache[FIRST:LAST].clone()
+    assert all(store_lent(rig, objects()).values())
+    rig.kv_cache[FIRST:LAST] -= 1
+    expect_loaded(rig, objects())
+    rig.kv_cache[FIRST:LAST] = changed
+    assert rig.counted("store_already_present", "cpu") == LAST - FIRST
+
+
+def test_older_objects_make_room(rig: LendingRig) -> None:
+    for first in range(0, 32, 8):
+        assert all(store_lent(rig, objects(8, first)).values())
+    expect_loaded(rig, objects(16, 16))
+    rig.load(*elsewhere(objects(8)), tier="cpu")
+    assert rig.result().status == "failed"
+
+
+def test_a_cancelled_load_unpins_its_objects(rig: LendingRig) -> None:
+    store_lent(rig, objects(CAPACITY_OBJECTS))
+    for _ in range(5):
+        rig.engine.cancel_load(rig.load(*elsewhere(objects(CAPACITY_OBJECTS)), tier="cpu"))
+        assert rig.result().status == "cancelled"
+    rig.step_until(lambda: all(store_lent(rig, objects(CAPACITY_OBJECTS, 20)).values()))
+    expect_loaded(rig, objects(CAPACITY_OBJECTS, 20))
+
+
+def test_a_damaged_object_reaches_no_block_and_is_deleted(local_rig: LendingRig) -> None:
+    rig = local_rig
+    store_lent(rig, objects())
+    arena = rig.tiers[0].backend._arena
+    damaged = bytes(rig.kv_cache[3].numpy().tobytes())
+    place = bytes(arena.view).index(damaged)
+    arena.view[place + 100] ^= 1
+    before = rig.kv_cache[43].clone()
+    rig.load(*elsewhere(objects()), tier="cpu")
+    result = rig.result()
+    assert result.status == "failed"
+    assert [int.from_bytes(key.chunk_hash, "big") for key in result.failed_keys] == [3]
+    assert torch.equal(rig.kv_cache[43], before)
+    assert rig.counted("load_corrupt", "cpu") == 1
+    rig.load(*elsewhere(objects(1, 3)), tier="cpu")
+    assert rig.result().status == "failed"
+    assert rig.counted("load_missing", "cpu") == 1, "the damaged object is still there"
+
+
+def test_objects_that_are_not_lent_are_loaded_as_usual(local_rig: LendingRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = local_rig
+    lend = Arena.lent
+
+    def lend_every_second(arena: Arena, runs: Any, nbytes: int) -> memoryview | None:
+        return lend(arena, runs, nbytes) if runs[0][0] // runs[0][1] % 2 else None
+
+    monkeypatch.setattr(Arena, "lent", lend_every_second)
+    assert all(store_lent(rig, objects()).values())
+    expect_loaded(rig, objects())
+    assert 0 < rig.pool.leases < 2 * (LAST - FIRST)
+    rig.all_leases_are_back()
+
+
+class _PinnedOnly(WatchedCopier):
+    """A copier for a device, whose copies to pageable memory would wait."""
+
+    takes_pageable_memory = False
+
+    def __init__(self, caches: CanonicalKVCaches) -> None:
+        super().__init__(caches)
+
+
+def test_a_device_copies_to_pinned_staging_memory_only(io: IoLoop, tmp_path: Path) -> None:
+    rig = LendingRig(io, tmp_path, "off", make_copier=_PinnedOnly)
+    try:
+        assert all(store_lent(rig, objects()).values())
+        expect_loaded(rig, objects())
+        assert rig.pool.leases == 2 * (LAST - FIRST)
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize("mode", ["off", "engine"])
+def test_an_object_that_two_tiers_take_is_in_staging_memory(io: IoLoop, tmp_path: Path, mode: str) -> None:
+    second = {"name": "disk", "type": "disk", "path": str(tmp_path / "kv")}
+    rig = LendingRig(io, tmp_path, mode, more=(second,))
+    try:
+        assert all(store_lent(rig, objects()).values())
+        assert rig.pool.leases == LAST - FIRST
+        expect_loaded(rig, objects())
+        rig.load(*elsewhere(objects()), tier="disk")
+        assert rig.result().status == "loaded"
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize("mode", ["off", "engine"])
+def test_a_loaded_object_in_lent_memory_reaches_a_slower_tier(io: IoLoop, tmp_path: Path, mode: str) -> None:
+    second = {"name": "disk", "type": "disk", "path": str(tmp_path / "kv"), "write_policy": "second-touch"}
+    rig = LendingRig(io, tmp_path, mode, more=(second,))
+    try:
+        assert all(store_lent(rig, objects()).values())
+        for block in (20, 30):
+            expect_loaded(rig, objects(), block)
+        assert rig.engine.drain_stores(30)
+        rig.load(*elsewhere(objects()), tier="disk")
+        assert rig.result().status == "loaded"
+        for number in range(LAST):
+            assert torch.equal(rig.kv_cache[40 + number], rig.kv_cache[number])
+    finally:
+        rig.close()
+
+
+def test_a_killed_io_process_loses_objects_and_nothing_else(io: IoLoop, tmp_path: Path) -> None:
+    rig = LendingRig(io, tmp_path, "engine")
+    try:
+        assert rig.processes is not None
+        for first in (0, 8, 16):
+            store_lent(rig, objects(8, first))
+            rig.announce(*objects(4, first + 24))
+            (process,) = rig.processes.all
+            pid = process.pid
+            assert pid is not None
+            rig.load(*elsewhere(objects(8, first)), tier="cpu")
+            os.kill(pid, signal.SIGKILL)
+            rig.engine.submit_stores(objects(4, first + 24))  # their memory has lost its process
+            assert rig.result().status in ("failed", "loaded")
+            assert rig.engine.drain_stores(30)
+            rig.store_results()
+            rig.step_until(lambda: process.pid not in (None, pid) and rig.tiers[0].lends)
+        stored = objects(CAPACITY_OBJECTS)
+        rig.step_until(lambda: all(store_lent(rig, stored).values()))
+        expect_loaded(rig, stored)
+    finally:
+        rig.close()
