@@ -24,7 +24,7 @@ from vllm.fs_io_C import batch_load_block, batch_store_block
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
-from offload_core.api.shared_memory import SharedMemory
+from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.config.limits import Limits
 from offload_core.config.loading import load_config
 from offload_core.config.model import OffloadConfig
@@ -36,7 +36,7 @@ from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.threads import DaemonExecutor
-from offload_core.tiers.call_slots import CallSlots
+from offload_core.tiers.calls.call_slots import CallSlots
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.call_size import load_size_of, load_slots_of, store_size_of

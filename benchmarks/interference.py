@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from offload_core.api.keys import ObjectKey
-from offload_core.api.shared_memory import SharedMemory
+from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.config.loading import load_config
 from offload_core.io_process.processes import IoProcesses
 from offload_core.memory.block_copier import BlockSlice, CpuBlockCopier

@@ -99,7 +99,8 @@ def measure(folder: Path, prompts: list[PromptSpec], repeats: int, console: Cons
     cold = run("our connector, loading cold", once, disk_transfer_config(folder / "kv"))
     memory = run("our connector, host memory", [*once, *reset], disk_transfer_config(folder, backends=[CPU_TIER]))
     stock = run("stock connector with an in-RAM spec", [*once, *reset], stock_transfer_config())
-    for what, result in {"local": plain, "storing": store, "page cache": warm, "cold": cold, "memory": memory, "stock": stock}.items():
+    results = {"local": plain, "storing": store, "memory": memory, "page cache": warm, "cold": cold, "stock": stock}
+    for what, result in results.items():
         check_outputs(what, result, plain)
     local = row_of("local prefix cache", plain, slice(1, None))
     return [

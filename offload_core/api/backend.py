@@ -22,11 +22,13 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 from offload_core.api.cancellation import ThreadCall, to_the_end
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.checked_loads import LoadCheck
+from offload_core.api.checks.overrides import lending_is_consistent, loads_in_one_call_are_consistent
 from offload_core.api.context import BackendContext as BackendContext
 from offload_core.api.keys import ObjectKey
+from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.api.options import BackendOptions, OptionsT
-from offload_core.api.overrides import lending_is_consistent, loads_in_one_call_are_consistent
-from offload_core.api.shared_memory import SharedMemory
+from offload_core.api.reservations import LoadReservation as LoadReservation
+from offload_core.api.reservations import StoreReservation as StoreReservation
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,74 +58,6 @@ class StoredObject(NamedTuple):
     """Size of the object in bytes. A buffer for :meth:`Backend.load_into` must have this size."""
     stored_at_seconds: float
     """Time of the store, in seconds since the epoch."""
-
-
-class LoadReservation:
-    """The result of :meth:`Backend.prepare_load`: the objects that are present, pinned until :meth:`release`.
-
-    Args:
-        present: one flag per key, in the order of the request. The core does not load a key whose flag is ``False``.
-        on_release: unpins the objects. By default there is nothing to unpin.
-        nbytes: the size of each key's object, in bytes, as :attr:`StoredObject.nbytes` (C19). An entry is ``None`` if
-            the object is absent or its size is unknown. By default every entry is ``None``.
-        views: the bytes of each key's object, in the backend's own memory (C25). An entry is ``None`` if the object is
-            absent or not lent. By default every entry is ``None``.
-    """
-
-    def __init__(
-        self,
-        present: Sequence[bool],
-        on_release: Callable[[], Awaitable[None]] | None = None,
-        nbytes: Sequence[int | None] | None = None,
-        views: Sequence[memoryview | None] | None = None,
-    ) -> None:
-        self.present = tuple(present)
-        self.nbytes = (None,) * len(self.present) if nbytes is None else tuple(nbytes)
-        self.views = (None,) * len(self.present) if views is None else tuple(views)
-        self._on_release = on_release
-
-    async def release(self) -> None:
-        """Unpin the objects (C10).
-
-        The core calls this exactly once, also after an error or a cancellation of the load. If the release itself is
-        cancelled, it must still take effect, because nobody repeats it.
-        """
-        if self._on_release is not None:
-            await self._on_release()
-
-
-class StoreReservation:
-    """The result of :meth:`Backend.prepare_store`: capacity that is reserved until :meth:`release`.
-
-    Args:
-        outcomes: one entry per key, in the order of the request. ``None`` means that capacity is reserved and the core
-            may store the object. Any other outcome is final: the core does not store that object.
-        evicted: the objects that the backend evicted to free capacity.
-        on_release: returns the unused capacity. By default there is nothing to return.
-        views: the memory for each key's object, writable and in the backend's own memory (C25). An entry is ``None`` if
-            nothing is reserved or lent. By default every entry is ``None``.
-    """
-
-    def __init__(
-        self,
-        outcomes: Sequence[StoreOutcome | None],
-        evicted: Sequence[ObjectKey] = (),
-        on_release: Callable[[], Awaitable[None]] | None = None,
-        views: Sequence[memoryview | None] | None = None,
-    ) -> None:
-        self.outcomes = tuple(outcomes)
-        self.evicted = tuple(evicted)
-        self.views = (None,) * len(self.outcomes) if views is None else tuple(views)
-        self._on_release = on_release
-
-    async def release(self) -> None:
-        """Return the capacity that the store did not use (C10).
-
-        The core calls this exactly once, also after an error or a cancellation of the store. If the release itself is
-        cancelled, it must still take effect, because nobody repeats it.
-        """
-        if self._on_release is not None:
-            await self._on_release()
 
 
 class Backend(ABC, Generic[OptionsT]):
@@ -291,8 +225,8 @@ class Backend(ABC, Generic[OptionsT]):
     def lends(self) -> bool:
         """``True`` if the core may use the views of reservations.
 
-        By default it is ``True`` if the capability ``lends`` is declared, and no subclass has changed only a part of
-        the methods that move objects: ``prepare_load``, ``load_into``, ``prepare_store`` and ``store``.
+        By default it is ``True`` if the capability ``lends`` is declared. Only, a subclass that overrides ``load_into``
+        without ``prepare_load``, or ``store`` without ``prepare_store``, sees every load and store.
         """
         return self.capabilities.lends and lending_is_consistent(self)
 

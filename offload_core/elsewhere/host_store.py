@@ -21,7 +21,7 @@ from functools import partial
 
 from offload_core.api.errors import ConfigError
 from offload_core.api.keys import ObjectKey
-from offload_core.api.shared_memory import SharedMemory
+from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.config.model import OffloadConfig
 from offload_core.elsewhere.host_copier import HostCopier, PlaceView
 from offload_core.elsewhere.locations import locate

@@ -7,7 +7,7 @@ import enum
 from collections import deque
 from collections.abc import Callable
 
-from offload_core.api.shared_memory import SharedMemory
+from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.io_process.protocol import Message, parse
 from offload_core.runtime.doorbell import Doorbell
 from offload_core.runtime.message_ring import RingReader, RingWriter, format_ring

@@ -13,7 +13,7 @@ from offload_core.api.cancellation import to_the_end
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.errors import ConfigError
 from offload_core.api.events import Event
-from offload_core.api.shared_memory import SharedMemory
+from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.config.limits import Limits
 from offload_core.config.model import OffloadConfig, TierConfig
 from offload_core.io_process.direct_calls import DirectCalls, OnAnswer

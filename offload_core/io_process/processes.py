@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from offload_core.api.events import Event
-from offload_core.api.shared_memory import SharedMemory
+from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.config.limits import Limits
 from offload_core.config.model import OffloadConfig, TierConfig
 from offload_core.io_process.process import IoProcess

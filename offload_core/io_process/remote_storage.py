@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.context import tier_label
 from offload_core.api.keys import ObjectKey
-from offload_core.api.shared_memory import SharedMemory
+from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.io_process import protocol
 from offload_core.io_process.direct_calls import OnAnswer
 from offload_core.io_process.protocol import NO_PIECE, Kind, Message, Piece

@@ -19,7 +19,7 @@ from itertools import count
 from typing import Final
 
 from offload_core.api.cancellation import to_the_end
-from offload_core.api.shared_memory import SharedMemory
+from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.config.model import OffloadConfig
 from offload_core.io_process import protocol
 from offload_core.io_process.control import BELLS, JOIN_DESCRIPTORS, ControlSocket, Record

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload_core.api.pinned_memory import HostPinning
+from offload_core.api.memory.pinned_memory import HostPinning
 from offload_core.memory.byte_budget import ByteBudget
 from offload_core.memory.staging_size import ALIGNMENT_BYTES, lease_bytes
 

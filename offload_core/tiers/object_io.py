@@ -282,22 +282,23 @@ class ObjectIO:
         return [None if form is None else next(outcomes) for form in forms]
 
     async def _store(self, objects: Sequence[StoredForm]) -> list[StoreOutcome]:
-        lent = [form for form in objects if isinstance(form.staged.lease, LentObject)]
-        if not lent:
-            return await self._store_other(objects)
-        others = [form for form in objects if not isinstance(form.staged.lease, LentObject)]
-        stored = dict(zip(map(id, lent), await self._store_prepared(lent), strict=True))
-        if others:
-            stored.update(zip(map(id, others), await self._store_other(others), strict=True))
-        return [stored[id(form)] for form in objects]
+        is_lent = [isinstance(form.staged.lease, LentObject) for form in objects]
+        pairs = list(zip(objects, is_lent, strict=True))
+        lent = iter(await self._store_prepared([form for form, has_memory in pairs if has_memory]))
+        others = iter(await self._store_other([form for form, has_memory in pairs if not has_memory]))
+        return [next(lent if has_memory else others) for has_memory in is_lent]
 
     async def _store_prepared(self, forms: Sequence[StoredForm]) -> list[StoreOutcome]:
         """Store objects whose capacity is reserved."""
+        if not forms:
+            return []
         names, buffers = [form.name for form in forms], [form.view.toreadonly() for form in forms]
         return self._one_per_key(names, await self._backend.store(names, buffers), "store")
 
     async def _store_other(self, objects: Sequence[StoredForm]) -> list[StoreOutcome]:
         """Reserve capacity for objects in staging memory, and store them."""
+        if not objects:
+            return []
         names = [form.name for form in objects]
         reservation = await self._prepare_store(
             names, [len(form.view) for form in objects], [form.staged.spare for form in objects]
@@ -309,8 +310,6 @@ class ObjectIO:
                 for form, outcome in zip(objects, granted, strict=True)
             ]
             wanted = [form for form, outcome in zip(objects, prepared, strict=True) if outcome is None]
-            if not wanted:
-                return [outcome for outcome in prepared if outcome is not None]
             stored = iter(await self._store_prepared(wanted))
             return [next(stored) if outcome is None else outcome for outcome in prepared]
         finally:
@@ -336,11 +335,8 @@ class ObjectIO:
             views = self._one_per_key(keys, reservation.views, "prepare_load (views)")
             outcomes: list[LoadOutcome | None] = [None if there else LoadOutcome.MISS for there in present]
             # An object of another size is damaged, or has an older layout; an ordinary load finds out.
-            places = [
-                index
-                for index, (one, view, there) in enumerate(zip(wanted, views, present, strict=True))
-                if there and view is not None and len(view) == one.nbytes
-            ]
+            fits = [view is not None and len(view) == one.nbytes for one, view in zip(wanted, views, strict=True)]
+            places = [index for index, there in enumerate(present) if there and fits[index]]
             damage: dict[ObjectKey, Damage] = {}
             forms = [_lent_form(wanted[index].key, views[index]) for index in places]
             verified = await self._codec.decode(forms, [LoadOutcome.HIT] * len(forms), self._backend, damage)

@@ -12,17 +12,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from offload_core.api.backend import Backend, BackendContext, StoreOutcome
+from offload_core.api.backend import Backend, StoreOutcome
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.context import tier_label
 from offload_core.api.errors import BackendError
-from offload_core.api.hooks import TierInfo
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
 from offload_core.config.model import TierConfig
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.io_loop import log_unexpected
-from offload_core.runtime.threads import DaemonExecutor, StuckThreadTimer
 from offload_core.tiers.compression import TierCodec
 from offload_core.tiers.lent_objects import (
     BorrowEnd,
@@ -36,6 +34,7 @@ from offload_core.tiers.lent_objects import (
 )
 from offload_core.tiers.object_io import LoadEnd, ObjectIO, answer
 from offload_core.tiers.staged_object import StagedObject
+from offload_core.tiers.tier_backend import TierBackend
 
 if TYPE_CHECKING:
     from offload_core.memory.staging_pool import Lease  # which imports torch; the command line does without
@@ -167,102 +166,6 @@ class TierStorage(Protocol):
 
 StorageFactory = Callable[[TierConfig, Limits, PluginRegistry | None, StorageEvents, str], TierStorage]
 """Makes a tier's storage; its backend is not open yet. The arguments are the first of :class:`LocalStorage`."""
-
-
-class TierBackend:
-    """A backend, wrapped by the plugins. It closes with its last user. All methods but the constructor need the loop.
-
-    Args:
-        limits: the limits in force for this tier.
-        plugins: the plugins that may wrap the backend.
-        on_stuck_threads: gets each change of the number of stuck threads, on any thread.
-        lends_to_processes: whether other processes map the memory that the backend lends.
-
-    Raises:
-        PluginError: a plugin failed to wrap the backend.
-    """
-
-    def __init__(
-        self,
-        config: TierConfig,
-        limits: Limits,
-        plugins: PluginRegistry | None,
-        on_stuck_threads: Callable[[int], None],
-        *,
-        lends_to_processes: bool = False,
-    ) -> None:
-        name, stuck_after = config.common.name, limits.longest_call_seconds
-        self._halves: list[str] = []  # of those who have opened it; the log lines of the backend name them
-        self._executor = DaemonExecutor(config.common.io_threads, f"offload-{name}", stuck_after, on_stuck_threads)
-        self._stuck_thread_timer = StuckThreadTimer(self._executor, stuck_after / 2)
-        context = BackendContext(
-            name,
-            self._executor,
-            config.common.io_threads,
-            open_timeout_seconds=limits.open_timeout_seconds,
-            lookup_timeout_seconds=limits.lookup_timeout_seconds,
-            load_timeout_seconds=limits.load_timeout_seconds,
-            load_timeout_seconds_per_mib=limits.load_timeout_seconds_per_mib,
-            store_timeout_seconds=limits.store_timeout_seconds,
-            close_timeout_seconds=limits.close_timeout_seconds,
-            halves=self._halves,
-            lends_to_processes=lends_to_processes,
-        )
-        backend = config.backend_type.backend(config.options, context)
-        info = TierInfo(name, config.backend_type.name, config.common.load_weight)
-        self.backend: Backend[Any] = backend if plugins is None else plugins.wrap(backend, info)
-        self._users = 0
-        self._is_open = False
-        self._opening = asyncio.Lock()
-
-    @property
-    def stuck_threads(self) -> int:
-        """Number of threads that are stuck now."""
-        return self._executor.stuck
-
-    @property
-    def users(self) -> int:
-        """Number of users that have not closed it."""
-        return self._users
-
-    def add_user(self) -> None:
-        """Count a user. It calls :meth:`close` once."""
-        self._users += 1
-
-    def call_begins(self) -> None:
-        """Watch for stuck threads while there are calls."""
-        self._stuck_thread_timer.start()
-
-    async def open(self, half: str) -> None:
-        """Open the backend for the first user. Further users wait until it is open; after an error each tries again.
-
-        Args:
-            half: the half of the engine that opens it, for log lines; may be empty.
-        """
-        if half and half not in self._halves:
-            self._halves.append(half)
-        async with self._opening:
-            if not self._is_open:
-                self.call_begins()
-                await self.backend.open()
-                self._is_open = True
-
-    async def close(self, half: str) -> None:
-        """Give up one use. The last one closes the backend, and ends its threads once they are idle.
-
-        Args:
-            half: the half of the engine that closes it.
-        """
-        self._users -= 1
-        if self._users:
-            if half in self._halves:
-                self._halves.remove(half)
-            return
-        self._stuck_thread_timer.close()
-        try:
-            await self.backend.close()
-        finally:
-            self._executor.shutdown()
 
 
 class LocalStorage:

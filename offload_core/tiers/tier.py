@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,11 +19,13 @@ from offload_core.plugins.observers import EventSink
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.accounting import TierAccounting
+from offload_core.tiers.calls.lending import TierLending
+from offload_core.tiers.calls.lookups import TierLookups
 from offload_core.tiers.changes import TierChange, TierChanges
 from offload_core.tiers.circuit_breaker import Call
 from offload_core.tiers.compression import check_sizes
 from offload_core.tiers.health import TierHealth
-from offload_core.tiers.lent_objects import BorrowEnd, ReserveEnd, WantedObject
+from offload_core.tiers.lent_objects import WantedObject
 from offload_core.tiers.object_io import LoadEnd, answer
 from offload_core.tiers.prober import Prober
 from offload_core.tiers.staged_object import StagedObject
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-_MAX_RUNNING_LOOKUPS = 16
-_MAX_OVERDUE_LOOKUPS = 4
 
 
 class Tier:
@@ -101,8 +99,11 @@ class Tier:
         self._changes = TierChanges(self.name, self.capabilities.shared)
         self.staging: TierShare | None = None
         """Staging memory for compressed stores; the transfer engine sets it."""
-        self._running_lookups = 0
-        self._overdue_lookups: set[Call] = set()
+        self._lookups = TierLookups(self._storage, self.health, self._accounting, self._failed)
+        self.lending = TierLending(
+            self._storage, self.health, self._load_ended, self._store_ended, self._failed, self._start_delete
+        )
+        """Loads and stores in the tier's own memory."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opening = self._close_after_opening = self._touch_has_failed = False
 
@@ -176,36 +177,8 @@ class Tier:
             within_seconds: deadline of the call, by default the tier's own. A call that misses it is counted and
                 reported to :attr:`health`. It goes on, and while a few are late no further lookups begin.
         """
-        max_overdue = _MAX_OVERDUE_LOOKUPS + self._storage.stuck_threads  # stuck threads have been replaced
-        hangs = len(self._overdue_lookups) >= max_overdue
-        if hangs or self._running_lookups >= _MAX_RUNNING_LOOKUPS:
-            self._accounting.lookup_failed()
-            if hangs:  # another call would time out as well
-                self.health.timed_out("lookup", keys[0] if keys else None)
-            return [False] * len(keys)
         self._prober.attach()
-        call = self.health.begin("lookup")
-        if call is None:
-            return [False] * len(keys)
-        seconds = self.limits.lookup_timeout_seconds if within_seconds is None else within_seconds
-        timer = asyncio.get_running_loop().call_later(seconds, self._lookup_timed_out, call, keys)
-        self._running_lookups += 1
-        started = time.monotonic()
-        try:
-            present = await answer(self._storage.contains(keys))
-        except Exception as error:
-            self._failed(call, keys, error)
-            self._accounting.lookup_failed()
-            return [False] * len(keys)
-        finally:
-            self.health.ended(call)
-            self._accounting.lookup_ended(time.monotonic() - started)
-            self._running_lookups -= 1
-            timer.cancel()
-            self._overdue_lookups.discard(call)
-        self.health.succeeded(call)
-        self._accounting.lookup_answered(present)
-        return present
+        return await self._lookups.lookup(keys, within_seconds or self.limits.lookup_timeout_seconds)
 
     async def load(self, objects: Sequence[StagedObject]) -> list[LoadOutcome | None]:
         """Load and verify a batch. If cancelled, it ends when the call has ended.
@@ -243,7 +216,7 @@ class Tier:
             finally:
                 pairs = zip(objects, outcomes, strict=False)  # there may be no outcomes
                 if corrupt := [staged.key for staged, outcome in pairs if outcome is LoadOutcome.CORRUPT]:
-                    self._start(self._delete(corrupt)).add_done_callback(lambda _: on_end(outcomes))
+                    self._start_delete(corrupt, lambda: on_end(outcomes))
                 else:
                     on_end(outcomes)
 
@@ -252,87 +225,6 @@ class Tier:
         except Exception as error:
             self.health.ended(call)
             self._load_ended(call, objects, started, error)
-            return False
-        return True
-
-    @property
-    def lends(self) -> bool:
-        """True if the tier lends its memory now; see :meth:`start_borrow`."""
-        return self._storage.lends
-
-    def start_borrow(self, wanted: Sequence[WantedObject], on_end: Callable[[BorrowEnd | None], None]) -> bool:
-        """Start a load of stored objects that stay in the tier's own memory. As :meth:`start_load` otherwise.
-
-        Args:
-            on_end: gets the outcomes, or ``None`` after an error.
-        """
-        started = time.monotonic()
-        call = self.health.begin("load")
-        if call is None:
-            return False
-
-        def ended(end: BorrowEnd | Exception) -> None:
-            self.health.ended(call)
-            if isinstance(end, Exception):
-                self._load_ended(call, wanted, started, end)
-                on_end(None)
-                return
-            answers = [(one, got) for one, got in zip(wanted, end.outcomes, strict=True) if got is not None]
-            nbytes = sum(one.nbytes for one, got in answers if got is LoadOutcome.HIT)
-            found = LoadEnd([got for _, got in answers], nbytes)
-            self._load_ended(call, [one for one, _ in answers], started, found)
-            if corrupt := [one.key for one, got in answers if got is LoadOutcome.CORRUPT]:
-                self._start(self._delete(corrupt)).add_done_callback(lambda _: on_end(end))
-            else:
-                on_end(end)
-
-        try:
-            self._storage.start_borrow(wanted, ended)
-        except Exception as error:
-            self.health.ended(call)
-            self._load_ended(call, wanted, started, error)
-            return False
-        return True
-
-    def start_reserve(self, wanted: Sequence[WantedObject], on_end: Callable[[ReserveEnd | None], None]) -> bool:
-        """Start a reservation of the tier's own memory for stores.
-
-        The lent memory is filled, and then stored as staging memory is.
-
-        Args:
-            on_end: gets the outcomes, or ``None`` after an error. It is called once, on any thread, and not by this
-                call itself.
-
-        Returns:
-            ``False`` if nothing is reserved, and ``on_end`` will not be called.
-        """
-        started = time.monotonic()
-        call = self.health.begin("store")
-        if call is None:
-            return False
-
-        def ended(end: ReserveEnd | Exception) -> None:
-            self.health.ended(call)
-            if isinstance(end, Exception):
-                self._failed(call, [one.key for one in wanted], end)
-                on_end(None)
-                return
-            final = [
-                (one, StoreEnd(got, one.nbytes))
-                for one, got in zip(wanted, end.outcomes, strict=True)
-                if got is not None
-            ]
-            if final:
-                self._store_ended(call, [one for one, _ in final], started, [got for _, got in final])
-            else:
-                self.health.succeeded(call)
-            on_end(end)
-
-        try:
-            self._storage.start_reserve(wanted, ended)
-        except Exception as error:
-            self.health.ended(call)
-            self._failed(call, [one.key for one in wanted], error)
             return False
         return True
 
@@ -429,9 +321,10 @@ class Tier:
         self._accounting.stored(objects, ends, seconds)
         return there
 
-    def _start(self, call: Coroutine[Any, Any, None]) -> Future[None]:
-        """Start a coroutine on the I/O loop, from any thread."""
-        return asyncio.run_coroutine_threadsafe(call, self._loop or asyncio.get_running_loop())
+    def _start_delete(self, keys: Sequence[ObjectKey], on_end: Callable[[], None]) -> None:
+        """Delete damaged objects, from any thread, and call ``on_end`` afterwards."""
+        loop = self._loop or asyncio.get_running_loop()
+        asyncio.run_coroutine_threadsafe(self._delete(keys), loop).add_done_callback(lambda _: on_end())
 
     async def _delete(self, keys: Sequence[ObjectKey]) -> None:
         call = self.health.begin("delete")
@@ -453,11 +346,6 @@ class Tier:
     def _failed(self, call: Call, keys: Sequence[ObjectKey], error: Exception) -> None:
         if not isinstance(error, StorageAwayError):
             self.health.failed(call, keys, error)
-
-    def _lookup_timed_out(self, call: Call, keys: Sequence[ObjectKey]) -> None:
-        self._overdue_lookups.add(call)
-        self._accounting.lookup_timed_out()
-        self.health.timed_out("lookup", keys[0] if keys else None)
 
     def _evicted(self, keys: Sequence[ObjectKey]) -> None:
         self._changes.add(keys, present=False)

@@ -43,7 +43,7 @@ class StoreGrants:
             nothing = ReserveEnd([None] * len(wanted), [None] * len(wanted))
             self._answered(request, wanted, end or nothing)
 
-        tier.start_reserve(wanted, ended)
+        tier.lending.start_reserve(wanted, ended)
 
     def take(self, key: ObjectKey) -> LentObject | StoreOutcome | None:
         """Return the answer for an object: its memory or a final outcome. ``None`` if there is none, and never will be.

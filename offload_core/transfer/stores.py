@@ -45,6 +45,7 @@ from offload_core.transfer.pending_store import PendingStore, StoreResult
 from offload_core.transfer.store_grants import StoreGrants
 from offload_core.transfer.store_queue import StoreBatch
 from offload_core.transfer.tier_writer import TierWriter
+from offload_core.transfer.writer_choice import WriterChoice
 
 _SEALED_BATCHES = 4
 """Batches that one message seals, if the tiers are in another process."""
@@ -96,12 +97,11 @@ class Stores:
         ]
         self._batch_times = _SEALED_BATCHES if processes is not None else 1
         self._writer_of = {writer.name: writer for writer in self._writers}
-        self._positions = {tier.name: position for position, tier in enumerate(tiers)}
+        self._choice = WriterChoice(self._writers, counters)
         self._staging = staging
         self._copier = copier
         self._borrows = copier.takes_pageable_memory
         self._layouts = layouts
-        self._counters = counters
         self.budget = ByteBudget(gather_limit_bytes)
         """The bytes that the leases of all stores may hold together."""
         self._announced: dict[ObjectKey, list[TierWriter]] = {}
@@ -134,7 +134,7 @@ class Stores:
             nbytes = object_bytes(layout.payload_bytes)
             willing = self._announced.pop(item.key, None)
             if willing is None:
-                willing = self._writers_for_offered(item, busy)
+                willing = self._choice.for_offered(item, busy)
             granted = self._grants.take(item.key)
             if isinstance(granted, StoreOutcome):
                 self._ended_before_copy(item.key, willing, granted)
@@ -144,14 +144,14 @@ class Stores:
                     new.append((store, willing))
                 continue
             may_drop = not item.spare or not all(writer.limits_spares for writer in willing)
-            writers = self._charge(willing, nbytes, "store_dropped", may_drop=may_drop)
+            writers = self._choice.charge(willing, nbytes, "store_dropped", may_drop=may_drop)
             lease = self._lease_to_gather(nbytes, may_drop=may_drop) if writers else None
             if lease is not None and not self._copier.gather(layout, item.blocks, lease.tensor[HEADER_BYTES:]):
                 lease.release()
                 self.budget.give_back(lease_bytes(nbytes))
                 lease = None
             if lease is None:
-                self._discharge(writers, nbytes, "store_dropped")
+                self._choice.discharge(writers, nbytes, "store_dropped")
                 self._results.append(StoreResult(item.key, stored=False))
                 continue
             new.append((self._new_store(StagedObject(item.key, lease, spare=item.spare), promotion=False), writers))
@@ -173,8 +173,8 @@ class Stores:
         wanted: dict[TierWriter, list[WantedObject]] = {}
         for item in objects:
             if item.key not in self._announced:
-                willing = self._announced[item.key] = self._writers_for_offered(item, busy)
-                if len(willing) == 1 and self._borrows and willing[0].tier.lends and willing[0].admits():
+                willing = self._announced[item.key] = self._choice.for_offered(item, busy)
+                if len(willing) == 1 and self._borrows and willing[0].tier.lending.is_possible and willing[0].admits():
                     nbytes = object_bytes(self._layouts[item.key.pack].payload_bytes)
                     wanted.setdefault(willing[0], []).append(WantedObject(item.key, nbytes, item.spare))
         for writer, some in wanted.items():
@@ -193,17 +193,17 @@ class Stores:
         Returns:
             ``True`` if the stores take the lease; otherwise the caller still owns it.
         """
-        willing = self._writers_for_loaded(key, source)
-        writers = self._charge(willing, lease.nbytes, "promotions_dropped", may_drop=False)
+        willing = self._choice.for_loaded(key, source)
+        writers = self._choice.charge(willing, lease.nbytes, "promotions_dropped", may_drop=False)
         if not writers:
             return False
         if not self.budget.try_take(lease_bytes(lease.nbytes)):
-            self._discharge(writers, lease.nbytes, "promotions_dropped")
+            self._choice.discharge(writers, lease.nbytes, "promotions_dropped")
             return False
         staged = self._staging_for_promotion(lease)
         if staged is None:
             self.budget.give_back(lease_bytes(lease.nbytes))
-            self._discharge(writers, lease.nbytes, "promotions_dropped")
+            self._choice.discharge(writers, lease.nbytes, "promotions_dropped")
             return False
         self._promotions.append((self._new_store(StagedObject(key, staged), promotion=True), writers))
         return True
@@ -261,11 +261,11 @@ class Stores:
         self, item: TransferObject, layout: PackLayout, willing: Sequence[TierWriter], lent: LentObject
     ) -> PendingStore | None:
         """Copy an object's blocks into the memory that its only tier has lent; ``None`` if it is dropped."""
-        writers = self._charge(willing, lent.nbytes, "store_dropped", may_drop=not item.spare)
+        writers = self._choice.charge(willing, lent.nbytes, "store_dropped", may_drop=not item.spare)
         if writers and self._copier.gather(layout, item.blocks, lent.tensor[HEADER_BYTES:]):
             return self._new_store(StagedObject(item.key, lent, spare=item.spare), promotion=False)
         lent.release()
-        self._discharge(writers, lent.nbytes, "store_dropped")
+        self._choice.discharge(writers, lent.nbytes, "store_dropped")
         self._results.append(StoreResult(item.key, stored=False))
         return None
 
@@ -293,46 +293,6 @@ class Stores:
             for name, batch in oldest.holders.items():
                 self._writer_of[name].drop(batch, oldest)
         return True
-
-    def _writers_for_offered(self, item: TransferObject, busy: bool) -> list[TierWriter]:
-        """Return the writers of the tiers that take an offered store."""
-        writers = []
-        for writer in self._writers:
-            if not writer.policy.takes_offered(item.key):
-                self._counters.add("store_declined", writer.name)
-            elif item.spare and not writer.takes_spare(busy):
-                self._counters.add("spares_declined", writer.name)
-            else:
-                writers.append(writer)
-        return writers
-
-    def _writers_for_loaded(self, key: ObjectKey, source: str) -> list[TierWriter]:
-        """Return the writers of the tiers that take an object loaded from ``source``."""
-        from_position = self._positions[source]
-        writers = []
-        for position, writer in enumerate(self._writers):
-            if position == from_position:
-                continue
-            faster = position < from_position
-            wanted = writer.policy.takes_loaded(key, promoted=faster)  # counts as a use in any case
-            if wanted and (writer.tier.config.promote or not faster):
-                writers.append(writer)
-        return writers
-
-    def _charge(self, writers: Sequence[TierWriter], nbytes: int, counter: str, *, may_drop: bool) -> list[TierWriter]:
-        """Charge each healthy tier with enough space in its share, and return their writers; count the others."""
-        charged = []
-        for writer in writers:
-            if writer.admits() and writer.charge(nbytes, may_drop=may_drop):
-                charged.append(writer)
-            else:
-                self._counters.add(counter, writer.name)
-        return charged
-
-    def _discharge(self, writers: Sequence[TierWriter], nbytes: int, counter: str) -> None:
-        for writer in writers:
-            writer.discharge(nbytes)
-            self._counters.add(counter, writer.name)
 
     def _new_store(self, staged: StagedObject, *, promotion: bool) -> PendingStore:
         return PendingStore(

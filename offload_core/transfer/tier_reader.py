@@ -131,7 +131,7 @@ class TierReader:
             started = False
             try:
                 if call.borrows:
-                    started = self._tier.start_borrow(self._wanted(call.objects), partial(self._borrowed, call))
+                    started = self._tier.lending.start_borrow(self._wanted(call.objects), partial(self._borrowed, call))
                 else:
                     started = self._tier.start_load(call.staged, partial(self._ended, call))
             except Exception:
@@ -145,7 +145,7 @@ class TierReader:
             while self._waiting and self._has_free_slot():
                 first = self._waiting[0]
                 if self._jobs.start(first.job):
-                    borrows = self._borrows and first.may_borrow and self._tier.lends
+                    borrows = self._borrows and first.may_borrow and self._tier.lending.is_possible
                     count, leases = (self._batches_of_call(first), []) if borrows else self._try_lease(first)
                     if not count:
                         return None  # the loads behind it wait too: small ones must not overtake a large one for ever

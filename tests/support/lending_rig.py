@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from offload_core.api.shared_memory import SharedMemory
+from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.config.loading import load_config
 from offload_core.io_process.processes import IoProcesses
 from offload_core.memory.staging_pool import Lease, LoadShare, StagingPool, arena_bytes

@@ -1,1 +1,1 @@
-"""Checks of values that operators give: credentials in a configuration, and folders that others control."""
+"""Checks of values that operators give, of folders that others control, and of the methods that a class overrides."""

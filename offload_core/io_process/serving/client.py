@@ -6,24 +6,23 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from offload_core.api.events import Event
 from offload_core.api.keys import ObjectKey
-from offload_core.api.shared_memory import SharedMemory
+from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.io_process import protocol
 from offload_core.io_process.control import BELLS, ControlSocket, Record
 from offload_core.io_process.messages import Lane, MessageChannel, RingPair
 from offload_core.io_process.protocol import NO_PIECE, Kind, Message, ProtocolError
 from offload_core.io_process.serving.lendings import Lendings
 from offload_core.io_process.serving.scratch import CallScratch, MappedPiece
-from offload_core.io_process.serving.tier import ServedTier
-from offload_core.memory.staging_size import in_batches
+from offload_core.io_process.serving.tier import ServedTier, in_parts
 from offload_core.runtime.doorbell import Doorbell
 from offload_core.runtime.io_loop import run_all
 from offload_core.tiers.lent_objects import LentGroup, LentObject, Loan, WantedObject
@@ -270,7 +269,7 @@ class ServedClient:
             async with tier.load_slots.held(time.monotonic() + tier.longest_call_seconds):
                 return await used.storage.load(batch, cast("TierShare", scratch))
 
-        parts = await run_all(load(part) for part in _in_parts(staged, tier.load_parts))
+        parts = await run_all(load(part) for part in in_parts(staged, tier.load_parts))
         return protocol.pack_loaded(
             LoadEnd(
                 [outcome for part in parts for outcome in part.outcomes],
@@ -289,12 +288,12 @@ class ServedClient:
             async with tier.store_slots.held(time.monotonic() + tier.longest_call_seconds):
                 return await used.storage.store(batch, cast("TierShare", scratch))
 
-        parts = await run_all(store(part) for part in _in_parts(staged, tier.store_parts))
+        parts = await run_all(store(part) for part in in_parts(staged, tier.store_parts))
         return protocol.pack_stored(chain.from_iterable(parts))
 
     async def _seal(self, body: protocol.Reader) -> bytes:
         staged, _scratch = self._staged(body)
-        parts = _in_parts(staged, SEALING_THREADS)
+        parts = in_parts(staged, SEALING_THREADS)
         await run_all(self._loop.run_in_executor(self._server.sealers, seal_all, part) for part in parts)
         return b""
 
@@ -306,7 +305,7 @@ class ServedClient:
                 return await used.storage.borrow(part)
 
         loans = await self._lendings.keep(
-            used.number, number, used.storage, (borrow(part) for part in _in_parts(wanted, tier.load_parts))
+            used.number, number, used.storage, (borrow(part) for part in in_parts(wanted, tier.load_parts))
         )
         outcomes = [outcome for loan in loans for outcome in loan.outcomes]
         return protocol.pack_borrowed(outcomes, self._lendings.offsets(used.storage, loans))
@@ -368,25 +367,6 @@ class ServedClient:
 
 _HELD = LentGroup(1, lambda: None)
 """The group of lent memory that a process of the engine holds, and gives back itself."""
-
-
-class _Sized(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-
-Sized = TypeVar("Sized", bound=_Sized)
-
-
-def _in_parts(staged: Sequence[Sized], most: int) -> Iterator[list[Sized]]:
-    """Divide the objects of a call into parts of whole batches, each of them the work of one thread.
-
-    Args:
-        most: maximum number of parts, at least 1.
-    """
-    batches = list(in_batches(staged, lambda one: one.nbytes))
-    size = -(-len(batches) // most)
-    return (list(chain.from_iterable(batches[start : start + size])) for start in range(0, len(batches), size))
 
 
 _CALLS = {

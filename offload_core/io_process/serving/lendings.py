@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from offload_core.api.shared_memory import SharedMemory
+from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.io_process.protocol import NO_PIECE, ProtocolError
 from offload_core.runtime.io_loop import run_all
 from offload_core.tiers.lent_objects import Grant, Loan

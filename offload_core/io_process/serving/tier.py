@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Protocol, TypeVar
 
 from offload_core.api.keys import ObjectKey
 from offload_core.config.model import OffloadConfig, TierConfig
-from offload_core.tiers.call_slots import CallSlots
-from offload_core.tiers.storage import LocalStorage, StorageEvents, TierBackend
+from offload_core.memory.staging_size import in_batches
+from offload_core.tiers.calls.call_slots import CallSlots
+from offload_core.tiers.storage import LocalStorage, StorageEvents
+from offload_core.tiers.tier_backend import TierBackend
 
 
 class TierUser(Protocol):
@@ -104,3 +107,22 @@ class ServedTier:
             if stuck != known:
                 self._users[user] = stuck
                 user.stuck_threads_changed(stuck - known)
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+Sized = TypeVar("Sized", bound=_Sized)
+
+
+def in_parts(staged: Sequence[Sized], most: int) -> Iterator[list[Sized]]:
+    """Divide the objects of a call into parts of whole batches, each of them the work of one thread.
+
+    Args:
+        most: maximum number of parts, at least 1.
+    """
+    batches = list(in_batches(staged, lambda one: one.nbytes))
+    size = -(-len(batches) // most)
+    return (list(chain.from_iterable(batches[start : start + size])) for start in range(0, len(batches), size))

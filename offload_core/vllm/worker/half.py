@@ -11,8 +11,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from offload_core.api.errors import ConfigError
 from offload_core.api.keys import ObjectKey
-from offload_core.api.pinned_memory import pinning_in_use
-from offload_core.api.shared_memory import SharedMemory
+from offload_core.api.memory.pinned_memory import pinning_in_use
+from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.config.model import OffloadConfig
 from offload_core.io_process.processes import IoProcesses
 from offload_core.memory.canonical import CanonicalKVCaches

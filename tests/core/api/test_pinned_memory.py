@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from offload_core.api.pinned_memory import CudaPinning, demand_pinning, pinning_in_use
+from offload_core.api.memory.pinned_memory import CudaPinning, demand_pinning, pinning_in_use
 from offload_core.memory.staging_pool import StagingPool
 from offload_core.memory.staging_size import ALIGNMENT_BYTES
 
@@ -93,7 +93,7 @@ def test_a_process_that_does_not_work_on_a_gpu_pins_nothing_by_itself(
 
 def test_torch_is_not_loaded_to_find_out() -> None:
     script = (
-        "import sys; from offload_core.api.pinned_memory import demand_pinning, pinning_in_use\n"
+        "import sys; from offload_core.api.memory.pinned_memory import demand_pinning, pinning_in_use\n"
         "assert pinning_in_use() is None and 'torch' not in sys.modules\n"
         "sys.modules['torch'] = None\n"
         "try: demand_pinning()\n"

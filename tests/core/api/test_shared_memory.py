@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offload_core.api.shared_memory import SharedMemory
+from offload_core.api.memory.shared_memory import SharedMemory
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def test_both_mappings_of_a_file_are_the_same_memory() -> None:
 
 CHILD = """
 import sys
-from offload_core.api.shared_memory import SharedMemory
+from offload_core.api.memory.shared_memory import SharedMemory
 memory = SharedMemory.from_descriptor(int(sys.argv[1]))
 memory.view[:5] = bytes(reversed(memory.view[:5]))
 """

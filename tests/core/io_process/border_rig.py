@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 
-from offload_core.api.shared_memory import SharedMemory
+from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.config.loading import load_config
 from offload_core.io_process.process import IoProcess
 from offload_core.io_process.processes import IoProcesses

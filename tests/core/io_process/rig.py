@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.keys import ObjectKey
-from offload_core.api.shared_memory import SharedMemory
+from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.config.loading import load_config
 from offload_core.config.model import OffloadConfig
 from offload_core.io_process.process import IoProcess

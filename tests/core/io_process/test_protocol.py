@@ -24,9 +24,7 @@ KEYS = st.builds(
     st.binary(min_size=1, max_size=64),
 )
 NUMBERS = st.integers(0, 2**63)
-PIECES = st.builds(
-    Piece, NUMBERS, NUMBERS, NUMBERS | st.just(protocol.NO_PIECE), st.booleans(), st.booleans(), NUMBERS
-)
+PIECES = st.builds(Piece, NUMBERS, NUMBERS, NUMBERS | st.just(protocol.NO_PIECE), st.booleans(), st.booleans(), NUMBERS)
 ENDS = st.builds(StoreEnd, st.sampled_from([None, *StoreOutcome]), NUMBERS, st.booleans())
 LOAD_ENDS = st.builds(LoadEnd, st.lists(st.sampled_from(LoadOutcome)), NUMBERS, st.integers(0, 2**32 - 1))
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from offload_core.api.pinned_memory import HostPinning
+from offload_core.api.memory.pinned_memory import HostPinning
 from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_size import ALIGNMENT_BYTES
 from offload_core.runtime.io_loop import IoLoop

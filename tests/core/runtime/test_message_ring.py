@@ -20,7 +20,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_core.api.shared_memory import SharedMemory
+from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.runtime import message_ring
 from offload_core.runtime.doorbell import Doorbell
 from offload_core.runtime.message_ring import (
@@ -352,7 +352,7 @@ import sys
 from offload_core.runtime import message_ring
 from offload_core.runtime.doorbell import Doorbell
 from offload_core.runtime.message_ring import RingReader, RingWriter
-from offload_core.api.shared_memory import SharedMemory
+from offload_core.api.memory.shared_memory import SharedMemory
 memory, *bells = map(int, sys.argv[2:])
 memory = SharedMemory.from_descriptor(memory)
 here, there = map(Doorbell.from_descriptor, bells)

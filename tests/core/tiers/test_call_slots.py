@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 
-from offload_core.tiers.call_slots import CallSlots
+from offload_core.tiers.calls.call_slots import CallSlots
 
 
 class Calls:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from offload_backend_cpu import CpuBackend
 from offload_backend_cpu.arena import Arena
 
+from offload_core.io_process.process import IoProcess
 from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.runtime.io_loop import IoLoop
 from tests.support.lending_rig import LendingRig
@@ -126,7 +128,10 @@ def test_a_cancelled_load_unpins_its_objects(rig: LendingRig) -> None:
 def test_a_damaged_object_reaches_no_block_and_is_deleted(local_rig: LendingRig) -> None:
     rig = local_rig
     store_lent(rig, objects())
-    arena = rig.tiers[0].backend._arena
+    backend = rig.tiers[0].backend
+    assert isinstance(backend, CpuBackend)
+    arena = backend._arena
+    assert arena is not None
     damaged = bytes(rig.kv_cache[3].numpy().tobytes())
     place = bytes(arena.view).index(damaged)
     arena.view[place + 100] ^= 1
@@ -206,6 +211,10 @@ def test_a_loaded_object_in_lent_memory_reaches_a_slower_tier(io: IoLoop, tmp_pa
         rig.close()
 
 
+def wait_for_replacement(rig: LendingRig, process: IoProcess, old_pid: int) -> None:
+    rig.step_until(lambda: process.pid not in (None, old_pid) and rig.tiers[0].lending.is_possible)
+
+
 def test_a_killed_io_process_loses_objects_and_nothing_else(io: IoLoop, tmp_path: Path) -> None:
     rig = LendingRig(io, tmp_path, "engine")
     try:
@@ -222,7 +231,7 @@ def test_a_killed_io_process_loses_objects_and_nothing_else(io: IoLoop, tmp_path
             assert rig.result().status in ("failed", "loaded")
             assert rig.engine.drain_stores(30)
             rig.store_results()
-            rig.step_until(lambda: process.pid not in (None, pid) and rig.tiers[0].lends)
+            wait_for_replacement(rig, process, pid)
         stored = objects(CAPACITY_OBJECTS)
         rig.step_until(lambda: all(store_lent(rig, stored).values()))
         expect_loaded(rig, stored)

@@ -90,11 +90,11 @@ class Control:
                 self.release(stream)
 
     def register(self, address: int, nbytes: int) -> None:
-        """Pin host memory; see :class:`~offload_core.api.pinned_memory.HostPinning`."""
+        """Pin host memory; see :class:`~offload_core.api.memory.pinned_memory.HostPinning`."""
         self._compiled.pin(address, nbytes)
 
     def unregister(self, address: int) -> None:
-        """Unpin host memory; see :class:`~offload_core.api.pinned_memory.HostPinning`."""
+        """Unpin host memory; see :class:`~offload_core.api.memory.pinned_memory.HostPinning`."""
         self._compiled.unpin(address)
 
     def copies(self) -> int:

@@ -1,0 +1,1 @@
+"""Kinds of calls of one tier: their health, deadlines and slots."""
