@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, TypeGuard, TypeVar
 from offload_core.api import errors, events
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
-from offload_core.tiers.lent_objects import WantedObject
+from offload_core.tiers.calls.lent_objects import WantedObject
 from offload_core.tiers.object_io import LoadEnd
 from offload_core.tiers.storage import StoreEnd
 
@@ -47,11 +47,11 @@ class Kind(enum.IntEnum):
     EVENT = 10
     """An event for the observers; it has no answer."""
     BORROW = 11
-    """Lend stored objects; see :class:`~offload_core.tiers.lent_objects.Loan`."""
+    """Lend stored objects; see :class:`~offload_core.tiers.calls.lent_objects.Loan`."""
     RESERVE = 12
     """Lend memory for objects that will be stored."""
     GIVE_BACK = 13
-    """Release what a request of one of the last two kinds has lent; it has no answer."""
+    """Release the memory that a request of one of the last two kinds has lent; it has no answer."""
     DONE = 20
     """Answer to any request that worked."""
     FAILED = 21

@@ -14,7 +14,7 @@ from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.io_process import protocol
 from offload_core.io_process.direct_calls import OnAnswer
 from offload_core.io_process.protocol import NO_PIECE, Kind, Message, Piece
-from offload_core.tiers.lent_objects import (
+from offload_core.tiers.calls.lent_objects import (
     BorrowEnd,
     BorrowEnded,
     LentObject,

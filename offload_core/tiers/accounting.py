@@ -11,7 +11,7 @@ from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.plugins.observers import EventSink
 from offload_core.runtime.metrics import Counters
-from offload_core.tiers.lent_objects import WantedObject
+from offload_core.tiers.calls.lent_objects import WantedObject
 from offload_core.tiers.object_io import LoadEnd
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.storage import StoreEnd

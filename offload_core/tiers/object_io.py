@@ -17,8 +17,8 @@ from offload_core.api.backend import Backend, LoadOutcome, StoreOutcome, StoreRe
 from offload_core.api.errors import BackendError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
+from offload_core.tiers.calls.lent_objects import Grant, LentGroup, LentObject, Loan, WantedObject
 from offload_core.tiers.compression import Damage, TierCodec, differ
-from offload_core.tiers.lent_objects import Grant, LentGroup, LentObject, Loan, WantedObject
 from offload_core.tiers.staged_object import StagedObject, StoredForm
 
 if TYPE_CHECKING:

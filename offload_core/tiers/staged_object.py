@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from offload_core.api.keys import ObjectKey
 from offload_core.objects import format as object_format
-from offload_core.tiers.lent_objects import LentObject
+from offload_core.tiers.calls.lent_objects import LentObject
 
 if TYPE_CHECKING:
     from offload_core.memory.staging_pool import Lease  # which imports torch; the command line does without

@@ -20,12 +20,12 @@ from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.accounting import TierAccounting
 from offload_core.tiers.calls.lending import TierLending
+from offload_core.tiers.calls.lent_objects import WantedObject
 from offload_core.tiers.calls.lookups import TierLookups
 from offload_core.tiers.changes import TierChange, TierChanges
 from offload_core.tiers.circuit_breaker import Call
 from offload_core.tiers.compression import check_sizes
 from offload_core.tiers.health import TierHealth
-from offload_core.tiers.lent_objects import WantedObject
 from offload_core.tiers.object_io import LoadEnd, answer
 from offload_core.tiers.prober import Prober
 from offload_core.tiers.staged_object import StagedObject

@@ -23,7 +23,7 @@ from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_shares import TierShare
 from offload_core.objects.format import HEADER_BYTES, object_bytes
 from offload_core.runtime.metrics import Counters
-from offload_core.tiers.lent_objects import LentObject
+from offload_core.tiers.calls.lent_objects import LentObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject
 from offload_core.transfer.jobs import Job, JobState, JobTable

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from offload_core.api.backend import StoreOutcome
 from offload_core.api.keys import ObjectKey
-from offload_core.tiers.lent_objects import LentObject, ReserveEnd, WantedObject
+from offload_core.tiers.calls.lent_objects import LentObject, ReserveEnd, WantedObject
 from offload_core.tiers.tier import Tier
 
 _MESSAGE_OBJECTS = 256
@@ -55,7 +55,7 @@ class StoreGrants:
             return self._answers.pop(key, None)
 
     def drop(self) -> None:
-        """Want no more answers, and give back what nobody has taken."""
+        """Want no more answers, and give back the memory that nobody has taken."""
         with self._lock:
             unused = list(self._answers.values())
             self._answers.clear()

@@ -33,7 +33,7 @@ from offload_core.objects.format import HEADER_BYTES, object_bytes
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.threads import DaemonExecutor
-from offload_core.tiers.lent_objects import LentObject, WantedObject
+from offload_core.tiers.calls.lent_objects import LentObject, WantedObject
 from offload_core.tiers.opening import TierProcesses
 from offload_core.tiers.staged_object import StagedObject, seal_all
 from offload_core.tiers.storage import StorageAwayError

@@ -22,7 +22,7 @@ from offload_core.memory.staging_shares import TierShare
 from offload_core.memory.staging_size import lease_bytes
 from offload_core.objects.format import object_bytes
 from offload_core.runtime.metrics import Counters
-from offload_core.tiers.lent_objects import BorrowEnd, LentObject, WantedObject
+from offload_core.tiers.calls.lent_objects import BorrowEnd, LentObject, WantedObject
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject, in_batches

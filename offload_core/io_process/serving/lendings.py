@@ -12,7 +12,7 @@ import numpy as np
 from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.io_process.protocol import NO_PIECE, ProtocolError
 from offload_core.runtime.io_loop import run_all
-from offload_core.tiers.lent_objects import Grant, Loan
+from offload_core.tiers.calls.lent_objects import Grant, Loan
 from offload_core.tiers.storage import LocalStorage
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Lendings:
         raise ProtocolError(f"{nbytes} bytes at {offset} are stored, which reservation {number} has not lent")
 
     async def give_back(self, tier: int, number: int) -> None:
-        """Release what a request has lent. An unknown number is one of a process before this one."""
+        """Release the memory that a request has lent. An unknown number is one of a process before this one."""
         storage, lent = self._kept.pop((tier, number), (None, ()))
         if storage is not None:
             await _release(storage, lent)

@@ -40,12 +40,11 @@ from offload_core.testing.contract.buffers import BuffersContract
 from offload_core.testing.contract.bytes import BytesContract
 from offload_core.testing.contract.capacity import CAPACITY_BYTES, CapacityContract
 from offload_core.testing.contract.failures import FailuresContract
-from offload_core.testing.contract.lending import LendingContract
 from offload_core.testing.contract.loop import LoopContract
 from offload_core.testing.contract.machine import MachineContract
 from offload_core.testing.contract.names import NamesContract
-from offload_core.testing.contract.one_call import OneCallContract
 from offload_core.testing.contract.options import OptionsContract
+from offload_core.testing.contract.short_ways import LendingContract, OneCallContract
 from offload_core.testing.contract.spares import SparesContract
 from offload_core.testing.contract.visibility import VisibilityContract
 from offload_core.testing.rig.clients import Rig
@@ -243,8 +242,9 @@ def _needs(rig: Rig, capability: str) -> Rig:
 
 
 def _needs_to_lend(rig: Rig) -> Rig:
+    _needs(rig, "lends")
     if not rig.lends():
-        pytest.skip("capability lends is not declared, or a subclass overrides loads or stores alone")
+        pytest.skip("nothing is lent, since a subclass overrides loads or stores alone")
     return rig
 
 

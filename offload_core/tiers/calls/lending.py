@@ -8,9 +8,9 @@ from typing import Protocol
 
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.keys import ObjectKey
+from offload_core.tiers.calls.lent_objects import BorrowEnd, ReserveEnd, WantedObject
 from offload_core.tiers.circuit_breaker import Call
 from offload_core.tiers.health import TierHealth
-from offload_core.tiers.lent_objects import BorrowEnd, ReserveEnd, WantedObject
 from offload_core.tiers.object_io import LoadEnd
 from offload_core.tiers.storage import StoreEnd, TierStorage
 

@@ -6,6 +6,7 @@ from tests.testing.contract import broken_bytes as b
 from tests.testing.contract import broken_calls as c
 from tests.testing.contract import broken_one_call as one
 from tests.testing.contract import broken_order as o
+from tests.testing.contract.broken_lending import BROKEN_LENDING
 from tests.testing.contract.broken_media import BROKEN_MEDIA
 from tests.testing.contract.broken_names import BROKEN_NAMES
 from tests.testing.contract.defects import backend as _backend
@@ -435,5 +436,6 @@ BROKEN = [
         "c22_a_load_in_one_call_does_not_touch_its_buffer_afterwards",
     ),
     *BROKEN_NAMES,
+    *BROKEN_LENDING,
     *BROKEN_MEDIA,
 ]

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import Field
 
@@ -47,6 +47,8 @@ class Reserved:
 
     nbytes: int
     spare: bool = False
+    memory: bytearray = field(default_factory=bytearray)
+    """The memory that is lent for the object."""
 
 
 class Medium:
@@ -108,8 +110,14 @@ NUMBERS = itertools.count()
 
 
 class PinnedLoad(LoadReservation):
-    def __init__(self, present: Sequence[bool], release: Callable[[], None], nbytes: Sequence[int | None]) -> None:
-        super().__init__(present, nbytes=nbytes)
+    def __init__(
+        self,
+        present: Sequence[bool],
+        release: Callable[[], None],
+        nbytes: Sequence[int | None],
+        views: Sequence[memoryview | None] | None = None,
+    ) -> None:
+        super().__init__(present, nbytes=nbytes, views=views)
         self._release = release
 
     async def release(self) -> None:
@@ -118,9 +126,13 @@ class PinnedLoad(LoadReservation):
 
 class ReservedStore(StoreReservation):
     def __init__(
-        self, outcomes: Sequence[StoreOutcome | None], evicted: Sequence[ObjectKey], release: Callable[[], None]
+        self,
+        outcomes: Sequence[StoreOutcome | None],
+        evicted: Sequence[ObjectKey],
+        release: Callable[[], None],
+        views: Sequence[memoryview | None] | None = None,
     ) -> None:
-        super().__init__(outcomes, evicted)
+        super().__init__(outcomes, evicted, views=views)
         self._release = release
 
     async def release(self) -> None:
@@ -129,7 +141,7 @@ class ReservedStore(StoreReservation):
 
 class ReferenceBackend(Backend[ReferenceOptions]):
     capabilities = Capabilities(
-        medium="host", persistent=True, shared=True, bounded=True, lists=True, sizes=True, spares=True
+        medium="host", persistent=True, shared=True, bounded=True, lists=True, sizes=True, spares=True, lends=True
     )
 
     async def open(self) -> None:
@@ -170,7 +182,11 @@ class ReferenceBackend(Backend[ReferenceOptions]):
             pinned = [key for key, there in zip(keys, present, strict=True) if there]
             self.medium.pins.update(pinned)
             sizes = [self.size(key) if there else None for key, there in zip(keys, present, strict=True)]
-        return PinnedLoad(present, self.hold(lambda: self.unpin(pinned)), sizes)
+            views = [self.lent(key) if there else None for key, there in zip(keys, present, strict=True)]
+        return PinnedLoad(present, self.hold(lambda: self.unpin(pinned)), sizes, views)
+
+    def lent(self, key: ObjectKey) -> memoryview:
+        return memoryview(self.medium.objects[key].content).toreadonly()
 
     def size(self, key: ObjectKey) -> int:
         return len(self.medium.objects[key].content)
@@ -223,6 +239,7 @@ class ReferenceBackend(Backend[ReferenceOptions]):
         outcomes: list[StoreOutcome | None] = []
         evicted: list[ObjectKey] = []
         granted: list[tuple[ObjectKey, Reserved]] = []
+        views: list[memoryview | None] = []
         self.check()
         with self.medium.lock:
             self.release_dead()
@@ -231,15 +248,21 @@ class ReferenceBackend(Backend[ReferenceOptions]):
             for key, size, is_spare in zip(keys, nbytes, spare or [False] * len(keys), strict=True):
                 if key in self.medium.objects:
                     outcomes.append(StoreOutcome.ALREADY_PRESENT)
+                    views.append(None)
                     continue
                 fits, gone = self.make_room(size, is_spare)
                 evicted += gone
                 outcomes.append(None if fits else StoreOutcome.REJECTED)
+                views.append(None)
                 if fits:
-                    granted.append((key, Reserved(size, is_spare)))
+                    granted.append((key, Reserved(size, is_spare, self.new_memory(key, size))))
                     self.medium.reserved[key].append(granted[-1][1])
+                    views[-1] = memoryview(granted[-1][1].memory)
             self.medium.pins.subtract(kept)
-        return ReservedStore(outcomes, evicted, self.hold(lambda: self.give_back(granted)))
+        return ReservedStore(outcomes, evicted, self.hold(lambda: self.give_back(granted)), views)
+
+    def new_memory(self, key: ObjectKey, nbytes: int) -> bytearray:
+        return bytearray(nbytes)
 
     def kept_for(self, keys: Sequence[ObjectKey]) -> list[ObjectKey]:
         """Return the objects of a batch that the batch itself must not evict."""
@@ -273,8 +296,17 @@ class ReferenceBackend(Backend[ReferenceOptions]):
         return [self.store_one(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
 
     def store_one(self, key: ObjectKey, buffer: memoryview) -> StoreOutcome:
-        self.medium.commit(key, bytes(buffer))
+        with self.medium.lock:
+            reserved = self.medium.reserved[key]
+            lent = next((one for one in reserved if one.memory is buffer.obj), None)
+            if lent is not None:
+                reserved.remove(lent)
+                reserved.insert(0, lent)  # the commit uses the first one
+            self.medium.commit(key, self.content_of(reserved, buffer) if lent is None else lent.memory)
         return StoreOutcome.STORED
+
+    def content_of(self, reserved: Sequence[Reserved], buffer: memoryview) -> bytes | bytearray:
+        return bytes(buffer)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         self.check()

@@ -1,4 +1,8 @@
-"""The clause about lent memory, C25. It needs the capability ``lends``."""
+"""Clauses about shorter ways for an object's bytes: C22, loads in one call, and C25, lent memory.
+
+A load in one call answers as the separate steps do, and tells its check of final bytes. Lent memory needs the
+capability ``lends``.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,66 @@ from itertools import combinations
 
 import numpy as np
 
-from offload_core.api.backend import StoreOutcome
+from offload_core.api.backend import LoadOutcome, StoreOutcome
+from offload_core.api.checked_loads import CHECK_BYTES
 from offload_core.api.keys import ObjectKey
 from offload_core.testing.contract.capacity import MAX_OBJECTS, OBJECT_BYTES
 from offload_core.testing.contract.checks import contract_test, expect, expect_bytes, expect_results
 from offload_core.testing.rig.clients import Client, Rig, content
+from offload_core.testing.rig.recording_check import RecordingCheck
 
-SIZES = (1, 4096, 5000, 100_000)
+HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
+CANARY = 0xA5
+SIZES = (1, 4096, 70_001, CHECK_BYTES - 1, CHECK_BYTES, 3 * CHECK_BYTES + 1)
+LENT = (1, 4096, 5000, 100_000)
 """Sizes of lent objects in bytes. A backend may lend some of them only."""
+
+
+class OneCallContract:
+    """Loads in one call, for a backend that declares them."""
+
+    @contract_test
+    async def test_c22_a_load_in_one_call_answers_as_its_steps_do(self, one_call_rig: Rig) -> None:
+        client = await one_call_rig.client()
+        small, large, absent = one_call_rig.keys(3)
+        await client.put({small: content(100), large: content(9000)})
+        keys = [large, absent, small, large, small, large, small]
+        sizes = [9000, 50, 100, 9000, 99, 9001, 100]
+        for count in (len(keys), 1, 0):
+            by_steps, by_one_call = ([bytearray([CANARY]) * size for size in sizes[:count]] for _ in range(2))
+            try:
+                wanted = await client.load(keys[:count], [memoryview(buffer) for buffer in by_steps])
+            except Exception:  # the tests of C2 tell that the steps fail
+                continue
+            if len(wanted) != count:
+                continue
+            views = [memoryview(buffer) for buffer in by_one_call]
+            outcomes = await client.load_and_check(keys[:count], views, list(map(RecordingCheck, views)))
+            expect_results("C22", "load_and_check", outcomes, wanted)
+            for outcome, one, two in zip(outcomes, by_one_call, by_steps, strict=True):
+                if outcome is not CORRUPT:
+                    name = f"a buffer of {len(one)} bytes after {outcome.name} in one call, as by the steps,"
+                    expect_bytes("C22", name, one, bytes(two))
+
+    @contract_test
+    async def test_c22_checks_are_told_of_final_bytes_in_order(self, one_call_rig: Rig) -> None:
+        client = await one_call_rig.client()
+        objects = {one_call_rig.key(): content(size) for size in SIZES}
+        await client.put(objects)
+        buffers = [bytearray([CANARY]) * len(wanted) for wanted in objects.values()]
+        views = [memoryview(buffer) for buffer in buffers]
+        checks = [RecordingCheck(view) for view in views]
+        outcomes = await client.load_and_check(list(objects), views, checks)
+        for outcome, check, buffer in zip(outcomes, checks, buffers, strict=True):
+            expect(check.problem is None, f"C22: the check of an object of {len(buffer)} bytes got {check.problem}")
+            if outcome is HIT:
+                told = bytes(check.told)
+                expect_bytes(
+                    "C22",
+                    f"an object of {len(buffer)} bytes, when its check was told,",
+                    told,
+                    bytes(buffer[: len(told)]),
+                )
 
 
 class LendingContract:
@@ -23,16 +79,17 @@ class LendingContract:
     @contract_test
     async def test_c25_a_view_of_a_load_has_the_objects_bytes(self, lending_rig: Rig) -> None:
         client = await lending_rig.client()
-        objects = {lending_rig.key(): content(size, size) for size in SIZES}
+        objects = {lending_rig.key(): content(size, size) for size in LENT}
         await client.put(objects)
         absent = lending_rig.key()
         async with client.loading([*objects, absent, next(iter(objects))]) as reservation:
             *views, of_absent, again = _views("prepare_load", reservation.views, len(objects) + 2)
             expect(of_absent is None, "C25: prepare_load lent a view for an absent object")
             expect(
-                any(views), f"C25: objects of {SIZES} bytes were stored on an empty medium, and none of them is lent"
+                any(views),
+                f"C25: objects of {LENT} bytes were stored on an empty medium, and none of them is lent",
             )
-            for view, wanted in zip([*views, again], [*objects.values(), content(SIZES[0], SIZES[0])], strict=True):
+            for view, wanted in zip([*views, again], [*objects.values(), content(LENT[0], LENT[0])], strict=True):
                 if view is not None:
                     expect_bytes("C25", f"the view of an object of {len(wanted)} bytes", bytes(view), wanted)
 
@@ -54,12 +111,13 @@ class LendingContract:
     @contract_test
     async def test_c25_a_view_of_a_store_becomes_the_object(self, lending_rig: Rig) -> None:
         client = await lending_rig.client()
-        objects = {lending_rig.key(): content(size, size) for size in SIZES}
+        objects = {lending_rig.key(): content(size, size) for size in LENT}
         await client.put({lending_rig.key(): content(3 * 4096, 5)})
         async with client.storing(list(objects), [len(wanted) for wanted in objects.values()]) as reservation:
             views = _views("prepare_store", reservation.views, len(objects))
             expect(
-                any(views), f"C25: objects of {SIZES} bytes are reserved on an empty medium, and none of them is lent"
+                any(views),
+                f"C25: objects of {LENT} bytes are reserved on an empty medium, and none of them is lent",
             )
             expect_disjoint([view for view in views if view is not None])
             filled = {key: (wanted, view) for (key, wanted), view in zip(objects.items(), views, strict=True) if view}
@@ -77,7 +135,7 @@ class LendingContract:
         async with client.storing([key], [len(wanted)]) as reservation:
             for view in reservation.views:
                 if view is not None:
-                    view[:] = bytes(len(view))
+                    view[:] = b"\xee" * len(view)
             await client.store_from([key], [memoryview(bytearray(wanted))])
         await _expect_stored(client, {key: wanted}, "stored from other memory than its view")
 

@@ -84,7 +84,7 @@ class LentGroup:
 
 
 class Loan(NamedTuple):
-    """Stored objects that a backend lends; see :class:`BorrowEnd`. Whoever has it calls ``release`` once."""
+    """Stored objects that a backend lends; see :class:`BorrowEnd`. Its holder calls ``release`` once."""
 
     outcomes: list[LoadOutcome | None]
     views: list[memoryview | None]
@@ -92,7 +92,7 @@ class Loan(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """Memory that a backend lends for stores; see :class:`ReserveEnd`. Whoever has it calls ``release`` once."""
+    """Memory that a backend lends for stores; see :class:`ReserveEnd`. Its holder calls ``release`` once."""
 
     outcomes: list[StoreOutcome | None]
     views: list[memoryview | None]
