@@ -208,7 +208,7 @@ class _IoProcessSettings(BaseModel):
         Bytes | None,
         Field(
             ge=256 * _MIB,
-            description="Limit for the private memory of the I/O process, objects of `cpu` tiers included. Allocations "
+            description="Limit for the private memory of the I/O process, without objects of `cpu` tiers. Allocations "
             "beyond it fail.",
             examples=["64GiB"],
         ),

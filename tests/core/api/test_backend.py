@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from offload_backend_cpu import CpuBackend, CpuOptions
 
 from offload_core.api.backend import Backend, BackendContext, StoreOutcome
 from offload_core.api.cancellation import to_the_end
@@ -186,3 +187,40 @@ def test_a_backend_without_a_limit_knows_no_spare_objects() -> None:
 def test_a_medium_cannot_both_evict_by_itself_and_keep_a_limit_of_the_backend() -> None:
     with pytest.raises(ValueError, match="declare bounded if the backend chooses the objects to evict, else evicts"):
         Capabilities(medium="remote", persistent=True, shared=True, bounded=True, evicts=True)
+
+
+@pytest.mark.parametrize("medium", ["disk", "remote"])
+def test_memory_alone_is_lent(medium: Literal["disk", "remote"]) -> None:
+    with pytest.raises(ValueError, match=f"lends=True, medium='{medium}'.*lend memory only"):
+        Capabilities(medium=medium, persistent=True, shared=False, lends=True)
+
+
+@pytest.mark.parametrize(
+    ("overridden", "lends"),
+    [
+        ((), True),
+        (("prepare_load",), True),
+        (("prepare_store", "touch"), True),
+        (("load_into",), False),
+        (("store",), False),
+        (("load_into", "store", "prepare_load", "prepare_store"), False),
+    ],
+    ids=str,
+)
+def test_a_wrapper_that_overrides_loads_or_stores_sees_them_all(
+    executor: DaemonExecutor, overridden: tuple[str, ...], lends: bool
+) -> None:
+    options = CpuOptions.model_validate({"capacity": 1 << 20})
+    inner = CpuBackend(options, BackendContext("cpu", executor))
+    wrapper = type("Wrapper", (BackendWrapper,), {name: getattr(BackendWrapper, name) for name in overridden})
+    assert inner.lends
+    assert wrapper(inner).lends == lends
+
+
+@pytest.mark.parametrize("overridden", ["load_into", "store"])
+def test_a_subclass_that_overrides_loads_or_stores_alone_sees_them_all(
+    executor: DaemonExecutor, overridden: str
+) -> None:
+    subclass = type("Subclass", (CpuBackend,), {overridden: getattr(CpuBackend, overridden)})
+    options = CpuOptions.model_validate({"capacity": 1 << 20})
+    assert not subclass(options, BackendContext("cpu", executor)).lends

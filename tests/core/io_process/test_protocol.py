@@ -14,6 +14,7 @@ from offload_core.api.errors import BackendError, ConfigError, PluginError
 from offload_core.api.keys import ObjectKey
 from offload_core.io_process import protocol
 from offload_core.io_process.protocol import Kind, Piece, ProtocolError, Reader
+from offload_core.tiers.calls.lent_objects import WantedObject
 from offload_core.tiers.object_io import LoadEnd
 from offload_core.tiers.storage import StoreEnd
 
@@ -26,6 +27,7 @@ KEYS = st.builds(
 NUMBERS = st.integers(0, 2**63)
 PIECES = st.builds(Piece, NUMBERS, NUMBERS, NUMBERS | st.just(protocol.NO_PIECE), st.booleans(), st.booleans(), NUMBERS)
 ENDS = st.builds(StoreEnd, st.sampled_from([None, *StoreOutcome]), NUMBERS, st.booleans())
+WANTED = st.builds(WantedObject, KEYS, NUMBERS, st.booleans())
 LOAD_ENDS = st.builds(LoadEnd, st.lists(st.sampled_from(LoadOutcome)), NUMBERS, st.integers(0, 2**32 - 1))
 
 
@@ -51,6 +53,33 @@ def test_the_parts_of_an_answer_are_read_as_they_were_written(
     assert body.loaded(len(end.outcomes)) == end
     assert body.stored(len(ends)) == ends
     assert body.change() == change
+
+
+@given(wanted=st.lists(WANTED), number=NUMBERS)
+def test_the_objects_of_a_loan_are_read_as_they_were_written(wanted: list[WantedObject], number: int) -> None:
+    body = read(protocol.pack_lending(number) + protocol.pack_wanted(wanted))
+    assert body.lending() == number
+    assert body.wanted() == wanted
+
+
+@given(
+    borrowed=st.lists(st.tuples(st.sampled_from([None, *LoadOutcome]), NUMBERS)),
+    reserved=st.lists(st.tuples(st.sampled_from([None, *StoreOutcome]), NUMBERS)),
+)
+def test_the_answers_of_loans_and_reservations_are_read_as_they_were_written(
+    borrowed: list[tuple[LoadOutcome | None, int]], reserved: list[tuple[StoreOutcome | None, int]]
+) -> None:
+    loan = [outcome for outcome, _ in borrowed], [offset for _, offset in borrowed]
+    grant = [outcome for outcome, _ in reserved], [offset for _, offset in reserved]
+    body = read(protocol.pack_borrowed(*loan) + protocol.pack_reserved(*grant))
+    assert body.borrowed(len(borrowed)) == loan
+    assert body.reserved(len(reserved)) == grant
+
+
+@pytest.mark.parametrize("answer", ["borrowed", "reserved"])
+def test_an_unknown_outcome_of_a_loan_is_an_error(answer: str) -> None:
+    with pytest.raises(ProtocolError, match="no such outcome"):
+        getattr(read(b"\x09" + bytes(8)), answer)(1)
 
 
 @given(kind=st.sampled_from(Kind), tier=st.integers(0, 2**16 - 1), call=NUMBERS, body=st.binary())

@@ -82,6 +82,7 @@ def test_it_passes_the_whole_contract(clean: CleanEnvironment, template: Path, s
     assert done.returncode == 0, done.stdout + done.stderr
     skipped = re.findall(r"^SKIPPED .*?: (.*)$", done.stdout, re.MULTILINE)
     assert sorted(skipped) == [
+        *["capability lends is not declared" for name in contract_tests() if name.startswith("test_c25_")],
         "capability lists is declared",
         *["capability spares is not declared" for name in contract_tests() if re.match("test_c2[01]_", name)],
         "no method damage(self, options, key) that cuts an object short",
