@@ -102,6 +102,7 @@ class Stores:
         self._copier = copier
         self._borrows = copier.takes_pageable_memory
         self._layouts = layouts
+        self._counters = counters
         self.budget = ByteBudget(gather_limit_bytes)
         """The bytes that the leases of all stores may hold together."""
         self._announced: dict[ObjectKey, list[TierWriter]] = {}
@@ -263,6 +264,7 @@ class Stores:
         """Copy an object's blocks into the memory that its only tier has lent; ``None`` if it is dropped."""
         writers = self._choice.charge(willing, lent.nbytes, "store_dropped", may_drop=not item.spare)
         if writers and self._copier.gather(layout, item.blocks, lent.tensor[HEADER_BYTES:]):
+            self._counters.add("store_lent", writers[0].name)
             return self._new_store(StagedObject(item.key, lent, spare=item.spare), promotion=False)
         lent.release()
         self._choice.discharge(writers, lent.nbytes, "store_dropped")

@@ -235,6 +235,7 @@ class TierReader:
             pairs = list(zip(call.objects, end.outcomes, end.lent, strict=True))
             not_lent = [item for item, outcome, _ in pairs if outcome is None]
             answered = [(item, lent) for item, outcome, lent in pairs if outcome is not None]
+            self._counters.add("load_lent", self._tier.name, end.outcomes.count(LoadOutcome.HIT))
         if not_lent:
             batches: deque[_Batch] = deque(in_batches(not_lent, self._layouts))
             with self._lock:

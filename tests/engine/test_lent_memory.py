@@ -1,0 +1,30 @@
+"""A ``cpu`` tier lends its memory: the engine copies each object once, and continues as without the tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine.lab import Lab, count, ours, served
+from tests.support.engine.spec import Round, compare
+
+
+@pytest.mark.parametrize("mode", ["engine", pytest.param("off", marks=pytest.mark.long)])
+@pytest.mark.parametrize("model", ["gemma3", "qwen3_next"])
+def test_objects_move_between_the_kv_cache_and_the_tiers_memory(
+    model: str, mode: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    lab: Lab = request.getfixturevalue(model)
+    prompts = lab.prompts(700, 1283, family=8)
+    rounds = [
+        Round(name="stored", prompts=prompts),
+        Round(name="loaded", prompts=prompts, reset_prefix_cache_before=True),
+    ]
+    tier = {"name": "ram", "type": "cpu", "capacity": "256MiB"}
+    result = lab.run(rounds, ours(tmp_path, hybrid_chunk_size=lab.block_size, io_process=mode, backends=[tier]))
+
+    assert compare(lab.reference(rounds), result) == []
+    assert all(tokens > 600 for tokens in served(result, 1).values())
+    assert count(result, "load_lent", "ram") == count(result, "load_hits", "ram") > 0
+    assert count(result, "store_lent", "ram") == count(result, "stores", "ram") > 0
