@@ -25,6 +25,6 @@ def test_objects_move_between_the_kv_cache_and_the_tiers_memory(
     result = lab.run(rounds, ours(tmp_path, hybrid_chunk_size=lab.block_size, io_process=mode, backends=[tier]))
 
     assert compare(lab.reference(rounds), result) == []
-    assert all(tokens > 600 for tokens in served(result, 1).values())
+    assert min(served(result, 1).values()) > 500
     assert count(result, "load_lent", "ram") == count(result, "load_hits", "ram") > 0
     assert count(result, "store_lent", "ram") == count(result, "stores", "ram") > 0
