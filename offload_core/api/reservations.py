@@ -10,6 +10,8 @@ from offload_core.api.keys import ObjectKey
 if TYPE_CHECKING:
     from offload_core.api.backend import StoreOutcome
 
+Lend = Callable[[], Sequence[memoryview | None]]
+
 
 class LoadReservation:
     """The result of :meth:`Backend.prepare_load`: the objects that are present, pinned until :meth:`release`.
@@ -19,8 +21,7 @@ class LoadReservation:
         on_release: unpins the objects. By default there is nothing to unpin.
         nbytes: the size of each key's object, in bytes, as :attr:`StoredObject.nbytes` (C19). An entry is ``None`` if
             the object is absent or its size is unknown. By default every entry is ``None``.
-        views: the bytes of each key's object, in the backend's own memory (C25). An entry is ``None`` if the object is
-            absent or not lent. By default every entry is ``None``.
+        lend: returns the value of :meth:`lend`. By default nothing is lent.
     """
 
     def __init__(
@@ -28,12 +29,22 @@ class LoadReservation:
         present: Sequence[bool],
         on_release: Callable[[], Awaitable[None]] | None = None,
         nbytes: Sequence[int | None] | None = None,
-        views: Sequence[memoryview | None] | None = None,
+        lend: Lend | None = None,
     ) -> None:
         self.present = tuple(present)
         self.nbytes = (None,) * len(self.present) if nbytes is None else tuple(nbytes)
-        self.views = (None,) * len(self.present) if views is None else tuple(views)
+        self._lend = lend
         self._on_release = on_release
+
+    def lend(self) -> Sequence[memoryview | None]:
+        """Lend the bytes of each key's object, in the backend's own memory, until the release (C25).
+
+        The core calls this at most once.
+
+        Returns:
+            One view per key, which may be read-only; ``None`` if the object is absent or not lent.
+        """
+        return [None] * len(self.present) if self._lend is None else self._lend()
 
     async def release(self) -> None:
         """Unpin the objects (C10).
@@ -53,8 +64,7 @@ class StoreReservation:
             may store the object. Any other outcome is final: the core does not store that object.
         evicted: the objects that the backend evicted to free capacity.
         on_release: returns the unused capacity. By default there is nothing to return.
-        views: the memory for each key's object, writable and in the backend's own memory (C25). An entry is ``None`` if
-            nothing is reserved or lent. By default every entry is ``None``.
+        lend: returns the value of :meth:`lend`. By default nothing is lent.
     """
 
     def __init__(
@@ -62,12 +72,22 @@ class StoreReservation:
         outcomes: Sequence[StoreOutcome | None],
         evicted: Sequence[ObjectKey] = (),
         on_release: Callable[[], Awaitable[None]] | None = None,
-        views: Sequence[memoryview | None] | None = None,
+        lend: Lend | None = None,
     ) -> None:
         self.outcomes = tuple(outcomes)
         self.evicted = tuple(evicted)
-        self.views = (None,) * len(self.outcomes) if views is None else tuple(views)
+        self._lend = lend
         self._on_release = on_release
+
+    def lend(self) -> Sequence[memoryview | None]:
+        """Lend the memory for each key's object, in the backend's own memory, until the release (C25).
+
+        From then on, only a store of the view itself uses that memory. The core calls this at most once.
+
+        Returns:
+            One writable view per key; ``None`` if nothing is reserved or lent.
+        """
+        return [None] * len(self.outcomes) if self._lend is None else self._lend()
 
     async def release(self) -> None:
         """Return the capacity that the store did not use (C10).

@@ -332,7 +332,7 @@ class ObjectIO:
         reservation = await self._backend.prepare_load(keys)
         try:
             present = self._one_per_key(keys, reservation.present, "prepare_load")
-            views = self._one_per_key(keys, reservation.views, "prepare_load (views)")
+            views = self._one_per_key(keys, reservation.lend(), "prepare_load (lend)")
             outcomes: list[LoadOutcome | None] = [None if there else LoadOutcome.MISS for there in present]
             # An object of another size is damaged, or has an older layout; an ordinary load finds out.
             fits = [view is not None and len(view) == one.nbytes for one, view in zip(wanted, views, strict=True)]
@@ -355,7 +355,7 @@ class ObjectIO:
         reservation = await self._prepare_store(keys, sizes, [one.spare for one in wanted])
         try:
             outcomes = self._one_per_key(keys, reservation.outcomes, "prepare_store")
-            views = self._one_per_key(keys, reservation.views, "prepare_store (views)")
+            views = self._one_per_key(keys, reservation.lend(), "prepare_store (lend)")
             usable = [
                 view if outcome is None and view is not None and len(view) == nbytes and not view.readonly else None
                 for view, outcome, nbytes in zip(views, outcomes, sizes, strict=True)

@@ -70,6 +70,7 @@ class CpuBackend(Backend[CpuOptions]):
         self._objects: dict[ObjectKey, _Object] = {}
         self._eviction_order: EvictionOrder[ObjectKey] = EvictionOrder("lru", 0)
         self._reserved: dict[ObjectKey, dict[_Object, bool]] = {}  # and whether the reservation is for a spare object
+        self._lent: set[_Object] = set()  # reservations whose memory is lent
 
     @property
     def capabilities(self) -> Capabilities:
@@ -102,6 +103,7 @@ class CpuBackend(Backend[CpuOptions]):
         await super().close()
         await self._memory_setup.undo()
         self._objects.clear()
+        self._lent.clear()
         self._eviction_order = EvictionOrder("lru", 0)
         if self._arena is not None:
             self._arena.close()
@@ -112,7 +114,7 @@ class CpuBackend(Backend[CpuOptions]):
         return [key in self._objects for key in keys]
 
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
-        """Pin the objects that are present, and lend those that are in one piece."""
+        """Pin the objects that are present. Those in one piece can be lent."""
         found = [self._objects.get(key) for key in keys]
         pinned = [(key, held) for key, held in zip(keys, found, strict=True) if held is not None]
         for key, held in pinned:
@@ -122,9 +124,12 @@ class CpuBackend(Backend[CpuOptions]):
             self._unpin_all(pinned)
 
         sizes = [None if held is None else held.nbytes for held in found]
-        views = [None if held is None else self._memory.lent(held.runs, held.nbytes) for held in found]
-        read_only = [None if view is None else view.toreadonly() for view in views]
-        return LoadReservation([held is not None for held in found], release, sizes, read_only)
+
+        def lend() -> list[memoryview | None]:
+            views = [None if held is None else self._memory.lent(held.runs, held.nbytes) for held in found]
+            return [None if view is None else view.toreadonly() for view in views]
+
+        return LoadReservation([held is not None for held in found], release, sizes, lend)
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`. A cancelled call ends with its copies."""
@@ -153,26 +158,26 @@ class CpuBackend(Backend[CpuOptions]):
     ) -> StoreReservation:
         """Reserve pages; objects are evicted for them in the order of ``eviction``. If too few can be, reject.
 
-        A spare object gets free pages only. If it is present already, nothing changes. Pages in one piece are lent.
+        A spare object gets free pages only. If it is present already, nothing changes. Pages in one piece can be lent.
         """
         outcomes: list[StoreOutcome | None] = []
         evicted: list[ObjectKey] = []
         taken: list[tuple[ObjectKey, _Object]] = []
-        views: list[memoryview | None] = []
+        granted: list[_Object | None] = []
         for key, size, is_spare in zip(keys, nbytes, spare or [False] * len(keys), strict=True):
             present = self._objects.get(key)
             if present is not None:
                 if not present.pins and not is_spare:
                     self._eviction_order.record_use(key)
                 outcomes.append(StoreOutcome.ALREADY_PRESENT)
-                views.append(None)
+                granted.append(None)
                 continue
             reserved = self._reserve_free(size) if is_spare else self._reserve(size, evicted)
             if reserved is not None:
                 self._reserved.setdefault(key, {})[reserved] = is_spare
                 taken.append((key, reserved))
             outcomes.append(None if reserved is not None else StoreOutcome.REJECTED)
-            views.append(None if reserved is None else self._memory.lent(reserved.runs, size))
+            granted.append(reserved)
 
         if evicted:  # perhaps some of this batch, for others of it (C5)
             gone = set(evicted)
@@ -183,11 +188,16 @@ class CpuBackend(Backend[CpuOptions]):
 
         async def release() -> None:
             for key, reserved in taken:
+                self._lent.discard(reserved)
                 if reserved in self._reserved.get(key, ()):
                     self._take_reserved(key, reserved)
                     self._free(reserved)
 
-        return StoreReservation(outcomes, evicted, release, views)
+        def lend() -> list[memoryview | None]:
+            self._lent.update(reserved for _, reserved in taken)
+            return [None if one is None else self._memory.lent(one.runs, one.nbytes) for one in granted]
+
+        return StoreReservation(outcomes, evicted, release, lend)
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         """See :meth:`Backend.store`. A cancelled call ends with its copies, and stores nothing.
@@ -202,8 +212,9 @@ class CpuBackend(Backend[CpuOptions]):
                 outcomes.append(StoreOutcome.ALREADY_PRESENT)
                 continue
             fitting = [r for r in self._reserved.get(key, ()) if r.nbytes == len(buffer)]
-            lent = next((r for r in fitting if self._memory.is_lent(r.runs, buffer)), None)
-            held = lent or next(iter(fitting), None)
+            lent = next((r for r in fitting if r in self._lent and self._memory.is_lent(r.runs, buffer)), None)
+            # Nobody but the borrower may use memory that is lent.
+            held = lent or next((r for r in fitting if r not in self._lent), None)
             is_spare = False
             if held is not None:
                 is_spare = self._take_reserved(key, held)

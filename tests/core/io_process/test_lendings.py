@@ -115,3 +115,19 @@ def test_an_absent_object_is_a_miss_and_not_lent(storage: LocalStorage) -> None:
         await storage.close()
 
     asyncio.run(run())
+
+
+def test_an_object_of_another_size_is_not_lent(storage: LocalStorage) -> None:
+    """An ordinary load then finds out whether it is damaged."""
+
+    async def run() -> None:
+        await storage.open()
+        await storage.backend.prepare_store([KEY], [NBYTES])
+        await storage.backend.store([KEY], [memoryview(bytes(NBYTES))])
+        loan = await storage.borrow([WantedObject(KEY, NBYTES - 1)])
+        assert loan.outcomes == [None]
+        assert loan.views == [None]
+        await loan.release()
+        await storage.close()
+
+    asyncio.run(run())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from offload_backend_cpu.arena import Arena
 from offload_core.io_process.process import IoProcess
 from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.runtime.io_loop import IoLoop
+from offload_core.tiers.calls.lent_objects import ReserveEnd
 from tests.support.lending_rig import LendingRig
 from tests.support.transfer_rig import WatchedCopier, item
 
@@ -47,9 +50,12 @@ def elsewhere(stored: list[Any], block: int = 40) -> list[Any]:
     return [item(int.from_bytes(one.key.chunk_hash, "big"), block + place) for place, one in enumerate(stored)]
 
 
-def store_lent(rig: LendingRig, stored: list[Any]) -> dict[int, bool]:
+def store_lent(rig: LendingRig, stored: list[Any]) -> bool:
+    """Announce and store objects; return whether the tier has all of them."""
     rig.announce(*stored)
-    return rig.store_all(*stored)
+    results = rig.store_all(*stored)
+    assert len(results) == len(stored), "an object has no result"
+    return all(results.values())
 
 
 def expect_loaded(rig: LendingRig, stored: list[Any], block: int = 40) -> None:
@@ -65,7 +71,7 @@ def test_an_object_is_copied_once_in_each_direction(rig: LendingRig, monkeypatch
     copies: list[str] = []
     monkeypatch.setattr(Arena, "read", lambda *_: copies.append("read"))
     monkeypatch.setattr(Arena, "write", lambda *_: copies.append("write"))
-    assert all(store_lent(rig, objects()).values())
+    assert store_lent(rig, objects())
     expect_loaded(rig, objects())
     assert rig.pool.leases == 0, "staging memory is used"
     assert copies == [], "the tier has copied"
@@ -82,18 +88,27 @@ def test_memory_that_nobody_fills_is_given_back(rig: LendingRig) -> None:
         rig.announce(*objects(CAPACITY_OBJECTS))
     rig.announce()
     stored = objects(CAPACITY_OBJECTS, first=20)
-    assert all(store_lent(rig, stored).values()), "some capacity is still reserved"
+    assert store_lent(rig, stored), "some capacity is still reserved"
     expect_loaded(rig, stored)
 
 
-def test_an_answer_that_comes_too_late_gives_its_memory_back(rig: LendingRig) -> None:
-    for _ in range(10):
-        rig.engine.announce_stores(objects())
-        rig.engine.submit_stores(objects())  # most answers are not there yet
-        assert rig.engine.drain_stores(30)
-    rig.store_results()
+def test_an_answer_that_comes_too_late_gives_its_memory_back(rig: LendingRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    lending = rig.tiers[0].lending
+    start, answers = lending.start_reserve, queue.SimpleQueue[Callable[[], None]]()
+
+    def start_and_hold_the_answer(wanted: Any, on_end: Callable[[ReserveEnd | None], None]) -> bool:
+        return start(wanted, lambda end: answers.put(partial(on_end, end)))
+
+    monkeypatch.setattr(lending, "start_reserve", start_and_hold_the_answer)
+    rig.engine.announce_stores(objects())
+    rig.step_until(lambda: not answers.empty())
+    rig.engine.submit_stores(objects())
+    answers.get()()
+    assert rig.engine.drain_stores(30)
+    assert set(rig.store_results().values()) == {True}
+    monkeypatch.undo()
     stored = objects(CAPACITY_OBJECTS, first=20)
-    assert all(store_lent(rig, stored).values()), "some capacity is still reserved"
+    assert store_lent(rig, stored), "some capacity is still reserved"
     expect_loaded(rig, stored)
 
 
@@ -101,7 +116,7 @@ def test_an_object_that_is_there_is_not_copied_again(rig: LendingRig) -> None:
     store_lent(rig, objects())
     rig.kv_cache[FIRST:LAST] += 1
     changed = rig.kv_cache[FIRST:LAST].clone()
-    assert all(store_lent(rig, objects()).values())
+    assert store_lent(rig, objects())
     rig.kv_cache[FIRST:LAST] -= 1
     expect_loaded(rig, objects())
     rig.kv_cache[FIRST:LAST] = changed
@@ -110,7 +125,7 @@ def test_an_object_that_is_there_is_not_copied_again(rig: LendingRig) -> None:
 
 def test_older_objects_make_room(rig: LendingRig) -> None:
     for first in range(0, 32, 8):
-        assert all(store_lent(rig, objects(8, first)).values())
+        assert store_lent(rig, objects(8, first))
     expect_loaded(rig, objects(16, 16))
     rig.load(*elsewhere(objects(8)), tier="cpu")
     assert rig.result().status == "failed"
@@ -121,7 +136,7 @@ def test_a_cancelled_load_unpins_its_objects(rig: LendingRig) -> None:
     for _ in range(5):
         rig.engine.cancel_load(rig.load(*elsewhere(objects(CAPACITY_OBJECTS)), tier="cpu"))
         assert rig.result().status == "cancelled"
-    rig.step_until(lambda: all(store_lent(rig, objects(CAPACITY_OBJECTS, 20)).values()))
+    rig.step_until(lambda: store_lent(rig, objects(CAPACITY_OBJECTS, 20)))
     expect_loaded(rig, objects(CAPACITY_OBJECTS, 20))
 
 
@@ -155,7 +170,7 @@ def test_objects_that_are_not_lent_are_loaded_as_usual(local_rig: LendingRig, mo
         return lend(arena, runs, nbytes) if runs[0][0] // runs[0][1] % 2 else None
 
     monkeypatch.setattr(Arena, "lent", lend_every_second)
-    assert all(store_lent(rig, objects()).values())
+    assert store_lent(rig, objects())
     expect_loaded(rig, objects())
     assert 0 < rig.pool.leases < 2 * (LAST - FIRST)
     rig.all_leases_are_back()
@@ -173,7 +188,7 @@ class _PinnedOnly(WatchedCopier):
 def test_a_device_copies_to_pinned_staging_memory_only(io: IoLoop, tmp_path: Path) -> None:
     rig = LendingRig(io, tmp_path, "off", make_copier=_PinnedOnly)
     try:
-        assert all(store_lent(rig, objects()).values())
+        assert store_lent(rig, objects())
         expect_loaded(rig, objects())
         assert rig.pool.leases == 2 * (LAST - FIRST)
     finally:
@@ -185,7 +200,7 @@ def test_an_object_that_two_tiers_take_is_in_staging_memory(io: IoLoop, tmp_path
     second = {"name": "disk", "type": "disk", "path": str(tmp_path / "kv")}
     rig = LendingRig(io, tmp_path, mode, more=(second,))
     try:
-        assert all(store_lent(rig, objects()).values())
+        assert store_lent(rig, objects())
         assert rig.pool.leases == LAST - FIRST
         expect_loaded(rig, objects())
         rig.load(*elsewhere(objects()), tier="disk")
@@ -199,7 +214,7 @@ def test_a_loaded_object_in_lent_memory_reaches_a_slower_tier(io: IoLoop, tmp_pa
     second = {"name": "disk", "type": "disk", "path": str(tmp_path / "kv"), "write_policy": "second-touch"}
     rig = LendingRig(io, tmp_path, mode, more=(second,))
     try:
-        assert all(store_lent(rig, objects()).values())
+        assert store_lent(rig, objects())
         for block in (20, 30):
             expect_loaded(rig, objects(), block)
         assert rig.engine.drain_stores(30)
@@ -233,7 +248,7 @@ def test_a_killed_io_process_loses_objects_and_nothing_else(io: IoLoop, tmp_path
             rig.store_results()
             wait_for_replacement(rig, process, pid)
         stored = objects(CAPACITY_OBJECTS)
-        rig.step_until(lambda: all(store_lent(rig, stored).values()))
+        rig.step_until(lambda: store_lent(rig, stored))
         expect_loaded(rig, stored)
     finally:
         rig.close()

@@ -48,10 +48,13 @@ class ForgetsTheLentBytes(ReferenceBackend):
         return super().store_one(key, buffer)
 
 
-class PrefersTheLentBytes(ReferenceBackend):
+class UsesMemoryThatIsLent(ReferenceBackend):
     def content_of(self, reserved: Sequence[Reserved], buffer: memoryview) -> bytes | bytearray:
-        filled = [one.memory for one in reserved if any(one.memory)]
-        return filled[0] if filled else super().content_of(reserved, buffer)
+        for one in reserved:
+            if one.is_lent:
+                one.memory[:] = buffer
+                return one.memory
+        return super().content_of(reserved, buffer)
 
 
 class LendsOneMemoryForEachKey(ReferenceBackend):
@@ -94,9 +97,9 @@ BROKEN_LENDING = [
         "c25_two_reservations_of_one_key_have_memory_of_their_own",
     ),
     backend(
-        PrefersTheLentBytes,
-        r"C25: an object stored from other memory than its view: byte 0 of 5000 is 0xee",
-        "c25_a_store_of_other_memory_than_the_view_copies_it",
+        UsesMemoryThatIsLent,
+        r"C25: an object stored while memory for it was lent: byte 0 of 5000 is 0x11",
+        "c25_a_store_of_other_memory_leaves_lent_memory_alone",
     ),
     backend(
         LendsOneMemoryForEachKey,

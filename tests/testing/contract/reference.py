@@ -49,6 +49,7 @@ class Reserved:
     spare: bool = False
     memory: bytearray = field(default_factory=bytearray)
     """The memory that is lent for the object."""
+    is_lent: bool = False
 
 
 class Medium:
@@ -115,9 +116,9 @@ class PinnedLoad(LoadReservation):
         present: Sequence[bool],
         release: Callable[[], None],
         nbytes: Sequence[int | None],
-        views: Sequence[memoryview | None] | None = None,
+        lend: Callable[[], Sequence[memoryview | None]] | None = None,
     ) -> None:
-        super().__init__(present, nbytes=nbytes, views=views)
+        super().__init__(present, nbytes=nbytes, lend=lend)
         self._release = release
 
     async def release(self) -> None:
@@ -130,9 +131,9 @@ class ReservedStore(StoreReservation):
         outcomes: Sequence[StoreOutcome | None],
         evicted: Sequence[ObjectKey],
         release: Callable[[], None],
-        views: Sequence[memoryview | None] | None = None,
+        lend: Callable[[], Sequence[memoryview | None]] | None = None,
     ) -> None:
-        super().__init__(outcomes, evicted, views=views)
+        super().__init__(outcomes, evicted, lend=lend)
         self._release = release
 
     async def release(self) -> None:
@@ -183,7 +184,7 @@ class ReferenceBackend(Backend[ReferenceOptions]):
             self.medium.pins.update(pinned)
             sizes = [self.size(key) if there else None for key, there in zip(keys, present, strict=True)]
             views = [self.lent(key) if there else None for key, there in zip(keys, present, strict=True)]
-        return PinnedLoad(present, self.hold(lambda: self.unpin(pinned)), sizes, views)
+        return PinnedLoad(present, self.hold(lambda: self.unpin(pinned)), sizes, lambda: views)
 
     def lent(self, key: ObjectKey) -> memoryview:
         return memoryview(self.medium.objects[key].content).toreadonly()
@@ -239,7 +240,7 @@ class ReferenceBackend(Backend[ReferenceOptions]):
         outcomes: list[StoreOutcome | None] = []
         evicted: list[ObjectKey] = []
         granted: list[tuple[ObjectKey, Reserved]] = []
-        views: list[memoryview | None] = []
+        lent: list[Reserved | None] = []
         self.check()
         with self.medium.lock:
             self.release_dead()
@@ -248,18 +249,24 @@ class ReferenceBackend(Backend[ReferenceOptions]):
             for key, size, is_spare in zip(keys, nbytes, spare or [False] * len(keys), strict=True):
                 if key in self.medium.objects:
                     outcomes.append(StoreOutcome.ALREADY_PRESENT)
-                    views.append(None)
+                    lent.append(None)
                     continue
                 fits, gone = self.make_room(size, is_spare)
                 evicted += gone
                 outcomes.append(None if fits else StoreOutcome.REJECTED)
-                views.append(None)
+                lent.append(None)
                 if fits:
                     granted.append((key, Reserved(size, is_spare, self.new_memory(key, size))))
                     self.medium.reserved[key].append(granted[-1][1])
-                    views[-1] = memoryview(granted[-1][1].memory)
+                    lent[-1] = granted[-1][1]
             self.medium.pins.subtract(kept)
-        return ReservedStore(outcomes, evicted, self.hold(lambda: self.give_back(granted)), views)
+        return ReservedStore(outcomes, evicted, self.hold(lambda: self.give_back(granted)), lambda: self.lend(lent))
+
+    def lend(self, reserved: Sequence[Reserved | None]) -> list[memoryview | None]:
+        for one in reserved:
+            if one is not None:
+                one.is_lent = True
+        return [None if one is None else memoryview(one.memory) for one in reserved]
 
     def new_memory(self, key: ObjectKey, nbytes: int) -> bytearray:
         return bytearray(nbytes)
@@ -299,10 +306,9 @@ class ReferenceBackend(Backend[ReferenceOptions]):
         with self.medium.lock:
             reserved = self.medium.reserved[key]
             lent = next((one for one in reserved if one.memory is buffer.obj), None)
-            if lent is not None:
-                reserved.remove(lent)
-                reserved.insert(0, lent)  # the commit uses the first one
-            self.medium.commit(key, self.content_of(reserved, buffer) if lent is None else lent.memory)
+            content = self.content_of(reserved, buffer) if lent is None else lent.memory
+            reserved.sort(key=lambda one: one is not lent and (lent is not None or one.is_lent))
+            self.medium.commit(key, content)  # it uses the first reservation
         return StoreOutcome.STORED
 
     def content_of(self, reserved: Sequence[Reserved], buffer: memoryview) -> bytes | bytearray:
