@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from offload_backend_cpu.plugin import CPU
+from offload_backend_disk.backend import DiskBackend
 from offload_backend_disk.plugin import DISK
 from offload_backend_nfs.plugin import NFS
 
-from offload_core.api.backend import BackendType, LoadOutcome
+from offload_core.api.backend import BackendType, LoadOutcome, LoadReservation
 from offload_core.api.errors import ConfigError
+from offload_core.api.keys import ObjectKey
 from offload_core.config.encryption_keys import parse_keys
 from offload_core.config.model import BackendConfig, OffloadConfig, OffloadSettings, TierConfig
 from offload_core.memory.staging_pool import Lease, StagingPool
@@ -34,6 +36,16 @@ SECONDS = 30
 PAYLOAD_BYTES = 8001
 OBJECT_BYTES = HEADER_BYTES + PAYLOAD_BYTES
 HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
+
+
+class DiskInSteps(DiskBackend):
+    """A disk whose objects are loaded with the separate steps, since it changes only one of them."""
+
+    async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
+        return await super().prepare_load(keys)
+
+
+DISK_IN_STEPS = BackendType(DISK.name, DiskInSteps, DISK.options)
 
 
 def tier_config(
@@ -69,7 +81,8 @@ class Rig:
             config = tier_config(NFS, {"url": (self.folder / "objects").as_uri()}, compression, keys)
         else:
             capacity = {"capacity": 1 << 24} if self.kind == "bounded disk" else {}
-            config = tier_config(DISK, {"path": str(self.folder / "objects"), **capacity}, compression, keys)
+            backend_type = DISK_IN_STEPS if self.kind == "disk in steps" else DISK
+            config = tier_config(backend_type, {"path": str(self.folder / "objects"), **capacity}, compression, keys)
         tier = Tier(config, LIMITS, self.counters)
         tier.staging = share_out(self.pool, {tier.name: StagingUse(encodes=tier.encodes)}, PAYLOAD_BYTES)[tier.name]
         self.run(tier.open())
