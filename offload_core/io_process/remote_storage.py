@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import count
@@ -29,6 +30,8 @@ from offload_core.tiers.storage import LoadEnded, StorageAwayError, StorageEvent
 if TYPE_CHECKING:
     from offload_core.memory.staging_pool import Lease  # which imports torch
     from offload_core.memory.staging_shares import TierShare
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -219,8 +222,16 @@ class RemoteStorage:
 
     async def map_lent_memory(self) -> None:
         """Map the memory that the tier lends, once it is open. Without it, loads and stores use staging memory."""
-        if self._may_lend:
+        if not self._may_lend:
+            return
+        try:
             self._lent_memory = await self._fetch_lent_memory(self.number)
+        except StorageAwayError:
+            pass  # the next process lends again
+        except (OSError, ValueError) as error:
+            logger.warning(
+                "%s: its memory cannot be mapped, so objects are copied through staging memory: %s", self.label, error
+            )
 
     def _forget_lent_memory(self) -> None:
         memory, self._lent_memory = self._lent_memory, None

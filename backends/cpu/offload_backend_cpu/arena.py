@@ -10,6 +10,7 @@ import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -97,6 +98,23 @@ class Arena:
         raise OSError(
             code, f"{os.strerror(code)}: the system did not give {num_pages * PAGE_BYTES} bytes of host memory"
         )
+
+    def make_resident(self, batch: Sequence[tuple[Run, ...]]) -> None:
+        """Make the system give the memory of each of these runs now. Blocks.
+
+        The first use of shared memory that the system cannot give kills a process. So it must not be another one's.
+
+        Raises:
+            OSError: the system has not so much memory.
+        """
+        for runs in batch:
+            for start, num_pages in runs:
+                try:
+                    if not self.populate(start, num_pages):
+                        self._rows[start : start + num_pages, 0] = 0
+                except OSError:
+                    self._num_resident = min(self._num_resident, start)
+                    raise
 
     def lent(self, runs: tuple[Run, ...], nbytes: int) -> memoryview | None:
         """Return the first ``nbytes`` bytes of ``runs``, or ``None`` if they are not in one run."""

@@ -159,6 +159,10 @@ class CpuBackend(Backend[CpuOptions]):
         """Reserve pages; objects are evicted for them in the order of ``eviction``. If too few can be, reject.
 
         A spare object gets free pages only. If it is present already, nothing changes. Pages in one piece can be lent.
+        If another process may use them, the system gives them now. A call that is cancelled meanwhile ends after that.
+
+        Raises:
+            OSError: the system has not so much memory.
         """
         outcomes: list[StoreOutcome | None] = []
         evicted: list[ObjectKey] = []
@@ -192,6 +196,15 @@ class CpuBackend(Backend[CpuOptions]):
                 if reserved in self._reserved.get(key, ()):
                     self._take_reserved(key, reserved)
                     self._free(reserved)
+
+        if self.context.lends_to_processes:
+            new = [reserved.runs for _, reserved in taken if not self._memory.is_resident(reserved.runs)]
+            try:
+                if new:
+                    await self.run_blocking(self._memory.make_resident, new)
+            except BaseException:
+                await release()
+                raise
 
         def lend() -> list[memoryview | None]:
             self._lent.update(reserved for _, reserved in taken)

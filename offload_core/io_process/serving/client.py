@@ -304,17 +304,14 @@ class ServedClient:
             async with tier.load_slots.held(time.monotonic() + tier.longest_call_seconds):
                 return await used.storage.borrow(part)
 
-        loans = await self._lendings.keep(
-            used.number, number, used.storage, (borrow(part) for part in in_parts(wanted, tier.load_parts))
-        )
-        outcomes = [outcome for loan in loans for outcome in loan.outcomes]
-        return protocol.pack_borrowed(outcomes, self._lendings.offsets(used.storage, loans))
+        parts = in_parts(wanted, tier.load_parts)
+        loans, offsets = await self._lendings.keep(used.number, number, used.storage, map(borrow, parts))
+        return protocol.pack_borrowed([outcome for loan in loans for outcome in loan.outcomes], offsets)
 
     async def _reserve(self, used: _UsedTier, body: protocol.Reader) -> bytes:
         number, wanted = body.lending(), body.wanted()
-        grants = await self._lendings.keep(used.number, number, used.storage, [used.storage.reserve(wanted)])
-        outcomes = [outcome for grant in grants for outcome in grant.outcomes]
-        return protocol.pack_reserved(outcomes, self._lendings.offsets(used.storage, grants))
+        (grant,), offsets = await self._lendings.keep(used.number, number, used.storage, [used.storage.reserve(wanted)])
+        return protocol.pack_reserved(grant.outcomes, offsets)
 
     async def _delete(self, used: _UsedTier, body: protocol.Reader) -> bytes:
         await used.storage.delete(body.keys())

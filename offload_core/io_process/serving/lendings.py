@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,13 @@ logger = logging.getLogger(__name__)
 LoanT = TypeVar("LoanT", Loan, Grant)
 
 
+class _Kept(NamedTuple):
+    storage: LocalStorage
+    lent: Sequence[Loan | Grant]
+    views: Mapping[int, memoryview]
+    """By their position in the lent memory."""
+
+
 class Lendings:
     """Loans and reservations, each with its tier's number and the number that the process of the engine gave it.
 
@@ -27,12 +34,16 @@ class Lendings:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], tuple[LocalStorage, Sequence[Loan | Grant]]] = {}
+        self._kept: dict[tuple[int, int], _Kept] = {}
 
     async def keep(
         self, tier: int, number: int, storage: LocalStorage, calls: Iterable[Coroutine[Any, Any, LoanT]]
-    ) -> list[LoanT]:
+    ) -> tuple[list[LoanT], list[int]]:
         """Make calls that lend, and keep their memory until :meth:`give_back`.
+
+        Returns:
+            The results of the calls, and the position of each of their objects in the lent memory, in bytes;
+            :data:`NO_PIECE` for an object that is not lent.
 
         Raises:
             Exception: the error of a call. Nothing is kept then.
@@ -49,22 +60,16 @@ class Lendings:
         except BaseException:
             await _release(storage, lent)
             raise
-        self._kept[tier, number] = storage, ordered
-        return ordered
+        views = [view for result in ordered for view in result.views]
+        offsets = _offsets(self.memory_of(storage), views)
+        by_offset = {offset: view for offset, view in zip(offsets, views, strict=True) if view is not None}
+        self._kept[tier, number] = _Kept(storage, ordered, by_offset)
+        return ordered, offsets
 
     @staticmethod
     def memory_of(storage: LocalStorage) -> SharedMemory | None:
         """Return the memory that a tier lends to other processes; ``None`` if there is none."""
         return storage.backend.lent_memory if storage.lends else None
-
-    def offsets(self, storage: LocalStorage, lent: Sequence[Loan | Grant]) -> list[int]:
-        """Return the position of each object in the lent memory, in bytes; :data:`NO_PIECE` for none."""
-        memory = self.memory_of(storage)
-        views = [view for one in lent for view in one.views]
-        if memory is None:
-            return [NO_PIECE] * len(views)
-        start = _address(memory.view)
-        return [NO_PIECE if view is None else _address(view) - start for view in views]
 
     def view(self, tier: int, number: int, offset: int, nbytes: int) -> memoryview:
         """Return the memory that was lent for a store.
@@ -73,19 +78,16 @@ class Lendings:
             ProtocolError: no such memory is lent.
         """
         kept = self._kept.get((tier, number))
-        if kept is not None:
-            storage, lent = kept
-            offsets = self.offsets(storage, lent)
-            views = [view for one in lent for view in one.views]
-            if offset in offsets and (view := views[offsets.index(offset)]) is not None and len(view) == nbytes:
-                return view
-        raise ProtocolError(f"{nbytes} bytes at {offset} are stored, which reservation {number} has not lent")
+        view = None if kept is None else kept.views.get(offset)
+        if view is None or len(view) != nbytes:
+            raise ProtocolError(f"{nbytes} bytes at {offset} are stored, which reservation {number} has not lent")
+        return view
 
     async def give_back(self, tier: int, number: int) -> None:
         """Release the memory that a request has lent. An unknown number is one of a process before this one."""
-        storage, lent = self._kept.pop((tier, number), (None, ()))
-        if storage is not None:
-            await _release(storage, lent)
+        kept = self._kept.pop((tier, number), None)
+        if kept is not None:
+            await _release(kept.storage, kept.lent)
 
     async def give_all_back(self, running: Collection[asyncio.Task[None]]) -> None:
         """Release all that the process of the engine had, once the calls that use it have ended."""
@@ -101,6 +103,13 @@ async def _release(storage: LocalStorage, lent: Iterable[Loan | Grant]) -> None:
             await one.release()
         except Exception as error:  # the backend may raise anything
             logger.warning("%s: lent memory could not be given back: %s", storage.label, error)
+
+
+def _offsets(memory: SharedMemory | None, views: Sequence[memoryview | None]) -> list[int]:
+    if memory is None:
+        return [NO_PIECE] * len(views)
+    start = _address(memory.view)
+    return [NO_PIECE if view is None else _address(view) - start for view in views]
 
 
 def _address(view: memoryview) -> int:

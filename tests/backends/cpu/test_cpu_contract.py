@@ -7,12 +7,15 @@ no ``take_away`` and no ``die_holding``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from offload_backend_cpu import CpuBackend, CpuOptions
 from offload_backend_cpu.arena import PAGE_BYTES
 from offload_backend_cpu.plugin import CPU
 
+from offload_core.api.backend import BackendContext, BackendType
 from offload_core.testing.contract.suite import BackendContract
 from offload_core.testing.state_machine.machine import EXAMPLES
 
@@ -30,3 +33,15 @@ class TestCpu(BackendContract):
 @pytest.mark.long
 class TestCpuAtLength(TestCpu):
     machine_examples = EXAMPLES
+
+
+class MappedCpu(CpuBackend):
+    """The backend as in an I/O process, whose memory others map."""
+
+    def __init__(self, options: CpuOptions, context: BackendContext) -> None:
+        super().__init__(options, replace(context, lends_to_processes=True))
+
+
+@pytest.mark.long
+class TestCpuThatOthersMap(TestCpu):
+    backend_type = BackendType(CPU.name, MappedCpu, CpuOptions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -182,3 +183,86 @@ def test_populating_changes_no_byte() -> None:
     buffer = bytearray(3 * PAGE_BYTES)
     arena.read(runs, memoryview(buffer))
     assert buffer == content
+
+
+def lending_backend(executor: DaemonExecutor) -> CpuBackend:
+    """Return a backend whose memory another process may use."""
+    context = BackendContext("ram", executor, lends_to_processes=True)
+    return CpuBackend(CpuOptions.model_validate({"capacity": 8 * PAGE_BYTES, "pin": "off"}), context)
+
+
+def test_the_system_gives_memory_before_another_process_may_use_it(
+    executor: DaemonExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[int, int]] = []
+    populate = Arena.populate
+
+    def record(arena: Arena, start_page: int, num_pages: int) -> bool:
+        given.append((start_page, num_pages))
+        return populate(arena, start_page, num_pages)
+
+    monkeypatch.setattr(Arena, "populate", record)
+
+    async def run() -> None:
+        backend = lending_backend(executor)
+        await backend.open()
+        for _ in range(2):  # the second time they are there
+            reservation = await backend.prepare_store([KEY, KEY], [3 * PAGE_BYTES, PAGE_BYTES])
+            assert all(reservation.lend())
+            await reservation.release()
+        await backend.close()
+
+    asyncio.run(run())
+    assert given == [(0, 3), (3, 1)]
+
+
+def test_memory_that_the_system_does_not_give_is_not_lent(
+    executor: DaemonExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+
+    def refuse(arena: Arena, start_page: int, num_pages: int) -> bool:
+        nonlocal calls
+        calls += 1
+        raise OSError(errno.ENOMEM, "the system did not give memory")
+
+    async def run() -> None:
+        backend = lending_backend(executor)
+        await backend.open()
+        with monkeypatch.context() as patch:
+            patch.setattr(Arena, "populate", refuse)
+            for _ in range(3):
+                with pytest.raises(OSError, match="did not give memory"):
+                    await backend.prepare_store([KEY], [8 * PAGE_BYTES])
+        assert (await backend.prepare_store([KEY], [8 * PAGE_BYTES])).outcomes == (None,), "capacity is lost"
+        await backend.close()
+
+    asyncio.run(run())
+    assert calls == 3
+
+
+def test_a_cancelled_reservation_gives_its_memory_back(
+    executor: DaemonExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, gate = threading.Event(), threading.Event()
+
+    def wait(arena: Arena, start_page: int, num_pages: int) -> bool:
+        begun.set()
+        assert gate.wait(30)
+        return True
+
+    async def run() -> None:
+        backend = lending_backend(executor)
+        await backend.open()
+        with monkeypatch.context() as patch:
+            patch.setattr(Arena, "populate", wait)
+            reserving = asyncio.create_task(backend.prepare_store([KEY], [8 * PAGE_BYTES]))
+            assert await asyncio.to_thread(begun.wait, 30)
+            reserving.cancel()
+            gate.set()
+            with pytest.raises(asyncio.CancelledError):
+                await reserving
+        assert (await backend.prepare_store([KEY], [8 * PAGE_BYTES])).outcomes == (None,), "capacity is lost"
+        await backend.close()
+
+    asyncio.run(run())

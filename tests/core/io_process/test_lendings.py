@@ -32,9 +32,8 @@ def storage() -> LocalStorage:
 
 async def _reserve(lendings: Lendings, storage: LocalStorage) -> int:
     wanted = [WantedObject(KEY, NBYTES)]
-    (grant,) = await lendings.keep(TIER, NUMBER, storage, [storage.reserve(wanted)])
+    (grant,), (offset,) = await lendings.keep(TIER, NUMBER, storage, [storage.reserve(wanted)])
     assert grant.outcomes == [None]
-    (offset,) = lendings.offsets(storage, [grant])
     return offset
 
 
@@ -109,9 +108,9 @@ def test_an_absent_object_is_a_miss_and_not_lent(storage: LocalStorage) -> None:
     async def run() -> None:
         await storage.open()
         lendings = Lendings()
-        (loan,) = await lendings.keep(TIER, NUMBER, storage, [storage.borrow([WantedObject(KEY, NBYTES)])])
+        (loan,), offsets = await lendings.keep(TIER, NUMBER, storage, [storage.borrow([WantedObject(KEY, NBYTES)])])
         assert loan.outcomes == [LoadOutcome.MISS]
-        assert lendings.offsets(storage, [loan]) == [NO_PIECE]
+        assert offsets == [NO_PIECE]
         await storage.close()
 
     asyncio.run(run())
