@@ -92,7 +92,7 @@ class CpuBackend(Backend[CpuOptions]):
         Raises:
             OSError: the system has not so much memory, or it cannot be pinned and ``pin`` is ``on``.
         """
-        arena = Arena(self.options.capacity, is_shared=self.context.lends_to_processes)
+        arena = await self.run_blocking(Arena, self.options.capacity, is_shared=self.context.lends_to_processes)
         await self._memory_setup.start(arena)
         self._eviction_order = EvictionOrder(self.options.eviction, arena.pages.num_pages)
         self._arena = arena
