@@ -42,6 +42,7 @@ from offload_core.api.events import (
 from offload_core.api.eviction_order import EvictionOrder, EvictionPolicy
 from offload_core.api.hooks import API_VERSION, OLDEST_API_VERSION, TierInfo, hookimpl
 from offload_core.api.keys import ObjectKey
+from offload_core.api.memory.addresses import address_of
 from offload_core.api.memory.pinned_memory import CudaPinning, HostPinning, demand_pinning, pinning_in_use
 from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.api.options import BackendOptions, Bytes, Folder, OptionsT, Seconds, check_folder
@@ -95,6 +96,7 @@ __all__ = [
     "TierRecovered",
     "TierUnavailable",
     "UnsupportedLayoutError",
+    "address_of",
     "check_folder",
     "check_ownership",
     "demand_pinning",

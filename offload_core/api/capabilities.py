@@ -24,7 +24,7 @@ class Capabilities:
             a store may be ``REJECTED`` after ``prepare_store`` has granted it. It excludes ``bounded``.
         spares: the backend knows *spare* objects, which use free capacity only and are evicted before all others (C20).
             :meth:`Backend.touch` sets its order of eviction (C21). It needs ``bounded``.
-        lends: reservations have views of the objects in the backend's own memory, so that the core copies them once
+        lends: reservations lend the objects' memory, which is the backend's own, so that the core copies them once
             (C25). Only for ``host``: a read of a view cannot fail or hang.
 
     Raises:

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, TypeVar
 
+from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.context import tier_label
 from offload_core.api.keys import ObjectKey
@@ -15,15 +16,7 @@ from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.io_process import protocol
 from offload_core.io_process.direct_calls import OnAnswer
 from offload_core.io_process.protocol import NO_PIECE, Kind, Message, Piece
-from offload_core.tiers.calls.lent_objects import (
-    BorrowEnd,
-    BorrowEnded,
-    LentObject,
-    ReserveEnd,
-    ReserveEnded,
-    WantedObject,
-    lend,
-)
+from offload_core.tiers.calls.lent_objects import LendingEnd, LendingEnded, LentObject, OutcomeT, WantedObject, lend
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.storage import LoadEnded, StorageAwayError, StorageEvents, StoreEnd, StoreEnded
 
@@ -156,47 +149,43 @@ class RemoteStorage:
             _release(scratch)
             raise
 
-    def start_borrow(self, wanted: Sequence[WantedObject], on_end: BorrowEnded) -> None:
+    def start_borrow(self, wanted: Sequence[WantedObject], on_end: LendingEnded[LoadOutcome]) -> None:
         """Let the backend lend stored objects; see :class:`TierStorage`."""
-        lend_all, body = self._new_lending(wanted)
+        self._start_lending(Kind.BORROW, wanted, lambda answer: answer.borrowed(len(wanted)), on_end)
 
-        def read(answer: protocol.Reader) -> BorrowEnd:
-            outcomes, offsets = answer.borrowed(len(wanted))
-            return BorrowEnd(outcomes, lend_all(offsets))
-
-        self._send_direct(Kind.BORROW, body, read, on_end)
-
-    def start_reserve(self, wanted: Sequence[WantedObject], on_end: ReserveEnded) -> None:
+    def start_reserve(self, wanted: Sequence[WantedObject], on_end: LendingEnded[StoreOutcome]) -> None:
         """Let the backend lend memory for objects that will be stored; see :class:`TierStorage`."""
-        lend_all, body = self._new_lending(wanted)
+        self._start_lending(Kind.RESERVE, wanted, lambda answer: answer.reserved(len(wanted)), on_end)
 
-        def read(answer: protocol.Reader) -> ReserveEnd:
-            outcomes, offsets = answer.reserved(len(wanted))
-            return ReserveEnd(outcomes, lend_all(offsets))
+    def _start_lending(
+        self,
+        kind: Kind,
+        wanted: Sequence[WantedObject],
+        read: Callable[[protocol.Reader], tuple[list[OutcomeT | None], list[int]]],
+        on_end: LendingEnded[OutcomeT],
+    ) -> None:
+        """Send a request that lends.
 
-        self._send_direct(Kind.RESERVE, body, read, on_end)
-
-    def _new_lending(
-        self, wanted: Sequence[WantedObject]
-    ) -> tuple[Callable[[Sequence[int]], list[LentObject | None]], bytes]:
-        """Return the body of a request that lends, and a function that makes the lent objects from its answer."""
-        number, memory = next(self._lendings), self._lent_memory
+        Args:
+            read: reads the outcomes, and the positions in the lent memory, from the answer.
+        """
+        memory = self._lent_memory
         if memory is None:
             raise StorageAwayError(f"tier {self.name!r} lends no memory now")
-        view = memory.view
+        view, number = memory.view, next(self._lendings)
         number_bytes = protocol.pack_lending(number)
 
-        def lend_all(offsets: Sequence[int]) -> list[LentObject | None]:
-            ends = [offset + one.nbytes for offset, one in zip(offsets, wanted, strict=True)]
-            if any(end > len(view) for end, offset in zip(ends, offsets, strict=True) if offset != NO_PIECE):
-                raise protocol.ProtocolError(f"an object ends behind the {len(view)} bytes of the lent memory")
-            views = [
-                None if offset == NO_PIECE else view[offset:end] for offset, end in zip(offsets, ends, strict=True)
-            ]
+        def read_end(answer: protocol.Reader) -> LendingEnd[OutcomeT]:
+            outcomes, offsets = read(answer)
+            views: list[memoryview | None] = []
+            for one, offset in zip(wanted, offsets, strict=True):
+                views.append(None if offset == NO_PIECE else view[offset : offset + one.nbytes])
+                if offset != NO_PIECE and offset + one.nbytes > len(view):
+                    raise protocol.ProtocolError(f"an object ends behind the {len(view)} bytes of the lent memory")
             give_back = partial(self._tell, Kind.GIVE_BACK, self.number, number_bytes)
-            return lend(views, give_back, number, offsets)
+            return LendingEnd(outcomes, lend(views, give_back, number, offsets))
 
-        return lend_all, number_bytes + protocol.pack_wanted(wanted)
+        self._send_direct(kind, number_bytes + protocol.pack_wanted(wanted), read_end, on_end)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """Remove objects."""

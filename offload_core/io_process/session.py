@@ -255,7 +255,13 @@ class Session:
         if self._is_over or self._control is None:
             raise StorageAwayError("the I/O process has ended and is being replaced")
         _, descriptors = await self._control.ask_for_descriptors({"lent": tier})
-        return SharedMemory.from_descriptor(descriptors[0]) if descriptors else None
+        if not descriptors:
+            return None
+        try:
+            return SharedMemory.from_descriptor(descriptors[0])
+        except BaseException:
+            os.close(descriptors[0])
+            raise
 
     def kill(self) -> None:
         """Kill the process. :attr:`on_end` follows once it is gone."""

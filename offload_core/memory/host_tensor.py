@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 
-import numpy as np
 import torch
+
+from offload_core.api.memory.addresses import address_of
 
 
 def host_tensor(view: memoryview) -> torch.Tensor:
@@ -16,5 +17,4 @@ def host_tensor(view: memoryview) -> torch.Tensor:
     """
     if not len(view):
         return torch.empty(0, dtype=torch.int8)
-    address = np.frombuffer(view, dtype=np.uint8).ctypes.data
-    return torch.frombuffer((ctypes.c_int8 * len(view)).from_address(address), dtype=torch.int8)
+    return torch.frombuffer((ctypes.c_int8 * len(view)).from_address(address_of(view)), dtype=torch.int8)

@@ -17,7 +17,7 @@ from offload_core.api.backend import Backend, LoadOutcome, StoreOutcome, StoreRe
 from offload_core.api.errors import BackendError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
-from offload_core.tiers.calls.lent_objects import Grant, LentGroup, LentObject, Loan, WantedObject
+from offload_core.tiers.calls.lent_objects import Lent, LentObject, WantedObject
 from offload_core.tiers.compression import Damage, TierCodec, differ
 from offload_core.tiers.staged_object import StagedObject, StoredForm
 
@@ -326,7 +326,7 @@ class ObjectIO:
         self._on_eviction(self._names.keys_of(reservation.evicted))
         return reservation
 
-    async def borrow(self, wanted: Sequence[WantedObject]) -> Loan:
+    async def borrow(self, wanted: Sequence[WantedObject]) -> Lent[LoadOutcome]:
         """Let the backend lend stored objects, and verify them where they are."""
         keys = [one.key for one in wanted]
         reservation = await self._backend.prepare_load(keys)
@@ -347,9 +347,9 @@ class ObjectIO:
         except BaseException:
             await reservation.release()
             raise
-        return Loan(outcomes, lent, reservation.release)
+        return Lent(outcomes, lent, reservation.release)
 
-    async def reserve(self, wanted: Sequence[WantedObject]) -> Grant:
+    async def reserve(self, wanted: Sequence[WantedObject]) -> Lent[StoreOutcome]:
         """Let the backend lend memory for objects that will be stored."""
         keys, sizes = [one.key for one in wanted], [one.nbytes for one in wanted]
         reservation = await self._prepare_store(keys, sizes, [one.spare for one in wanted])
@@ -363,7 +363,7 @@ class ObjectIO:
         except BaseException:
             await reservation.release()
             raise
-        return Grant(outcomes, usable, reservation.release)
+        return Lent(outcomes, usable, reservation.release)
 
     def _one_per_key(self, keys: Sequence[ObjectKey], results: Sequence[T], call: str) -> list[T]:
         """Check clause C2: one result per key."""
@@ -378,7 +378,7 @@ class ObjectIO:
 def _lent_form(key: ObjectKey, view: memoryview | None) -> StoredForm:
     """Return the form of an object that is verified where it is."""
     assert view is not None
-    return StoredForm(StagedObject(key, LentObject(view, LentGroup(1, lambda: None))), key, view)
+    return StoredForm(StagedObject(key, LentObject(view)), key, view)
 
 
 def _put(outcomes: list[LoadOutcome], places: Sequence[int], new: Sequence[LoadOutcome]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from offload_core.api.backend import Backend, StoreOutcome
+from offload_core.api.backend import Backend, LoadOutcome, StoreOutcome
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.context import tier_label
 from offload_core.api.errors import BackendError
@@ -21,16 +21,7 @@ from offload_core.config.limits import Limits
 from offload_core.config.model import TierConfig
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.io_loop import log_unexpected
-from offload_core.tiers.calls.lent_objects import (
-    BorrowEnd,
-    BorrowEnded,
-    Grant,
-    Loan,
-    ReserveEnd,
-    ReserveEnded,
-    WantedObject,
-    lend,
-)
+from offload_core.tiers.calls.lent_objects import LendingEnd, LendingEnded, Lent, OutcomeT, WantedObject, lend
 from offload_core.tiers.compression import TierCodec
 from offload_core.tiers.object_io import LoadEnd, ObjectIO, answer
 from offload_core.tiers.staged_object import StagedObject
@@ -131,7 +122,7 @@ class TierStorage(Protocol):
         """
         ...
 
-    def start_borrow(self, wanted: Sequence[WantedObject], on_end: BorrowEnded) -> None:
+    def start_borrow(self, wanted: Sequence[WantedObject], on_end: LendingEnded[LoadOutcome]) -> None:
         """Let the backend lend stored objects, and verify them.
 
         Raises:
@@ -139,7 +130,7 @@ class TierStorage(Protocol):
         """
         ...
 
-    def start_reserve(self, wanted: Sequence[WantedObject], on_end: ReserveEnded) -> None:
+    def start_reserve(self, wanted: Sequence[WantedObject], on_end: LendingEnded[StoreOutcome]) -> None:
         """Let the backend lend memory for objects that will be stored.
 
         Raises:
@@ -252,37 +243,29 @@ class LocalStorage:
         """Start :meth:`store` on the I/O loop; see :class:`TierStorage`."""
         self._start(self.store(objects, staging), on_end)
 
-    async def borrow(self, wanted: Sequence[WantedObject]) -> Loan:
+    async def borrow(self, wanted: Sequence[WantedObject]) -> Lent[LoadOutcome]:
         """Let the backend lend stored objects, and verify them."""
         self._shared.call_begins()
         return await self._objects.borrow(wanted)
 
-    async def reserve(self, wanted: Sequence[WantedObject]) -> Grant:
+    async def reserve(self, wanted: Sequence[WantedObject]) -> Lent[StoreOutcome]:
         """Let the backend lend memory for objects that will be stored."""
         self._shared.call_begins()
         return await self._objects.reserve(wanted)
 
-    def start_borrow(self, wanted: Sequence[WantedObject], on_end: BorrowEnded) -> None:
+    def start_borrow(self, wanted: Sequence[WantedObject], on_end: LendingEnded[LoadOutcome]) -> None:
         """Start :meth:`borrow` on the I/O loop; see :class:`TierStorage`."""
+        self._start(self.borrow(wanted), partial(self._lend, on_end))
 
-        def ended(loan: Loan | Exception) -> None:
-            if isinstance(loan, Exception):
-                on_end(loan)
-            else:
-                on_end(BorrowEnd(loan.outcomes, lend(loan.views, partial(self._give_back, loan.release))))
-
-        self._start(self.borrow(wanted), ended)
-
-    def start_reserve(self, wanted: Sequence[WantedObject], on_end: ReserveEnded) -> None:
+    def start_reserve(self, wanted: Sequence[WantedObject], on_end: LendingEnded[StoreOutcome]) -> None:
         """Start :meth:`reserve` on the I/O loop; see :class:`TierStorage`."""
+        self._start(self.reserve(wanted), partial(self._lend, on_end))
 
-        def ended(grant: Grant | Exception) -> None:
-            if isinstance(grant, Exception):
-                on_end(grant)
-            else:
-                on_end(ReserveEnd(grant.outcomes, lend(grant.views, partial(self._give_back, grant.release))))
-
-        self._start(self.reserve(wanted), ended)
+    def _lend(self, on_end: LendingEnded[OutcomeT], lent: Lent[OutcomeT] | Exception) -> None:
+        if isinstance(lent, Exception):
+            on_end(lent)
+        else:
+            on_end(LendingEnd(lent.outcomes, lend(lent.views, partial(self._give_back, lent.release))))
 
     def _give_back(self, release: Callable[[], Awaitable[None]]) -> None:
         """Release a reservation, from any thread."""

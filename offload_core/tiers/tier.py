@@ -178,7 +178,8 @@ class Tier:
                 reported to :attr:`health`. It goes on, and while a few are late no further lookups begin.
         """
         self._prober.attach()
-        return await self._lookups.lookup(keys, within_seconds or self.limits.lookup_timeout_seconds)
+        seconds = self.limits.lookup_timeout_seconds if within_seconds is None else within_seconds
+        return await self._lookups.lookup(keys, seconds)
 
     async def load(self, objects: Sequence[StagedObject]) -> list[LoadOutcome | None]:
         """Load and verify a batch. If cancelled, it ends when the call has ended.

@@ -60,7 +60,8 @@ class TransferEngine:
         self._staging = staging
         self._copier = copier
         self._counters = counters
-        self._touches: list[Future[None]] = []
+        self._touches: dict[str, Future[None]] = {}
+        """Per tier, its last touch."""
         self._touched_tiers = [tier for tier in tiers if tier.capabilities.spares]
         self.jobs = JobTable(counters)
         """All loads and stores under way."""
@@ -119,7 +120,7 @@ class TransferEngine:
 
         Call it before the engine computes the step, so that the answers are there after it.
         """
-        self._stores.announce(objects, busy=self._loads.has_active, after=self._after_touches)
+        self._stores.announce(objects, busy=self._loads.has_active, after_touch=self._after_touch)
 
     def submit_stores(self, objects: Sequence[TransferObject]) -> None:
         """Copy the objects' blocks to staging now and store them later; without free staging, drop and count them."""
@@ -132,17 +133,17 @@ class TransferEngine:
         Args:
             spare: one flag per key, as for :meth:`Backend.touch`.
         """
-        self._touches = [self._io.submit(tier.touch(keys, spare)) for tier in self._touched_tiers]
-        for touch in self._touches:
+        for tier in self._touched_tiers:
+            touch = self._touches[tier.name] = self._io.submit(tier.touch(keys, spare))
             touch.add_done_callback(log_unexpected)
 
-    def _after_touches(self, function: Callable[[], None]) -> None:
-        """Call ``function`` after the last touches, on any thread."""
-        last = next((touch for touch in reversed(self._touches) if not touch.done()), None)
-        if last is None:
+    def _after_touch(self, tier: str, function: Callable[[], None]) -> None:
+        """Call ``function`` after the last touch of a tier: now, or on the I/O loop."""
+        touch = self._touches.get(tier)
+        if touch is None or touch.done():
             function()
         else:
-            last.add_done_callback(lambda _: function())
+            touch.add_done_callback(lambda _: function())
 
     def poll(self) -> list[LoadResult]:
         """Copy arrived objects into the KV cache and return the loads that ended since the last call."""

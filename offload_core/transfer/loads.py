@@ -1,4 +1,4 @@
-"""The loads of a worker: from a tier through staging into the blocks of the KV cache.
+"""The loads of a worker: from a tier, through staging or from memory that it lends, into the blocks of the KV cache.
 
 A load is *active* until the engine thread has published its verdict (:mod:`offload_core.transfer.jobs`). An arrival
 carries the generation of its job. If that job has ended, the arrival is dropped, at the latest by the engine thread

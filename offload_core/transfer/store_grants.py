@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from offload_core.api.backend import StoreOutcome
 from offload_core.api.keys import ObjectKey
-from offload_core.tiers.calls.lent_objects import LentObject, ReserveEnd, WantedObject
+from offload_core.tiers.calls.lent_objects import LendingEnd, LentObject, WantedObject
 from offload_core.tiers.tier import Tier
 
 _MESSAGE_OBJECTS = 256
@@ -39,8 +39,8 @@ class StoreGrants:
     def start(self, tier: Tier, request: object, wanted: Sequence[WantedObject]) -> None:
         """Ask a tier to lend memory. May be called on any thread."""
 
-        def ended(end: ReserveEnd | None) -> None:
-            nothing = ReserveEnd([None] * len(wanted), [None] * len(wanted))
+        def ended(end: LendingEnd[StoreOutcome] | None) -> None:
+            nothing: LendingEnd[StoreOutcome] = LendingEnd([None] * len(wanted), [None] * len(wanted))
             self._answered(request, wanted, end or nothing)
 
         tier.lending.start_reserve(wanted, ended)
@@ -64,7 +64,7 @@ class StoreGrants:
             if isinstance(answer, LentObject):
                 answer.release()
 
-    def _answered(self, request: object, wanted: Sequence[WantedObject], end: ReserveEnd) -> None:
+    def _answered(self, request: object, wanted: Sequence[WantedObject], end: LendingEnd[StoreOutcome]) -> None:
         unused: list[LentObject] = []
         with self._lock:
             for one, outcome, lent in zip(wanted, end.outcomes, end.lent, strict=True):

@@ -1,9 +1,10 @@
 """The stores of a worker: from the KV cache to every tier that takes an object, and from a slower tier to a faster one.
 
-Each store has one staging lease, shared by all tiers that take the object. A tier is charged for the object from its
-offer until the tier releases it. The last tier's release frees the lease (invariant I3). So a hung tier holds only its
-own share of the staging memory: the other tiers' calls go on, and their results are reported at once. If a tier's share
-is full, its longest waiting objects are dropped.
+Each store has one staging lease, shared by all tiers that take the object. If one tier alone takes the object and lends
+its memory, the store has that memory in place of a lease. A tier is charged for the object from its offer until the
+tier releases it. The last tier's release frees the lease (invariant I3). So a hung tier holds only its own share of the
+staging memory: the other tiers' calls go on, and their results are reported at once. If a tier's share is full, its
+longest waiting objects are dropped.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Stores:
         self._sealers = DaemonExecutor(2, "offload-seal")
 
     def submit(self, objects: Sequence[TransferObject], *, busy: bool = False) -> None:
-        """Copy the objects' blocks to staging now and store them later, each on the tiers that take it.
+        """Copy the objects' blocks now, to staging or lent memory, and store them later on the tiers that take them.
 
         A copy on a device goes on after this call; the engine may reuse the blocks nevertheless.
 
@@ -159,7 +160,7 @@ class Stores:
         self._begin(new, submitted, sealed=False, copied=self._copier.gathers_end() if new else None)
 
     def announce(
-        self, objects: Sequence[TransferObject], *, busy: bool, after: Callable[[Callable[[], None]], None]
+        self, objects: Sequence[TransferObject], *, busy: bool, after_touch: Callable[[str, Callable[[], None]], None]
     ) -> None:
         """Ask the tiers that lend memory for that of objects that will be submitted next.
 
@@ -167,7 +168,7 @@ class Stores:
 
         Args:
             busy: as for :meth:`submit`.
-            after: calls a function once the tiers know the order of eviction.
+            after_touch: calls a function once the tier of a name knows the order of eviction.
         """
         self._announced.clear()
         self._grants.drop()
@@ -180,7 +181,7 @@ class Stores:
                     wanted.setdefault(willing[0], []).append(WantedObject(item.key, nbytes, item.spare))
         for writer, some in wanted.items():
             for request, part in self._grants.expect(some):
-                after(partial(self._grants.start, writer.tier, request, part))
+                after_touch(writer.name, partial(self._grants.start, writer.tier, request, part))
 
     def promote(self, key: ObjectKey, lease: Lease | LentObject, source: str) -> bool:
         """Offer an object that was loaded and verified from the tier ``source`` to the other tiers, in its lease.

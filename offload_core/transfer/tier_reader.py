@@ -22,7 +22,7 @@ from offload_core.memory.staging_shares import TierShare
 from offload_core.memory.staging_size import lease_bytes
 from offload_core.objects.format import object_bytes
 from offload_core.runtime.metrics import Counters
-from offload_core.tiers.calls.lent_objects import BorrowEnd, LentObject, WantedObject
+from offload_core.tiers.calls.lent_objects import LendingEnd, LentObject, WantedObject
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject, in_batches
@@ -226,7 +226,7 @@ class TierReader:
                 staged.lease.release()
         self._on_end(call.job, call.objects, memory)
 
-    def _borrowed(self, call: _Call, end: BorrowEnd | None) -> None:
+    def _borrowed(self, call: _Call, end: LendingEnd[LoadOutcome] | None) -> None:
         """Note the end of a call that borrows, and load the objects that are there and not lent."""
         outcomes = [] if end is None else end.outcomes
         not_lent: list[TransferObject] = []

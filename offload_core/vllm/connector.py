@@ -170,8 +170,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing per layer: whole blocks are stored after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Copy to staging the blocks that this step has completed."""
-        self._worker.store(self._step)
+        """Copy the blocks that this step has completed."""
+        self._worker.store()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Report ended loads, with failed ones by request, so that any group geometry can recompute.

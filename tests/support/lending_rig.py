@@ -15,7 +15,6 @@ from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.restart_pause import RestartPause
 from offload_core.tiers.opening import open_tiers
 from offload_core.transfer.batches import TransferObject
-from offload_core.transfer.engine import TransferEngine
 from tests.support.transfer_rig import SECONDS, Rig, WatchedCopier
 
 STAGING_BYTES = 24 * 1024 * 1024
@@ -60,20 +59,15 @@ class LendingRig(Rig):
             for process in self.processes.all:
                 process._pause = RestartPause(first_seconds=0.02, longest_seconds=0.05)
         self.tiers = open_tiers(self.config, io, self.counters, host=self.processes)
-        self.pool = self.staging = CountingPool(STAGING_BYTES, STORE_SHARE, arena=self.memory.view)
-        self._engine = TransferEngine(
-            io=io,
-            tiers=self.tiers,
-            staging=self.staging,
-            copier=self.copier,
-            layouts=self.layouts,
-            counters=self.counters,
-            processes=self.processes,
-        )
+        self.pool = CountingPool(STAGING_BYTES, STORE_SHARE, arena=self.memory.view)
+        self.start_with(self.pool, self.processes)
 
     def announce(self, *objects: TransferObject) -> None:
         """Announce stores, and wait for the tiers' answers."""
         self.engine.announce_stores(objects)
+        self.wait_for_answers(*objects)
+
+    def wait_for_answers(self, *objects: TransferObject) -> None:
         grants = self.engine._stores._grants
         self.step_until(lambda: all(one.key in grants._answers for one in objects if one.key in grants._expected))
 

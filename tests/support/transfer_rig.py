@@ -12,6 +12,7 @@ from offload_backend_disk import DiskBackend, DiskOptions
 
 from offload_core.api.backend import BackendType
 from offload_core.config.model import BackendConfig, TierConfig
+from offload_core.io_process.processes import IoProcesses
 from offload_core.memory.block_copier import BlockSlice, CpuBlockCopier
 from offload_core.memory.canonical import CanonicalKVCaches, LayerPages
 from offload_core.memory.payload_layout import PackLayout
@@ -120,14 +121,19 @@ class Rig:
 
     def start(self, staging_bytes: int = 0, pool: type[StagingPool] = StagingPool) -> TransferEngine:
         uses = staging_uses((tier.config.staging_share, tier.encodes) for tier in self.tiers)
-        self.staging = pool(staging_bytes or smallest_pool_bytes(self.largest_payload_bytes, uses), STORE_SHARE)
+        staging_bytes = staging_bytes or smallest_pool_bytes(self.largest_payload_bytes, uses)
+        return self.start_with(pool(staging_bytes, STORE_SHARE))
+
+    def start_with(self, staging: StagingPool, processes: IoProcesses | None = None) -> TransferEngine:
+        self.staging = staging
         self._engine = TransferEngine(
             io=self.io,
             tiers=self.tiers,
-            staging=self.staging,
+            staging=staging,
             copier=self.copier,
             layouts=self.layouts,
             counters=self.counters,
+            processes=processes,
         )
         return self._engine
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offload_backend_cpu.free_pages import FreePages, Run
-from offload_core.api import SharedMemory
+from offload_core.api import SharedMemory, address_of
 
 PAGE_BYTES = 4096
 
@@ -123,8 +123,7 @@ class Arena:
 
     def is_lent(self, runs: tuple[Run, ...], buffer: memoryview) -> bool:
         """Return whether ``buffer`` begins where ``runs`` do, so that it needs no copy."""
-        address = np.frombuffer(buffer, dtype=np.uint8).ctypes.data if len(buffer) else None
-        return len(runs) == 1 and address == self.address + runs[0][0] * PAGE_BYTES
+        return len(runs) == 1 and bool(buffer) and address_of(buffer) == self.address + runs[0][0] * PAGE_BYTES
 
     def close(self) -> None:
         """Give the memory up. It stays until nobody uses a view of it."""

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
+from offload_core.api.backend import LoadOutcome
 from offload_core.api.events import Event
 from offload_core.api.keys import ObjectKey
 from offload_core.api.memory.shared_memory import SharedMemory
@@ -25,7 +26,7 @@ from offload_core.io_process.serving.scratch import CallScratch, MappedPiece
 from offload_core.io_process.serving.tier import ServedTier, in_parts
 from offload_core.runtime.doorbell import Doorbell
 from offload_core.runtime.io_loop import run_all
-from offload_core.tiers.calls.lent_objects import LentGroup, LentObject, Loan, WantedObject
+from offload_core.tiers.calls.lent_objects import Lent, LentObject, WantedObject
 from offload_core.tiers.object_io import LoadEnd, answer
 from offload_core.tiers.staged_object import StagedObject, seal_all
 from offload_core.tiers.storage import LocalStorage, StoreEnd
@@ -300,7 +301,7 @@ class ServedClient:
     async def _borrow(self, used: _UsedTier, body: protocol.Reader) -> bytes:
         number, wanted, tier = body.lending(), body.wanted(), used.tier
 
-        async def borrow(part: Sequence[WantedObject]) -> Loan:
+        async def borrow(part: Sequence[WantedObject]) -> Lent[LoadOutcome]:
             async with tier.load_slots.held(time.monotonic() + tier.longest_call_seconds):
                 return await used.storage.borrow(part)
 
@@ -334,7 +335,7 @@ class ServedClient:
         for key, piece in zip(keys, pieces, strict=True):
             if used is not None and piece.lending:
                 view = self._lendings.view(used.number, piece.lending, piece.offset, piece.nbytes)
-                staged.append(StagedObject(key, LentObject(view, _HELD), None, piece.spare, piece.unsealed))
+                staged.append(StagedObject(key, LentObject(view), None, piece.spare, piece.unsealed))
                 continue
             lease = cast("Lease", MappedPiece(self._view(piece.offset, piece.nbytes)))
             second = None
@@ -360,10 +361,6 @@ class ServedClient:
     def _on_error(self, error: Exception) -> None:
         logger.error("a process of the engine is served no more, since its message is damaged: %s", error)
         self.end()
-
-
-_HELD = LentGroup(1, lambda: None)
-"""The group of lent memory that a process of the engine holds, and gives back itself."""
 
 
 _CALLS = {

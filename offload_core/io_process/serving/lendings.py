@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import numpy as np
-
+from offload_core.api.memory.addresses import address_of
 from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.io_process.protocol import NO_PIECE, ProtocolError
 from offload_core.runtime.io_loop import run_all
-from offload_core.tiers.calls.lent_objects import Grant, Loan
+from offload_core.tiers.calls.lent_objects import Lent, OutcomeT
 from offload_core.tiers.storage import LocalStorage
 
 logger = logging.getLogger(__name__)
 
-LoanT = TypeVar("LoanT", Loan, Grant)
-
 
 class _Kept(NamedTuple):
     storage: LocalStorage
-    lent: Sequence[Loan | Grant]
+    lent: Sequence[Lent[Any]]
     views: Mapping[int, memoryview]
     """By their position in the lent memory."""
 
@@ -37,8 +34,8 @@ class Lendings:
         self._kept: dict[tuple[int, int], _Kept] = {}
 
     async def keep(
-        self, tier: int, number: int, storage: LocalStorage, calls: Iterable[Coroutine[Any, Any, LoanT]]
-    ) -> tuple[list[LoanT], list[int]]:
+        self, tier: int, number: int, storage: LocalStorage, calls: Iterable[Coroutine[Any, Any, Lent[OutcomeT]]]
+    ) -> tuple[list[Lent[OutcomeT]], list[int]]:
         """Make calls that lend, and keep their memory until :meth:`give_back`.
 
         Returns:
@@ -48,9 +45,9 @@ class Lendings:
         Raises:
             Exception: the error of a call. Nothing is kept then.
         """
-        lent: list[LoanT] = []
+        lent: list[Lent[OutcomeT]] = []
 
-        async def one(call: Coroutine[Any, Any, LoanT]) -> LoanT:
+        async def one(call: Coroutine[Any, Any, Lent[OutcomeT]]) -> Lent[OutcomeT]:
             result = await call
             lent.append(result)
             return result
@@ -97,7 +94,7 @@ class Lendings:
             await self.give_back(tier, number)
 
 
-async def _release(storage: LocalStorage, lent: Iterable[Loan | Grant]) -> None:
+async def _release(storage: LocalStorage, lent: Iterable[Lent[Any]]) -> None:
     for one in lent:
         try:
             await one.release()
@@ -108,9 +105,5 @@ async def _release(storage: LocalStorage, lent: Iterable[Loan | Grant]) -> None:
 def _offsets(memory: SharedMemory | None, views: Sequence[memoryview | None]) -> list[int]:
     if memory is None:
         return [NO_PIECE] * len(views)
-    start = _address(memory.view)
-    return [NO_PIECE if view is None else _address(view) - start for view in views]
-
-
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+    start = address_of(memory.view)
+    return [NO_PIECE if view is None else address_of(view) - start for view in views]

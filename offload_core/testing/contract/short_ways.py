@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
-import numpy as np
-
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.checked_loads import CHECK_BYTES
 from offload_core.api.keys import ObjectKey
+from offload_core.api.memory.addresses import address_of
 from offload_core.testing.contract.capacity import MAX_OBJECTS, OBJECT_BYTES
 from offload_core.testing.contract.checks import contract_test, expect, expect_bytes, expect_results
 from offload_core.testing.rig.clients import Client, Rig, content
@@ -185,12 +184,12 @@ class LendingContract:
         memory = client.backend.lent_memory
         if memory is None:  # this process alone uses the views
             return
-        start = _address(memory.view)
+        start = address_of(memory.view)
         new = lending_rig.key()
         async with client.loading(list(objects)) as loading, client.storing([new], [5000]) as storing:
             for view in (*loading.lend(), *storing.lend()):
                 if view is not None:
-                    offset = _address(view) - start
+                    offset = address_of(view) - start
                     expect(
                         0 <= offset <= memory.nbytes - len(view),
                         f"C25: a view of {len(view)} bytes is at byte {offset} of a lent memory of {memory.nbytes}",
@@ -199,7 +198,7 @@ class LendingContract:
 
 def expect_disjoint(views: Sequence[memoryview]) -> None:
     """Fail if two views share a byte."""
-    pieces = sorted((_address(view), len(view)) for view in views if len(view))
+    pieces = sorted((address_of(view), len(view)) for view in views if len(view))
     for (start, nbytes), (after, _) in combinations(pieces, 2):
         expect(start + nbytes <= after, "C25: two views for objects to store share bytes")
 
@@ -213,7 +212,3 @@ async def _expect_stored(client: Client, objects: Mapping[ObjectKey, bytes], how
     for key, wanted in objects.items():
         _, got = await client.get(key, len(wanted))
         expect_bytes("C25", f"an object {how}", got, wanted)
-
-
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
-from offload_core.api.backend import LoadOutcome
+from offload_core.api.backend import LoadOutcome, StoreOutcome
+from offload_core.api.events import Operation
 from offload_core.api.keys import ObjectKey
-from offload_core.tiers.calls.lent_objects import BorrowEnd, ReserveEnd, WantedObject
+from offload_core.tiers.calls.lent_objects import LendingEnd, OutcomeT, WantedObject
 from offload_core.tiers.circuit_breaker import Call
 from offload_core.tiers.health import TierHealth
 from offload_core.tiers.object_io import LoadEnd
@@ -58,7 +60,9 @@ class TierLending:
         """True if the tier lends memory now."""
         return self._storage.lends
 
-    def start_borrow(self, wanted: Sequence[WantedObject], on_end: Callable[[BorrowEnd | None], None]) -> bool:
+    def start_borrow(
+        self, wanted: Sequence[WantedObject], on_end: Callable[[LendingEnd[LoadOutcome] | None], None]
+    ) -> bool:
         """Start a load of objects that stay in the tier's memory, where they are verified.
 
         Args:
@@ -68,36 +72,32 @@ class TierLending:
         Returns:
             ``False`` if nothing is loaded, and ``on_end`` will not be called.
         """
-        started = time.monotonic()
-        call = self._health.begin("load")
-        if call is None:
-            return False
 
-        def ended(end: BorrowEnd | Exception) -> None:
-            self._health.ended(call)
+        def ended(call: Call, started: float, end: LendingEnd[LoadOutcome] | Exception) -> None:
             if isinstance(end, Exception):
                 self._load_ended(call, wanted, started, end)
-                on_end(None)
                 return
             answers = [(one, got) for one, got in zip(wanted, end.outcomes, strict=True) if got is not None]
             nbytes = sum(one.nbytes for one, got in answers if got is LoadOutcome.HIT)
             found = LoadEnd([got for _, got in answers], nbytes)
             self._load_ended(call, [one for one, _ in answers], started, found)
-            if corrupt := [one.key for one, got in answers if got is LoadOutcome.CORRUPT]:
+
+        def hand_over(end: LendingEnd[LoadOutcome] | None) -> None:
+            outcomes = [] if end is None else end.outcomes
+            pairs = zip(wanted, outcomes, strict=False)  # there may be no outcomes
+            if corrupt := [one.key for one, outcome in pairs if outcome is LoadOutcome.CORRUPT]:
                 self._delete(corrupt, lambda: on_end(end))
             else:
                 on_end(end)
 
-        try:
-            self._storage.start_borrow(wanted, ended)
-        except Exception as error:
-            self._health.ended(call)
-            self._load_ended(call, wanted, started, error)
-            return False
-        return True
+        return self._start("load", partial(self._storage.start_borrow, wanted), ended, hand_over)
 
-    def start_reserve(self, wanted: Sequence[WantedObject], on_end: Callable[[ReserveEnd | None], None]) -> bool:
+    def start_reserve(
+        self, wanted: Sequence[WantedObject], on_end: Callable[[LendingEnd[StoreOutcome] | None], None]
+    ) -> bool:
         """Start a reservation of the tier's memory, which is filled and then stored as staging memory is.
+
+        A reservation that works says nothing about stores, so that only their ends count for the health.
 
         Args:
             on_end: as for :meth:`start_borrow`.
@@ -105,29 +105,47 @@ class TierLending:
         Returns:
             ``False`` if nothing is reserved, and ``on_end`` will not be called.
         """
-        started = time.monotonic()
-        call = self._health.begin("store")
-        if call is None:
-            return False
 
-        def ended(end: ReserveEnd | Exception) -> None:
-            self._health.ended(call)
+        def ended(call: Call, started: float, end: LendingEnd[StoreOutcome] | Exception) -> None:
             if isinstance(end, Exception):
                 self._failed(call, [one.key for one in wanted], end)
-                on_end(None)
                 return
             answers = zip(wanted, end.outcomes, strict=True)
             final = [(one, StoreEnd(got, one.nbytes)) for one, got in answers if got is not None]
             if final:
                 self._store_ended(call, [one for one, _ in final], started, [got for _, got in final])
-            else:
-                self._health.succeeded(call)
-            on_end(end)
+
+        return self._start("store", partial(self._storage.start_reserve, wanted), ended, on_end)
+
+    def _start(
+        self,
+        operation: Operation,
+        start: Callable[[Callable[[LendingEnd[OutcomeT] | Exception], None]], None],
+        ended: Callable[[Call, float, LendingEnd[OutcomeT] | Exception], None],
+        hand_over: Callable[[LendingEnd[OutcomeT] | None], None],
+    ) -> bool:
+        """Start a call if the health admits it.
+
+        Args:
+            ended: records the end.
+            hand_over: gets the end afterwards, or ``None`` after an error.
+        """
+        started = time.monotonic()
+        call = self._health.begin(operation)
+        if call is None:
+            return False
+
+        def on_end(end: LendingEnd[OutcomeT] | Exception) -> None:
+            self._health.ended(call)
+            try:
+                ended(call, started, end)
+            finally:  # lent memory must reach its borrower
+                hand_over(None if isinstance(end, Exception) else end)
 
         try:
-            self._storage.start_reserve(wanted, ended)
+            start(on_end)
         except Exception as error:
             self._health.ended(call)
-            self._failed(call, [one.key for one in wanted], error)
+            ended(call, started, error)
             return False
         return True

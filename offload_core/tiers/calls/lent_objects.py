@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 
 if TYPE_CHECKING:
     import torch
+
+OutcomeT = TypeVar("OutcomeT", LoadOutcome, StoreOutcome)
 
 
 class WantedObject(NamedTuple):
@@ -26,22 +28,29 @@ class WantedObject(NamedTuple):
     """For a store, whether it may use free capacity only."""
 
 
+def _nothing() -> None:
+    """Do nothing: the holder of the memory gives it back itself."""
+
+
 class LentObject:
     """The lent memory of one object, in the place of a lease. Release it exactly once, after the last use of its view.
 
     Args:
+        on_release: called by the release.
         lending: the number of the reservation at the storage that lends it.
         offset: position in the lent memory, in bytes; 0 if no other process maps that.
     """
 
-    __slots__ = ("_group", "lending", "nbytes", "offset", "view")
+    __slots__ = ("_on_release", "lending", "nbytes", "offset", "view")
 
-    def __init__(self, view: memoryview, group: LentGroup, lending: int = 0, offset: int = 0) -> None:
+    def __init__(
+        self, view: memoryview, on_release: Callable[[], None] = _nothing, lending: int = 0, offset: int = 0
+    ) -> None:
         self.view = view
         self.nbytes = len(view)
         self.lending = lending
         self.offset = offset
-        self._group = group
+        self._on_release = on_release
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -52,10 +61,10 @@ class LentObject:
 
     def release(self) -> None:
         """Give the memory back."""
-        self._group.release_one()
+        self._on_release()
 
 
-class LentGroup:
+class _LentGroup:
     """The objects that one reservation lends. Thread-safe.
 
     Args:
@@ -83,50 +92,29 @@ class LentGroup:
             self._on_release()
 
 
-class Loan(NamedTuple):
-    """Stored objects that a backend lends; see :class:`BorrowEnd`. Its holder calls ``release`` once."""
+class Lent(NamedTuple, Generic[OutcomeT]):
+    """Memory that a backend lends; see :class:`LendingEnd`. Its holder calls ``release`` once."""
 
-    outcomes: list[LoadOutcome | None]
+    outcomes: list[OutcomeT | None]
     views: list[memoryview | None]
     release: Callable[[], Awaitable[None]]
 
 
-class Grant(NamedTuple):
-    """Memory that a backend lends for stores; see :class:`ReserveEnd`. Its holder calls ``release`` once."""
-
-    outcomes: list[StoreOutcome | None]
-    views: list[memoryview | None]
-    release: Callable[[], Awaitable[None]]
-
-
-class BorrowEnd(NamedTuple):
-    """The end of a loan of stored objects.
+class LendingEnd(NamedTuple, Generic[OutcomeT]):
+    """The end of a loan of stored objects, or of a reservation for objects that will be stored.
 
     Args:
-        outcomes: one per object; ``None`` if the object is there and not lent, so that it must be loaded.
-        lent: the memory of each hit, verified.
+        outcomes: one per object. ``None`` means for a load that the object is there and not lent, so that it must be
+            loaded, and for a store that the object may be stored.
+        lent: the memory of each hit, verified; or the memory to fill and to store.
     """
 
-    outcomes: list[LoadOutcome | None]
+    outcomes: list[OutcomeT | None]
     lent: list[LentObject | None]
 
 
-class ReserveEnd(NamedTuple):
-    """The end of a reservation for stores.
-
-    Args:
-        outcomes: one per object; ``None`` if it may be stored. Any other outcome is final.
-        lent: the memory to fill and to store, of each object that may be stored in that way.
-    """
-
-    outcomes: list[StoreOutcome | None]
-    lent: list[LentObject | None]
-
-
-BorrowEnded = Callable[[BorrowEnd | Exception], None]
-"""Gets the end of a loan, or the backend's error. It is called once, on any thread."""
-ReserveEnded = Callable[[ReserveEnd | Exception], None]
-"""Gets the end of a reservation, or the backend's error. It is called once, on any thread."""
+LendingEnded = Callable[[LendingEnd[OutcomeT] | Exception], None]
+"""Gets the end of a loan or reservation, or the backend's error. It is called once, on any thread."""
 
 
 def lend(
@@ -142,8 +130,8 @@ def lend(
     if not count:
         on_release()
         return [None] * len(views)
-    group = LentGroup(count, on_release)
+    group = _LentGroup(count, on_release)
     return [
-        None if view is None else LentObject(view, group, lending, offset)
+        None if view is None else LentObject(view, group.release_one, lending, offset)
         for view, offset in zip(views, offsets or [0] * len(views), strict=True)
     ]

@@ -64,6 +64,8 @@ class WorkerHalf:
         self._namespaces: dict[str, str] = {}
         self._adapters: dict[str, str] = {}
         self._loads: dict[int, RequestLoad] = {}
+        self._stores: tuple[TransferObject, ...] = ()
+        """Objects that this step completes."""
         groups = kv_cache_config.kv_cache_groups
         self._uses_partial_loads = len(groups) == 1 and all(pack.policy.kind == "full" for pack in planner.packs)
         """True if the engine can use a part of a load: vLLM accepts missing blocks for a single group only."""
@@ -128,8 +130,9 @@ class WorkerHalf:
         if metadata.touches:  # before the stores, which may evict
             keys = [self._key(touch.chunk) for touch in metadata.touches]
             self._transfer_engine.touch(keys, [touch.spare for touch in metadata.touches])
-        if metadata.stores:
-            self._transfer_engine.announce_stores(self._objects(metadata.stores))
+        self._stores = self._objects(metadata.stores)
+        if self._stores:
+            self._transfer_engine.announce_stores(self._stores)
 
     def start_loads(self, metadata: StepMetadata) -> None:
         """Start this step's loads and cancel the loads that this step no longer needs."""
@@ -147,10 +150,14 @@ class WorkerHalf:
         for job_id in metadata.cancelled_jobs:  # after the loads: a request can finish in the step that starts its load
             engine.cancel_load(job_id)
 
-    def store(self, metadata: StepMetadata) -> None:
-        """Copy this step's completed blocks to staging. Call it after the forward pass, before any block is reused."""
-        if metadata.stores:
-            self._transfer_engine.submit_stores(self._objects(metadata.stores))
+    def store(self) -> None:
+        """Copy the completed blocks that :meth:`announce_stores` has announced.
+
+        Call it after the forward pass, before any block is reused.
+        """
+        stores, self._stores = self._stores, ()
+        if stores:
+            self._transfer_engine.submit_stores(stores)
 
     def collect(self, metadata: StepMetadata) -> tuple[set[str], set[str]]:
         """Copy arrived objects into the KV cache and collect the results of loads and stores.

@@ -25,7 +25,6 @@ from offload_core.objects.format import object_bytes
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.restart_pause import RestartPause
 from offload_core.tiers.opening import open_tiers
-from offload_core.transfer.engine import TransferEngine
 from tests.core.io_process import commanded
 from tests.support.process_state import io_process_ids, is_running
 from tests.support.transfer_rig import SECONDS, Rig, WatchedCopier
@@ -209,16 +208,8 @@ class BorderRig(Rig):
             self.processes.release(SECONDS)
             self.kills.close()
             raise
-        self.staging = self.pool = GuardedPool(staging_bytes, STORE_SHARE, self.memory.view)
-        self._engine = TransferEngine(
-            io=io,
-            tiers=self.tiers,
-            staging=self.pool,
-            copier=self.copier,
-            layouts=self.layouts,
-            counters=self.counters,
-            processes=self.processes,
-        )
+        self.pool = GuardedPool(staging_bytes, STORE_SHARE, self.memory.view)
+        self.start_with(self.pool, self.processes)
 
     @property
     def object_lease_bytes(self) -> int:

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from offload_core.api.backend import LoadOutcome
+from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.config.loading import load_config
 from offload_core.io_process.protocol import NO_PIECE, ProtocolError
 from offload_core.io_process.serving.lendings import Lendings
-from offload_core.tiers.calls.lent_objects import Grant, WantedObject
+from offload_core.tiers.calls.lent_objects import Lent, WantedObject
 from offload_core.tiers.storage import LocalStorage, StorageEvents
 from offload_core.tiers.tier_backend import TierBackend
 
@@ -89,7 +89,7 @@ def test_memory_that_is_not_lent_cannot_be_stored(storage: LocalStorage) -> None
 
 
 def test_nothing_is_kept_of_a_call_that_fails(storage: LocalStorage) -> None:
-    async def fail() -> Grant:
+    async def fail() -> Lent[StoreOutcome]:
         raise OSError("the medium is gone")
 
     async def run() -> None:

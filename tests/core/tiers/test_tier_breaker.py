@@ -271,6 +271,15 @@ def test_lookups_that_are_refused_since_others_hang_open_the_breaker(made: Calla
     assert not rig.tier.health.admits("lookup")
 
 
+def test_a_lookup_without_any_time_is_late_at_once(made: Callable[..., Rig]) -> None:
+    rig = made()
+    gate = rig.backend.gates["contains"]
+    gate.shut()
+    rig.io.submit(rig.tier.lookup([key(1)], within_seconds=0.0))
+    until(lambda: rig.total("lookup_timeouts") == 1)
+    gate.open()
+
+
 def test_lookups_past_their_deadline_do_not_pile_up(made: Callable[..., Rig]) -> None:
     rig = made(breaker_failures=1000, lookup_timeout_seconds=SHORT_SECONDS)
     rig.store(1)

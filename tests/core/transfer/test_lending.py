@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import signal
@@ -15,12 +16,14 @@ import torch
 from offload_backend_cpu import CpuBackend
 from offload_backend_cpu.arena import Arena
 
+from offload_core.api.backend import StoreOutcome
 from offload_core.io_process.process import IoProcess
+from offload_core.io_process.session import Session
 from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.runtime.io_loop import IoLoop
-from offload_core.tiers.calls.lent_objects import ReserveEnd
+from offload_core.tiers.calls.lent_objects import LendingEnd
 from tests.support.lending_rig import LendingRig
-from tests.support.transfer_rig import WatchedCopier, item
+from tests.support.transfer_rig import SECONDS, WatchedCopier, item
 
 FIRST, LAST = 0, 8
 CAPACITY_OBJECTS = 16
@@ -96,7 +99,7 @@ def test_an_answer_that_comes_too_late_gives_its_memory_back(rig: LendingRig, mo
     lending = rig.tiers[0].lending
     start, answers = lending.start_reserve, queue.SimpleQueue[Callable[[], None]]()
 
-    def start_and_hold_the_answer(wanted: Any, on_end: Callable[[ReserveEnd | None], None]) -> bool:
+    def start_and_hold_the_answer(wanted: Any, on_end: Callable[[LendingEnd[StoreOutcome] | None], None]) -> bool:
         return start(wanted, lambda end: answers.put(partial(on_end, end)))
 
     monkeypatch.setattr(lending, "start_reserve", start_and_hold_the_answer)
@@ -104,7 +107,7 @@ def test_an_answer_that_comes_too_late_gives_its_memory_back(rig: LendingRig, mo
     rig.step_until(lambda: not answers.empty())
     rig.engine.submit_stores(objects())
     answers.get()()
-    assert rig.engine.drain_stores(30)
+    assert rig.engine.drain_stores(SECONDS)
     assert set(rig.store_results().values()) == {True}
     monkeypatch.undo()
     stored = objects(CAPACITY_OBJECTS, first=20)
@@ -217,7 +220,7 @@ def test_a_loaded_object_in_lent_memory_reaches_a_slower_tier(io: IoLoop, tmp_pa
         assert store_lent(rig, objects())
         for block in (20, 30):
             expect_loaded(rig, objects(), block)
-        assert rig.engine.drain_stores(30)
+        assert rig.engine.drain_stores(SECONDS)
         rig.load(*elsewhere(objects()), tier="disk")
         assert rig.result().status == "loaded"
         for number in range(LAST):
@@ -244,7 +247,7 @@ def test_a_killed_io_process_loses_objects_and_nothing_else(io: IoLoop, tmp_path
             os.kill(pid, signal.SIGKILL)
             rig.engine.submit_stores(objects(4, first + 24))  # their memory has lost its process
             assert rig.result().status in ("failed", "loaded")
-            assert rig.engine.drain_stores(30)
+            assert rig.engine.drain_stores(SECONDS)
             rig.store_results()
             wait_for_replacement(rig, process, pid)
         stored = objects(CAPACITY_OBJECTS)
@@ -252,3 +255,65 @@ def test_a_killed_io_process_loses_objects_and_nothing_else(io: IoLoop, tmp_path
         expect_loaded(rig, stored)
     finally:
         rig.close()
+
+
+def test_memory_that_cannot_be_mapped_is_not_used(
+    io: IoLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuse(_: Session, tier: int) -> None:
+        raise OSError("no address space is left")
+
+    monkeypatch.setattr(Session, "lent_memory", refuse)
+    rig = LendingRig(io, tmp_path, "engine")
+    try:
+        assert store_lent(rig, objects())
+        expect_loaded(rig, objects())
+        assert rig.pool.leases == 2 * (LAST - FIRST)
+        assert "tier 'cpu': its memory cannot be mapped" in caplog.text
+        assert "no address space is left" in caplog.text
+    finally:
+        rig.close()
+
+
+def test_memory_is_reserved_after_the_last_touch_which_sets_the_order_of_eviction(
+    local_rig: LendingRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = local_rig
+    store_lent(rig, objects(CAPACITY_OBJECTS))
+    touch_may_go_on, touch = asyncio.Event(), rig.tiers[0].touch
+
+    async def touch_later(keys: Any, spare: Any) -> None:
+        await touch_may_go_on.wait()
+        await touch(keys, spare)
+
+    monkeypatch.setattr(rig.tiers[0], "touch", touch_later)
+    oldest = objects(8)
+    rig.engine.touch([one.key for one in oldest], [False] * len(oldest))
+    rig.engine.announce_stores(objects(8, 20))
+    io_loop_has_turned(rig)
+    assert rig.counted("evictions", "cpu") == 0, "the touch has not come yet"
+    rig.io.loop.call_soon_threadsafe(touch_may_go_on.set)
+    rig.wait_for_answers(*objects(8, 20))
+    assert set(rig.store_all(*objects(8, 20)).values()) == {True}
+    expect_loaded(rig, oldest)
+
+
+def io_loop_has_turned(rig: LendingRig) -> None:
+    for _ in range(20):
+        rig.io.submit(asyncio.sleep(0)).result(SECONDS)
+
+
+def test_stores_that_fail_after_their_reservation_pause_the_tier(
+    local_rig: LendingRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = local_rig
+
+    def fail(*_: object) -> bool:
+        raise OSError("the memory is gone")
+
+    monkeypatch.setattr(Arena, "is_lent", fail)
+    for first in range(30):
+        if not rig.tiers[0].health.available:
+            break
+        assert not store_lent(rig, objects(1, first))
+    assert not rig.tiers[0].health.available, "a reservation counts as a store that has worked"
