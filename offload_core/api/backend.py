@@ -225,9 +225,8 @@ class Backend(ABC, Generic[OptionsT]):
     def lends(self) -> bool:
         """``True`` if the core may use the views of reservations.
 
-        By default it is ``True`` if the capability ``lends`` is declared, with one exception: in a subclass that
-        overrides ``load_into`` without ``prepare_load``, or ``store`` without ``prepare_store``. Such a subclass sees
-        every load and store.
+        By default it is ``True`` if the capability ``lends`` is declared. The exception is a subclass that overrides
+        ``load_into`` without ``prepare_load``, or ``store`` without ``prepare_store``. It sees every load and store.
         """
         return self.capabilities.lends and lending_is_consistent(self)
 

@@ -104,8 +104,8 @@ class LendingEnd(NamedTuple, Generic[OutcomeT]):
     """The end of a loan of stored objects, or of a reservation for objects that will be stored.
 
     Args:
-        outcomes: one per object. ``None`` means for a load that the object is there and not lent, so that it must be
-            loaded, and for a store that the object may be stored.
+        outcomes: one per object. For a load, ``None`` means that the object is there and not lent, so it must be
+            loaded. For a store, ``None`` means that the object may be stored.
         lent: the memory of each hit, verified; or the memory to fill and to store.
     """
 
