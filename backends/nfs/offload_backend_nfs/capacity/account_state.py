@@ -128,6 +128,11 @@ class AccountState(_Stored):
         """Bytes that become free when the pending evictions are done."""
         return sum(batch.nbytes for batch in self.pending_evictions.values())
 
+    @property
+    def is_deleting(self) -> bool:
+        """``True`` if objects may be gone whose bytes are not subtracted yet, or will soon be."""
+        return any(batch.phase == DELETING for batch in self.pending_evictions.values())
+
     def has_live(self, member_id: str) -> bool:
         """Return whether a process is a member whose lease has not expired."""
         member = self.members.get(member_id)

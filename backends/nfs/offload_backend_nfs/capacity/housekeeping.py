@@ -199,10 +199,11 @@ class Housekeeping:
                     if used:
                         found_in_log.add(found.key)
                     victims.offer(recency(used, found.stored_at_seconds), found.key, found.nbytes)
-        self._record.change(lambda state: _corrected(state, before, total, expired))
-        self._evictions.recount_due = False
-        for member_id in expired:
-            self._files.delete([lease_file(member_id)])
+        state = self._record.change(lambda state: _corrected(state, before, total, expired))
+        if not state.is_deleting:
+            self._evictions.recount_due = False
+            for member_id in expired:
+                self._files.delete([lease_file(member_id)])
         if excess:
             self._usage_log.keep_only(found_in_log)
             # The account may have been wrong. Only the counted bytes decide.
@@ -277,6 +278,10 @@ def _corrected(state: AccountState, before: AccountState, total: int, expired: l
     The smaller one is right, with one exception. If the scan found more than the account can explain, objects came from
     elsewhere, and the first limit is right.
 
+    Nothing is corrected while objects are being deleted. The scan may have missed an object that is gone, whose bytes
+    would then be subtracted a second time. Nor is a new account counted by a scan during which objects were deleted,
+    since it may have found them.
+
     Args:
         before: the state when the scan began.
         total: the bytes found by the scan.
@@ -284,6 +289,8 @@ def _corrected(state: AccountState, before: AccountState, total: int, expired: l
     """
     if state.counted != before.counted or state.written_bytes < before.written_bytes:
         return None  # another account has replaced this one
+    if state.is_deleting or (not state.counted and state.removed_bytes != before.removed_bytes):
+        return None
     at_most = total + state.written_bytes - before.written_bytes
     expired_quota_bytes = sum(member.quota_bytes for name, member in state.members.items() if name in expired)
     explained = state.occupied_bytes + state.removed_bytes - before.removed_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import hypothesis
 import pytest
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ from hypothesis.stateful import (
 )
 from offload_backend_nfs.capacity.account_options import AccountOptions
 
+from offload_core.api.backend import StoredObject
 from offload_core.api.keys import ObjectKey
 from tests.backends.nfs.capacity.simulation import Host, World
 
@@ -178,6 +181,65 @@ class Hosts(RuleBasedStateMachine):
         if reader.bounded_store.state.counted:
             assert reader.bounded_store.state.occupied_bytes == self.world.real_bytes
         reader.do(reader.bounded_store.close)
+
+
+def test_a_scan_beside_a_deletion_subtracts_nothing_twice() -> None:
+    """The scan misses an object that is gone, and its bytes are subtracted after the scan."""
+    world = World()
+    options = AccountOptions(CAPACITY, grace_seconds=0.0, lease_seconds=LEASE_SECONDS, quota_unit_bytes=0)
+    housekeeper, other = Host(world, options), Host(world, options)
+    for host in (housekeeper, other):
+        host.do(host.bounded_store.open)
+    housekeeper.do(lambda: housekeeper.put([key(0), key(1)], [400, 400]))
+    for host in (housekeeper, other):  # all bytes move from the quota to the account
+        host.do(host.bounded_store.step)
+
+    other.start(lambda: other.discard([key(1)]))
+    while key(1) in world.objects:
+        other.advance()
+    housekeeper.do(housekeeper.bounded_store._housekeeping._scan)
+    other.finish()
+    housekeeper.do(housekeeper.bounded_store.step)
+
+    assert housekeeper.bounded_store.state.occupied_bytes == world.real_bytes == 400
+    for host in (other, housekeeper):
+        host.do(host.bounded_store.close)
+
+
+def test_a_new_account_is_counted_without_the_objects_that_were_deleted_meanwhile() -> None:
+    world = World()
+    options = AccountOptions(CAPACITY, grace_seconds=0.0, lease_seconds=LEASE_SECONDS, quota_unit_bytes=0)
+    for number in range(4):  # four pages, so that opening does not count them
+        world.objects[key(number)] = (200, 0.0)
+    housekeeper, other = Host(world, options), Host(world, options)
+    for host in (housekeeper, other):
+        host.do(host.bounded_store.open)
+    assert not housekeeper.bounded_store.state.counted
+
+    found: list[int] = []
+
+    def scan() -> None:
+        pages = housekeeper.pages
+
+        def counted_pages() -> Iterator[Sequence[StoredObject]]:
+            for page in pages():
+                found.append(len(page))
+                yield page
+
+        housekeeper.pages = counted_pages  # type: ignore[method-assign]
+        housekeeper.bounded_store.step()
+
+    housekeeper.start(scan)
+    while not found:  # the first page has the object that is deleted
+        housekeeper.advance()
+    other.do(lambda: other.discard([key(0)]))
+    housekeeper.finish()
+    housekeeper.do(housekeeper.bounded_store.step)
+
+    assert housekeeper.bounded_store.state.counted
+    assert housekeeper.bounded_store.state.occupied_bytes == world.real_bytes == 600
+    for host in (other, housekeeper):
+        host.do(host.bounded_store.close)
 
 
 SETTINGS = hypothesis.settings(
