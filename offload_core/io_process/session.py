@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from itertools import count
-from typing import Final
 
 from offload_core.api.cancellation import to_the_end
 from offload_core.api.memory.shared_memory import SharedMemory
@@ -30,13 +28,13 @@ from offload_core.io_process.log_relay import relay
 from offload_core.io_process.meeting_point import MeetingPoint
 from offload_core.io_process.messages import Lane, MessageChannel, RingPair, make_rings
 from offload_core.io_process.protocol import Kind, Message
+from offload_core.io_process.start import make_companion
 from offload_core.runtime.companion_process import CompanionProcess
 from offload_core.runtime.doorbell import Doorbell
 from offload_core.tiers.storage import StorageAwayError
 
 logger = logging.getLogger(__name__)
 
-MODULE: Final = "offload_core.io_process"
 _PING_SECONDS = 1.0
 _BUSY_LOOK_SECONDS, _IDLE_LOOK_SECONDS = 0.05, 0.25
 _KILL_SECONDS = 0.2
@@ -173,18 +171,7 @@ class Session:
         if listener is not None:
             descriptors["listener"] = listener.fileno()
             self._theirs.append(listener)
-        payload = {
-            "protocol": protocol.VERSION,
-            "config": dict(self._config.keys),
-            "log_level": logging.getLogger("offload_core").getEffectiveLevel(),
-        }
-        self._process = process = CompanionProcess(
-            MODULE,
-            descriptors=descriptors,
-            payload=json.dumps(payload, default=str).encode(),  # a script may pass paths
-            limits=self._config.settings.io_process_limits,
-            on_end=self._ended_on_any_thread,
-        )
+        self._process = process = make_companion(self._config, descriptors, self._ended_on_any_thread)
         await to_the_end(self._loop.run_in_executor(self._threads, process.start))
         self._close_theirs()
         await control.ready

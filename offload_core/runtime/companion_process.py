@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from offload_core.runtime.companion_child import ProcessLimits, StartMessage
 
@@ -40,8 +40,8 @@ class CompanionProcess:
     the child when the *thread* that started it ends, so a daemon thread starts the child and lives as long as it.
     Forks of this process must not use this object.
 
-    The child has this process's environment, session, standard output and standard error. Its command line is the
-    interpreter, ``-m`` and the module.
+    The child has this process's session, standard output, standard error, and environment but for ``withheld``. Its
+    command line is the interpreter, ``-m`` and the module.
 
     Args:
         module: full name of the module, which this process can import.
@@ -49,6 +49,7 @@ class CompanionProcess:
             its own after the start.
         payload: bytes for the child's program. May be secret: they travel in anonymous memory.
         limits: the share of the machine that the child gets.
+        withheld: names of environment variables that the child does not get.
         on_end: called once with the words of :func:`describe_end`, on the daemon thread, after :attr:`is_alive` has
             become false. Not called if the start fails.
 
@@ -63,6 +64,7 @@ class CompanionProcess:
         descriptors: Mapping[str, int] | None = None,
         payload: bytes = b"",
         limits: ProcessLimits | None = None,
+        withheld: Collection[str] = (),
         on_end: Callable[[str], None] = lambda description: None,
     ) -> None:
         if standard := [name for name, descriptor in (descriptors or {}).items() if descriptor <= 2]:
@@ -71,6 +73,7 @@ class CompanionProcess:
         self._descriptors = dict(descriptors or {})
         self._payload = payload
         self._limits = limits or ProcessLimits()
+        self._withheld = frozenset(withheld)
         self._on_end = on_end
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -173,7 +176,7 @@ class CompanionProcess:
                 [sys.executable, "-m", self._module],
                 stdin=message,
                 pass_fds=tuple(self._descriptors.values()),
-                env={**os.environ, **changed},
+                env={name: value for name, value in os.environ.items() if name not in self._withheld} | changed,
             )
         finally:
             os.close(message)

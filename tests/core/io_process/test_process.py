@@ -19,6 +19,7 @@ import pytest
 
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.errors import ConfigError
+from offload_core.io_process.start import WITHHELD
 from offload_core.runtime.io_loop import IoLoop
 from tests.core.io_process.rig import OBJECT_BYTES, SECONDS, Rig, content, key
 from tests.support.plugin_site import Site
@@ -137,6 +138,19 @@ def test_encrypted_objects_come_back_and_the_key_is_in_no_process_list(
     assert path.parts[-3] == "full-u16-aes-now"
     assert content(1)[:64] not in path.read_bytes()
     assert secret.encode() not in Path(f"/proc/{rig.pid}/cmdline").read_bytes()
+
+
+def test_credentials_of_the_engine_are_not_in_the_environment_of_the_process(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in WITHHELD:
+        monkeypatch.setenv(name, "sesame")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of a bucket")
+    rig = make(disk(tmp_path))
+    assert rig.store(1) == [True]
+    environment = Path(f"/proc/{rig.pid}/environ").read_bytes()
+    assert b"sesame" not in environment
+    assert b"AWS_SECRET_ACCESS_KEY=of a bucket" in environment
 
 
 def test_a_damaged_object_is_deleted_and_its_log_line_is_in_the_engines_log(

@@ -120,6 +120,15 @@ def test_nothing_but_the_module_is_on_its_command_line_and_nothing_secret_in_its
     assert changed <= {"PYTHONPATH", "PYTHONSAFEPATH"}
 
 
+def test_withheld_variables_are_not_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_TEST_TOKEN", "sesame")
+    monkeypatch.setenv("OFFLOAD_TEST_VARIABLE", "inherited")
+    with companion(withheld=["OFFLOAD_TEST_TOKEN", "OFFLOAD_TEST_ABSENT"]) as child:
+        report = child.report()
+    assert report["first_environment"]["OFFLOAD_TEST_VARIABLE"] == "inherited"
+    assert "sesame" not in str(report["first_environment"]) + str(report["environment"])
+
+
 def test_it_passes_the_parents_environment_to_its_own_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/some/folder")
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)

@@ -1,0 +1,50 @@
+"""The start of an I/O process: its program, its first message, and its environment."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from offload_core.config.model import OffloadConfig
+from offload_core.io_process import protocol
+from offload_core.runtime.companion_process import CompanionProcess
+
+MODULE: Final = "offload_core.io_process"
+WITHHELD: Final = frozenset(
+    {
+        "HF_OIDC_ID_TOKEN",
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+        "S3_ACCESS_KEY_ID",
+        "S3_SECRET_ACCESS_KEY",
+        "VLLM_API_KEY",
+    }
+)
+"""Credentials of vLLM and of the model hub (``vllm/envs.py``, ``huggingface_hub``). No tier needs them."""
+
+
+def make_companion(
+    config: OffloadConfig, descriptors: Mapping[str, int], on_end: Callable[[str], None]
+) -> CompanionProcess:
+    """Make an I/O process, which is not started yet.
+
+    Args:
+        config: the process reads this configuration again, without its files.
+        descriptors: see :class:`CompanionProcess`.
+        on_end: see :class:`CompanionProcess`.
+    """
+    payload = {
+        "protocol": protocol.VERSION,
+        "config": dict(config.keys),
+        "log_level": logging.getLogger("offload_core").getEffectiveLevel(),
+    }
+    return CompanionProcess(
+        MODULE,
+        descriptors=descriptors,
+        payload=json.dumps(payload, default=str).encode(),  # a script may pass paths
+        limits=config.settings.io_process_limits,
+        withheld=WITHHELD,
+        on_end=on_end,
+    )
