@@ -16,6 +16,7 @@ from concurrent.futures import Future
 
 from offload_core.api.keys import ObjectKey
 from offload_core.memory.block_copier import BlockCopier
+from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import StagingPool
 from offload_core.memory.staging_shares import share_out
@@ -59,6 +60,7 @@ class TransferEngine:
         self._processes = processes
         self._staging = staging
         self._copier = copier
+        self._attached = True
         self._counters = counters
         self._touches: dict[str, Future[None]] = {}
         """Per tier, its last touch."""
@@ -110,6 +112,8 @@ class TransferEngine:
         The deadline counts from this call; waiting for a free load slot of the tier counts too.
         """
         self._loads.submit(job)
+        if not self._attached:
+            self._loads.cancel(job.job_id)
 
     def cancel_load(self, job_id: int) -> None:
         """Cancel a load: its objects no longer enter the KV cache. The next :meth:`poll` reports it."""
@@ -120,7 +124,8 @@ class TransferEngine:
 
         Call it before the engine computes the step, so that the answers are there after it.
         """
-        self._stores.announce(objects, busy=self._loads.has_active, after_touch=self._after_touch)
+        if self._attached:
+            self._stores.announce(objects, busy=self._loads.has_active, after_touch=self._after_touch)
 
     def submit_stores(self, objects: Sequence[TransferObject]) -> None:
         """Copy the objects' blocks to staging now and store them later; without free staging, drop and count them."""
@@ -181,6 +186,24 @@ class TransferEngine:
             self._processes.wait(min(left, _WAIT_SECONDS))
             self._processes.receive()
         return True
+
+    def detach(self) -> None:
+        """Let go of the KV cache, whose memory is about to go. Idempotent.
+
+        Loads that have not ended are cancelled; :meth:`poll` reports them. A store whose blocks have been copied goes
+        on. Until :meth:`attach`, loads are cancelled at once, and stores are dropped and counted.
+
+        The call waits for copies on a device, and for nothing else.
+        """
+        self._copier.detach()
+        self._attached = False
+        self._loads.cancel_all()
+        self._stores.forget_announced()
+
+    def attach(self, caches: CanonicalKVCaches) -> None:
+        """Use a KV cache of the same layout from now on, such as the one before in other memory."""
+        self._copier.attach(caches)
+        self._attached = True
 
     def close(self) -> None:
         """Cancel all loads and drop waiting stores. Objects on their way keep their leases until their calls end.

@@ -200,6 +200,18 @@ class Loads:
             if load.job_id == job_id and not load.job.ended:
                 self._jobs.end(load.job, JobState.CANCELLED)
 
+    def cancel_all(self) -> None:
+        """Cancel all loads, and release what has arrived for them. The next :meth:`take_ended` reports them.
+
+        The copies into the KV cache must be complete.
+        """
+        while self._copying:
+            self._end_copies(self._copying.popleft().objects)
+        for load in self._active.values():
+            if not load.job.ended:
+                self._jobs.end(load.job, JobState.CANCELLED)
+        self.scatter_arrivals()  # releases them, since their jobs have ended
+
     def scatter_arrivals(self) -> None:
         """Copy all arrived objects into the KV cache, and use the staging memory that they leave."""
         self._arrived.clear()
