@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 import offload_core.vllm
 from offload_core.vllm import compat
@@ -44,6 +45,19 @@ def test_a_version_that_is_not_tested_is_warned_about(monkeypatch: pytest.Monkey
 def test_a_tested_version_is_not(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     assert compat.version_problem() is None
+
+
+@pytest.mark.parametrize(("sleeps", "is_told"), [(True, False), (True, True), (False, False)])
+def test_sleep_mode_of_a_vllm_that_does_not_tell_connectors_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch, sleeps: bool, is_told: bool
+) -> None:
+    monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
+    if is_told:
+        monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", lambda self: None, raising=False)
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps))
+    problem = compat.sleep_problem(config)
+    assert (problem is not None) == (sleeps and not is_told)
+    assert problem is None or "Use vLLM 0.33, or run without enable_sleep_mode" in problem
 
 
 @pytest.mark.parametrize("path", [p for p in sorted(ADAPTER.rglob("*.py")) if p.name != "compat.py"], ids=str)

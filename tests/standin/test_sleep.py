@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from offload_core.api.errors import UnsupportedLayoutError
 from offload_core.vllm import HybridOffloadConnector
 from offload_core.vllm.scheduler.half import SchedulerHalf
 from tests.standin.rig import Rig
@@ -24,7 +25,6 @@ def model(request: pytest.FixtureRequest) -> StandInModel:
     return MODELS[request.param]()
 
 
-
 def sleep(rig: Rig, engine: StandInEngine, level: int, *, moved: bool = False) -> None:
     """Let an engine without loads sleep for a few steps of the I/O."""
     assert engine.sleep(level)
@@ -36,7 +36,7 @@ def sleep(rig: Rig, engine: StandInEngine, level: int, *, moved: bool = False) -
 def drive_with_sleeps(rig: Rig, model: StandInModel, *, asynchronous: bool = False) -> None:
     """Run random work with aborts and sleeps of both levels, while calls of the disk are held."""
     work = make_workload(model, 5, requests=30, aborts=4, sleeps=3)
-    local_resets = {step: (False, False) for step in range(0, 400, 20)}  # so that the disk serves what was stored
+    local_resets = dict.fromkeys(range(0, 400, 20), (False, False))  # so that the disk serves what was stored
     assert {level for level, _ in work.sleeps.values()} == {1, 2}
     assert {moved for _, moved in work.sleeps.values()} == {False, True}
     script = Script(5, hold_steps={"contains": 2, "load_into": 6, "store": 6})
@@ -151,6 +151,30 @@ def test_both_calls_may_come_twice(rig: Rig, model: StandInModel) -> None:
     assert engine.reset_prefix_cache(running=False, connector=False)
     (loaded,) = rig.run(engine, prompt(model))
     assert external(engine, loaded) == 2 * model.chunk_tokens
+
+
+def test_the_caches_may_be_registered_again(rig: Rig, model: StandInModel) -> None:
+    engine = rig.engine(model)
+    rig.run(engine, prompt(model))
+    assert engine.reset_prefix_cache(running=False, connector=False)
+    for worker in engine.workers:
+        assert worker.connector is not None
+        worker.cache.sleep()
+        worker.cache.wake_up(moved=True)
+        worker.connector.register_kv_caches(worker.cache.tensors)
+    (loaded,) = rig.run(engine, prompt(model))
+    assert external(engine, loaded) == 2 * model.chunk_tokens
+
+
+def test_tensors_of_another_layout_are_refused(rig: Rig, model: StandInModel) -> None:
+    engine = rig.engine(model)
+    (worker,) = engine.workers
+    assert worker.connector is not None
+    worker.connector.unregister_kv_caches()
+    name, tensor = next(iter(worker.cache.tensors.items()))
+    worker.cache.tensors[name] = tensor.clone()[..., :-1]
+    with pytest.raises(UnsupportedLayoutError, match="has come back with the layout .* Restart the engine"):
+        worker.connector.restore_kv_caches()
 
 
 def test_an_engine_that_sleeps_ends(rig: Rig, model: StandInModel) -> None:
