@@ -173,7 +173,7 @@ def test_tensors_of_another_layout_are_refused(rig: Rig, model: StandInModel) ->
     worker.connector.unregister_kv_caches()
     name, tensor = next(iter(worker.cache.tensors.items()))
     worker.cache.tensors[name] = tensor.clone()[..., :-1]
-    with pytest.raises(UnsupportedLayoutError, match="has come back with the layout .* Restart the engine"):
+    with pytest.raises(UnsupportedLayoutError, match=r"has come back with the layout .* Restart the engine"):
         worker.connector.restore_kv_caches()
 
 
