@@ -85,6 +85,10 @@ class BlockCopier(Protocol):
         """Wait for the end of all copies. For the shutdown, and before the KV cache goes."""
         ...
 
+
+class CacheCopier(BlockCopier, Protocol):
+    """A :class:`BlockCopier` for a KV cache that may lose its memory, as in a sleep of the engine."""
+
     def detach(self) -> None:
         """Wait for the end of all copies and let go of the KV cache, whose memory is about to go.
 
@@ -139,11 +143,11 @@ class CpuBlockCopier:
         """Do nothing: the copies are complete."""
 
     def detach(self) -> None:
-        """Let go of the KV cache; see :class:`BlockCopier`."""
+        """Let go of the KV cache; see :class:`CacheCopier`."""
         self._arrays = []
 
     def attach(self, caches: CanonicalKVCaches) -> None:
-        """Copy from and to these tensors; see :class:`BlockCopier`."""
+        """Copy from and to these tensors; see :class:`CacheCopier`."""
         self._arrays = [tensor.tensor.numpy() for tensor in caches.tensors]
 
     def _blocks(self, span: CopySpan) -> npt.NDArray[np.int8]:

@@ -45,12 +45,11 @@ class StreamEnd:
 
 
 class StreamBlockCopier:
-    """A :class:`~offload_core.memory.block_copier.BlockCopier` for the memory of one accelerator.
+    """A :class:`~offload_core.memory.block_copier.CacheCopier` for the memory of one accelerator.
 
     Payloads should be pinned. The runtime copies pageable memory piece by piece, and the call waits for that.
 
-    The buffer on the device stays while the copier has no KV cache. vLLM's sleep mode saves memory that was allocated
-    at the start, apart from the KV cache, and maps it again at the same address. New memory would come on top of it.
+    The buffer on the device stays while the copier has no KV cache, since vLLM's sleep mode saves it and maps it again.
 
     Args:
         caches: the KV cache; all of its tensors are on one device.
@@ -117,13 +116,13 @@ class StreamBlockCopier:
         self._load_stream.synchronize()
 
     def detach(self) -> None:
-        """Wait for the end of all copies and let go of the KV cache; see :class:`BlockCopier`."""
+        """Wait for the end of all copies and let go of the KV cache; see :class:`CacheCopier`."""
         self.wait()
         self._free_moved()
         self._tensors = []
 
     def attach(self, caches: CanonicalKVCaches) -> None:
-        """Copy from and to these tensors from now on; see :class:`BlockCopier`."""
+        """Copy from and to these tensors from now on; see :class:`CacheCopier`."""
         tensors = [tensor.tensor for tensor in caches.tensors]
         devices = {tensor.device for tensor in tensors}
         if len(devices) != 1:

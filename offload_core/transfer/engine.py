@@ -16,7 +16,6 @@ from concurrent.futures import Future
 
 from offload_core.api.keys import ObjectKey
 from offload_core.memory.block_copier import BlockCopier
-from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import StagingPool
 from offload_core.memory.staging_shares import share_out
@@ -188,21 +187,18 @@ class TransferEngine:
         return True
 
     def detach(self) -> None:
-        """Let go of the KV cache, whose memory is about to go. Idempotent.
+        """End all that would use the KV cache, since its memory is about to go. Idempotent; never waits.
 
-        Loads that have not ended are cancelled; :meth:`poll` reports them. A store whose blocks have been copied goes
-        on. Until :meth:`attach`, loads are cancelled at once, and stores are dropped and counted.
-
-        The call waits for copies on a device, and for nothing else.
+        The copier must be detached before. Loads that have not ended are cancelled; :meth:`poll` reports them. A store
+        whose blocks have been copied goes on. Until :meth:`attach`, loads are cancelled at once, and stores are dropped
+        and counted.
         """
-        self._copier.detach()
         self._attached = False
         self._loads.cancel_all()
         self._stores.forget_announced()
 
-    def attach(self, caches: CanonicalKVCaches) -> None:
-        """Use a KV cache of the same layout from now on, such as the one before in other memory."""
-        self._copier.attach(caches)
+    def attach(self) -> None:
+        """Use the KV cache again. The copier must be attached before."""
         self._attached = True
 
     def close(self) -> None:

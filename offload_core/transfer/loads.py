@@ -201,7 +201,7 @@ class Loads:
                 self._jobs.end(load.job, JobState.CANCELLED)
 
     def cancel_all(self) -> None:
-        """Cancel all loads, and release what has arrived for them. The next :meth:`take_ended` reports them.
+        """Cancel all loads, and release the objects that have arrived. The next :meth:`take_ended` reports them.
 
         The copies into the KV cache must be complete.
         """

@@ -25,6 +25,11 @@ def model(request: pytest.FixtureRequest) -> StandInModel:
     return MODELS[request.param]()
 
 
+@pytest.fixture
+def small() -> StandInModel:
+    return MODELS["qwen3_next"]()
+
+
 def sleep(rig: Rig, engine: StandInEngine, level: int, *, moved: bool = False) -> None:
     """Let an engine without loads sleep for a few steps of the I/O."""
     assert engine.sleep(level)
@@ -35,14 +40,14 @@ def sleep(rig: Rig, engine: StandInEngine, level: int, *, moved: bool = False) -
 
 def drive_with_sleeps(rig: Rig, model: StandInModel, *, asynchronous: bool = False) -> None:
     """Run random work with aborts and sleeps of both levels, while calls of the disk are held."""
-    work = make_workload(model, 5, requests=30, aborts=4, sleeps=3)
-    local_resets = dict.fromkeys(range(0, 400, 20), (False, False))  # so that the disk serves what was stored
-    assert {level for level, _ in work.sleeps.values()} == {1, 2}
-    assert {moved for _, moved in work.sleeps.values()} == {False, True}
+    work = make_workload(model, 5, requests=30, aborts=4)
+    last = work.arrivals[-1].step
+    sleeps = {last // 4: (1, True), last // 2: (2, True), last * 3 // 4: (1, False)}
+    local_resets = dict.fromkeys(range(0, last, 20), (False, False))  # so that the disk serves what was stored
     script = Script(5, hold_steps={"contains": 2, "load_into": 6, "store": 6})
     engine = rig.engine(model, script, async_scheduling=asynchronous)
-    asked = rig.drive(engine, replace(work, resets=local_resets))
-    assert engine.sleeps == len(work.sleeps)
+    asked = rig.drive(engine, replace(work, resets=local_resets, sleeps=sleeps))
+    assert engine.sleeps == len(sleeps)
     late = list(asked)[-len(asked) // 3 :]
     assert sum(external(engine, request) for request in late if request in engine.served) > 0
 
@@ -127,58 +132,57 @@ def test_a_load_under_way_is_computed_instead(rig: Rig, model: StandInModel) -> 
     assert external(engine, request) == 0
 
 
-def test_an_engine_on_a_lending_tier_sleeps(rig: Rig, model: StandInModel) -> None:
+def test_an_engine_on_a_lending_tier_sleeps(rig: Rig, small: StandInModel) -> None:
     """Memory that a tier lends belongs to the tier and outlives the KV cache."""
-    engine = rig.engine(model, backends=[{"name": "ram", "type": "cpu", "capacity": "64MiB"}])
-    rig.run(engine, prompt(model))
+    engine = rig.engine(small, backends=[{"name": "ram", "type": "cpu", "capacity": "64MiB"}])
+    rig.run(engine, prompt(small))
     sleep(rig, engine, 1, moved=True)
-    rig.run(engine, prompt(model))
+    rig.run(engine, prompt(small))
     assert engine.reset_prefix_cache(running=False, connector=False)
-    (loaded,) = rig.run(engine, prompt(model))
-    assert external(engine, loaded) == 2 * model.chunk_tokens
+    (loaded,) = rig.run(engine, prompt(small))
+    assert external(engine, loaded) == 2 * small.chunk_tokens
 
 
-def test_both_calls_may_come_twice(rig: Rig, model: StandInModel) -> None:
-    engine = rig.engine(model)
+def test_both_calls_may_come_twice(rig: Rig, small: StandInModel) -> None:
+    engine = rig.engine(small)
     (connector,) = (worker.connector for worker in engine.workers)
     assert connector is not None
     connector.restore_kv_caches()
-    rig.run(engine, prompt(model))
+    rig.run(engine, prompt(small))
     for _ in range(2):
         connector.unregister_kv_caches()
     for _ in range(2):
         connector.restore_kv_caches()
     assert engine.reset_prefix_cache(running=False, connector=False)
-    (loaded,) = rig.run(engine, prompt(model))
-    assert external(engine, loaded) == 2 * model.chunk_tokens
+    (loaded,) = rig.run(engine, prompt(small))
+    assert external(engine, loaded) == 2 * small.chunk_tokens
 
 
-def test_the_caches_may_be_registered_again(rig: Rig, model: StandInModel) -> None:
-    engine = rig.engine(model)
-    rig.run(engine, prompt(model))
+def test_the_caches_may_be_registered_again(rig: Rig, small: StandInModel) -> None:
+    engine = rig.engine(small)
+    rig.run(engine, prompt(small))
     assert engine.reset_prefix_cache(running=False, connector=False)
     for worker in engine.workers:
         assert worker.connector is not None
         worker.cache.sleep()
         worker.cache.wake_up(moved=True)
         worker.connector.register_kv_caches(worker.cache.tensors)
-    (loaded,) = rig.run(engine, prompt(model))
-    assert external(engine, loaded) == 2 * model.chunk_tokens
+    (loaded,) = rig.run(engine, prompt(small))
+    assert external(engine, loaded) == 2 * small.chunk_tokens
 
 
-def test_tensors_of_another_layout_are_refused(rig: Rig, model: StandInModel) -> None:
-    engine = rig.engine(model)
+def test_tensors_of_another_layout_are_refused(rig: Rig, small: StandInModel) -> None:
+    engine = rig.engine(small)
     (worker,) = engine.workers
     assert worker.connector is not None
     worker.connector.unregister_kv_caches()
-    name, tensor = next(iter(worker.cache.tensors.items()))
-    worker.cache.tensors[name] = tensor.clone()[..., :-1]
+    worker.connector._worker_half.layout = {"layers": {}}
     with pytest.raises(UnsupportedLayoutError, match=r"has come back with the layout .* Restart the engine"):
         worker.connector.restore_kv_caches()
 
 
-def test_an_engine_that_sleeps_ends(rig: Rig, model: StandInModel) -> None:
-    engine = rig.engine(model)
-    rig.run(engine, prompt(model))
+def test_an_engine_that_sleeps_ends(rig: Rig, small: StandInModel) -> None:
+    engine = rig.engine(small)
+    rig.run(engine, prompt(small))
     assert engine.sleep(1)
     rig.end(engine)

@@ -120,11 +120,12 @@ class WorkerHalf:
         ranks = self._vllm_config.parallel_config.world_size
         half = f"worker {self._rank}" if ranks > 1 else "worker"
         self._tiers = open_tiers(self._config, self._io, self.counters, half=half, host=self._processes)
+        self._copier = block_copier(caches, largest)
         self._engine = TransferEngine(
             io=self._io,
             tiers=self._tiers,
             staging=self._staging,
-            copier=block_copier(caches, largest),
+            copier=self._copier,
             layouts=layouts,
             counters=self.counters,
             processes=self._processes,
@@ -138,6 +139,7 @@ class WorkerHalf:
         on. Until :meth:`restore_kv_caches`, every load fails at once, and every store is dropped.
         """
         if self._engine is not None and self._registered:
+            self._copier.detach()
             self._engine.detach()
             self._registered = False
             self.store()  # drops and reports announced objects; after the sleep their blocks would hold other bytes
@@ -156,7 +158,8 @@ class WorkerHalf:
                 f"the KV cache has come back with the layout {layout}; objects of this engine have the layout "
                 f"{self.layout}. Restart the engine"
             )
-        self._engine.attach(caches)
+        self._copier.attach(caches)
+        self._engine.attach()
         self._registered = True
 
     def announce_stores(self, metadata: StepMetadata) -> None:

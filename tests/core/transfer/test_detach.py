@@ -37,7 +37,8 @@ def backend(rig: Rig) -> MemoryBackend:
 
 
 def lose_memory(rig: Rig) -> None:
-    """Let the transfer engine detach, and fill the memory with a pattern."""
+    """Detach, and fill the memory with a pattern."""
+    rig.copier.detach()
     rig.engine.detach()
     rig.kv_cache.fill_(LOST)
 
@@ -47,9 +48,10 @@ def get_memory(rig: Rig) -> None:
     assert (rig.kv_cache == LOST).all(), "a copy into memory that is gone"
     num_blocks, page_bytes = rig.kv_cache.shape
     rig.kv_cache = torch.zeros_like(rig.kv_cache)
-    rig.engine.attach(
+    rig.copier.attach(
         CanonicalKVCaches.build([[LayerPages("layer", rig.kv_cache, num_blocks, page_bytes, page_bytes)]])
     )
+    rig.engine.attach()
 
 
 def test_a_load_under_way_is_cancelled_and_its_bytes_come_too_late(rig: Rig, backend: MemoryBackend) -> None:
@@ -115,7 +117,7 @@ def test_loads_and_stores_without_memory_end_at_once(rig: Rig, backend: MemoryBa
 
 def test_detach_may_come_twice_and_a_copy_into_nothing_is_an_error(rig: Rig) -> None:
     lose_memory(rig)
-    rig.engine.detach()
+    lose_memory(rig)
     payload = torch.zeros(rig.largest_payload_bytes, dtype=torch.int8)
     with pytest.raises(DetachedError, match="all loads must end before"):
         rig.copier.scatter(rig.layouts[PACK], item(1, block=1).blocks, payload)

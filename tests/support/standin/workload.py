@@ -47,14 +47,7 @@ class Workload:
 
 
 def make_workload(
-    model: StandInModel,
-    seed: int,
-    *,
-    requests: int = 14,
-    aborts: int = 0,
-    resets: int = 0,
-    salts: int = 1,
-    sleeps: int = 0,
+    model: StandInModel, seed: int, *, requests: int = 14, aborts: int = 0, resets: int = 0, salts: int = 1
 ) -> Workload:
     """Return random work: prompts of any length in a few families; some prompts arrive several times at once."""
     rng = random.Random(f"{model.name}/{seed}")
@@ -77,7 +70,6 @@ def make_workload(
         tuple(arrivals),
         frozenset(rng.randrange(1, last) for _ in range(aborts)),
         {rng.randrange(1, last): (rng.random() < 0.5, rng.random() < 0.5) for _ in range(resets)},
-        {rng.randrange(1, last): (rng.choice((1, 2)), rng.random() < 0.5) for _ in range(sleeps)},
     )
 
 
