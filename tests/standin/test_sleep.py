@@ -181,6 +181,27 @@ def test_tensors_of_another_layout_are_refused(rig: Rig, small: StandInModel) ->
         worker.connector.restore_kv_caches()
 
 
+def test_announced_stores_are_dropped(rig: Rig, small: StandInModel) -> None:
+    """A store is announced before a step and copied after it. If memory went in between, it would copy other bytes."""
+    engine = rig.engine(small)
+    (worker,) = engine.workers
+    connector = worker.connector
+    assert connector is not None
+    save = connector.wait_for_save
+
+    def sleep_and_save() -> None:
+        connector.unregister_kv_caches()
+        worker.cache.sleep()
+        worker.cache.wake_up(moved=False)
+        connector.restore_kv_caches()
+        save()
+
+    connector.wait_for_save = sleep_and_save
+    rig.run(engine, prompt(small)[: small.chunk_tokens + 1], max_tokens=1)
+    assert engine.counters["store_dropped|disk"] > 0
+    assert not list(rig.kv.rglob("*.kv"))
+
+
 def test_an_engine_that_sleeps_ends(rig: Rig, small: StandInModel) -> None:
     engine = rig.engine(small)
     rig.run(engine, prompt(small))
