@@ -123,8 +123,7 @@ class TransferEngine:
 
         Call it before the engine computes the step, so that the answers are there after it.
         """
-        if self._attached:
-            self._stores.announce(objects, busy=self._loads.has_active, after_touch=self._after_touch)
+        self._stores.announce(objects, busy=self._loads.has_active, after_touch=self._after_touch)
 
     def submit_stores(self, objects: Sequence[TransferObject]) -> None:
         """Copy the objects' blocks to staging now and store them later; without free staging, drop and count them."""

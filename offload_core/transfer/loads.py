@@ -205,8 +205,6 @@ class Loads:
 
         The copies into the KV cache must be complete.
         """
-        while self._copying:
-            self._end_copies(self._copying.popleft().objects)
         for load in self._active.values():
             if not load.job.ended:
                 self._jobs.end(load.job, JobState.CANCELLED)
