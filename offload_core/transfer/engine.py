@@ -194,7 +194,6 @@ class TransferEngine:
         """
         self._attached = False
         self._loads.cancel_all()
-        self._stores.forget_announced()
 
     def attach(self) -> None:
         """Use the KV cache again. The copier must be attached before."""

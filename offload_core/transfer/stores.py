@@ -170,7 +170,8 @@ class Stores:
             busy: as for :meth:`submit`.
             after_touch: calls a function once the tier of a name knows the order of eviction.
         """
-        self.forget_announced()
+        self._announced.clear()
+        self._grants.drop()
         wanted: dict[TierWriter, list[WantedObject]] = {}
         for item in objects:
             if item.key not in self._announced:
@@ -181,11 +182,6 @@ class Stores:
         for writer, some in wanted.items():
             for request, part in self._grants.expect(some):
                 after_touch(writer.name, partial(self._grants.start, writer.tier, request, part))
-
-    def forget_announced(self) -> None:
-        """Give back the memory that was asked for announced objects: they will not be submitted."""
-        self._announced.clear()
-        self._grants.drop()
 
     def promote(self, key: ObjectKey, lease: Lease | LentObject, source: str) -> bool:
         """Offer an object that was loaded and verified from the tier ``source`` to the other tiers, in its lease.
