@@ -32,7 +32,11 @@ from offload_core.vllm.metadata import StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.metrics import HybridOffloadPromMetrics, HybridOffloadStats
 from offload_core.vllm.model.groups import build_planner, handed_over
 from offload_core.vllm.model.identity import engine_identity, engine_name
-from offload_core.vllm.model.refusals import block_hash_problem, misaligned_states_problem
+from offload_core.vllm.model.refusals import (
+    block_hash_problem,
+    changing_weights_problem,
+    misaligned_states_problem,
+)
 from offload_core.vllm.scheduler.half import SchedulerHalf
 from offload_core.vllm.worker.half import WorkerHalf
 
@@ -78,11 +82,13 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             if not loads:
                 raise ConfigError([nothing_stored])
             stores = False
+        changing_weights = changing_weights_problem(vllm_config)
         problems = (
             nothing_stored,
             version_problem(),
             sleep_problem(vllm_config),
             block_hash_problem(vllm_config),
+            changing_weights,
             misaligned_states_problem(vllm_config, kv_cache_config),
         )
         for warning in (*planner.warnings, *problems):
@@ -102,6 +108,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             stores=stores,
             engine_name=engine_name(vllm_config),
         )
+        if changing_weights is not None:
+            self._scheduler_half.reset()  # the identity names the files' weights, which it will not have
 
     # Both halves
 

@@ -38,14 +38,14 @@ def sleep(rig: Rig, engine: StandInEngine, level: int, *, moved: bool = False) -
     engine.wake_up(moved=moved)
 
 
-def drive_with_sleeps(rig: Rig, model: StandInModel, *, asynchronous: bool = False) -> None:
+def drive_with_sleeps(rig: Rig, model: StandInModel, *, ranks: int = 1, asynchronous: bool = False) -> None:
     """Run random work with aborts and sleeps of both levels, while calls of the disk are held."""
     work = make_workload(model, 5, requests=30, aborts=4)
     last = work.arrivals[-1].step
     sleeps = {last // 4: (1, True), last // 2: (2, True), last * 3 // 4: (1, False)}
     local_resets = dict.fromkeys(range(0, last, 20), (False, False))  # so that the disk serves what was stored
     script = Script(5, hold_steps={"contains": 2, "load_into": 6, "store": 6})
-    engine = rig.engine(model, script, async_scheduling=asynchronous)
+    engine = rig.engine(model, script, ranks=ranks, async_scheduling=asynchronous)
     asked = rig.drive(engine, replace(work, resets=local_resets, sleeps=sleeps))
     assert engine.sleeps == len(sleeps)
     late = list(asked)[-len(asked) // 3 :]
@@ -53,12 +53,12 @@ def drive_with_sleeps(rig: Rig, model: StandInModel, *, asynchronous: bool = Fal
 
 
 @pytest.mark.parametrize(
-    ("model", "asynchronous"),
-    [("gemma3", False), ("qwen3_next", True), pytest.param("deepseek_v4", True, marks=pytest.mark.long)],
+    ("model", "ranks", "asynchronous"),
+    [("gemma3", 1, False), ("qwen3_next", 2, True), pytest.param("deepseek_v4", 1, True, marks=pytest.mark.long)],
     indirect=["model"],
 )
-def test_sleeps_under_load(rig: Rig, model: StandInModel, asynchronous: bool) -> None:
-    drive_with_sleeps(rig, model, asynchronous=asynchronous)
+def test_sleeps_under_load(rig: Rig, model: StandInModel, ranks: int, asynchronous: bool) -> None:
+    drive_with_sleeps(rig, model, ranks=ranks, asynchronous=asynchronous)
 
 
 @pytest.mark.parametrize(
