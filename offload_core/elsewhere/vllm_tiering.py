@@ -1,4 +1,4 @@
-"""A secondary tier of vLLM's ``TieringOffloadingSpec``: all our tiers behind vLLM's own tiering (vLLM 0.32).
+"""A secondary tier of vLLM's ``TieringOffloadingSpec``: all our tiers behind vLLM's own tiering (vLLM 0.32, 0.33).
 
 ::
 

@@ -82,7 +82,22 @@ class BlockCopier(Protocol):
         ...
 
     def wait(self) -> None:
-        """Wait for the end of all copies. For the shutdown."""
+        """Wait for the end of all copies. For the shutdown, and before the KV cache goes."""
+        ...
+
+
+class CacheCopier(BlockCopier, Protocol):
+    """A :class:`BlockCopier` for a KV cache that may lose its memory, as in a sleep of the engine."""
+
+    def detach(self) -> None:
+        """Wait for the end of all copies and let go of the KV cache, whose memory is about to go.
+
+        Every gather is refused then, and a scatter is an error, until :meth:`attach`. Idempotent.
+        """
+        ...
+
+    def attach(self, caches: CanonicalKVCaches) -> None:
+        """Copy from and to these tensors from now on. They have the layout of those before."""
         ...
 
 
@@ -96,10 +111,13 @@ class CpuBlockCopier:
     takes_pageable_memory = True
 
     def __init__(self, caches: CanonicalKVCaches) -> None:
-        self._arrays = [tensor.tensor.numpy() for tensor in caches.tensors]
+        self._arrays: list[npt.NDArray[np.int8]] = []
+        self.attach(caches)
 
     def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:
         """Copy blocks from the KV cache into ``payload``; see :class:`BlockCopier`."""
+        if not self._arrays:
+            return False
         pages = payload.numpy()
         for span in copy_spans(layout, blocks):
             np.copyto(self._pages(pages, span), self._blocks(span))
@@ -110,6 +128,7 @@ class CpuBlockCopier:
 
     def scatter(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> None:
         """Copy blocks from ``payload`` into the KV cache; see :class:`BlockCopier`."""
+        check_attached(self._arrays)
         pages = payload.numpy()
         for span in copy_spans(layout, blocks):
             np.copyto(self._blocks(span), self._pages(pages, span))
@@ -123,12 +142,34 @@ class CpuBlockCopier:
     def wait(self) -> None:
         """Do nothing: the copies are complete."""
 
+    def detach(self) -> None:
+        """Let go of the KV cache; see :class:`CacheCopier`."""
+        self._arrays = []
+
+    def attach(self, caches: CanonicalKVCaches) -> None:
+        """Copy from and to these tensors; see :class:`CacheCopier`."""
+        self._arrays = [tensor.tensor.numpy() for tensor in caches.tensors]
+
     def _blocks(self, span: CopySpan) -> npt.NDArray[np.int8]:
         return self._arrays[span.tensor_index][span.block_id : span.block_id + span.blocks, : span.page_bytes]
 
     def _pages(self, payload: npt.NDArray[np.int8], span: CopySpan) -> npt.NDArray[np.int8]:
         end = span.offset_bytes + span.blocks * span.page_bytes
         return payload[span.offset_bytes : end].reshape(span.blocks, span.page_bytes)
+
+
+def check_attached(tensors: Sequence[object]) -> None:
+    """Raise unless the copier has a KV cache.
+
+    Raises:
+        DetachedError: the KV cache is gone, as during a sleep of the engine.
+    """
+    if not tensors:
+        raise DetachedError("a copy into the KV cache while it is gone: all loads must end before the copier lets go")
+
+
+class DetachedError(RuntimeError):
+    """A copy into a KV cache that is gone: a defect of the core."""
 
 
 class CopySpan(NamedTuple):

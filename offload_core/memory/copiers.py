@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload_core.memory.block_copier import BlockCopier, CpuBlockCopier
+from offload_core.memory.block_copier import CacheCopier, CpuBlockCopier
 from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.memory.stream_copier import StreamBlockCopier
 
@@ -11,7 +11,7 @@ _BUFFER_PAYLOADS = 4
 """Payloads that the buffer on a device holds at least."""
 
 
-def block_copier(caches: CanonicalKVCaches, largest_payload_bytes: int) -> BlockCopier:
+def block_copier(caches: CanonicalKVCaches, largest_payload_bytes: int) -> CacheCopier:
     """Return the copier for the memory of ``caches``.
 
     On an accelerator it takes 64 MiB of the device's memory, or room for four payloads if that is more.

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from offload_core.memory.block_copier import BlockSlice, CopySpan, copy_spans
+from offload_core.memory.block_copier import BlockSlice, CopySpan, check_attached, copy_spans
 from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.memory.device_buffer import DeviceBuffer
 from offload_core.memory.payload_layout import PackLayout
@@ -45,9 +45,11 @@ class StreamEnd:
 
 
 class StreamBlockCopier:
-    """A :class:`~offload_core.memory.block_copier.BlockCopier` for the memory of one accelerator.
+    """A :class:`~offload_core.memory.block_copier.CacheCopier` for the memory of one accelerator.
 
     Payloads should be pinned. The runtime copies pageable memory piece by piece, and the call waits for that.
+
+    The buffer on the device stays while the copier has no KV cache, since vLLM's sleep mode saves it and maps it again.
 
     Args:
         caches: the KV cache; all of its tensors are on one device.
@@ -61,11 +63,9 @@ class StreamBlockCopier:
     takes_pageable_memory = False
 
     def __init__(self, caches: CanonicalKVCaches, buffer_bytes: int) -> None:
-        self._tensors = [tensor.tensor for tensor in caches.tensors]
-        devices = {tensor.device for tensor in self._tensors}
-        if len(devices) != 1:
-            raise ValueError(f"the KV cache is on several devices ({', '.join(map(str, devices))}); it must be on one")
-        (self._device,) = devices
+        self._tensors: list[torch.Tensor] = []
+        self.attach(caches)
+        self._device = self._tensors[0].device
         self._memory = torch.empty(buffer_bytes, dtype=torch.int8, device=self._device)
         self._buffer = DeviceBuffer(buffer_bytes)
         self._moving: deque[StreamEnd] = deque()
@@ -74,6 +74,8 @@ class StreamBlockCopier:
 
     def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:
         """Copy blocks from the KV cache into ``payload``; see :class:`BlockCopier`."""
+        if not self._tensors:
+            return False
         spans = list(copy_spans(layout, blocks))  # before the slot: an error must not leave it without its move
         self._free_moved()
         start = self._buffer.try_take(len(payload))
@@ -94,6 +96,7 @@ class StreamBlockCopier:
 
     def scatter(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> None:
         """Copy blocks from ``payload`` into the KV cache; see :class:`BlockCopier`."""
+        check_attached(self._tensors)
         self._load_stream.wait_event(self._compute_stream.record_event())
         with self._load_stream:
             for span in copy_spans(layout, blocks):
@@ -111,6 +114,20 @@ class StreamBlockCopier:
         """Wait for the end of all copies."""
         self._store_stream.synchronize()
         self._load_stream.synchronize()
+
+    def detach(self) -> None:
+        """Wait for the end of all copies and let go of the KV cache; see :class:`CacheCopier`."""
+        self.wait()
+        self._free_moved()
+        self._tensors = []
+
+    def attach(self, caches: CanonicalKVCaches) -> None:
+        """Copy from and to these tensors from now on; see :class:`CacheCopier`."""
+        tensors = [tensor.tensor for tensor in caches.tensors]
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) != 1:
+            raise ValueError(f"the KV cache is on several devices ({', '.join(map(str, devices))}); it must be on one")
+        self._tensors = tensors
 
     @property
     def _compute_stream(self) -> Any:

@@ -59,6 +59,7 @@ class TransferEngine:
         self._processes = processes
         self._staging = staging
         self._copier = copier
+        self._attached = True
         self._counters = counters
         self._touches: dict[str, Future[None]] = {}
         """Per tier, its last touch."""
@@ -110,6 +111,8 @@ class TransferEngine:
         The deadline counts from this call; waiting for a free load slot of the tier counts too.
         """
         self._loads.submit(job)
+        if not self._attached:
+            self._loads.cancel(job.job_id)
 
     def cancel_load(self, job_id: int) -> None:
         """Cancel a load: its objects no longer enter the KV cache. The next :meth:`poll` reports it."""
@@ -181,6 +184,20 @@ class TransferEngine:
             self._processes.wait(min(left, _WAIT_SECONDS))
             self._processes.receive()
         return True
+
+    def detach(self) -> None:
+        """End all that would use the KV cache, since its memory is about to go. Idempotent; never waits.
+
+        The copier must be detached before. Loads that have not ended are cancelled; :meth:`poll` reports them. A store
+        whose blocks have been copied goes on. Until :meth:`attach`, loads are cancelled at once, and stores are dropped
+        and counted.
+        """
+        self._attached = False
+        self._loads.cancel_all()
+
+    def attach(self) -> None:
+        """Use the KV cache again. The copier must be attached before."""
+        self._attached = True
 
     def close(self) -> None:
         """Cancel all loads and drop waiting stores. Objects on their way keep their leases until their calls end.

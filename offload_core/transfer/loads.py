@@ -200,6 +200,16 @@ class Loads:
             if load.job_id == job_id and not load.job.ended:
                 self._jobs.end(load.job, JobState.CANCELLED)
 
+    def cancel_all(self) -> None:
+        """Cancel all loads, and release the objects that have arrived. The next :meth:`take_ended` reports them.
+
+        The copies into the KV cache must be complete.
+        """
+        for load in self._active.values():
+            if not load.job.ended:
+                self._jobs.end(load.job, JobState.CANCELLED)
+        self.scatter_arrivals()  # releases them, since their jobs have ended
+
     def scatter_arrivals(self) -> None:
         """Copy all arrived objects into the KV cache, and use the staging memory that they leave."""
         self._arrived.clear()

@@ -13,6 +13,7 @@ import vllm
 from offload_core.api.errors import PlanError
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 _Connector = TypeVar("_Connector")
 
-_TESTED_RELEASES = ((0, 30), (0, 31), (0, 32))  # the releases that `make test-engines` runs
+_TESTED_RELEASES = ((0, 30), (0, 31), (0, 32), (0, 33))  # the releases that `make test-engines` runs
 _TESTED = ", ".join(f"{major}.{minor}" for major, minor in _TESTED_RELEASES)
 
 
@@ -45,6 +46,18 @@ def version_problem() -> str | None:
     return (
         f"vLLM {vllm.__version__} is not among the tested versions ({_TESTED}); if it fails, or its outputs differ "
         "from those without offloading, install a tested version and report the difference"
+    )
+
+
+def sleep_problem(vllm_config: VllmConfig) -> str | None:
+    """Return a warning if the engine may sleep and does not tell connectors, as before 0.33."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    if not vllm_config.model_config.enable_sleep_mode or hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+        return None
+    return (
+        f"sleep mode is on, but vLLM {vllm.__version__} does not tell connectors when the KV cache loses its memory; "
+        "this is not tested. Use vLLM 0.33, or run without enable_sleep_mode"
     )
 
 

@@ -25,18 +25,23 @@ from offload_core.vllm.compat import (
     adapt_to_installed_vllm,
     cache_hit_source,
     can_report_attention_alone,
+    sleep_problem,
     version_problem,
 )
 from offload_core.vllm.metadata import StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.metrics import HybridOffloadPromMetrics, HybridOffloadStats
 from offload_core.vllm.model.groups import build_planner, handed_over
 from offload_core.vllm.model.identity import engine_identity, engine_name
-from offload_core.vllm.model.refusals import block_hash_problem, misaligned_states_problem
+from offload_core.vllm.model.refusals import (
+    block_hash_problem,
+    changing_weights_problem,
+    misaligned_states_problem,
+)
 from offload_core.vllm.scheduler.half import SchedulerHalf
 from offload_core.vllm.worker.half import WorkerHalf
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -77,10 +82,13 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             if not loads:
                 raise ConfigError([nothing_stored])
             stores = False
+        changing_weights = changing_weights_problem(vllm_config)
         problems = (
             nothing_stored,
             version_problem(),
+            sleep_problem(vllm_config),
             block_hash_problem(vllm_config),
+            changing_weights,
             misaligned_states_problem(vllm_config, kv_cache_config),
         )
         for warning in (*planner.warnings, *problems):
@@ -100,6 +108,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             stores=stores,
             engine_name=engine_name(vllm_config),
         )
+        if changing_weights is not None:
+            self._scheduler_half.reset()  # the identity names the files' weights, which it will not have
 
     # Both halves
 
@@ -149,6 +159,22 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Build the canonical caches from vLLM's tensors and open the tiers."""
         self._worker.register_kv_caches(kv_caches)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """True: see :meth:`unregister_kv_caches`. vLLM asks from 0.33 on."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Let go of the KV cache before sleep mode takes its memory. vLLM calls it from 0.33 on.
+
+        Nothing touches that memory until :meth:`restore_kv_caches`. Loads that have not ended fail.
+        """
+        self._worker.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        """Use the KV cache again after the engine has woken up."""
+        self._worker.restore_kv_caches()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Send the layout of this worker's KV cache, and its objects' sizes, to the scheduler half."""
@@ -210,7 +236,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take every worker's layout and the sizes of its objects."""
+        """Take every worker's layout and the sizes of its objects. vLLM 0.33 sends them again after a sleep."""
         self._scheduler.set_workers(
             {tp_rank: item for (_, tp_rank), item in metadata.items() if isinstance(item, WorkerIdentity)}
         )

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload_core.memory.block_copier import BlockSlice
+from offload_core.memory.block_copier import BlockSlice, DetachedError
 from offload_core.memory.canonical import CanonicalKVCaches, LayerPages
 from offload_core.memory.copiers import block_copier
 from offload_core.memory.payload_layout import PackLayout
@@ -34,16 +34,19 @@ class Case:
         self.memories = [
             torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator).to(DEVICE) for _ in range(2)
         ]
-        layers = [
-            LayerPages(str(index), memory, NUM_BLOCKS, PAGE_BYTES, PAGE_BYTES)
-            for index, memory in enumerate(self.memories)
-        ]
-        caches = CanonicalKVCaches.build([layers])
+        caches = self.caches()
         policy = HitPolicy("full")
         pack = Pack(f"full-u{UNIT}", UNIT, policy, UNIT, (GroupGeometry(0, 1, policy),))
         self.layout = PackLayout.build(pack, caches, [0])
         self.copier = StreamBlockCopier(caches, payloads_on_device * -(-self.layout.payload_bytes // 256) * 256)
         torch.accelerator.synchronize()
+
+    def caches(self) -> CanonicalKVCaches:
+        layers = [
+            LayerPages(str(index), memory, NUM_BLOCKS, PAGE_BYTES, PAGE_BYTES)
+            for index, memory in enumerate(self.memories)
+        ]
+        return CanonicalKVCaches.build([layers])
 
     @property
     def streams(self) -> tuple[torch.Stream, torch.Stream, torch.Stream]:
@@ -225,3 +228,28 @@ def test_any_order_of_held_streams_moves_the_right_bytes(control: Control, data:
         assert torch.equal(payload, wanted)
     for memory, right in zip(case.memories, expected, strict=True):
         assert torch.equal(memory.cpu(), right)
+
+
+def test_a_copier_lets_go_of_its_memory_when_its_copies_have_ended_and_takes_other_memory() -> None:
+    case = Case()
+    payload, late = case.payload(), case.payload(0x11)
+    expected = case.blocks_of((1, 2, 3))
+    assert case.gather((1, 2, 3), payload)
+    case.scatter((4, 5, 6), late)
+
+    case.copier.detach()
+    assert torch.equal(payload, expected)
+    assert torch.equal(case.blocks_of((4, 5, 6)), late)
+    kept = [memory.cpu() for memory in case.memories]
+    assert not case.gather((1, 2, 3), payload)
+    with pytest.raises(DetachedError):
+        case.scatter((1, 2, 3), late)
+
+    old, case.memories = case.memories, [torch.zeros_like(memory) for memory in case.memories]
+    case.copier.attach(case.caches())
+    case.scatter((1, 2, 3), payload)
+    assert torch.equal(case.blocks_of((1, 2, 3)), expected)
+    assert case.gather((1, 2, 3), late)
+    case.copier.wait()
+    assert torch.equal(late, expected)
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(old, kept, strict=True))

@@ -110,6 +110,8 @@ class Engine:
     def forget_primary(self) -> None:
         """Empty the primary tier, as a sleep of the engine does."""
         self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):  # vLLM 0.33: the workers write no more
+            self.manager.on_reset_flushed()
         self.rows[:] = bytes(len(self.rows))
 
     def look_up(self, numbers: Sequence[int], context: ReqContext) -> list[LookupResult]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -30,6 +29,7 @@ from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, prepare_kern
 from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.vllm.worker.layer_pages import layer_pages
 from tests.support import tiny_models
+from tests.support.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
 from tests.support.round_trip import check_regions, check_round_trip
 
 Specs = dict[str, KVCacheSpec]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 import offload_core.vllm
 from offload_core.vllm import compat
@@ -28,22 +29,35 @@ def test_a_vllm_that_is_too_old_is_refused_before_anything_of_it_is_missed() -> 
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     last_line = done.stderr.strip().splitlines()[-1]
     assert "PlanError: vLLM 0.29.1 is too old" in last_line
-    assert "0.30, 0.31, 0.32" in last_line
+    assert "0.30, 0.31, 0.32, 0.33" in last_line
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "1.0.0rc1", "0.33.1.dev7+gabc", "dev"])
+@pytest.mark.parametrize("version", ["0.34.0", "1.0.0rc1", "0.34.1.dev7+gabc", "dev"])
 def test_a_version_that_is_not_tested_is_warned_about(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     problem = compat.version_problem()
     assert problem is not None
     assert version in problem
-    assert "0.30, 0.31, 0.32" in problem
+    assert "0.30, 0.31, 0.32, 0.33" in problem
 
 
-@pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0", "0.32.1.dev7+gabc"])
+@pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0", "0.33.0", "0.33.1.dev7+gabc"])
 def test_a_tested_version_is_not(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     assert compat.version_problem() is None
+
+
+@pytest.mark.parametrize(("sleeps", "is_told"), [(True, False), (True, True), (False, False)])
+def test_sleep_mode_of_a_vllm_that_does_not_tell_connectors_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch, sleeps: bool, is_told: bool
+) -> None:
+    monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
+    if is_told:
+        monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", lambda self: None, raising=False)
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps))
+    problem = compat.sleep_problem(config)
+    assert (problem is not None) == (sleeps and not is_told)
+    assert problem is None or "Use vLLM 0.33, or run without enable_sleep_mode" in problem
 
 
 @pytest.mark.parametrize("path", [p for p in sorted(ADAPTER.rglob("*.py")) if p.name != "compat.py"], ids=str)

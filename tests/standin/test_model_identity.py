@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import WeightTransferConfig
 
 from tests.standin.rig import Rig
 from tests.support.standin.engine import StandInEngine
@@ -46,6 +47,14 @@ def test_a_given_name_stands_for_the_files(rig: Rig, folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"edited")
     assert served(rig, folder=folder, model_identity="mine")
     assert not served(rig, folder=folder, model_identity="yours")
+
+
+def test_an_engine_whose_weights_a_trainer_changes_shares_nothing(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "offload_core"):
+        changing = [served(rig, weight_transfer_config=WeightTransferConfig()) for _ in range(2)]
+    assert changing == [False, False]
+    assert sum("weight_transfer_config is set" in record.getMessage() for record in caplog.records) == 2
+    assert [served(rig), served(rig)] == [False, True]
 
 
 def test_hashes_that_can_be_forged_are_one_warning(

@@ -76,7 +76,8 @@ class HeldCopier(WatchedCopier):
         if self.stores.length >= self.room:
             return False
         copied = torch.empty_like(payload)
-        super().gather(layout, blocks, copied)
+        if not super().gather(layout, blocks, copied):
+            return False
         self.stores.give(lambda: payload.copy_(copied))
         self._flow()
         return True
@@ -99,6 +100,10 @@ class HeldCopier(WatchedCopier):
     def wait(self) -> None:
         self.stores.run()
         self.loads.run()
+
+    def detach(self) -> None:
+        self.wait()
+        super().detach()
 
     def let_go(self) -> None:
         """Let all copies happen at once from now on."""

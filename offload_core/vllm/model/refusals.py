@@ -30,6 +30,17 @@ def block_hash_problem(vllm_config: VllmConfig) -> str | None:
     return f"{problem}; use --prefix-caching-hash-algo sha256"
 
 
+def changing_weights_problem(vllm_config: VllmConfig) -> str | None:
+    """Return a warning if a trainer may change the weights in place, which no fingerprint shows, else ``None``."""
+    if vllm_config.weight_transfer_config is None:
+        return None
+    return (
+        "weight_transfer_config is set, so the weights will differ from the model's files: stored objects serve this "
+        "process only. vLLM tells no connector of an update; after each one, call reset_prefix_cache with "
+        "reset_connector=True, or the old cache is served to new weights"
+    )
+
+
 def misaligned_states_problem(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """Return a warning if vLLM rarely ends a step at a recurrent state's boundary, else ``None``.
 

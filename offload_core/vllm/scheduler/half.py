@@ -132,7 +132,13 @@ class SchedulerHalf:
         self._finished_with_failed_load: set[str] = set()
 
     def set_workers(self, workers: dict[int, WorkerIdentity]) -> None:
-        """Take each rank's layout, which completes every rank's identity, and the sizes of its objects."""
+        """Take each rank's layout, which completes every rank's identity, and the sizes of its objects.
+
+        If the ranks have lost their KV cache and report again, as after a sleep, their weights may be others too. So
+        nothing is served that was stored before.
+        """
+        if self._workers:
+            self.reset()
         self._workers = workers
         self._choice.object_bytes = next(iter(workers.values())).object_bytes if workers else {}
         self._placement.set_object_bytes(self._choice.object_bytes)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from offload_core.api.errors import ConfigError
+from offload_core.api.errors import ConfigError, UnsupportedLayoutError
 from offload_core.api.keys import ObjectKey
 from offload_core.api.memory.pinned_memory import pinning_in_use
 from offload_core.api.memory.shared_memory import SharedMemory
@@ -61,6 +61,10 @@ class WorkerHalf:
         self._processes: IoProcesses | None = None
         self._staging_memory: SharedMemory | None = None
         self._engine: TransferEngine | None = None
+        self._kv_caches: dict[str, torch.Tensor] = {}
+        """The tensors of each layer, as vLLM registered them."""
+        self._registered = False
+        """True while the tensors have memory, so that copies may use it."""
         self._namespaces: dict[str, str] = {}
         self._adapters: dict[str, str] = {}
         self._loads: dict[int, RequestLoad] = {}
@@ -77,14 +81,19 @@ class WorkerHalf:
         self.object_bytes: dict[str, int] = {}
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Build the canonical caches and open the tiers.
+        """Build the canonical caches and open the tiers. If it is called again, go on with other tensors.
 
         Raises:
-            UnsupportedLayoutError: a layer's layout cannot be offloaded.
+            UnsupportedLayoutError: a layer's layout cannot be offloaded, or it has changed.
             ConfigError: a tier cannot be opened, or the staging memory is too small for this model's objects.
         """
+        self._kv_caches = kv_caches
+        if self._engine is not None:
+            self.unregister_kv_caches()
+            self.restore_kv_caches()
+            return
+        caches, self.layout = self._canonical_caches()
         group_ids = self._kv_cache_config.prefix_cacheable_group_ids
-        caches = CanonicalKVCaches.build([layer_pages(self._kv_cache_config, index, kv_caches) for index in group_ids])
         position = {group_id: index for index, group_id in enumerate(group_ids)}
         layouts = {
             pack.name: PackLayout.build(pack, caches, [position[group.index] for group in pack.groups])
@@ -96,7 +105,6 @@ class WorkerHalf:
         if problem := staging_problem(settings.staging_bytes, largest, chunk_size, uses):
             raise ConfigError([problem])
         self.object_bytes = {name: object_bytes(layout.payload_bytes) for name, layout in layouts.items()}
-        self.layout = {"layers": worker_identity(self._vllm_config, kv_caches), "pages": caches.describe()}
         if settings.geometry_file is not None and self._rank == 0:
             geometry = engine_geometry(self._vllm_config, self._kv_cache_config, self._planner, caches)
             write_in_background(geometry, settings.geometry_file)
@@ -112,15 +120,47 @@ class WorkerHalf:
         ranks = self._vllm_config.parallel_config.world_size
         half = f"worker {self._rank}" if ranks > 1 else "worker"
         self._tiers = open_tiers(self._config, self._io, self.counters, half=half, host=self._processes)
+        self._copier = block_copier(caches, largest)
         self._engine = TransferEngine(
             io=self._io,
             tiers=self._tiers,
             staging=self._staging,
-            copier=block_copier(caches, largest),
+            copier=self._copier,
             layouts=layouts,
             counters=self.counters,
             processes=self._processes,
         )
+        self._registered = True
+
+    def unregister_kv_caches(self) -> None:
+        """Let go of the KV cache before its memory goes, as in a sleep of the engine. Idempotent.
+
+        Loads that have not ended fail; the next :meth:`collect` reports them. Stores whose blocks have been copied go
+        on. Until :meth:`restore_kv_caches`, every load fails at once, and every store is dropped.
+        """
+        if self._engine is not None and self._registered:
+            self._copier.detach()
+            self._engine.detach()
+            self._registered = False
+            self.store()  # drops and reports announced objects; after the sleep their blocks would hold other bytes
+
+    def restore_kv_caches(self) -> None:
+        """Use the registered tensors again, which have memory with undefined content. Idempotent.
+
+        Raises:
+            UnsupportedLayoutError: the tensors have another layout than at the start.
+        """
+        if self._engine is None or self._registered:
+            return
+        caches, layout = self._canonical_caches()
+        if layout != self.layout:
+            raise UnsupportedLayoutError(
+                f"the KV cache has come back with the layout {layout}; objects of this engine have the layout "
+                f"{self.layout}. Restart the engine"
+            )
+        self._copier.attach(caches)
+        self._engine.attach()
+        self._registered = True
 
     def announce_stores(self, metadata: StepMetadata) -> None:
         """Let the tiers prepare for this step's stores. Call it before everything else of a step."""
@@ -217,6 +257,15 @@ class WorkerHalf:
         self._io.release()
         self._engine = self._io = None
         atexit.unregister(self.shutdown)
+
+    def _canonical_caches(self) -> tuple[CanonicalKVCaches, dict[str, Json]]:
+        """Return the registered tensors as canonical caches, and their layout, which is part of the fingerprint."""
+        groups = [
+            layer_pages(self._kv_cache_config, index, self._kv_caches)
+            for index in self._kv_cache_config.prefix_cacheable_group_ids
+        ]
+        caches = CanonicalKVCaches.build(groups)
+        return caches, {"layers": worker_identity(self._vllm_config, self._kv_caches), "pages": caches.describe()}
 
     @property
     def _transfer_engine(self) -> TransferEngine:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.engine.new_memory import give_new_memory
 from tests.support.engine.spec import (
     PROGRESS_KEY,
     RECORD_FORMAT,
@@ -138,8 +139,10 @@ class Session:
         if item.begin_file is not None:
             _wait_for(Path(item.begin_file))
         started = time.perf_counter()
-        if item.reset_prefix_cache_before or item.reset_connector_before:
-            self._reset_prefix_cache(item.reset_connector_before)
+        if item.reset_prefix_cache_before or item.reset_connector_before or item.new_memory_before:
+            self._reset_prefix_cache(item.reset_connector_before or item.new_memory_before)
+        if item.new_memory_before:
+            self._engine.collective_rpc(give_new_memory)
         batches = [[prompt] for prompt in item.prompts] if item.one_at_a_time else [item.prompts]
         results: list[PromptResult] = []
         drained = 0.0

@@ -57,6 +57,9 @@ class Round(_Model):
     prompts: list[PromptSpec]
     reset_prefix_cache_before: bool = False
     reset_connector_before: bool = False
+    new_memory_before: bool = Field(
+        default=False, description="reset both caches, then give the KV cache other memory, as sleep mode does"
+    )
     one_at_a_time: bool = True
     begin_file: str | None = Field(default=None, description="the round begins when this file exists")
     end_file: str | None = Field(default=None, description="made when the round has ended and its stores have too")

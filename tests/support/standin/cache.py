@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from tests.support.standin.content import POISON, Prefix, content, layer_seed
+from tests.support.standin.content import ASLEEP, POISON, Prefix, content, layer_seed
 from tests.support.standin.mirror import mirrors
 
 NULL_BLOCK = 0
@@ -151,26 +151,59 @@ class RankCache:
         kernel_blocks: Sequence[int] | None,
         device: str = "cpu",
     ) -> None:
-        def allocated(on: str) -> dict[str, torch.Tensor]:
-            sizes = list(kernel_blocks) if kernel_blocks else None
-            tensors: dict[str, torch.Tensor] = allocate_kv_cache(
-                kv_cache_config, torch.device(on), KVCacheLayout[layout], kernel_block_sizes=sizes
-            )
-            return tensors
-
-        self.tensors = allocated(device)
-        in_host_memory = self.tensors if device == "cpu" else allocated("cpu")
+        self._config = kv_cache_config
+        self._layout = layout
+        self._rank = rank
+        self._kernel_blocks = kernel_blocks
+        self.tensors = self._allocated(device)
+        in_host_memory = self.tensors if device == "cpu" else self._allocated("cpu")
         self._mirrors = [] if device == "cpu" else mirrors(in_host_memory, self.tensors)
+        self._asleep: list[torch.Tensor] = []
+        self._use(in_host_memory)
+
+    def _allocated(self, device: str) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = allocate_kv_cache(
+            self._config,
+            torch.device(device),
+            KVCacheLayout[self._layout],
+            kernel_block_sizes=list(self._kernel_blocks) if self._kernel_blocks else None,
+        )
+        return tensors
+
+    def _use(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Let the layers use these tensors, whose content is undefined."""
         self.layers: list[list[Layer]] = []
-        for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        for index, group in enumerate(self._config.kv_cache_groups):
             self.layers.append([])
             for name in group.layer_names:
-                pages = in_host_memory[name].view(torch.uint8).numpy()
-                ratio = pages.shape[0] // kv_cache_config.num_blocks
+                pages = tensors[name].view(torch.uint8).numpy()
+                ratio = pages.shape[0] // self._config.num_blocks
                 spec = _layer_spec(group.kv_cache_spec, name)
-                self.layers[-1].append(Layer(name, index, spec, layer_seed(name, rank), ratio, pages))
+                self.layers[-1].append(Layer(name, index, spec, layer_seed(name, self._rank), ratio, pages))
         with self.in_host_memory():
-            self.poison(range(kv_cache_config.num_blocks))
+            self.poison(range(self._config.num_blocks))
+
+    def sleep(self) -> None:
+        """Take the memory away from the tensors. It is poisoned, so that every later use of it shows."""
+        self._asleep = [_memory(tensor) for tensor in self.tensors.values()]
+        for memory in self._asleep:
+            memory.fill_(ASLEEP)
+
+    def wake_up(self, *, moved: bool) -> None:
+        """Give the tensors memory again, with undefined content.
+
+        Args:
+            moved: give the layers new tensors, in the registered mapping. Otherwise they have the memory at the same
+                addresses, as with vLLM's own allocator.
+
+        Raises:
+            WrongBytesError: somebody has written to the memory that was gone.
+        """
+        if any((memory != ASLEEP).any() for memory in self._asleep):
+            raise WrongBytesError("somebody has written to the KV cache while its memory was gone")
+        if moved:
+            self.tensors.update(self._allocated("cpu"))
+        self._use(self.tensors)
 
     @contextmanager
     def in_host_memory(self) -> Iterator[None]:
@@ -199,6 +232,11 @@ class RankCache:
                 layer.copy_block(source, target)
 
 
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all bytes of the allocation of a tensor."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
 def is_recurrent(layer: Layer) -> bool:
     """Return whether the layer holds one state per block rather than one per token."""
     return isinstance(layer.spec, MambaSpec)
@@ -211,4 +249,5 @@ def _layer_spec(spec: KVCacheSpec, name: str) -> KVCacheSpec:
 
 
 def _kind(found: npt.NDArray[np.uint8]) -> str:
-    return "poison" if (found == POISON).all() else "other bytes"
+    kinds = {POISON: "poison", ASLEEP: "bytes of memory that is asleep"}
+    return kinds.get(int(found.flat[0]), "other bytes") if (found == found.flat[0]).all() else "other bytes"

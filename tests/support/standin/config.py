@@ -9,12 +9,12 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
     resolve_cache_hit_alignment_tokens,
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
+from tests.support.kv_cache_planning import rank_configs
 from tests.support.standin.geometries import StandInModel
 
 
@@ -67,7 +67,7 @@ def plan_caches(
     Returns:
         Each rank's plan, the scheduler's, the scheduler's block size and the hash block size, both in tokens.
     """
-    plans = get_kv_cache_configs(vllm_config, [dict(model.layers)] * ranks, [1 << 40] * ranks)
+    plans = rank_configs(vllm_config, model.layers, ranks, 1 << 40)
     for plan in plans:
         plan.kv_cache_layout = vllm_config.cache_config.kv_cache_layout
     chosen = generate_scheduler_kv_cache_config(plans)

@@ -17,6 +17,8 @@ _MULTIPLIER = 6364136223846793005
 _GOLDEN = 0x9E3779B97F4A7C15
 POISON = 0xDB
 """Every byte of a block that has been allocated and not written yet."""
+ASLEEP = 0xA5
+"""Every byte of a KV cache whose memory is gone while the engine sleeps; nobody may read or write it."""
 
 
 class Prefix:

@@ -108,9 +108,7 @@ class StandInEngine:
         self._aggregator: KVOutputAggregator | None = None
         if self.connector is not None:
             self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
-            halves = [worker.connector for worker in self.workers if worker.connector is not None]
-            handshake = {(0, rank): half.get_handshake_metadata() for rank, half in enumerate(halves)}
-            self.connector.set_xfer_handshake_metadata_pp_aware(_sent(handshake))
+            self._send_handshake()
         hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self._block_hasher = get_request_block_hasher(hash_block_size, hash_function)
@@ -127,6 +125,7 @@ class StandInEngine:
         self.counters: Counter[str] = Counter()
         self._gauges: Counter[str] = Counter()
         self.steps = 0
+        self.sleeps = 0
         self._ids = 0
 
     # Requests
@@ -172,10 +171,45 @@ class StandInEngine:
         except RuntimeError:  # vLLM refuses to preempt a request that waits for a load, and resets nothing
             done = False
         if done and connector:
-            self._weights += 1
-            for request_id, prefix in self.prefixes.items():
-                prefix.reseed(self._seed(request_id))
+            self._new_weights()
         return done
+
+    def sleep(self, level: int) -> bool:
+        """Let the engine sleep, as vLLM 0.33 does with ``mode="keep"``: requests are computed again after it.
+
+        Level 1 keeps the weights. Level 2 stands for other weights after it, so all bytes change.
+
+        Returns:
+            ``False`` if vLLM refuses, since a request waits for a load; the engine stays awake.
+        """
+        while self._queue:
+            output, result = self._queue.popleft()
+            self._take(self.scheduler.update_from_output(output, result))
+        try:
+            if not self.scheduler.reset_prefix_cache(True, True):
+                return False
+        except RuntimeError:
+            return False
+        self.take_memory()
+        self.sleeps += 1
+        if level == 2:
+            self._new_weights()
+        return True
+
+    def take_memory(self) -> None:
+        """Take the memory of the KV cache away, and tell the workers' connectors before."""
+        for worker in self.workers:
+            if worker.connector is not None:
+                worker.connector.unregister_kv_caches()
+            worker.cache.sleep()
+
+    def wake_up(self, *, moved: bool = False) -> None:
+        """Give the KV cache memory again; see :meth:`RankCache.wake_up`."""
+        for worker in self.workers:
+            worker.cache.wake_up(moved=moved)
+            if worker.connector is not None:
+                worker.connector.restore_kv_caches()
+        self._send_handshake()
 
     # Steps
 
@@ -272,6 +306,17 @@ class StandInEngine:
             connector = KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.WORKER, kv_cache_config)
             connector.register_kv_caches(cache.tensors)
         return StandInRunner(cache, connector, self.prefixes)
+
+    def _send_handshake(self) -> None:
+        if self.connector is not None:
+            halves = [worker.connector for worker in self.workers if worker.connector is not None]
+            handshake = {(0, rank): half.get_handshake_metadata() for rank, half in enumerate(halves)}
+            self.connector.set_xfer_handshake_metadata_pp_aware(_sent(handshake))
+
+    def _new_weights(self) -> None:
+        self._weights += 1
+        for request_id, prefix in self.prefixes.items():
+            prefix.reseed(self._seed(request_id))
 
     def _watch_allocations(self) -> None:
         pool = self.scheduler.kv_cache_manager.block_pool

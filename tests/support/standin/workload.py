@@ -12,6 +12,8 @@ from tests.support.standin.geometries import StandInModel
 
 _FIRST_TOKEN = 3
 _VOCABULARY = 1024
+_ASLEEP_STEPS = 4
+"""Steps of the I/O during a sleep."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,15 @@ class Workload:
         arrivals: the requests, in the order of their steps.
         aborts: steps in which some unfinished request is aborted.
         resets: by step, whether to preempt running requests and whether to reset the connector too.
+        sleeps: by step, the level of a sleep and whether the KV cache has other tensors after it. A sleep that vLLM
+            refuses, since a request waits for a load, is tried again in the next step.
     """
 
     seed: int
     arrivals: tuple[Arrival, ...]
     aborts: frozenset[int] = frozenset()
     resets: dict[int, tuple[bool, bool]] = field(default_factory=dict)
+    sleeps: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
 
 def make_workload(
@@ -81,7 +86,7 @@ def drive(
 
     Args:
         engine: the engine.
-        work: the requests, aborts and resets.
+        work: the requests, aborts, resets and sleeps.
         between_steps: a function that lets the I/O go on.
         max_steps: the number of steps after which the work counts as stuck.
 
@@ -92,6 +97,7 @@ def drive(
     rng = random.Random(f"drive/{work.seed}")
     waiting = list(work.arrivals)
     asked: dict[str, Arrival] = {}
+    sleeps = sorted(work.sleeps.items())
     step = 0
     while waiting or engine.busy:
         while waiting and waiting[0].step <= step:
@@ -102,6 +108,10 @@ def drive(
         if step in work.resets:
             running, connector = work.resets[step]
             engine.reset_prefix_cache(running=running, connector=connector)
+        if sleeps and sleeps[0][0] <= step and engine.sleep(sleeps[0][1][0]):
+            for _ in range(_ASLEEP_STEPS):
+                between_steps()
+            engine.wake_up(moved=sleeps.pop(0)[1][1])
         engine.step()
         between_steps()
         step += 1
