@@ -48,17 +48,22 @@ class StandInRunner:
         Raises:
             WrongBytesError: a forward pass would have read wrong bytes.
         """
+        metadata, connector = output.kv_connector_metadata, self.connector
         stray = set(output.new_block_ids_to_zero or ()) - set(new_blocks)
         # A failed load's blocks are zeroed late; they are not new, and their content is not valid.
         with self.cache.in_host_memory():
             self.cache.poison([*new_blocks, *stray])
+        if connector is not None:
+            assert metadata is not None
+            connector.handle_preemptions(metadata)
+        with self.cache.in_host_memory():
+            self.cache.poison(output.new_block_ids_to_zero or ())  # after the connector, as vLLM zeroes them
             self.cache.copy_blocks((copy[0], copy[1]) for copy in output.kv_cache_block_copies or ())
         fresh = self._update(output)
-        connector = self.connector
         kv_output = KVConnectorOutput()
         if connector is not None:
-            assert output.kv_connector_metadata is not None
-            connector.bind_connector_metadata(output.kv_connector_metadata)
+            assert metadata is not None
+            connector.bind_connector_metadata(metadata)
             if output.has_sync_kv_loads:
                 connector.start_load_kv(None)
         with self.cache.in_host_memory():
