@@ -35,7 +35,10 @@ class KeptObjects:
         Raises:
             KeyError: it is not kept.
         """
-        return next(iter(self._by_key[tier, key].values()))
+        holders = self._by_key.get((tier, key))
+        if not holders:
+            raise KeyError(f"{key} of tier {tier!r} is not at hand, and its request runs already; please report it")
+        return next(iter(holders.values()))
 
     def give_back(self, job_ids: Iterable[int]) -> None:
         """Release the objects of some loads. Loads that keep nothing are ignored."""

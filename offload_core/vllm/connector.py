@@ -158,8 +158,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Load the recurrent states of requests that run in this step, before vLLM moves states between blocks."""
-        assert isinstance(kv_connector_metadata, StepMetadata)
-        self._worker.load_states(kv_connector_metadata)
+        if isinstance(kv_connector_metadata, StepMetadata):  # older versions give the names of preempted requests
+            self._worker.load_states(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take a step's work, before vLLM computes the step, and announce the stores after it."""

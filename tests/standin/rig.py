@@ -45,9 +45,11 @@ class Rig:
             "lookup_timeout_seconds": changes.pop("lookup_timeout_seconds", NEVER_SECONDS),
             "shutdown_timeout_seconds": changes.pop("shutdown_timeout_seconds", 5.0),
         }
-        for key in ("geometry_file", "model_identity", "sync_load_budget_bytes"):
+        for key in ("geometry_file", "model_identity"):
             if key in changes:
                 settings[key] = str(changes.pop(key))
+        if "sync_load_budget_bytes" in changes:
+            settings["sync_load_budget_bytes"] = changes.pop("sync_load_budget_bytes")
         if model.hybrid_chunk_size is not None:
             settings["hybrid_chunk_size"] = model.hybrid_chunk_size
         folder = changes.pop("folder", self._model_folder)
