@@ -21,9 +21,6 @@ KEPT_SHARE = 0.5
 _UNUSED_SECONDS = 60.0
 """Time after which the objects of a load are given back, if no request has used them."""
 
-_Chunk = tuple[str, bytes]
-"""Pack and hash of a chunk."""
-
 
 @dataclass
 class _Load:
@@ -75,8 +72,10 @@ class KeptLoads:
         self._kept: OrderedDict[int, _Load] = OrderedDict()
         """By the time of their last use, the longest unused first."""
         self._bytes: dict[str, int] = dict.fromkeys(self._limits, 0)
-        self._jobs: dict[tuple[str, _Chunk], int] = {}
+        self._jobs: dict[tuple[str, ChunkRef], int] = {}
         """Per tier and chunk, the latest load that keeps it."""
+        self._adapters: set[str] = set()
+        """The adapters of all chunks since the last reset."""
         self._last_touches: dict[ChunkRef, tuple[int, bool]] = {}
         """The number of each kept chunk's last touch, and whether it made the chunk spare."""
         self._touch_numbers = count()
@@ -112,13 +111,14 @@ class KeptLoads:
         self._kept[job_id] = load
         self._bytes[load.tier] += load.nbytes
         for ref in load.refs:
-            self._jobs[load.tier, ref[:2]] = job_id
+            self._jobs[load.tier, ref] = job_id
+            self._adapters.add(ref.adapter)
         while self._bytes[load.tier] > self._limits[load.tier]:
             self._give_back(next(job for job, kept in self._kept.items() if kept.tier == load.tier))
 
     def try_use(self, tier: str, refs: Sequence[ChunkRef]) -> bool:
         """Use kept objects for a load within this step, if all are kept and the step's budget has room for them."""
-        jobs = {self._jobs.get((tier, ref[:2])) for ref in refs}
+        jobs = {self._jobs.get((tier, ref)) for ref in refs}
         if not refs or None in jobs:
             return False
         nbytes = self._size(refs)
@@ -134,14 +134,15 @@ class KeptLoads:
 
     def gone(self, tier: str, pack: str, chunk_hash: bytes) -> None:
         """Give back an object that has left its tier, with those of the same load."""
-        if (job_id := self._jobs.get((tier, (pack, chunk_hash)))) is not None:
-            self._give_back(job_id)
+        for adapter in self._adapters:
+            if (job_id := self._jobs.get((tier, ChunkRef(pack, chunk_hash, adapter)))) is not None:
+                self._give_back(job_id)
 
     def touched(self, touches: Iterable[tuple[ChunkRef, bool]]) -> None:
         """Note touches, for which a tier does not care while an object is kept."""
         if self._kept:
             for ref, spare in touches:
-                if any((tier, ref[:2]) in self._jobs for tier in self._limits):
+                if any((tier, ref) in self._jobs for tier in self._limits):
                     self._last_touches[ref] = next(self._touch_numbers), spare
 
     def take_touches(self) -> list[tuple[ChunkRef, bool]]:
@@ -164,6 +165,7 @@ class KeptLoads:
             self._give_back(job_id)
         self._given_back += (job_id for job_id, load in self._begun.items() if load.ranks)
         self._begun.clear()
+        self._adapters.clear()
         self._touches.clear()  # the names of chunks change
 
     def _give_back(self, job_id: int) -> None:
@@ -172,9 +174,8 @@ class KeptLoads:
         self._given_back.append(job_id)
         touches = []
         for ref in load.refs:
-            place = load.tier, ref[:2]
-            if self._jobs.get(place) == job_id:
-                del self._jobs[place]
+            if self._jobs.get((load.tier, ref)) == job_id:
+                del self._jobs[load.tier, ref]
                 if (last := self._last_touches.pop(ref, None)) is not None:
                     touches.append((last, ref))
         self._touches += ((ref, spare) for (_, spare), ref in sorted(touches))

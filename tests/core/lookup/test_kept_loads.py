@@ -127,6 +127,19 @@ def test_an_object_that_has_left_its_tier_takes_its_load_with_it() -> None:
     assert index.end_step() == [1]
 
 
+def test_the_chunks_of_two_adapters_are_not_taken_for_each_other() -> None:
+    index = kept_loads()
+    for job_id, adapter in enumerate(("old", "new")):
+        chunks = [ref(1)._replace(adapter=adapter)]
+        assert not index.try_use("ram", chunks)
+        index.begins(job_id, "ram", chunks)
+        index.reported({job_id: 1})
+        index.ended(job_id)
+        assert index.try_use("ram", chunks)
+    index.gone("ram", "pack", ref(1).chunk_hash)
+    assert sorted(index.end_step()) == [0, 1]
+
+
 def test_a_reset_gives_everything_back_also_of_loads_that_have_not_ended() -> None:
     index = kept_loads(ranks=2)
     index.begins(1, "ram", refs(1))
