@@ -1,7 +1,7 @@
 """Objects that a worker keeps at hand in a tier's memory after their load, so that a later load needs no call.
 
-The tier has lent their memory and verified them. A view stays as it is until it is given back, whatever happens to the
-tier and to its process (clause C25). So a copy from it cannot fail.
+The tier has lent their memory and verified them. A view stays as it is until it is given back, even if the tier's
+process ends (clause C25). So a copy from it cannot fail.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Engine:
 
     def allocate(self, item: Any) -> None:
         blocks = [SimpleNamespace(block_id=number + 1, is_null=False) for number in range(TOKENS // BLOCK)]
-        self.half.blocks_allocated(item, SimpleNamespace(blocks=(blocks,)), LOADED)  # type: ignore[arg-type]
+        self.half.blocks_allocated(item, SimpleNamespace(blocks=(blocks,)), LOADED)
 
     def step(self, *running: Any) -> StepMetadata:
         """Build a step, let the worker obey it, and take its report: all loads succeed, and lend."""

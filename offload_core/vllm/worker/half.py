@@ -160,7 +160,7 @@ class WorkerHalf:
             self._loads[load.job_id] = load
             objects = self._objects(load.chunks)
             engine.submit_load(LoadJob(load.job_id, load.tier, objects, load.waited_seconds, load.keep))
-        engine.give_back(metadata.given_back)  # after the loads, which may use these objects
+        engine.give_back(metadata.given_back)
         for request_id in metadata.failures_to_report:
             if request_id in self._failed_requests:  # the load may have succeeded on this rank
                 self._failed_requests.discard(request_id)
