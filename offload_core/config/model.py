@@ -172,6 +172,14 @@ class _ChunkSettings(BaseModel):
     staging_bytes: Annotated[
         Bytes, Field(ge=_MIB, description="Host memory for objects between the KV cache and the tiers.")
     ] = 512 * _MIB
+    sync_load_budget_bytes: Annotated[
+        Bytes,
+        Field(
+            description="Bytes that each rank may load within one step of the engine, from memory that a tier lends. "
+            "Such a request runs in that step; others wait for the end of their load. 0: always wait.",
+            examples=["64MiB"],
+        ),
+    ] = 256 * _MIB
 
 
 def _yaml_off(value: object) -> object:
@@ -278,6 +286,12 @@ class TierConfig:
     options: BackendOptions
     encryption_keys: KeyRing | None = field(default=None, repr=False)
     """``None`` if the tier does not encrypt."""
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """The option ``capacity``, as the bundled backends have it; ``None`` if there is none."""
+        capacity = getattr(self.options, "capacity", None)
+        return capacity if isinstance(capacity, int) and capacity > 0 else None
 
 
 @dataclass(frozen=True)

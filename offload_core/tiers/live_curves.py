@@ -41,7 +41,7 @@ class LiveCurves:
             (tier, capacity, shared[tier.common.name])
             for tier in config.tiers
             if tier.common.name in shared
-            and (capacity := _capacity_bytes(tier)) is not None
+            and (capacity := tier.capacity_bytes) is not None
             and tier.common.write_policy != "never"
             and self._placement != "everything"
         ]
@@ -97,11 +97,6 @@ class LiveCurves:
     def _show(self, gauge: str, tier: str, value: float) -> None:
         self._counters.add(gauge, tier, value - self._shown.get((gauge, tier), 0.0))
         self._shown[gauge, tier] = value
-
-
-def _capacity_bytes(tier: TierConfig) -> int | None:
-    capacity = getattr(tier.options, "capacity", None)
-    return capacity if isinstance(capacity, int) and capacity > 0 else None
 
 
 def _eviction(tier: TierConfig) -> EvictionPolicy:

@@ -11,7 +11,7 @@ it polls. While it is busy or idle, the I/O loop does.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 from offload_core.api.keys import ObjectKey
@@ -117,6 +117,18 @@ class TransferEngine:
     def cancel_load(self, job_id: int) -> None:
         """Cancel a load: its objects no longer enter the KV cache. The next :meth:`poll` reports it."""
         self._loads.cancel(job_id)
+
+    def copy_kept(self, tier: str, objects: Sequence[TransferObject]) -> None:
+        """Copy objects of an earlier load with ``keep`` into their blocks, now.
+
+        Raises:
+            KeyError: an object is not kept; a defect of the caller.
+        """
+        self._loads.copy_kept(tier, objects)
+
+    def give_back(self, job_ids: Iterable[int]) -> None:
+        """Keep the objects of some loads no longer. Unknown loads are ignored."""
+        self._loads.give_back(job_ids)
 
     def announce_stores(self, objects: Sequence[TransferObject]) -> None:
         """Ask the tiers that lend memory for that of objects that :meth:`submit_stores` will get next. Optional.

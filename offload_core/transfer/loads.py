@@ -11,8 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Literal
 
@@ -27,6 +27,7 @@ from offload_core.tiers.calls.lent_objects import LentObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject
 from offload_core.transfer.jobs import Job, JobState, JobTable
+from offload_core.transfer.kept_objects import KeptObjects
 from offload_core.transfer.tier_reader import TierReader
 
 
@@ -38,12 +39,14 @@ class LoadJob:
         job_id: the caller's number for the load, unique among the loads of one engine.
         objects: in the order of the tokens they hold; a caller that uses a part of a load relies on this order.
         waited_seconds: how long the request has waited for earlier loads; it is subtracted from the time limit.
+        keep: whether to keep the objects at hand afterwards, if the tier lends all of them.
     """
 
     job_id: int
     tier: str
     objects: tuple[TransferObject, ...]
     waited_seconds: float = 0.0
+    keep: bool = False
 
 
 LoadStatus = Literal["loaded", "failed", "timed out", "cancelled"]
@@ -62,12 +65,14 @@ class LoadResult:
     Args:
         failed_keys: keys to mistrust. Empty for a loaded or cancelled job, and for a tier that refuses loads.
         arrived_objects: number of the job's first objects that are in their blocks, up to the first gap.
+        kept: whether the objects are at hand for :meth:`Loads.copy_kept`, until they are given back.
     """
 
     job_id: int
     status: LoadStatus
     failed_keys: tuple[ObjectKey, ...] = ()
     arrived_objects: int = 0
+    kept: bool = False
 
 
 @dataclass
@@ -79,6 +84,9 @@ class _ActiveLoad:
     """Seconds that its request has waited for earlier loads."""
     missing: dict[ObjectKey, TransferObject]
     """Objects that have neither arrived nor failed."""
+    keep: bool = False
+    lent: dict[ObjectKey, LentObject] = field(default_factory=dict)
+    """Objects to keep, which are in their blocks."""
     failed: list[ObjectKey] = field(default_factory=list)
     refused: bool = False
     """True if the tier refused the load, which says nothing about the objects."""
@@ -151,6 +159,7 @@ class Loads:
         self._arrivals: deque[_Arrival] = deque()
         self._arrived = threading.Event()
         self._copying: deque[_Copying] = deque()
+        self._kept = KeptObjects()
         self._readers = {
             tier.name: TierReader(
                 tier,
@@ -185,7 +194,7 @@ class Loads:
         seconds = max(0.0, tier.limits.load_seconds(nbytes) - load_job.waited_seconds)
         job = self._jobs.submit("load", load_job.tier, time.monotonic() + seconds)
         missing = {item.key: item for item in load_job.objects}
-        load = _ActiveLoad(load_job.job_id, job, load_job.objects, load_job.waited_seconds, missing)
+        load = _ActiveLoad(load_job.job_id, job, load_job.objects, load_job.waited_seconds, missing, load_job.keep)
         self._active[job.generation] = load
         if not missing:
             self._jobs.start(job)  # a load without objects is done at once
@@ -209,6 +218,21 @@ class Loads:
             if not load.job.ended:
                 self._jobs.end(load.job, JobState.CANCELLED)
         self.scatter_arrivals()  # releases them, since their jobs have ended
+
+    def copy_kept(self, tier: str, objects: Sequence[TransferObject]) -> None:
+        """Copy objects that are kept at hand into their blocks, now.
+
+        Raises:
+            KeyError: an object is not kept; a defect of the caller.
+        """
+        lent = [self._kept.get(tier, item.key) for item in objects]
+        for item, one in zip(objects, lent, strict=True):
+            self._copier.scatter(self._layouts[item.key.pack], item.blocks, one.tensor[HEADER_BYTES:])
+        self._counters.add("load_kept", tier, len(objects))
+
+    def give_back(self, job_ids: Iterable[int]) -> None:
+        """Keep the objects of some loads no longer. Unknown loads are ignored."""
+        self._kept.give_back(job_ids)
 
     def scatter_arrivals(self) -> None:
         """Copy all arrived objects into the KV cache, and use the staging memory that they leave."""
@@ -255,7 +279,9 @@ class Loads:
         for load in self._active.values():
             if not load.job.ended:
                 self._jobs.end(load.job, JobState.CANCELLED)
+            _release(load.lent)
         self._active.clear()
+        self._kept.give_all_back()
         while self._arrivals:
             self._scatter(self._arrivals.popleft())
         while self._copying:
@@ -270,6 +296,11 @@ class Loads:
         if self._copying and verdict is not JobState.DONE:  # its blocks may belong to another request soon
             self._copier.let_engine_follow_scatters()
         result = load.result(verdict)
+        if verdict is JobState.DONE and load.objects and len(load.lent) == len(load.objects):
+            self._kept.add(load.job_id, load.job.tier, load.lent)
+            result = replace(result, kept=True)
+        else:
+            _release(load.lent)
         if verdict is JobState.TIMED_OUT:
             self._counters.add("load_timeouts", load.job.tier)
             if not load.waited_seconds:  # a load with less than the tier's own time says little about the tier
@@ -296,7 +327,11 @@ class Loads:
         """Note that objects are in their blocks, and use their memory for other tiers or release it."""
         for load, key, lease in objects:
             load.missing.pop(key, None)
-            if not self._promote(key, lease, load.job.tier):
+            if self._promote(key, lease, load.job.tier):
+                continue
+            if load.keep and isinstance(lease, LentObject) and not load.job.ended:
+                load.lent[key] = lease
+            else:
                 lease.release()
 
     def _hand_over(
@@ -311,3 +346,8 @@ class Loads:
                 lease.release()
                 self._counters.add("load_late", job.tier)
         self._arrived.set()
+
+
+def _release(lent: Mapping[ObjectKey, LentObject]) -> None:
+    for one in lent.values():
+        one.release()

@@ -103,6 +103,16 @@ def can_report_attention_alone(kv_cache_config: KVCacheConfig) -> bool:
     return all(spec == kind[0] for kind in (recurrent, others) for spec in kind)
 
 
+def can_load_within_step() -> bool:
+    """Return whether the engine makes loads before the step of their requests, if it is told so. This came with 0.32.
+
+    Older versions were not tested.
+    """
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    return not (0, 0) < _release() < (0, 32) and hasattr(SchedulerOutput, "has_sync_kv_loads")
+
+
 def prefix_replay_tokens(spec: KVCacheSpec) -> int:
     """Return the number of a hit's tokens that the group computes again; 0.30 has no such groups."""
     return int(getattr(spec, "prefix_replay_tokens", 0))

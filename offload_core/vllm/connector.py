@@ -24,6 +24,7 @@ from offload_core.planning.write_policy import nothing_stored_problem
 from offload_core.vllm.compat import (
     adapt_to_installed_vllm,
     cache_hit_source,
+    can_load_within_step,
     can_report_attention_alone,
     sleep_problem,
     version_problem,
@@ -106,6 +107,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             pipelined=bool(vllm_config.scheduler_config.async_scheduling),
             loads=loads,
             stores=stores,
+            loads_within_step=can_load_within_step() and vllm_config.speculative_config is None,
             engine_name=engine_name(vllm_config),
         )
         if changing_weights is not None:
@@ -180,17 +182,22 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Send the layout of this worker's KV cache, and its objects' sizes, to the scheduler half."""
         return WorkerIdentity(self._worker.layout, self._worker.object_bytes)
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Load the recurrent states of requests that run in this step, before vLLM moves states between blocks."""
+        if isinstance(kv_connector_metadata, StepMetadata):  # older versions give the names of preempted requests
+            self._worker.load_states(kv_connector_metadata)
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take a step's work, before vLLM computes the step, and announce the stores after it."""
         super().bind_connector_metadata(connector_metadata)
         self._worker.announce_stores(self._step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start this step's loads. They end between steps."""
+        """Start this step's loads, and make those of requests that run in this step. The others end between steps."""
         self._worker.start_loads(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request runs only after its load has ended."""
+        """Do nothing: no step begins before the loads of its requests have ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing per layer: whole blocks are stored after the forward pass."""
@@ -258,7 +265,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the number of tokens to load (``None``: ask again), and whether they load asynchronously."""
         matched = self._scheduler.matched_tokens(request, num_computed_tokens)
-        return matched, bool(matched)
+        return matched, bool(matched) and not self._scheduler.may_load_within_step(request)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """Return the loaded tokens by the kind of medium that they come from."""

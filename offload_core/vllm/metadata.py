@@ -49,6 +49,8 @@ class RequestLoad:
     Args:
         impossible: whether the worker reports a failure at once, without a load.
         waited_seconds: how long the request has waited for earlier loads.
+        keep: whether the worker keeps the objects at hand, if the tier lends all of them.
+        within_step: whether the request runs in this step. All objects are kept from earlier loads.
     """
 
     job_id: int
@@ -57,6 +59,8 @@ class RequestLoad:
     chunks: tuple[ChunkTransfer, ...]
     impossible: bool = False
     waited_seconds: float = 0.0
+    keep: bool = False
+    within_step: bool = False
 
 
 @dataclass
@@ -72,6 +76,8 @@ class StepMetadata(KVConnectorMetadata):
     cancelled_jobs: list[int] = field(default_factory=list)
     failures_to_report: list[str] = field(default_factory=list)
     """Requests whose failed load the workers report to the engine now."""
+    given_back: list[int] = field(default_factory=list)
+    """Jobs whose objects the workers keep no longer, after the loads of this step."""
     idle: bool = False
     """True if the step has no forward pass, so that a brief wait for an arrival delays no request."""
 
@@ -90,6 +96,8 @@ class StepReport(KVConnectorWorkerMetadata):
     """Per chunk, the number of ranks whose store has ended, with or without success."""
     not_stored: set[ChunkRef] = field(default_factory=set)
     """Chunks that some rank has stored on no tier."""
+    kept_jobs: Counter[int] = field(default_factory=Counter)
+    """Per load, the number of ranks that keep all its objects at hand."""
     changes: list[TierChange] = field(default_factory=list)
     """Objects added to or removed from media that only the worker sees."""
     ranks_refusing_loads: Counter[str] = field(default_factory=Counter)
@@ -106,6 +114,7 @@ class StepReport(KVConnectorWorkerMetadata):
             self.partial_requests | other.partial_requests,
             self.stores_ended + other.stores_ended,
             self.not_stored | other.not_stored,
+            self.kept_jobs + other.kept_jobs,
             self.changes + other.changes,
             refusing,
         )

@@ -48,6 +48,7 @@ def test_outputs_are_those_without_offloading(gemma3: Lab, tmp_path: Path, mode:
 def test_two_ranks_and_the_scheduler_have_one_process_and_one_memory(gemma3: Lab, tmp_path: Path) -> None:
     (first,) = gemma3.standard()
     again = first.model_copy(update={"name": "again", "reset_prefix_cache_before": True})
+    rounds = [first, again, again.model_copy(update={"name": "within the step"})]
     config = ours(tmp_path, hybrid_chunk_size=128, io_process="engine", backends=backends(tmp_path)[:1])
     seen: set[int] = set()
 
@@ -55,10 +56,12 @@ def test_two_ranks_and_the_scheduler_have_one_process_and_one_memory(gemma3: Lab
         seen.update(pid for pid in descendants() if b"offload_core.io_process" in command_line(pid))
 
     lines: list[str] = []
-    result = gemma3.run([first, again], config, tensor_parallel_size=2, on_progress=look, on_line=lines.append)
+    result = gemma3.run(rounds, config, tensor_parallel_size=2, on_progress=look, on_line=lines.append)
     assert logged_problems(lines) == []
-    assert compare(gemma3.reference([first, again]), result) == []
+    assert compare(gemma3.reference(rounds), result) == []
     assert all(served(result, 1).values())
+    assert served(result, 2) == served(result, 1)
+    assert count(result, "loads_within_step", "ram") == len(first.prompts)
     assert len(seen) == 1
     assert not any(map(is_running, seen))
 

@@ -1,4 +1,7 @@
-"""A ``cpu`` tier lends its memory: the engine copies each object once, and continues as without the tier."""
+"""A ``cpu`` tier lends its memory: the engine copies each object once, and continues as without the tier.
+
+A prefix that was loaded before is loaded within the step that runs its request.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,15 @@ def test_objects_move_between_the_kv_cache_and_the_tiers_memory(
     rounds = [
         Round(name="stored", prompts=prompts),
         Round(name="loaded", prompts=prompts, reset_prefix_cache_before=True),
+        Round(name="loaded within the step", prompts=prompts, reset_prefix_cache_before=True),
     ]
     tier = {"name": "ram", "type": "cpu", "capacity": "256MiB"}
     result = lab.run(rounds, ours(tmp_path, hybrid_chunk_size=lab.block_size, io_process=mode, backends=[tier]))
 
     assert compare(lab.reference(rounds), result) == []
     assert min(served(result, 1).values()) > 500
+    assert served(result, 2) == served(result, 1)
+    assert count(result, "loads_within_step", "ram") == len(prompts)
+    assert count(result, "load_kept", "ram") == count(result, "load_hits", "ram")
     assert count(result, "load_lent", "ram") == count(result, "load_hits", "ram") > 0
     assert count(result, "store_lent", "ram") == count(result, "stores", "ram") > 0

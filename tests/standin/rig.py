@@ -48,6 +48,8 @@ class Rig:
         for key in ("geometry_file", "model_identity"):
             if key in changes:
                 settings[key] = str(changes.pop(key))
+        if "sync_load_budget_bytes" in changes:
+            settings["sync_load_budget_bytes"] = changes.pop("sync_load_budget_bytes")
         if model.hybrid_chunk_size is not None:
             settings["hybrid_chunk_size"] = model.hybrid_chunk_size
         folder = changes.pop("folder", self._model_folder)

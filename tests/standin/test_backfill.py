@@ -243,7 +243,7 @@ def test_a_state_that_is_claimed_and_not_loaded_is_seen(rig: Rig, monkeypatch: p
         return [item for item in plan_load(*args) or () if not item.chunk.pack.startswith("state")]
 
     engine = engine_with(rig)
-    monkeypatch.setattr("offload_core.vllm.scheduler.half.plan_load", without_states)
+    monkeypatch.setattr("offload_core.vllm.scheduler.new_loads.plan_load", without_states)
     with pytest.raises(WrongBytesError, match=f"the state after {LONG * BLOCK} tokens is not in"):
         rig.run(engine, prompt(LONG))
     for request in engine.unfinished():

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offload_core.planning.planner import HybridOffloadPlanner
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
 
 
 @dataclass(frozen=True)
@@ -76,3 +83,11 @@ class BlockHolders:
             holder = self._holders[request_id]
             if self._num_blocks - (held - holder.blocks) >= holder.needed_blocks:
                 yield request_id
+
+
+def held_and_needed_blocks(planner: HybridOffloadPlanner, request: Request, blocks: KVCacheBlocks) -> tuple[int, int]:
+    """Return the number of blocks that a request holds, and an upper limit of those it needs for all its tokens."""
+    held = sum(not block.is_null for table in blocks.blocks for block in table)
+    tokens = sum(-(-request.num_tokens // group.block_size_tokens) for group in planner.groups)
+    # Three more per group, for the engine's additions: states under way, speculated tokens, rings.
+    return held, tokens + 3 * len(blocks.blocks)

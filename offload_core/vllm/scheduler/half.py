@@ -14,6 +14,7 @@ from offload_core.api.errors import PlanError
 from offload_core.config.model import OffloadConfig
 from offload_core.io_process.processes import IoProcesses
 from offload_core.lookup.chunk_ledger import ChunkLedger
+from offload_core.lookup.kept_loads import KeptLoads, kept_limits
 from offload_core.lookup.load_choice import LoadChoice
 from offload_core.lookup.service import LookupService
 from offload_core.lookup.tier_index import TierIndex
@@ -26,12 +27,12 @@ from offload_core.simulation.trace_recorder import TraceRecorder
 from offload_core.tiers.live_curves import LiveCurves
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.vllm.compat import keep_state_at
-from offload_core.vllm.metadata import RequestLoad, StepMetadata, StepReport, WorkerIdentity
+from offload_core.vllm.metadata import ChunkTouch, StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.model.lora import AdapterIdentities
 from offload_core.vllm.scheduler.backfill import Backfill
 from offload_core.vllm.scheduler.block_holders import BlockHolders
 from offload_core.vllm.scheduler.load_offers import LoadOffers
-from offload_core.vllm.scheduler.load_plan import plan_load
+from offload_core.vllm.scheduler.new_loads import NewLoads
 from offload_core.vllm.scheduler.placement_plan import PlacementPlan
 from offload_core.vllm.scheduler.request_state import RequestOptions, RequestState
 from offload_core.vllm.scheduler.step_times import StepTimes
@@ -54,6 +55,7 @@ class SchedulerHalf:
         pipelined: whether the engine schedules a step before the one before it has ended.
         loads: whether this engine loads, according to its ``kv_role``.
         stores: whether this engine stores.
+        loads_within_step: whether the engine can run a request in the step that loads its prefix.
         engine_name: unique for the engine; its processes share an I/O process by this name.
     """
 
@@ -69,6 +71,7 @@ class SchedulerHalf:
         pipelined: bool = False,
         loads: bool = True,
         stores: bool = True,
+        loads_within_step: bool = True,
         engine_name: str = "engine",
     ) -> None:
         settings = config.settings
@@ -105,6 +108,8 @@ class SchedulerHalf:
         )
         self._adapters = AdapterIdentities(settings.lookup_timeout_seconds)
         self._ledger = ChunkLedger(num_ranks, settings.lookup_timeout_seconds)
+        budget_bytes = settings.sync_load_budget_bytes if loads_within_step else 0
+        self._kept_loads = KeptLoads(num_ranks, budget_bytes, kept_limits(config, self._tiers, num_ranks))
         self._block_holders = BlockHolders(num_blocks - 1)  # one block is vLLM's null block
         self._placement = PlacementPlan(settings.placement, planner, self._ledger, self._tiers, self._ranks_namespaces)
         self._backfill = Backfill(planner)
@@ -120,14 +125,15 @@ class SchedulerHalf:
             self._ranks_namespaces,
             self.counters,
         )
+        self._new_loads = NewLoads(
+            planner, self._offers, self._kept_loads, self._block_holders, self._ledger, self.counters
+        )
         self._store_plan = StorePlan(planner, self._ledger, self._placement, prompt_only=settings.offload_prompt_only)
         self._curves = LiveCurves(config, planner, self._tiers, self.counters)
         self._trace: TraceRecorder | None = None
         if settings.trace_file is not None:
             self._trace = TraceRecorder(settings.trace_file, planner.boundary_tokens, settings.trace_file_bytes)
         self._requests: dict[str, RequestState] = {}
-        self._last_job_id = 0
-        self._new_loads: list[RequestLoad] = []
         self._cancelled_jobs: list[int] = []
         self._finished_with_failed_load: set[str] = set()
 
@@ -141,6 +147,7 @@ class SchedulerHalf:
             self.reset()
         self._workers = workers
         self._choice.object_bytes = next(iter(workers.values())).object_bytes if workers else {}
+        self._kept_loads.object_bytes = self._choice.object_bytes
         self._placement.set_object_bytes(self._choice.object_bytes)
         self._curves.start([worker.object_bytes for worker in workers.values()])
         self._namespaces.clear()
@@ -182,6 +189,10 @@ class SchedulerHalf:
             keep_state_at(request, state.offer.local_attention_tokens)
         return matched
 
+    def may_load_within_step(self, request: Request) -> bool:
+        """Return whether the load that was just offered takes place in the step that runs the request."""
+        return self._new_loads.may_load_within_step(self._requests[request.request_id])
+
     def load_tier(self, request_id: str) -> str | None:
         """Return the tier of the request's current offer."""
         state = self._requests.get(request_id)
@@ -193,20 +204,8 @@ class SchedulerHalf:
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """Plan the load of ``external_tokens`` tokens into the blocks that the engine has allocated for them."""
-        if external_tokens == 0:
-            return
-        state = self._requests[request.request_id]
-        offer = state.offer
-        assert offer is not None, "the engine loads only tokens that matched_tokens offered"
-        boundary = state.resumed_tokens = offer.computed_tokens + external_tokens
-        state.job_id = self._last_job_id = self._last_job_id + 1
-        chunks = plan_load(self._planner, state, blocks, offer.computed_tokens, boundary)
-        self._block_holders.load_begins(request.request_id, *_held_and_needed_blocks(self._planner, request, blocks))
-        waited = state.wait.seconds("load")
-        load = RequestLoad(state.job_id, request.request_id, offer.tier, tuple(chunks or ()), chunks is None, waited)
-        self._new_loads.append(load)
-        self._offers.load_begins(state, [item.chunk for item in load.chunks])
-        self.counters.add("backfills", offer.tier, int(offer.backfill))
+        if external_tokens:
+            self._new_loads.add(self._requests[request.request_id], blocks, external_tokens)
 
     def build_step(self, output: SchedulerOutput) -> StepMetadata:
         """Return the workers' loads and stores of this step."""
@@ -216,20 +215,24 @@ class SchedulerHalf:
         self._block_holders.remove(output.num_scheduled_tokens.keys())
         stores = list(self._store_plan.stores(output, self._requests))
         touches = self._placement.take_touches()
-        transfers = chain(stores, *(load.chunks for load in self._new_loads))
+        self._kept_loads.touched(touches)
+        touches = [*(ChunkTouch(*again) for again in self._kept_loads.take_touches()), *touches]
+        loads = self._new_loads.take()
+        transfers = chain(stores, *(load.chunks for load in loads))
         chunks = chain((item.chunk for item in transfers), (touch.chunk for touch in touches))
         adapters = {chunk.adapter for chunk in chunks}
         metadata = StepMetadata(
             {adapter: self._ranks_namespaces(adapter) for adapter in adapters},
-            loads=self._new_loads,
+            loads=loads,
             stores=stores,
             touches=touches,
             cancelled_jobs=self._cancelled_jobs,
             failures_to_report=[*self._block_holders.reportable_failures(), *self._finished_with_failed_load],
+            given_back=self._kept_loads.end_step(),
             idle=idle,
         )
-        self._offers.end_step(may_wait=idle and not self._new_loads)
-        self._new_loads, self._cancelled_jobs = [], []
+        self._offers.end_step(may_wait=idle and not loads)
+        self._cancelled_jobs = []
         self._finished_with_failed_load.clear()
         return metadata
 
@@ -255,6 +258,7 @@ class SchedulerHalf:
                 self._offers.load_incomplete(state)
             else:
                 self._offers.load_complete(state)
+            self._kept_loads.ended(state.job_id)
             self._offers.load_ended(state)
         self._offers.recompute(request_id for request_id in failed if request_id in self._block_holders)
         self._block_holders.remove(failed)
@@ -283,6 +287,7 @@ class SchedulerHalf:
         self._namespaces.clear()
         self._ledger.clear()
         self._placement.reset()
+        self._kept_loads.clear()
         self._curves.reset()
         for state in list(self._requests.values()):
             if state.job_id is None and state.request.num_computed_tokens == 0:
@@ -307,6 +312,9 @@ class SchedulerHalf:
     def _take_report(self, report: StepReport) -> None:
         for change in report.changes:
             self._indexes[change.tier].update(change.key, change.present)
+            if not change.present:
+                self._kept_loads.gone(change.tier, change.key.pack, change.key.chunk_hash)
+        self._kept_loads.reported(report.kept_jobs)
         for tier, ranks in report.ranks_refusing_loads.items():
             self._ranks_refusing_loads[tier] += ranks
             if not self._ranks_refusing_loads[tier]:
@@ -327,6 +335,7 @@ class SchedulerHalf:
         self._backfill.forget(request.request_id)
         if state is not None and state.job_id is not None:
             self._cancelled_jobs.append(state.job_id)
+            self._kept_loads.ended(state.job_id)
             self._offers.load_ended(state)
 
     def _record(self, state: RequestState) -> None:
@@ -367,11 +376,3 @@ class SchedulerHalf:
                 for rank in range(self._num_ranks)
             )
         return self._namespaces[adapter]
-
-
-def _held_and_needed_blocks(planner: HybridOffloadPlanner, request: Request, blocks: KVCacheBlocks) -> tuple[int, int]:
-    """Return the number of blocks that a request holds, and an upper limit of those it needs for all its tokens."""
-    held = sum(not block.is_null for table in blocks.blocks for block in table)
-    tokens = sum(-(-request.num_tokens // group.block_size_tokens) for group in planner.groups)
-    # Three more per group, for the engine's additions: states under way, speculated tokens, rings.
-    return held, tokens + 3 * len(blocks.blocks)

@@ -115,12 +115,17 @@ class LoadOffers:
     def load_complete(self, state: RequestState) -> None:
         """Note that the request's load got every chunk."""
         offer, _ = _load_of(state)
-        self._counters.add("hit_tokens", offer.tier, state.resumed_tokens - offer.local_tokens)
         self._end_load(state, measured=True)
-        saved = self._choice.prefill_seconds_saved(offer.local_tokens, state.resumed_tokens, state.request.num_tokens)
-        if math.isfinite(saved):
-            self._counters.add("prefill_seconds_saved", offer.tier, max(0.0, saved))
+        self._count_hit(state, offer)
         self._lookups.learn(offer.tier, self._first_ranks_keys(state.loading))
+
+    def loaded_within_step(self, state: RequestState) -> None:
+        """Note that the engine has accepted the offer, and that the request runs in this step, after its load."""
+        self._recomputing.discard(state.request.request_id)
+        assert state.offer is not None
+        self._counters.add("loads_within_step", state.offer.tier)
+        self._count_hit(state, state.offer)
+        state.lookup = None
 
     def load_ended(self, state: RequestState) -> None:
         """Forget the request's load."""
@@ -217,6 +222,13 @@ class LoadOffers:
         offer, job_id = _load_of(state)
         seconds = self._choice.load_ends(offer.tier, job_id, measured=measured)
         self._counters.add("load_wait_seconds", offer.tier, seconds)
+
+    def _count_hit(self, state: RequestState, offer: Offer) -> None:
+        """Count the tokens of a complete load, and the seconds that they save."""
+        self._counters.add("hit_tokens", offer.tier, state.resumed_tokens - offer.local_tokens)
+        saved = self._choice.prefill_seconds_saved(offer.local_tokens, state.resumed_tokens, state.request.num_tokens)
+        if math.isfinite(saved):
+            self._counters.add("prefill_seconds_saved", offer.tier, max(0.0, saved))
 
     def _count_declined(self, state: RequestState, counter: str, tier: str) -> None:
         """Count a request once, however often the engine asks about it."""

@@ -105,6 +105,8 @@ class RequestState:
     offer: Offer | None = None
     answered: bool = False
     """True if the engine's last question got an answer; false if it was told to ask again."""
+    within_step: bool = False
+    """True if its offered load takes place in the step that runs the request."""
     job_id: int | None = None
     loading: Sequence[ChunkRef] = field(default=())
     wait: WaitingTime = field(default_factory=WaitingTime)

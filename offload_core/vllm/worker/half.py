@@ -74,6 +74,8 @@ class WorkerHalf:
         self._uses_partial_loads = len(groups) == 1 and all(pack.policy.kind == "full" for pack in planner.packs)
         """True if the engine can use a part of a load: vLLM accepts missing blocks for a single group only."""
         self._missing_blocks: set[int] = set()
+        self._state_packs = {pack.name for pack in planner.packs if pack.policy.kind == "state"}
+        self._states_loaded_for: StepMetadata | None = None
         self._ended_requests: list[tuple[str, bool]] = []
         self._failed_requests: set[str] = set()
         self._report = StepReport()
@@ -162,11 +164,18 @@ class WorkerHalf:
         self._engine.attach()
         self._registered = True
 
+    def load_states(self, metadata: StepMetadata) -> None:
+        """Copy the recurrent states of loads within this step. Call it before vLLM moves states between blocks."""
+        self._take_namespaces(metadata)
+        self._states_loaded_for = metadata
+        for load in metadata.loads:
+            if load.within_step:
+                states = [item for item in load.chunks if item.chunk.pack in self._state_packs]
+                self._transfer_engine.copy_kept(load.tier, self._objects(states))
+
     def announce_stores(self, metadata: StepMetadata) -> None:
-        """Let the tiers prepare for this step's stores. Call it before everything else of a step."""
-        for adapter, namespaces in metadata.namespaces.items():
-            self._namespaces[adapter] = namespaces[self._rank]
-            self._adapters[namespaces[self._rank]] = adapter
+        """Let the tiers prepare for this step's stores. Call it before everything else of a step, but the states."""
+        self._take_namespaces(metadata)
         if metadata.touches:  # before the stores, which may evict
             keys = [self._key(touch.chunk) for touch in metadata.touches]
             self._transfer_engine.touch(keys, [touch.spare for touch in metadata.touches])
@@ -175,14 +184,23 @@ class WorkerHalf:
             self._transfer_engine.announce_stores(self._stores)
 
     def start_loads(self, metadata: StepMetadata) -> None:
-        """Start this step's loads and cancel the loads that this step no longer needs."""
+        """Start this step's loads and cancel the loads that this step no longer needs. Loads within the step end here.
+
+        Raises:
+            RuntimeError: the request of a load within the step would run without its recurrent states.
+        """
         engine = self._transfer_engine
         for load in metadata.loads:
             if load.impossible:
                 self._load_failed(load.request_id)
                 continue
+            if load.within_step:
+                self._load_within_step(load, metadata)
+                continue
             self._loads[load.job_id] = load
-            engine.submit_load(LoadJob(load.job_id, load.tier, self._objects(load.chunks), load.waited_seconds))
+            objects = self._objects(load.chunks)
+            engine.submit_load(LoadJob(load.job_id, load.tier, objects, load.waited_seconds, load.keep))
+        engine.give_back(metadata.given_back)
         for request_id in metadata.failures_to_report:
             if request_id in self._failed_requests:  # the load may have succeeded on this rank
                 self._failed_requests.discard(request_id)
@@ -236,7 +254,7 @@ class WorkerHalf:
         """Return the report for the scheduler half, or ``None`` if it would be empty."""
         report, self._report = self._report, StepReport()
         failures = report.failed_chunks or report.failed_requests or report.partial_requests
-        changes = report.ranks_refusing_loads or report.changes
+        changes = report.ranks_refusing_loads or report.changes or report.kept_jobs
         return report if failures or changes or report.stores_ended else None
 
     def shutdown(self) -> None:
@@ -275,6 +293,8 @@ class WorkerHalf:
     def _load_ended(self, result: LoadResult) -> None:
         load = self._loads.pop(result.job_id)
         self._report.failed_chunks.update((load.tier, self._ref(key)) for key in result.failed_keys)
+        if result.kept:
+            self._report.kept_jobs[load.job_id] += 1
         if result.status == "loaded":
             self._ended_requests.append((load.request_id, False))
         elif self._uses_partial_loads and result.arrived_objects and result.status != "cancelled":
@@ -285,6 +305,21 @@ class WorkerHalf:
             self._ended_requests.append((load.request_id, False))
         else:
             self._load_failed(load.request_id)
+
+    def _load_within_step(self, load: RequestLoad, metadata: StepMetadata) -> None:
+        """Copy all objects but recurrent states, which :meth:`load_states` has copied."""
+        if self._state_packs and self._states_loaded_for is not metadata:
+            raise RuntimeError(
+                f"request {load.request_id}: this vLLM has not announced the step, so the states of a load within it "
+                "are missing; set sync_load_budget_bytes to 0"
+            )
+        others = [item for item in load.chunks if item.chunk.pack not in self._state_packs]
+        self._transfer_engine.copy_kept(load.tier, self._objects(others))
+
+    def _take_namespaces(self, metadata: StepMetadata) -> None:
+        for adapter, namespaces in metadata.namespaces.items():
+            self._namespaces[adapter] = namespaces[self._rank]
+            self._adapters[namespaces[self._rank]] = adapter
 
     def _load_failed(self, request_id: str) -> None:
         """Report a failed load to the scheduler half, which decides when to report it to the engine."""

@@ -48,17 +48,25 @@ class StandInRunner:
         Raises:
             WrongBytesError: a forward pass would have read wrong bytes.
         """
+        metadata, connector = output.kv_connector_metadata, self.connector
         stray = set(output.new_block_ids_to_zero or ()) - set(new_blocks)
         # A failed load's blocks are zeroed late; they are not new, and their content is not valid.
         with self.cache.in_host_memory():
             self.cache.poison([*new_blocks, *stray])
+        if connector is not None:
+            assert metadata is not None
+            connector.handle_preemptions(metadata)
+        with self.cache.in_host_memory():
+            self.cache.poison(output.new_block_ids_to_zero or ())  # after the connector, as vLLM zeroes them
             self.cache.copy_blocks((copy[0], copy[1]) for copy in output.kv_cache_block_copies or ())
         fresh = self._update(output)
-        connector = self.connector
+        with self.cache.in_host_memory():
+            for req_id, scheduled in output.num_scheduled_tokens.items():
+                self._read_states(req_id, scheduled)
         kv_output = KVConnectorOutput()
         if connector is not None:
-            assert output.kv_connector_metadata is not None
-            connector.bind_connector_metadata(output.kv_connector_metadata)
+            assert metadata is not None
+            connector.bind_connector_metadata(metadata)
             if output.has_sync_kv_loads:
                 connector.start_load_kv(None)
         with self.cache.in_host_memory():
@@ -112,8 +120,6 @@ class StandInRunner:
 
     def _forward(self, output: SchedulerOutput, fresh: set[str]) -> dict[str, list[int]]:
         """Check the bytes that scheduled requests read, then write their results; returns the sampled tokens."""
-        for req_id, scheduled in output.num_scheduled_tokens.items():
-            self._read_states(req_id, scheduled)
         sampled: dict[str, list[int]] = {}
         for req_id, scheduled in output.num_scheduled_tokens.items():
             sampled[req_id] = self._compute(req_id, scheduled)
@@ -142,7 +148,10 @@ class StandInRunner:
                 layer.check(prefix, table, layer.states(index * size, (index + 1) * size), f"{why}, cached block")
 
     def _read_states(self, req_id: str, scheduled: int) -> None:
-        """Move the running state to the column of this step, as vLLM's ``preprocess_mamba``, and check it."""
+        """Move the running state to the column of this step, as vLLM's ``preprocess_mamba``, and check it.
+
+        As in vLLM's runner for CPUs, this comes before the connector's ``start_load_kv``.
+        """
         running, prefix = self._requests[req_id], self._prefixes[req_id]
         start = running.computed_tokens
         why = f"request {req_id}, step from token {start} to {start + scheduled}"

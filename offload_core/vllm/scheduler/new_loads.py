@@ -1,0 +1,91 @@
+"""The loads that a step begins: the engine has accepted their offers and allocated their blocks."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING
+
+from offload_core.api.errors import PlanError
+from offload_core.lookup.chunk_ledger import ChunkLedger
+from offload_core.lookup.kept_loads import KeptLoads
+from offload_core.planning.planner import HybridOffloadPlanner
+from offload_core.runtime.metrics import Counters
+from offload_core.vllm.metadata import RequestLoad
+from offload_core.vllm.scheduler.block_holders import BlockHolders, held_and_needed_blocks
+from offload_core.vllm.scheduler.load_offers import LoadOffers
+from offload_core.vllm.scheduler.load_plan import plan_load
+from offload_core.vllm.scheduler.request_state import RequestState
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+
+
+class NewLoads:
+    """Plans loads until the next step takes them. For the engine thread."""
+
+    def __init__(
+        self,
+        planner: HybridOffloadPlanner,
+        offers: LoadOffers,
+        kept_loads: KeptLoads,
+        block_holders: BlockHolders,
+        ledger: ChunkLedger,
+        counters: Counters,
+    ) -> None:
+        self._planner = planner
+        self._offers = offers
+        self._kept_loads = kept_loads
+        self._block_holders = block_holders
+        self._ledger = ledger
+        self._counters = counters
+        self._job_ids = count(1)
+        self._loads: list[RequestLoad] = []
+        self._within_step: list[RequestState] = []
+
+    def may_load_within_step(self, state: RequestState) -> bool:
+        """Return whether the load that was just offered takes place in the step that runs its request.
+
+        All its objects are pinned and at hand on all ranks. For vLLM has no way back from such a load.
+        """
+        offer = state.offer
+        assert offer is not None, "the engine asks after an offer"
+        refs = state.needed_refs(self._planner, offer.computed_tokens, offer.boundary_tokens)
+        state.within_step = not offer.backfill and self._kept_loads.try_use(offer.tier, refs)
+        return state.within_step
+
+    def add(self, state: RequestState, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """Plan the load of ``external_tokens`` tokens into the blocks that the engine has allocated for them.
+
+        Raises:
+            PlanError: the objects of a load within the step do not fill the blocks, so the step must fail.
+        """
+        request, offer = state.request, state.offer
+        assert offer is not None, "the engine loads only tokens that were offered"
+        request_id, job_id = request.request_id, next(self._job_ids)
+        boundary = state.resumed_tokens = offer.computed_tokens + external_tokens
+        planned = plan_load(self._planner, state, blocks, offer.computed_tokens, boundary)
+        chunks = tuple(planned or ())
+        refs = [item.chunk for item in chunks]
+        if state.within_step:
+            if planned is None:
+                raise PlanError(f"request {request_id}: its load does not fill the blocks of a step that has begun")
+            self._loads.append(RequestLoad(job_id, request_id, offer.tier, chunks, within_step=True))
+            self._within_step.append(state)
+            self._ledger.loaded(refs)
+            self._offers.loaded_within_step(state)
+            return
+        state.job_id = job_id
+        self._block_holders.load_begins(request_id, *held_and_needed_blocks(self._planner, request, blocks))
+        waited = state.wait.seconds("load")
+        keep = self._kept_loads.begins(job_id, offer.tier, refs)
+        self._loads.append(RequestLoad(job_id, request_id, offer.tier, chunks, planned is None, waited, keep))
+        self._offers.load_begins(state, refs)
+        self._counters.add("backfills", offer.tier, int(offer.backfill))
+
+    def take(self) -> list[RequestLoad]:
+        """Return the loads of this step."""
+        for state in self._within_step:
+            state.offer, state.within_step = None, False
+        self._within_step.clear()
+        loads, self._loads = self._loads, []
+        return loads
