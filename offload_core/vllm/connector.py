@@ -27,6 +27,7 @@ from offload_core.vllm.compat import (
     can_report_attention_alone,
     version_problem,
 )
+from offload_core.vllm.kv_events.vllm_events import kv_events_enabled
 from offload_core.vllm.metadata import StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.metrics import HybridOffloadPromMetrics, HybridOffloadStats
 from offload_core.vllm.model.groups import build_planner, handed_over
@@ -100,6 +101,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             stores=stores,
             engine_name=engine_name(vllm_config),
         )
+        if kv_events_enabled(vllm_config):
+            self._scheduler_half.announce_content(kv_cache_config)
 
     # Both halves
 
@@ -266,8 +269,14 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def take_events(self) -> Iterable[Any]:
-        """Return nothing: this version has no KV cache events."""
-        return ()
+        """Return vLLM's KV cache events for the tiers, if the engine publishes events."""
+        events = self._scheduler.kv_events
+        return () if events is None else events.take()
+
+    def has_pending_push_work(self) -> bool:
+        """Return whether an idle engine should step on, because a store will end soon or events wait."""
+        events = self._scheduler.kv_events
+        return events is not None and events.has_events_to_come
 
     def reset_cache(self) -> bool | None:
         """Serve no object that was stored before this call."""

@@ -26,6 +26,7 @@ from offload_core.simulation.trace_recorder import TraceRecorder
 from offload_core.tiers.live_curves import LiveCurves
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.vllm.compat import keep_state_at
+from offload_core.vllm.kv_events.events import KvEvents
 from offload_core.vllm.metadata import RequestLoad, StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.model.lora import AdapterIdentities
 from offload_core.vllm.scheduler.backfill import Backfill
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 
@@ -121,6 +123,8 @@ class SchedulerHalf:
             self.counters,
         )
         self._store_plan = StorePlan(planner, self._ledger, self._placement, prompt_only=settings.offload_prompt_only)
+        self.kv_events: KvEvents | None = None
+        self._kv_events_resync_seconds = settings.kv_events_resync_seconds
         self._curves = LiveCurves(config, planner, self._tiers, self.counters)
         self._trace: TraceRecorder | None = None
         if settings.trace_file is not None:
@@ -143,6 +147,15 @@ class SchedulerHalf:
         """Use the engine's block pool to load states alone, if this engine loads."""
         if self._engine_options.load:
             self._backfill.bind(block_pool)
+
+    def announce_content(self, kv_cache_config: KVCacheConfig) -> None:
+        """Make KV cache events from now on. Without this call they cost nothing."""
+        io, ledger, resync_seconds = self._io, self._ledger, self._kv_events_resync_seconds
+        assert io is not None
+        events = KvEvents(
+            io, self._tiers, self._planner, kv_cache_config, self._ranks_namespaces, ledger, resync_seconds
+        )
+        self.kv_events = self._store_plan.kv_events = events
 
     @property
     def expects_attention_alone(self) -> bool:
@@ -200,6 +213,8 @@ class SchedulerHalf:
         load = RequestLoad(state.job_id, request.request_id, offer.tier, tuple(chunks or ()), chunks is None, waited)
         self._new_loads.append(load)
         self._offers.load_begins(state, [item.chunk for item in load.chunks])
+        if self.kv_events is not None:
+            self.kv_events.loading(state, offer.computed_tokens, boundary)
         self.counters.add("backfills", offer.tier, int(offer.backfill))
 
     def build_step(self, output: SchedulerOutput) -> StepMetadata:
@@ -278,6 +293,8 @@ class SchedulerHalf:
         self._ledger.clear()
         self._placement.reset()
         self._curves.reset()
+        if self.kv_events is not None:
+            self.kv_events.reset()
         for state in list(self._requests.values()):
             if state.job_id is None and state.request.num_computed_tokens == 0:
                 state.offer = state.lookup = None
@@ -300,7 +317,10 @@ class SchedulerHalf:
 
     def _take_report(self, report: StepReport) -> None:
         for change in report.changes:
-            self._indexes[change.tier].update(change.key, change.present)
+            if (index := self._indexes.get(change.tier)) is not None:
+                index.update(change.key, change.present)
+        if self.kv_events is not None:
+            self.kv_events.changed(report.changes)
         for tier, ranks in report.ranks_refusing_loads.items():
             self._ranks_refusing_loads[tier] += ranks
             if not self._ranks_refusing_loads[tier]:
