@@ -22,7 +22,7 @@ def kv_events_enabled(vllm_config: VllmConfig) -> bool:
 
 
 def events_name_tiers() -> bool:
-    """Return whether a KV cache event can name its tier, so that tiers on one medium differ. This came with 0.32."""
+    """Return whether a KV cache event can name its tier, so that tiers on one medium differ. Older versions cannot."""
     return "ownership" in BlockStored.__struct_fields__
 
 
