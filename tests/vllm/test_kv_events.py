@@ -150,6 +150,20 @@ def test_adjacent_blocks_make_one_event_and_places_have_vllms_words(rig: Rig) ->
     assert [len(event.block_hashes) for event in windows] == [2, 2, 2, 2], "a window's objects have gaps between them"
 
 
+def test_a_repeated_block_is_removed_and_stored(rig: Rig) -> None:
+    content: dict[Any, Any] = {}
+    item = request()
+    rig.store(item)
+    apply(rig.take_all(), content)
+    rig.events._announcements.repeat(rig.events._announcements.chunks())
+    repeated = rig.take_all()
+    apply(repeated, content)
+    assert content == blocks_of(item, rig.planner, "disk")
+    late: dict[Any, Any] = {}
+    apply([event for event in repeated if isinstance(event, BlockStored)], late)
+    assert late == content
+
+
 def test_a_chunk_counts_when_all_ranks_have_it(rig: Rig) -> None:
     item = request(64)
     rig.store(item, ranks=(0,))

@@ -159,8 +159,8 @@ class Announcements(Generic[DescriptionT]):
     def take(self, limit: int) -> list[Announcement[DescriptionT]]:
         """Return at most ``limit`` announcements: news first, then repetitions.
 
-        No chunk comes twice in one place. Readers that got every announcement then see exactly what is present, except
-        for news beyond the limit.
+        No chunk comes twice in one place. Readers that got every announcement then see exactly the chunks that are
+        present, except for news beyond the limit.
         """
         taken: list[Announcement[DescriptionT]] = []
         fresh: set[tuple[ChunkRef, str]] = set()

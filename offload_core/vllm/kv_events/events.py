@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from offload_core.vllm.scheduler.request_state import RequestState
-
 _MAX_BYTES = 128 << 20
 """Limit for the memory of all announced chunks, about 50,000 of 256 tokens."""
 _CHUNKS_PER_STEP = 64
@@ -95,11 +93,12 @@ class KvEvents:
         self._describe(request, pack, unit, ref)
         self._awake_until = time.monotonic() + _AWAKE_SECONDS
 
-    def loading(self, state: RequestState, computed_tokens: int, boundary_tokens: int) -> None:
+    def loading(self, request: Request, adapter: str, computed_tokens: int, boundary_tokens: int) -> None:
         """Describe the chunks of a load that begins."""
         for pack in self._planner.packs:
             for unit in pack.needed_units(computed_tokens, boundary_tokens):
-                self._describe(state.request, pack, unit, state.ref(pack, unit))
+                ref = ChunkRef(pack.name, request.block_hashes[pack.hash_index(unit)], adapter)
+                self._describe(request, pack, unit, ref)
 
     @property
     def has_events_to_come(self) -> bool:

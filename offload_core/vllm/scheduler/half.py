@@ -214,7 +214,8 @@ class SchedulerHalf:
         self._new_loads.append(load)
         self._offers.load_begins(state, [item.chunk for item in load.chunks])
         if self.kv_events is not None:
-            self.kv_events.loading(state, offer.computed_tokens, boundary)
+            adapter = state.adapter.digest if state.adapter else ""
+            self.kv_events.loading(request, adapter, offer.computed_tokens, boundary)
         self.counters.add("backfills", offer.tier, int(offer.backfill))
 
     def build_step(self, output: SchedulerOutput) -> StepMetadata:
