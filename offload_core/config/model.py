@@ -259,6 +259,14 @@ class OffloadSettings(Limits, _IoProcessSettings, _ChunkSettings):
     trace_file_bytes: Annotated[
         Bytes, Field(ge=_MIB, description="Largest size of the trace. Nothing more is recorded then.")
     ] = 256 * _MIB
+    kv_events_resync_seconds: Annotated[
+        Seconds | None,
+        Field(
+            description="If vLLM publishes KV cache events: time after which all announced objects are checked on "
+            "their tiers and announced again. With `null`, never.",
+            examples=[60.0],
+        ),
+    ] = 600.0
     backends: Annotated[list[BackendConfig], Field(min_length=1, description="The tiers, fastest first.")]
 
     @property

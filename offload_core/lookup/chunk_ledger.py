@@ -26,7 +26,7 @@ class ChunkLedger:
     """
 
     def __init__(self, num_ranks: int, max_pending_seconds: float) -> None:
-        self._num_ranks = num_ranks
+        self.num_ranks = num_ranks
         self._max_pending_seconds = max_pending_seconds
         self._present: OrderedDict[ChunkRef, float] = OrderedDict()  # time of the end of its store, or 0
         self._pending: dict[ChunkRef, tuple[int, float]] = {}
@@ -48,10 +48,15 @@ class ChunkLedger:
         """Return whether the store of ``ref`` has begun and not ended on every rank."""
         return ref in self._pending
 
+    @property
+    def has_pending(self) -> bool:
+        """True if some store has begun and not ended on every rank."""
+        return bool(self._pending)
+
     def store_started(self, ref: ChunkRef) -> None:
         """Record the begin of a store: ``ref`` is present, and its store is pending."""
         self._add_present(ref, 0.0)
-        self._pending[ref] = (self._num_ranks, time.monotonic() + self._max_pending_seconds)
+        self._pending[ref] = (self.num_ranks, time.monotonic() + self._max_pending_seconds)
 
     def stores_ended(self, ended: Mapping[ChunkRef, int], not_stored: Collection[ChunkRef]) -> None:
         """Record the end of stores.

@@ -166,9 +166,14 @@ class Tier:
     def take_changes(self) -> list[TierChange]:
         """Return the objects that came to the medium and left it since the last call. May be called on any thread.
 
-        Changes are kept only for a medium that no other process sees; a shared medium answers everyone itself.
+        Changes are kept only for a medium that no other process sees; a shared medium answers everyone itself. After
+        :meth:`keep_changes` they are kept for each medium, as far as this process learns of them.
         """
         return self._changes.take()
+
+    def keep_changes(self) -> None:
+        """Keep changes of a shared medium too. Call it before the first load and store."""
+        self._changes.keep()
 
     async def lookup(self, keys: Sequence[ObjectKey], within_seconds: float | None = None) -> list[bool]:
         """Return, per key, whether the object is there. An error, or too many lookups at once, gives ``False``.
@@ -180,6 +185,11 @@ class Tier:
         self._prober.attach()
         seconds = self.limits.lookup_timeout_seconds if within_seconds is None else within_seconds
         return await self._lookups.lookup(keys, seconds)
+
+    async def check(self, keys: Sequence[ObjectKey]) -> list[bool] | None:
+        """Return, per key, whether the object is there; ``None`` if the tier cannot tell. No hit or miss is counted."""
+        self._prober.attach()
+        return await self._lookups.ask(keys, self.limits.lookup_timeout_seconds)
 
     async def load(self, objects: Sequence[StagedObject]) -> list[LoadOutcome | None]:
         """Load and verify a batch. If cancelled, it ends when the call has ended.
@@ -300,6 +310,9 @@ class Tier:
         self.health.succeeded(call)
         pairs = zip(objects, end.outcomes, strict=True)
         self._changes.add((staged.key for staged, outcome in pairs if outcome is not LoadOutcome.HIT), present=False)
+        self._changes.found(
+            one.key for one, outcome in zip(objects, end.outcomes, strict=True) if outcome is LoadOutcome.HIT
+        )
         self._accounting.loaded(objects, end, seconds)
         return list(end.outcomes)
 
@@ -318,7 +331,7 @@ class Tier:
             return [False] * len(objects)
         self.health.succeeded(call)
         there = [end.outcome in (StoreOutcome.STORED, StoreOutcome.ALREADY_PRESENT) for end in ends]
-        self._changes.add((one.key for one, stays in zip(objects, there, strict=True) if stays), present=True)
+        self._changes.stored((one.key for one, stays in zip(objects, there, strict=True) if stays), since=started)
         self._accounting.stored(objects, ends, seconds)
         return there
 
@@ -349,11 +362,11 @@ class Tier:
             self.health.failed(call, keys, error)
 
     def _evicted(self, keys: Sequence[ObjectKey]) -> None:
-        self._changes.add(keys, present=False)
+        self._changes.evicted(keys)
         self._accounting.evicted(keys)
 
     def _evicted_by_others(self, keys: Sequence[ObjectKey]) -> None:
-        self._changes.remove(keys)
+        self._changes.evicted(keys, by_others=True)
         self._accounting.evicted_by_others(keys)
 
     def _storage_ended(self, lost: bool) -> None:

@@ -1,5 +1,7 @@
 """Every difference between the supported versions of vLLM; no other module reads the version.
 
+The fields of KV cache events differ too; :mod:`.kv_events.vllm_events` leaves out those that a version lacks.
+
 It is imported before the rest of the adapter. On an older vLLM, the rest would fail with nothing but a missing name.
 """
 

@@ -29,6 +29,7 @@ from offload_core.vllm.compat import (
     sleep_problem,
     version_problem,
 )
+from offload_core.vllm.kv_events.vllm_events import kv_events_enabled
 from offload_core.vllm.metadata import StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.metrics import HybridOffloadPromMetrics, HybridOffloadStats
 from offload_core.vllm.model.groups import build_planner, handed_over
@@ -110,6 +111,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             loads_within_step=can_load_within_step() and vllm_config.speculative_config is None,
             engine_name=engine_name(vllm_config),
         )
+        if kv_events_enabled(vllm_config):
+            self._scheduler_half.announce_content(kv_cache_config, config.settings.kv_events_resync_seconds)
         if changing_weights is not None:
             self._scheduler_half.reset()  # the identity names the files' weights, which it will not have
 
@@ -299,8 +302,14 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def take_events(self) -> Iterable[Any]:
-        """Return nothing: this version has no KV cache events."""
-        return ()
+        """Return vLLM's KV cache events for the tiers, if the engine publishes events."""
+        events = self._scheduler.kv_events
+        return () if events is None else events.take()
+
+    def has_pending_push_work(self) -> bool:
+        """Return whether an idle engine should step on, because a store will end soon or events wait."""
+        events = self._scheduler.kv_events
+        return events is not None and events.has_events_to_come
 
     def reset_cache(self) -> bool | None:
         """Serve no object that was stored before this call."""

@@ -40,16 +40,24 @@ class TierLookups:
 
     async def lookup(self, keys: Sequence[ObjectKey], within_seconds: float) -> list[bool]:
         """Return, per key, whether the object is there; see :meth:`Tier.lookup`."""
+        present = await self.ask(keys, within_seconds)
+        if present is None:
+            return [False] * len(keys)
+        self._accounting.lookup_answered(present)
+        return present
+
+    async def ask(self, keys: Sequence[ObjectKey], within_seconds: float) -> list[bool] | None:
+        """Return, per key, whether the object is there; ``None`` if the call failed or was refused."""
         max_overdue = _MAX_OVERDUE_LOOKUPS + self._storage.stuck_threads  # stuck threads have been replaced
         hangs = len(self._overdue) >= max_overdue
         if hangs or self._running >= _MAX_RUNNING_LOOKUPS:
             self._accounting.lookup_failed()
             if hangs:  # another call would time out as well
                 self._health.timed_out("lookup", keys[0] if keys else None)
-            return [False] * len(keys)
+            return None
         call = self._health.begin("lookup")
         if call is None:
-            return [False] * len(keys)
+            return None
         timer = asyncio.get_running_loop().call_later(within_seconds, self._timed_out, call, keys)
         self._running += 1
         started = time.monotonic()
@@ -58,7 +66,7 @@ class TierLookups:
         except Exception as error:
             self._on_error(call, keys, error)
             self._accounting.lookup_failed()
-            return [False] * len(keys)
+            return None
         finally:
             self._health.ended(call)
             self._accounting.lookup_ended(time.monotonic() - started)
@@ -66,7 +74,6 @@ class TierLookups:
             timer.cancel()
             self._overdue.discard(call)
         self._health.succeeded(call)
-        self._accounting.lookup_answered(present)
         return present
 
     def _timed_out(self, call: Call, keys: Sequence[ObjectKey]) -> None:

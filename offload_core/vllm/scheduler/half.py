@@ -27,6 +27,7 @@ from offload_core.simulation.trace_recorder import TraceRecorder
 from offload_core.tiers.live_curves import LiveCurves
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.vllm.compat import keep_state_at
+from offload_core.vllm.kv_events.events import KvEvents
 from offload_core.vllm.metadata import ChunkTouch, StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.model.lora import AdapterIdentities
 from offload_core.vllm.scheduler.backfill import Backfill
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 
@@ -129,6 +131,7 @@ class SchedulerHalf:
             planner, self._offers, self._kept_loads, self._block_holders, self._ledger, self.counters
         )
         self._store_plan = StorePlan(planner, self._ledger, self._placement, prompt_only=settings.offload_prompt_only)
+        self.kv_events: KvEvents | None = None
         self._curves = LiveCurves(config, planner, self._tiers, self.counters)
         self._trace: TraceRecorder | None = None
         if settings.trace_file is not None:
@@ -156,6 +159,12 @@ class SchedulerHalf:
         """Use the engine's block pool to load states alone, if this engine loads."""
         if self._engine_options.load:
             self._backfill.bind(block_pool)
+
+    def announce_content(self, kv_cache_config: KVCacheConfig, resync_seconds: float | None) -> None:
+        """Make KV cache events from now on. Without this call they cost nothing."""
+        assert self._io is not None
+        arguments = (self._tiers, self._planner, kv_cache_config, self._ranks_namespaces, self._ledger, resync_seconds)
+        self.kv_events = self._store_plan.kv_events = KvEvents(self._io, *arguments)
 
     @property
     def expects_attention_alone(self) -> bool:
@@ -204,8 +213,13 @@ class SchedulerHalf:
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """Plan the load of ``external_tokens`` tokens into the blocks that the engine has allocated for them."""
-        if external_tokens:
-            self._new_loads.add(self._requests[request.request_id], blocks, external_tokens)
+        if not external_tokens:
+            return
+        state = self._requests[request.request_id]
+        self._new_loads.add(state, blocks, external_tokens)
+        if self.kv_events is not None and state.offer is not None:
+            adapter = state.adapter.digest if state.adapter else ""
+            self.kv_events.loading(request, adapter, state.offer.computed_tokens, state.resumed_tokens)
 
     def build_step(self, output: SchedulerOutput) -> StepMetadata:
         """Return the workers' loads and stores of this step."""
@@ -289,6 +303,8 @@ class SchedulerHalf:
         self._placement.reset()
         self._kept_loads.clear()
         self._curves.reset()
+        if self.kv_events is not None:
+            self.kv_events.reset()
         for state in list(self._requests.values()):
             if state.job_id is None and state.request.num_computed_tokens == 0:
                 state.offer = state.lookup = None
@@ -311,10 +327,13 @@ class SchedulerHalf:
 
     def _take_report(self, report: StepReport) -> None:
         for change in report.changes:
-            self._indexes[change.tier].update(change.key, change.present)
+            if (index := self._indexes.get(change.tier)) is not None:
+                index.update(change.key, change.present)
             if not change.present:
                 self._kept_loads.gone(change.tier, change.key.pack, change.key.chunk_hash)
         self._kept_loads.reported(report.kept_jobs)
+        if self.kv_events is not None:
+            self.kv_events.changed(report.changes)
         for tier, ranks in report.ranks_refusing_loads.items():
             self._ranks_refusing_loads[tier] += ranks
             if not self._ranks_refusing_loads[tier]:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from offload_core.lookup.chunk_ledger import ChunkLedger
 from offload_core.memory.block_copier import BlockSlice
+from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.packs import Pack
 from offload_core.planning.planner import HybridOffloadPlanner
+from offload_core.vllm.kv_events.events import KvEvents
 from offload_core.vllm.metadata import ChunkTransfer
 from offload_core.vllm.scheduler.load_plan import NULL_BLOCK_ID
 from offload_core.vllm.scheduler.placement_plan import PlacementPlan
@@ -38,6 +40,8 @@ class StorePlan:
         self._ledger = ledger
         self._placement = placement
         self._prompt_only = prompt_only
+        self.kv_events: KvEvents | None = None
+        """The events for which each chunk is described when its store begins."""
         self._attention_packs = tuple(pack for pack in planner.packs if pack.policy.kind != "state")
         self._state_packs = tuple(pack for pack in planner.packs if pack.policy.kind == "state")
 
@@ -88,7 +92,7 @@ class StorePlan:
                 ]
                 # A null block was freed or never held.
                 if not any(NULL_BLOCK_ID in part.block_ids for part in slices):
-                    self._ledger.store_started(ref)
+                    self._store_starts(state, pack, unit, ref)
                     yield ChunkTransfer(ref, tuple(slices), self._placement.is_spare(state, pack, unit))
             state.next_unit[pack.name] = max(state.next_unit[pack.name], end)
         self._set_next_tokens(state)
@@ -107,9 +111,14 @@ class StorePlan:
                 ids = [block_ids.get(group.index, NULL_BLOCK_ID) for group in pack.groups]
                 ref = state.ref(pack, unit)
                 if NULL_BLOCK_ID not in ids and not self._ledger.is_present(ref):
-                    self._ledger.store_started(ref)
+                    self._store_starts(state, pack, unit, ref)
                     slices = tuple(BlockSlice(0, (block_id,)) for block_id in ids)
                     yield ChunkTransfer(ref, slices, self._placement.is_spare(state, pack, unit))
+
+    def _store_starts(self, state: RequestState, pack: Pack, unit: int, ref: ChunkRef) -> None:
+        self._ledger.store_started(ref)
+        if self.kv_events is not None:
+            self.kv_events.storing(state.request, pack, unit, ref)
 
     def _is_wanted(self, state: RequestState, pack: Pack, unit: int) -> bool:
         return self._planner.ever_needed(pack, unit) and self._placement.stores(state, pack, unit)

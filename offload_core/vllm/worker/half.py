@@ -30,6 +30,7 @@ from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.transfer.batches import TransferObject
 from offload_core.transfer.engine import TransferEngine
 from offload_core.transfer.loads import LoadJob, LoadResult
+from offload_core.vllm.kv_events.vllm_events import kv_events_enabled
 from offload_core.vllm.metadata import ChunkTransfer, RequestLoad, StepMetadata, StepReport
 from offload_core.vllm.model.identity import engine_name, worker_identity
 from offload_core.vllm.worker.geometry_export import engine_geometry, write_in_background
@@ -122,6 +123,9 @@ class WorkerHalf:
         ranks = self._vllm_config.parallel_config.world_size
         half = f"worker {self._rank}" if ranks > 1 else "worker"
         self._tiers = open_tiers(self._config, self._io, self.counters, half=half, host=self._processes)
+        if kv_events_enabled(self._vllm_config):
+            for tier in self._tiers:
+                tier.keep_changes()
         self._copier = block_copier(caches, largest)
         self._engine = TransferEngine(
             io=self._io,

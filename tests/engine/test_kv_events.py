@@ -1,0 +1,180 @@
+"""A real subscriber of a real engine's KV events knows exactly the objects that ``offload-core ls`` lists."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.engine.labs import QUICK_LABS
+from tests.engine.media import SMALL_BYTES
+from tests.support.engine.lab import Lab, count, ours
+from tests.support.engine.spec import Round, RunResult
+from tests.support.paths import ROOT
+from tests.support.polling import wait_until
+
+COMMAND = Path(sys.executable).with_name("offload-core")
+RESYNC_SECONDS = 0.2
+POLICIES = {"FullAttentionSpec": "full", "SlidingWindowSpec": "window", "MambaSpec": "state"}
+
+
+class Told(NamedTuple):
+    """The state of the subscriber."""
+
+    places: dict[tuple[str, str, int], set[int]]
+    """The blocks of each medium, tier and group."""
+    lost: int
+    replayed: int
+
+
+class SubscriberProcess:
+    """The subscriber, in a process that may be stopped."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def ask(self, command: str) -> Told:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{command}\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        assert answer["problems"] == []
+        places = {(medium, tier, group): set(blocks) for medium, tier, group, blocks in answer["places"]}
+        return Told(places, answer["lost"], answer["replayed"])
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+
+@contextmanager
+def _subscribed(*endpoints: str) -> Iterator[SubscriberProcess]:
+    command = [sys.executable, "-m", "tests.engine.kv_subscriber", *endpoints]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            yield SubscriberProcess(process)
+        finally:
+            process.kill()
+
+
+def _listed(config: Path) -> dict[str, set[int]]:
+    """Return the last block hash of each object, by pack, as events shorten it."""
+    done = subprocess.run(
+        [COMMAND, "ls", config, "--json", "--limit", "0"], capture_output=True, text=True, timeout=60, check=True
+    )
+    found: dict[str, set[int]] = {}
+    for item in json.loads(done.stdout)["objects"]:
+        found.setdefault(item["pack"], set()).add(int(item["hash"], 16) & (1 << 64) - 1)
+    return found
+
+
+def _blocks_per_object(pack: str, block_size: int) -> int:
+    kind, unit, window = re.fullmatch(r"(\w+)-u(\d+)(?:-w(\d+))?", pack).groups()  # type: ignore[union-attr]
+    if kind == "state":
+        return 1
+    blocks = int(unit) // block_size
+    return min(blocks, -(-(int(window) - 1) // block_size)) if window else blocks
+
+
+def _differences(told: Told, listed: dict[str, set[int]], groups: list[dict[str, Any]]) -> list[str]:
+    """Compare the blocks of each group on the disk with the listed objects of its pack."""
+    problems = []
+    for index, group in enumerate(groups):
+        (pack,) = [name for name in listed if name.startswith(POLICIES[group["kind"]])]
+        blocks, objects = told.places.get(("STORAGE", "disk", index), set()), listed[pack]
+        if missing := objects - blocks:
+            problems.append(f"group {index}: {len(missing)} of {len(objects)} objects of {pack} are not announced")
+        expected = len(objects) * _blocks_per_object(pack, group["block_size"])
+        if len(blocks) != expected:
+            problems.append(f"group {index}: {len(blocks)} blocks for {expected} of {pack}")
+    return problems
+
+
+class Gates:
+    """The files by which the rounds of an engine begin and end when the test says so."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def files(self, name: str) -> dict[str, str]:
+        return {"begin_file": str(self._folder / f"begin-{name}"), "end_file": str(self._folder / f"end-{name}")}
+
+    @contextmanager
+    def all_open_at_the_end(self, names: list[str]) -> Iterator[None]:
+        """Let the engine end after a failure of the test too."""
+        try:
+            yield
+        finally:
+            for name in names:
+                Path(self.files(name)["begin_file"]).touch()
+
+    def let_run(self, name: str, engine: Any) -> None:
+        Path(self.files(name)["begin_file"]).touch()
+        ended = Path(self.files(name)["end_file"])
+        wait_until(lambda: ended.exists() or engine.done(), f"the round {name!r} did not end")
+        if engine.done():
+            engine.result()
+
+
+@pytest.mark.parametrize("lab", QUICK_LABS, indirect=True)
+def test_a_subscriber_rebuilds_the_content_of_a_tier(lab: Lab, tmp_path: Path) -> None:
+    names = ["stores", "others evict", "stopped", "resync"]
+    gates, config = Gates(tmp_path), tmp_path / "offload.json"
+    prompts = {
+        "stores": lab.prompts(1283, 2500, 700, family=90, max_tokens=2),
+        "others evict": lab.prompts(700, 1283, family=91, max_tokens=2),
+        "stopped": lab.prompts(2500, 2300, family=92, max_tokens=2),
+        "resync": lab.prompts(700, family=93, max_tokens=16),
+    }
+    rounds = [Round(name=name, prompts=prompts[name], **gates.files(name)) for name in names]
+    disk = {"name": "disk", "type": "disk", "path": str(tmp_path / "kv"), "capacity": SMALL_BYTES}
+    ram = {"name": "ram", "type": "cpu", "capacity": SMALL_BYTES // 2}
+    transfer = ours(
+        tmp_path / "kv", backends=[ram, disk], kv_events_resync_seconds=RESYNC_SECONDS, hybrid_chunk_size=lab.block_size
+    )
+    config.write_text(json.dumps({"backends": [disk]}))
+    endpoints = [f"ipc://{tmp_path}/{name}" for name in ("events", "replay")]
+    events = {"enable_kv_cache_events": True, "endpoint": endpoints[0], "replay_endpoint": endpoints[1], "hwm": 1}
+
+    with ThreadPoolExecutor(1) as pool, gates.all_open_at_the_end(names), _subscribed(*endpoints) as subscriber:
+        engine = pool.submit(lab.run, rounds, transfer, extra_engine_args={"kv_events_config": events})
+        seen = {}
+
+        def end(name: str) -> None:
+            gates.let_run(name, engine)
+            seen[name] = subscriber.ask("state"), _listed(config)
+
+        end("stores")
+
+        subprocess.run(
+            [COMMAND, "prune", config, "--max-bytes", str(SMALL_BYTES // 2), "--yes"], check=True, timeout=60
+        )
+        subscriber.ask("skip 3")
+        end("others evict")
+
+        subscriber.send_signal(signal.SIGSTOP)
+        gates.let_run("stopped", engine)
+        subscriber.send_signal(signal.SIGCONT)
+        seen["stopped"] = subscriber.ask("state"), _listed(config)
+
+        subscriber.ask("forget")
+        end("resync")
+        result: RunResult = engine.result()
+
+    groups = result.engine["kv_cache_groups"]
+    assert {name: _differences(told, listed, groups) for name, (told, listed) in seen.items()} == {
+        name: [] for name in names
+    }
+    for told, _ in seen.values():
+        assert any(place[:2] == ("CPU", "ram") for place in told.places)
+    assert count(result, "evictions") > 0
