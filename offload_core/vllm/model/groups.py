@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
 from offload_core.api.errors import PlanError
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.vllm.compat import hisparse_in_use, prefix_replay_tokens
+from offload_core.vllm.model.drafts import refuse_unproved_drafts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -75,12 +76,8 @@ def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
             "part of the KV cache is in HiSparse's host pool, which only vLLM's own HiSparse connector can fill; run "
             "without hisparse_config"
         )
+    refuse_unproved_drafts(vllm_config)
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        if group.is_eagle_group:
-            raise PlanError(
-                f"group {index} holds the layers of an EAGLE or MTP draft model ({', '.join(group.layer_names)}); "
-                "offloading does not support speculative decoding with a draft model in this version"
-            )
         if prefix_replay_tokens(group.kv_cache_spec):
             raise PlanError(f"group {index} replays its window after a hit; offloading does not support this")
 
