@@ -47,9 +47,14 @@ def _engine(drafts: str | None = None, **parallel: int) -> Any:
             "context_parallel_size is 4",
         ),
         (
-            _engine("dflash"),
+            _engine("dspark"),
             _groups(FullAttentionSpec(**ATTENTION)),
-            r"method 'dflash' .*; run without speculative_config",
+            r"method 'dspark' .*; run without speculative_config",
+        ),
+        (
+            _engine("ngram"),
+            _groups(FullAttentionSpec(**ATTENTION), MambaSpec(**STATE, mamba_cache_mode="align")),
+            r"group 1 is recurrent, and drafts beside recurrent states .*; run without speculative_config",
         ),
         (
             _engine(),

@@ -81,7 +81,6 @@ def test_an_engine_without_drafts_passes() -> None:
     ("settings", "reason"),
     [
         ({"disable_eagle_block_drop": True}, "disable_eagle_block_drop is True, .* other prompts.*; leave it out"),
-        ({"parallel_drafting": True}, "parallel_drafting is True, .* not proved .*; leave it out"),
         ({"use_heterogeneous_vocab": True}, "use_heterogeneous_vocab is True"),
         ({"num_speculative_tokens_per_batch_size": [(1, 4, 2)]}, r"num_speculative_tokens_per_batch_size is \[\(1"),
         ({"use_multi_module_mtp": lambda: True}, "num_speculative_tokens is 3, .* set it to 1"),
@@ -92,6 +91,13 @@ def test_an_engine_without_drafts_passes() -> None:
 def test_a_setting_that_is_not_proved_is_refused(method: str, settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
         lookahead_tokens(engine(method, **settings))
+
+
+@pytest.mark.parametrize("method", [method for method in WITH_CACHE if method != "dflash"])
+def test_drafts_all_at_once_are_refused_except_for_dflash(method: str) -> None:
+    with pytest.raises(PlanError, match=r"parallel_drafting is True, .* not proved .*; leave it out"):
+        lookahead_tokens(engine(method, parallel_drafting=True))
+    assert lookahead_tokens(engine("dflash", parallel_drafting=True)) == 0
 
 
 def test_other_architectures_of_dflash_are_refused() -> None:
