@@ -26,14 +26,16 @@ class ChunkHashes(Sequence[bytes]):
     Args:
         block_hashes: the engine's chained hashes of one sequence of tokens.
         hash_factor: block hashes per chunk. The last one is the hash of the chunk.
+        lookahead_blocks: block hashes behind a chunk that its content depends on. Then the last of these is its hash.
     """
 
-    def __init__(self, block_hashes: Sequence[bytes], hash_factor: int) -> None:
+    def __init__(self, block_hashes: Sequence[bytes], hash_factor: int, lookahead_blocks: int = 0) -> None:
         self._block_hashes = block_hashes
         self._hash_factor = hash_factor
+        self._lookahead_blocks = lookahead_blocks
 
     def __len__(self) -> int:
-        return len(self._block_hashes) // self._hash_factor
+        return max(0, len(self._block_hashes) - self._lookahead_blocks) // self._hash_factor
 
     @overload
     def __getitem__(self, index: int) -> bytes: ...
@@ -42,10 +44,12 @@ class ChunkHashes(Sequence[bytes]):
     def __getitem__(self, index: slice) -> Sequence[bytes]: ...
 
     def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
-        units, factor = range(len(self))[index], self._hash_factor
+        units, factor, ahead = range(len(self))[index], self._hash_factor, self._lookahead_blocks
         if isinstance(units, int):
-            return self._block_hashes[(units + 1) * factor - 1]
-        return self._block_hashes[(units.start + 1) * factor - 1 : units.stop * factor : units.step * factor]
+            return self._block_hashes[(units + 1) * factor - 1 + ahead]
+        return self._block_hashes[
+            (units.start + 1) * factor - 1 + ahead : units.stop * factor + ahead : units.step * factor
+        ]
 
 
 class ChunkRef(NamedTuple):

@@ -59,6 +59,8 @@ class Pack:
     hash_factor: int
     """Hash blocks per unit: ``unit_tokens / hash_block_size``."""
     groups: tuple[GroupGeometry, ...]
+    lookahead_blocks: int = 0
+    """Hash blocks behind a unit that its content depends on. They are part of its name."""
 
     def units_in(self, tokens: int) -> int:
         """Return the number of leading units that are whole after ``tokens`` tokens."""
@@ -69,8 +71,15 @@ class Pack:
         return units * self.unit_tokens
 
     def hash_index(self, unit: int) -> int:
-        """Return the index of the engine's block hash that names ``unit``: that of the unit's last hash block."""
-        return (unit + 1) * self.hash_factor - 1
+        """Return the index of the engine's block hash that names ``unit``.
+
+        It is that of the unit's last hash block, or of the last block behind it that its content depends on.
+        """
+        return (unit + 1) * self.hash_factor - 1 + self.lookahead_blocks
+
+    def named_units(self, hash_blocks: int) -> int:
+        """Return the number of leading units that have a name after ``hash_blocks`` hash blocks."""
+        return max(0, hash_blocks - self.lookahead_blocks) // self.hash_factor
 
     def stored_blocks(self, group: GroupGeometry) -> int:
         """Return the number of trailing blocks of ``group`` that one unit's object holds.

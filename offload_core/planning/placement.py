@@ -106,7 +106,7 @@ class PathPlacement:
 
     def __init__(self, planner: HybridOffloadPlanner, prompt_tokens: int) -> None:
         self._planner = planner
-        self.replay_tokens = planner.storable_prefix(max(prompt_tokens - 1, 0))
+        self.replay_tokens = planner.replay_boundary(prompt_tokens)
         """The replay boundary in tokens."""
         self._junctions: set[int] = set()
         self.ends_are_spare = False

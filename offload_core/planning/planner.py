@@ -81,6 +81,16 @@ block by block, with a warning.
 >>> plan((1056, full), hash_block_size=1056, chunk=8192).warnings[0]
 'group 0: hybrid_chunk_size 8192 is not a multiple of its block size 1056, so it is stored block by block; \
 the nearest good hybrid_chunk_size is 8448'
+
+**Drafts that read ahead** (EAGLE, MTP): the draft layers' entry at a position depends on the next token too. So a unit
+of attention is named by the hash of the block behind it. A prompt can resume at a boundary if it has that block.
+
+>>> geometry = [GroupGeometry(0, 16, full)]
+>>> planner = HybridOffloadPlanner.build(
+...     geometry, hash_block_size=16, max_model_len=4096, hybrid_chunk_size=16, lookahead_tokens=1
+... )
+>>> planner.packs[0].hash_index(0), planner.replay_boundary(64), planner.replay_boundary(63)
+(1, 48, 32)
 """
 
 from __future__ import annotations
@@ -114,6 +124,8 @@ class HybridOffloadPlanner:
     hybrid_chunk_size: int
     max_model_len: int
     scheduler_block_size: int = 1
+    lookahead_blocks: int = 0
+    """Hash blocks behind a boundary that a prompt must have to resume there, because a draft's cache reads ahead."""
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
@@ -125,6 +137,7 @@ class HybridOffloadPlanner:
         max_model_len: int,
         hybrid_chunk_size: int | None = None,
         scheduler_block_size: int = 1,
+        lookahead_tokens: int = 0,
     ) -> HybridOffloadPlanner:
         """Plan for ``groups``, the groups that take part in prefix caching. Other groups have no vote and no objects.
 
@@ -136,6 +149,7 @@ class HybridOffloadPlanner:
                 large blocks, the default is the smallest size that fits all groups.
             scheduler_block_size: the engine continues a prefix only at multiples of this many tokens. This can exceed
                 the needs of ``groups``, if the engine has other groups too.
+            lookahead_tokens: the cache at a position depends on this many further tokens.
 
         Raises:
             PlanError: no object could ever be stored or used; the message has the reason and a working chunk size.
@@ -170,13 +184,29 @@ class HybridOffloadPlanner:
         for group in groups:
             if not group.policy.needs_nothing_at_multiples_of(boundary):
                 by_pack.setdefault((unit_tokens(group, chunk), group.policy), []).append(group)
+        lookahead = -(-lookahead_tokens // hash_block_size)
         packs = tuple(
-            Pack(_pack_name(unit, policy), unit, policy, unit // hash_block_size, tuple(members))
+            Pack(
+                _pack_name(unit, policy),
+                unit,
+                policy,
+                unit // hash_block_size,
+                tuple(members),
+                lookahead,
+            )
             for (unit, policy), members in by_pack.items()
         )
         warnings = () if hybrid_chunk_size is None else tuple(sizes.warnings(chunk))  # the default has no drawbacks
         return cls(
-            tuple(groups), packs, boundary, hash_block_size, chunk, max_model_len, scheduler_block_size, warnings
+            tuple(groups),
+            packs,
+            boundary,
+            hash_block_size,
+            chunk,
+            max_model_len,
+            scheduler_block_size,
+            lookahead,
+            warnings,
         )
 
     @cached_property
@@ -212,6 +242,15 @@ class HybridOffloadPlanner:
     def storable_prefix(self, tokens: int) -> int:
         """Return the deepest boundary at or below ``tokens``."""
         return tokens - tokens % self.boundary_tokens
+
+    def named_tokens(self, hash_blocks: int) -> int:
+        """Return the number of tokens whose units have names after ``hash_blocks`` hash blocks."""
+        return max(0, hash_blocks - self.lookahead_blocks) * self.hash_block_size
+
+    def replay_boundary(self, prompt_tokens: int) -> int:
+        """Return the deepest boundary from which the same prompt can resume; its last token is always computed."""
+        named = self.named_tokens(prompt_tokens // self.hash_block_size)
+        return self.storable_prefix(max(0, min(prompt_tokens - 1, named)))
 
     def ever_needed(self, pack: Pack, unit: int) -> bool:
         """Return ``True`` if some boundary needs ``unit``. An object that no boundary needs would never be read."""

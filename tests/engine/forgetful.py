@@ -45,6 +45,34 @@ class ForgetsLastChunk(_Forgetful, PoisoningConnector):
         return chunks[:-1]
 
 
+class ForgetsDraftLayers(PoisoningConnector):
+    """After every load, the layers of a draft model hold zeros."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._forgotten: list[torch.Tensor] = []
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        step = self._step
+        assert isinstance(step, PoisonedStepMetadata)
+        super().start_load_kv(forward_context, **kwargs)
+        for group_id, block_ids in step.poisoned_blocks.items():
+            for name in self._kv_caches.kv_cache_groups[group_id].layer_names:
+                if name.startswith("draft_model."):
+                    tensor = self._tensors[name]
+                    kernel_blocks = tensor.shape[0] // self._kv_caches.num_blocks
+                    rows = [tensor[one * kernel_blocks : (one + 1) * kernel_blocks] for one in block_ids]
+                    self._forgotten += rows
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        if results.finished_recving:  # requests run one at a time
+            for rows in self._forgotten:
+                rows.zero_()
+            self._forgotten.clear()
+        return results
+
+
 class ForgetsOneByte(PoisoningConnector):
     """The highest byte of the first number in the first block of every load keeps the pattern."""
 

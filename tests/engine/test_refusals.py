@@ -26,14 +26,15 @@ ATTENTION = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch
 STATE = {"block_size": 256, "shapes": ((4,),), "dtypes": (torch.float32,)}
 
 
-def _groups(*specs: KVCacheSpec, draft: bool = False) -> KVCacheConfig:
-    groups = [KVCacheGroupSpec([f"layer{index}"], spec, is_eagle_group=draft) for index, spec in enumerate(specs)]
+def _groups(*specs: KVCacheSpec) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layer{index}"], spec) for index, spec in enumerate(specs)]
     return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-def _engine(**parallel: int) -> Any:
+def _engine(drafts: str | None = None, **parallel: int) -> Any:
     sizes = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
-    return SimpleNamespace(parallel_config=SimpleNamespace(**{**sizes, **parallel}))
+    speculation = SimpleNamespace(method=drafts, draft_model_config=None) if drafts else None
+    return SimpleNamespace(parallel_config=SimpleNamespace(**{**sizes, **parallel}), speculative_config=speculation)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,16 @@ def _engine(**parallel: int) -> Any:
             _groups(FullAttentionSpec(**ATTENTION)),
             "context_parallel_size is 4",
         ),
-        (_engine(), _groups(FullAttentionSpec(**ATTENTION), draft=True), r"group 0 .* EAGLE or MTP draft .*layer0"),
+        (
+            _engine("dspark"),
+            _groups(FullAttentionSpec(**ATTENTION)),
+            r"method 'dspark' .*; run without speculative_config",
+        ),
+        (
+            _engine("ngram"),
+            _groups(FullAttentionSpec(**ATTENTION), MambaSpec(**STATE, mamba_cache_mode="align")),
+            r"group 1 is recurrent, and drafts beside recurrent states .*; run without speculative_config",
+        ),
         (
             _engine(),
             _groups(FullAttentionSpec(**ATTENTION), CrossAttentionSpec(**ATTENTION)),

@@ -113,7 +113,7 @@ def write_mistral(
     chosen = MistralShape(**{**asdict(shape or MistralShape()), **sizes})
     if chosen.num_heads % chosen.num_kv_heads:
         raise ValueError("num_heads must be a multiple of num_kv_heads")
-    config = _mistral_config(chosen, dtype)
+    config = mistral_config(chosen, dtype)
     return write_model_folder(folder, config, list(_mistral_parameters(chosen)), seed, dtype, chosen.vocab_size)
 
 
@@ -185,7 +185,8 @@ def _gemma3_config(shape: Gemma3Shape, dtype: str) -> dict[str, Any]:
     }
 
 
-def _mistral_config(shape: MistralShape, dtype: str) -> dict[str, Any]:
+def mistral_config(shape: MistralShape, dtype: str) -> dict[str, Any]:
+    """Return the configuration of a model of this shape."""
     return _common_config(dtype, shape.vocab_size) | {
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
@@ -279,9 +280,14 @@ def _mistral_parameters(shape: MistralShape) -> Iterator[Parameter]:
         layer = f"model.layers.{index}"
         for norm in ("input", "post_attention"):
             yield Parameter(f"{layer}.{norm}_layernorm.weight", (hidden,), "ones")
-        attention = f"{layer}.self_attn"
-        yield from _attention(attention, hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim, 1)
-        yield from _mlp(f"{layer}.mlp", hidden, shape.intermediate_size)
+        yield from llama_layer(layer, shape)
+
+
+def llama_layer(layer: str, shape: MistralShape) -> Iterator[Parameter]:
+    """Yield the matrices of one layer."""
+    hidden = shape.hidden_size
+    yield from _attention(f"{layer}.self_attn", hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim, 1)
+    yield from _mlp(f"{layer}.mlp", hidden, shape.intermediate_size)
 
 
 def _delta_net(prefix: str, shape: Qwen3NextShape) -> Iterator[Parameter]:

@@ -47,11 +47,13 @@ class Half:
     Args:
         prepare: gets the tier's backend before the tier opens.
         policies: one group for each; by default one group of full attention.
+        lookahead_tokens: further tokens on which the cache at a position depends.
     """
 
     def __init__(self, prepare: Callable[[MemoryBackend], None] | None = None, /, **options: Any) -> None:
         self.patience_seconds = options.pop("patience_seconds", SECONDS)
         policies = options.pop("policies", (HitPolicy("full"),))
+        lookahead_tokens = options.pop("lookahead_tokens", 0)
         roles = {name: options.pop(name) for name in ("loads", "stores") if name in options}
         options = {"load_when": "always", "io_process": "off", **options}  # the backend is an object of the test
         tier, made = memory_tier(prepare=prepare)
@@ -63,6 +65,7 @@ class Half:
             hash_block_size=BLOCK,
             max_model_len=4096,
             hybrid_chunk_size=BLOCK,
+            lookahead_tokens=lookahead_tokens,
         )
         config = OffloadConfig(settings, (tier,))
         self.half = SchedulerHalf(
@@ -206,6 +209,41 @@ def test_speculated_tokens_are_not_stored(half: Half) -> None:
     item.num_computed_tokens = item.num_tokens = 31
     item.num_tokens = 31
     assert half.stored(a=8) == [], "seven drafts reach into the next block, which may be rejected"
+
+
+def test_drafts_that_read_ahead_are_stored_under_the_name_of_the_next_block() -> None:
+    half = Half(lookahead_tokens=1)
+    item = half.follow(request("a"))
+    hashes = list(item.block_hashes)
+    assert half.stored(a=80) == hashes[1:], "the last block has no next one yet"
+    item.num_computed_tokens = 80
+    item.num_tokens = 95
+    assert half.stored(a=15) == []
+    item.num_computed_tokens, item.num_tokens = 95, 96
+    item.block_hashes.append(b"generated")
+    assert half.stored(a=8) == [b"generated"], "the fifth block, as soon as the sixth has its tokens"
+    half.half.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "common", "hit"), [(80, 80, 64), (81, 80, 64), (96, 80, 64), (160, 33, 16), (31, 31, 0)]
+)
+def test_a_hit_ends_before_the_last_block_in_common_if_drafts_read_ahead(tokens: int, common: int, hit: int) -> None:
+    half = Half(lookahead_tokens=1)
+    half.follow(request("a", tokens=160))
+    half.store(a=160)
+    hashes = [bytes([int(block >= common // BLOCK), block]) * 16 for block in range(tokens // BLOCK)]
+    assert half.matched(half.follow(request("b", tokens=tokens, block_hashes=hashes))) == hit
+    half.half.shutdown()
+
+
+def test_windows_before_the_last_block_in_common_are_kept_and_found_if_drafts_read_ahead() -> None:
+    half = Half(lookahead_tokens=1, policies=(HitPolicy("full"), HitPolicy("window", window_tokens=17)))
+    half.follow(request("a", tokens=160))
+    spare = {item.chunk.chunk_hash for item in half.store(a=160).stores if item.spare and "window" in item.chunk.pack}
+    assert request(tokens=160).block_hashes[-1] not in spare, "the window of the boundary from which it can resume"
+    assert half.matched(half.follow(request("b", tokens=160))) == 144
+    half.half.shutdown()
 
 
 @pytest.mark.parametrize(

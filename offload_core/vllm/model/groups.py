@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
 from offload_core.api.errors import PlanError
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.vllm.compat import hisparse_in_use, prefix_replay_tokens
+from offload_core.vllm.model.drafts import draft_method, lookahead_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,6 +35,7 @@ def build_planner(
         PlanError: offloading does not support the model or the engine's configuration; the message says why.
     """
     _refuse_unsupported(vllm_config, kv_cache_config)
+    lookahead = lookahead_tokens(vllm_config)
     groups = [
         GroupGeometry(index, spec.block_size, _hit_policy(index, spec))
         for index, spec in (
@@ -41,6 +43,12 @@ def build_planner(
             for index in kv_cache_config.prefix_cacheable_group_ids
         )
     ]
+    recurrent = [group.index for group in groups if group.policy.kind == "state"]
+    if recurrent and draft_method(vllm_config) is not None:
+        raise PlanError(
+            f"speculative_config: group {recurrent[0]} is recurrent, and drafts beside recurrent states were never "
+            "compared after a load; run without speculative_config"
+        )
     scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     return HybridOffloadPlanner.build(
         groups,
@@ -48,6 +56,7 @@ def build_planner(
         max_model_len=vllm_config.model_config.max_model_len,
         hybrid_chunk_size=hybrid_chunk_size,
         scheduler_block_size=scheduler_block_size,
+        lookahead_tokens=lookahead,
     )
 
 
@@ -76,11 +85,6 @@ def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
             "without hisparse_config"
         )
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        if group.is_eagle_group:
-            raise PlanError(
-                f"group {index} holds the layers of an EAGLE or MTP draft model ({', '.join(group.layer_names)}); "
-                "offloading does not support speculative decoding with a draft model in this version"
-            )
         if prefix_replay_tokens(group.kv_cache_spec):
             raise PlanError(f"group {index} replays its window after a hit; offloading does not support this")
 

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 from offload_core.objects.fingerprint import Json
 from offload_core.objects.format import FORMAT_VERSION
+from offload_core.vllm.model.drafts import drafts_identity
 from offload_core.vllm.model.source import model_source
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def engine_identity(
             parallel.decode_context_parallel_size,
         ],
         "block_hash": [cache.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")],
+        **drafts_identity(vllm_config),
     }
 
 

@@ -19,6 +19,7 @@ from offload_core.lookup.load_choice import LoadChoice
 from offload_core.lookup.service import LookupService
 from offload_core.lookup.tier_index import TierIndex
 from offload_core.objects.fingerprint import Json, fingerprint
+from offload_core.planning.chunk_keys import ChunkHashes
 from offload_core.planning.placement import PathPlacement
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.io_loop import IoLoop
@@ -361,7 +362,9 @@ class SchedulerHalf:
         """Add a request that has ended to the trace, if there is one."""
         if self._trace is not None:
             request = state.request
-            hashes = self._placement.boundary_names(state, request.num_prompt_tokens)
+            hash_factor = self._planner.boundary_tokens // self._planner.hash_block_size
+            blocks = self._planner.chunk_count(request.num_prompt_tokens)
+            hashes = ChunkHashes(request.block_hashes, hash_factor)[:blocks]
             output_tokens = request.num_tokens - request.num_prompt_tokens
             self._trace.record(state.arrived, request.num_prompt_tokens, output_tokens, hashes)
 

@@ -253,12 +253,14 @@ class LoadOffers:
         request = state.request
         hashes = request.block_hashes
         # The last token is always computed, and tokens without a block hash have no key yet.
-        limit = min(request.num_tokens - 1, len(hashes) * self._planner.hash_block_size)
+        limit = min(request.num_tokens - 1, self._planner.named_tokens(len(hashes)))
         if self._planner.storable_prefix(limit) <= local.computed_tokens:
             return False
         adapter = state.adapter.digest if state.adapter else ""
         query = PrefixQuery(
-            hashes={pack.name: ChunkHashes(hashes, pack.hash_factor) for pack in self._planner.packs},
+            hashes={
+                pack.name: ChunkHashes(hashes, pack.hash_factor, pack.lookahead_blocks) for pack in self._planner.packs
+            },
             namespaces=self._ranks_namespaces(adapter),
             computed_tokens=local.computed_tokens,
             limit_tokens=limit,

@@ -93,7 +93,7 @@ class PlacementPlan:
         """Plan the touches for a request that has ended."""
         if state.options.store:
             tokens = min((next_unit * pack.unit_tokens for pack, next_unit in self._examined(state)), default=math.inf)
-            tokens = min(tokens, len(state.request.block_hashes) * self._planner.hash_block_size)
+            tokens = min(tokens, self._planner.named_tokens(len(state.request.block_hashes)))
             path = self._touches(state, int(tokens))
         else:
             path = state.path.refreshing_touches(self._planner.storable_prefix(max(state.resumed_tokens, 0)))
@@ -132,9 +132,14 @@ class PlacementPlan:
         self._planned.clear()
 
     def boundary_names(self, state: RequestState, tokens: int) -> Sequence[bytes]:
-        """Return the names of the boundaries of a request's path that have hashes, up to ``tokens``."""
-        hashes = ChunkHashes(state.request.block_hashes, self._planner.boundary_tokens // self._planner.hash_block_size)
-        return hashes[: self._planner.chunk_count(tokens)]
+        """Return the names of the boundaries of a request's path that have hashes, up to ``tokens``.
+
+        If a draft's cache reads ahead, the tokens behind a boundary are part of its name.
+        """
+        planner = self._planner
+        hash_factor = planner.boundary_tokens // planner.hash_block_size
+        hashes = ChunkHashes(state.request.block_hashes, hash_factor, planner.lookahead_blocks)
+        return hashes[: planner.chunk_count(tokens)]
 
     def _touches(self, state: RequestState, tokens: int) -> list[Touch]:
         if self._policy == "everything":

@@ -131,11 +131,11 @@ class RequestState:
 
     def refs_behind(self, planner: HybridOffloadPlanner, tokens: int) -> list[ChunkRef]:
         """Return every chunk of this request that has a hash and ends behind ``tokens``."""
-        hashed = len(self.request.block_hashes)
+        hash_blocks = len(self.request.block_hashes)
         return [
             self.ref(pack, unit)
             for pack in planner.packs
-            for unit in range(pack.units_in(tokens), hashed // pack.hash_factor)
+            for unit in range(pack.units_in(tokens), pack.named_units(hash_blocks))
         ]
 
     def needed_refs(self, planner: HybridOffloadPlanner, computed_tokens: int, boundary_tokens: int) -> list[ChunkRef]:

@@ -80,8 +80,8 @@ class StorePlan:
         self, state: RequestState, tokens: int, tables: Sequence[Sequence[int]]
     ) -> Iterator[ChunkTransfer]:
         for pack in self._attention_packs:
-            hashed = len(state.request.block_hashes) // pack.hash_factor
-            end = min(tokens // pack.unit_tokens, hashed)
+            named = pack.named_units(len(state.request.block_hashes))
+            end = min(tokens // pack.unit_tokens, named)
             for unit in range(state.next_unit[pack.name], end):
                 ref = state.ref(pack, unit)
                 if self._ledger.is_present(ref) or not self._is_wanted(state, pack, unit):

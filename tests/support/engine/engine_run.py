@@ -146,13 +146,22 @@ class Session:
         batches = [[prompt] for prompt in item.prompts] if item.one_at_a_time else [item.prompts]
         results: list[PromptResult] = []
         drained = 0.0
+        drafts_before = _draft_counts()
         for number, batch in enumerate(batches):
             results += self._run_batch(f"{index}.{number}", item.name, batch)
             drained += self._drain()
         seconds = time.perf_counter() - started
         if item.end_file is not None:
             Path(item.end_file).touch()
-        return RoundResult(name=item.name, prompts=results, seconds=seconds, drain_seconds=drained)
+        drafted, accepted = (now - before for now, before in zip(_draft_counts(), drafts_before, strict=True))
+        return RoundResult(
+            name=item.name,
+            prompts=results,
+            seconds=seconds,
+            drain_seconds=drained,
+            drafted_tokens=drafted,
+            accepted_tokens=accepted,
+        )
 
     def run_workload(self, workload: Workload) -> WorkloadResult:
         """Run one workload, starting with an empty local prefix cache."""
@@ -257,6 +266,13 @@ def _report_progress(round_name: str, result: PromptResult) -> None:
     fields = result.model_dump(exclude={"token_ids", "logprobs"})
     sys.stderr.write(json.dumps({PROGRESS_KEY: {"round": round_name, **fields}}) + "\n")
     sys.stderr.flush()
+
+
+def _draft_counts() -> tuple[int, int]:
+    """Return the tokens that were drafted and accepted so far."""
+    metrics = engine_metrics()
+    drafted, accepted = (f"vllm:spec_decode_num_{kind}_tokens_total" for kind in ("draft", "accepted"))
+    return int(metrics.get(drafted, 0)), int(metrics.get(accepted, 0))
 
 
 def engine_metrics() -> dict[str, float]:

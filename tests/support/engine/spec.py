@@ -111,6 +111,8 @@ class RoundResult(_Model):
     prompts: list[PromptResult]
     seconds: float
     drain_seconds: float = Field(description="time spent stepping an idle engine so that stores finish")
+    drafted_tokens: int = Field(default=0, description="by speculative decoding, in-process only")
+    accepted_tokens: int = 0
 
 
 class RunResult(_Model):
