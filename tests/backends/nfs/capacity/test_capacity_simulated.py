@@ -214,7 +214,7 @@ def test_a_new_account_is_counted_without_the_objects_that_were_deleted_meanwhil
     housekeeper, other = Host(world, options), Host(world, options)
     for host in (housekeeper, other):
         host.do(host.bounded_store.open)
-    assert not housekeeper.bounded_store.state.counted
+    assert [host.bounded_store.state.counted for host in (housekeeper, other)] == [False, False]
 
     found: list[int] = []
 
