@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine.workloads import SEEDS, check_outputs, run_workloads
 from tests.support import tiny_drafts, tiny_models
 from tests.support.engine.lab import Lab, objects, ours, served
 from tests.support.engine.spec import PromptSpec, Round, RoundResult, RunResult, compare
-from tests.support.workload import random_workload
 
 VOCABULARY = 16
 BLOCK = 128
@@ -143,21 +141,6 @@ def test_a_prompt_that_parts_from_another_takes_no_draft_of_it(
         assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "other" / path).read_bytes(), path
     after = drafts.run(other, ours(tmp_path / "one", hybrid_chunk_size=BLOCK))
     assert served(after) == {str(length): drafts.hit_tokens(min(length - 1, common_tokens)) for length in LENGTHS}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_random_work_under_pressure(mistral: Lab, models: Path, tmp_path: Path, method: str) -> None:
-    draft = mistral.model
-    if method == "eagle":
-        draft = tiny_drafts.write_head(models / "eagle-of-random-work", "eagle", tiny_models.MistralShape())
-    many = [random_workload(seed) for seed in SEEDS]
-    speculation = {"method": method, "model": str(draft), "num_speculative_tokens": 3}
-    transfer = ours(tmp_path / "kv", hybrid_chunk_size=BLOCK)
-    result = run_workloads(mistral, many, transfer, extra_engine_args={"speculative_config": speculation})
-    assert all(item.preemptions > 0 for item in result.workloads)
-    assert any(item.external_cached_tokens for workload in result.workloads for item in workload.requests)
-    check_outputs(mistral, many, result)
 
 
 @pytest.mark.long
