@@ -30,43 +30,31 @@ class Drafts:
     lab: Lab
     speculation: dict[str, Any]
     dropped_tokens: int
-    asynchronous: bool = False
 
     def run(self, rounds: list[Round], transfer: dict[str, Any] | None) -> RunResult:
         """Run the rounds on a new engine."""
-        settings = {"speculative_config": self.speculation, "async_scheduling": self.asynchronous}
-        result = self.lab.run(rounds, transfer, extra_engine_args=settings)
-        assert result.engine["async_scheduling"] == self.asynchronous
-        return result
+        return self.lab.run(rounds, transfer, extra_engine_args={"speculative_config": self.speculation})
 
     def hit_tokens(self, common_tokens: int) -> int:
         """The hit of a prompt that has these tokens in common with an earlier one."""
         return max(0, common_tokens // BLOCK * BLOCK - self.dropped_tokens)
 
 
-def mistral(models: Path) -> Lab:
+def small_mistral(models: Path) -> Lab:
     return Lab("mistral", tiny_models.write_mistral(models / "mistral-drafted", shape=SHAPE), "float32", BLOCK)
 
 
 def by_the_model_itself(models: Path) -> Drafts:
     """All drafts are right, unless the cache of the drafting model is wrong."""
-    lab = mistral(models)
+    lab = small_mistral(models)
     return Drafts(lab, {"method": "draft_model", "model": str(lab.model), "num_speculative_tokens": 3}, 0)
 
 
-def by_a_small_model(models: Path) -> Drafts:
-    """Gemma 3, whose windows have groups of their own, and a model of full attention."""
-    target = tiny_models.write_gemma3(models / "gemma3-drafted", vocab_size=VOCABULARY)
-    draft = tiny_models.write_gemma3(models / "gemma3-drafts", vocab_size=VOCABULARY, num_layers=1, full_every=1)
-    lab = Lab("gemma3", target, "float32", BLOCK)
-    return Drafts(lab, {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}, 0)
-
-
-def by_a_head(method: tiny_drafts.HeadMethod, *, asynchronous: bool = False) -> Callable[[Path], Drafts]:
+def by_a_head(method: tiny_drafts.HeadMethod) -> Callable[[Path], Drafts]:
     def drafts(models: Path) -> Drafts:
         head = tiny_drafts.write_head(models / method, method, SHAPE, seed=3)  # right now and then
         speculation = {"method": method, "model": str(head), "num_speculative_tokens": 3}
-        return Drafts(mistral(models), speculation, 0 if method == "dflash" else BLOCK, asynchronous)
+        return Drafts(small_mistral(models), speculation, 0 if method == "dflash" else BLOCK)
 
     return drafts
 
@@ -78,9 +66,7 @@ def by_layers_of_the_model(models: Path) -> Drafts:
 
 KINDS = {
     "draft model": by_the_model_itself,
-    "small draft model": by_a_small_model,
     "eagle": by_a_head("eagle"),
-    "eagle, asynchronous": by_a_head("eagle", asynchronous=True),
     "eagle3": by_a_head("eagle3"),
     "dflash": by_a_head("dflash"),
     "mtp": by_layers_of_the_model,

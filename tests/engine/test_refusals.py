@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    SlidingWindowSpec,
 )
 
 from offload_core.api.errors import PlanError
@@ -33,8 +34,13 @@ def _groups(*specs: KVCacheSpec) -> KVCacheConfig:
 
 def _engine(drafts: str | None = None, **parallel: int) -> Any:
     sizes = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
-    speculation = SimpleNamespace(method=drafts, draft_model_config=None) if drafts else None
-    return SimpleNamespace(parallel_config=SimpleNamespace(**{**sizes, **parallel}), speculative_config=speculation)
+    draft = SimpleNamespace(max_model_len=1024, architectures=[])
+    speculation = SimpleNamespace(method=drafts, draft_model_config=draft) if drafts else None
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**{**sizes, **parallel}),
+        speculative_config=speculation,
+        model_config=SimpleNamespace(max_model_len=1024),
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,6 +56,11 @@ def _engine(drafts: str | None = None, **parallel: int) -> Any:
             _engine("dspark"),
             _groups(FullAttentionSpec(**ATTENTION)),
             r"method 'dspark' .*; run without speculative_config",
+        ),
+        (
+            _engine("draft_model"),
+            _groups(FullAttentionSpec(**ATTENTION), SlidingWindowSpec(**ATTENTION, sliding_window=32)),
+            r"the KV cache has 2 groups, and vLLM writes the cache of a draft model .*; run without speculative_config",
         ),
         (
             _engine("ngram"),

@@ -38,7 +38,6 @@ class Refused:
     reason: str
 
 
-_AS_BEFORE = Proved("on the real engine", has_cache=True)
 _READS_AHEAD = Proved(
     "on the real engine; a hit ends one block earlier",
     has_cache=True,
@@ -55,8 +54,8 @@ DRAFT_METHODS: dict[str, Proved | Refused] = {
     "mlp_speculator": _NOT_COMPARED,
     "custom_class": Refused("runs a class of the user's, whose drafts nobody has compared after a load"),
     "extract_hidden_states": Refused("keeps hidden states in the KV cache, which only vLLM's own connector reads"),
-    "dflash": _AS_BEFORE,
-    "draft_model": _AS_BEFORE,
+    "draft_model": Proved("on the real engine, with one KV cache group", has_cache=True),
+    "dflash": Proved("on the real engine", has_cache=True),
     "eagle": _READS_AHEAD,
     "eagle3": _READS_AHEAD,
     "dspark": _NOT_COMPARED,

@@ -43,8 +43,15 @@ def build_planner(
             for index in kv_cache_config.prefix_cacheable_group_ids
         )
     ]
+    method = draft_method(vllm_config)
+    if method == "draft_model" and len(kv_cache_config.kv_cache_groups) > 1:
+        raise PlanError(
+            f"speculative_config: the KV cache has {len(kv_cache_config.kv_cache_groups)} groups, and vLLM writes the "
+            "cache of a draft model into the blocks of the first one, over the target's; run without "
+            "speculative_config, or draft by another method"
+        )
     recurrent = [group.index for group in groups if group.policy.kind == "state"]
-    if recurrent and draft_method(vllm_config) is not None:
+    if recurrent and method is not None:
         raise PlanError(
             f"speculative_config: group {recurrent[0]} is recurrent, and drafts beside recurrent states were never "
             "compared after a load; run without speculative_config"
