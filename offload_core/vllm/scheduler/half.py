@@ -186,7 +186,12 @@ class SchedulerHalf:
         return next((tier.capabilities.medium for tier in self._tiers if tier.name == tier_name), None)
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        """Plan the load of ``external_tokens`` tokens into the blocks that the engine has allocated for them."""
+        """Plan the load of ``external_tokens`` tokens into the blocks that the engine has allocated for them.
+
+        Beside other connectors, a request without such tokens may hold its blocks for a load of theirs. If it runs
+        instead, it does so in this step.
+        """
+        self._block_holders.load_begins(request.request_id, *_held_and_needed_blocks(self._planner, request, blocks))
         if external_tokens == 0:
             return
         state = self._requests[request.request_id]
@@ -195,7 +200,6 @@ class SchedulerHalf:
         boundary = state.resumed_tokens = offer.computed_tokens + external_tokens
         state.job_id = self._last_job_id = self._last_job_id + 1
         chunks = plan_load(self._planner, state, blocks, offer.computed_tokens, boundary)
-        self._block_holders.load_begins(request.request_id, *_held_and_needed_blocks(self._planner, request, blocks))
         waited = state.wait.seconds("load")
         load = RequestLoad(state.job_id, request.request_id, offer.tier, tuple(chunks or ()), chunks is None, waited)
         self._new_loads.append(load)
