@@ -66,7 +66,8 @@ def test_beside_connectors_that_misbehave(lab: Lab, tmp_path: Path) -> None:
     assert counted(result, "load_failures", "fails") > 0
     assert counted(result, "hit_tokens", "fails") > 0
     assert counted(result, "hit_tokens", "stock") > 0
-    assert counted(result, "query_timeouts", "NeverDecides") == 5, "then it gets a pause"
+    timeouts, queries = (counted(result, name, "NeverDecides") for name in ("query_timeouts", "queries"))
+    assert 0 < timeouts < queries / 2, "after five of them it gets a pause"
 
 
 @pytest.mark.long

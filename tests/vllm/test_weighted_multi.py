@@ -44,8 +44,8 @@ TIMEOUT, GRACE = 10.0, 3.0
 class Scripted(misbehaving.FindsNothing):
     """Gives the answers of a script; the last one remains."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
         self.answers: list[tuple[int | None, bool]] = [(0, False)]
         self.told: list[int] = []
 
@@ -76,7 +76,6 @@ def engine_config(*connectors: dict[str, Any], hybrid: bool = True, **extra: Any
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     time = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(questions.time, "monotonic", lambda: time.now)
     monkeypatch.setattr(questions.Questions.__init__, "__defaults__", (lambda: time.now,))
     return time
 
