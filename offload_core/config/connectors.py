@@ -134,12 +134,19 @@ def load_connectors(extra_config: Mapping[str, Any], engine_keys: Collection[str
         for place, entry in enumerate(entries)
         if given.get(name := entry.get("name"), 0) > 1
     ]
+    stock = [{key: value for key, value in entry.items() if key not in OWN_KEYS} for entry in entries]
+    problems += [
+        f"connectors.{place}: the same as connectors.{stock.index(entry)}, but for its name and weight; "
+        "remove one of the two"
+        for place, entry in enumerate(stock)
+        if stock.index(entry) < place
+    ]
     if problems or settings is None:
         raise ConfigError(problems)
     return MultiConnectorConfig(
         names=_names(settings.connectors),
         weights=tuple(entry.load_weight for entry in settings.connectors),
-        entries=tuple({key: value for key, value in entry.items() if key not in OWN_KEYS} for entry in entries),
+        entries=tuple(stock),
         limits=settings,
     )
 

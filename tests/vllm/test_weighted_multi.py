@@ -85,7 +85,13 @@ class Rig:
 
     def __init__(self, *kinds: str, **extra: Any) -> None:
         connectors = [
-            entry(kind, __name__ if kind.startswith("Scripted") else misbehaving.__name__, name=f"c{place}", **keys)
+            entry(
+                kind,
+                __name__ if kind.startswith("Scripted") else misbehaving.__name__,
+                name=f"c{place}",
+                kv_connector_extra_config={"place": place},
+                **keys,
+            )
             for place, (kind, keys) in enumerate((kind, extra.pop(f"c{place}", {})) for place, kind in enumerate(kinds))
         ]
         limits = {"lookup_timeout_seconds": TIMEOUT, "lookup_grace_seconds": GRACE, **extra}

@@ -15,9 +15,9 @@ ENGINE_KEYS = ("kv_connector", "kv_connector_module_path", "kv_role", "kv_connec
 def test_a_connector_without_a_name_has_that_of_its_class() -> None:
     entries: list[dict[str, Any]] = [
         {"kv_connector": "A", "load_weight": 4, "kv_role": "kv_both"},
-        {"kv_connector": "A"},
-        {"kv_connector": "A", "name": "A-3"},
-        {"kv_connector": "A"},
+        {"kv_connector": "A", "kv_connector_module_path": "one"},
+        {"kv_connector": "A", "kv_connector_module_path": "two", "name": "A-3"},
+        {"kv_connector": "A", "kv_connector_module_path": "three"},
         {"kv_connector": "B", "name": "A"},
     ]
     config = load_connectors({"connectors": entries, "lookup_timeout_seconds": "500ms"}, ENGINE_KEYS)
@@ -32,6 +32,7 @@ def test_every_problem_is_named_with_its_cure() -> None:
         {"kv_connector": "A", "name": "one", "lod_weight": 3},
         {"kv_connector": "B", "name": "one", "load_weight": 0},
         {"kv_rol": "kv_both"},
+        {"kv_connector": "B", "name": "two"},
     ]
     with pytest.raises(ConfigError) as failure:
         load_connectors({"connectors": entries, "lookup_timeout": 3}, ENGINE_KEYS)
@@ -40,6 +41,7 @@ def test_every_problem_is_named_with_its_cure() -> None:
         "connectors.1.load_weight: 0 is not valid",
         "connectors.2.kv_connector: missing; add it",
         "connectors.2.kv_rol: unknown key (did you mean 'kv_role'?)",
+        "connectors.3: the same as connectors.1, but for its name and weight; remove one of the two",
         "connectors.0.name: 'one' is used by 2 connectors; give each a name of its own",
         "lookup_timeout: unknown key (did you mean 'lookup_timeout_seconds'?)",
     ):
