@@ -49,9 +49,14 @@ class Rig:
     ) -> StandInEngine:
         """Start an engine with a ``WeightedMultiConnector``; ``limits`` are further keys of it."""
         self.script = SCRIPTS[self._name] = script or Script(0)
-        transfer = {"kv_connector": "WeightedMultiConnector", "kv_connector_extra_config": {"connectors": connectors}}
-        transfer["kv_connector_extra_config"] |= {"lookup_timeout_seconds": NEVER_SECONDS, **limits}  # type: ignore[operator]
-        engine = StandInEngine(model, self._model_folder, {}, **transfer)
+        extra_config = {"connectors": connectors, "lookup_timeout_seconds": NEVER_SECONDS, **limits}
+        engine = StandInEngine(
+            model,
+            self._model_folder,
+            {},
+            kv_connector="WeightedMultiConnector",
+            kv_connector_extra_config=extra_config,
+        )
         self._engines.append(engine)
         return engine
 

@@ -75,9 +75,9 @@ def test_the_weights_decide(rig: Rig, model: StandInModel) -> None:
 @pytest.mark.parametrize("seed", [1, 3])
 def test_random_work(rig: Rig, model: StandInModel, seed: int) -> None:
     """One of ours fails loads, one connector never decides, and one raises errors."""
-    work = make_workload(model, seed, requests=16, aborts=6, resets=4)
     served = 0
     for life in range(2):
+        work = make_workload(model, seed, requests=16, aborts=6, resets=4 * life)
         script = Script(2 * seed + life, hold_steps=dict.fromkeys(CALLS, 3))
         script.fail, script.damage, script.miss = {"load_into": 0.05}, 0.05, 0.05
         connectors = [

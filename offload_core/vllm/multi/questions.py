@@ -180,7 +180,7 @@ class Questions:
 
         vLLM reserves blocks for a request whose load has failed until it runs. It admits no load that does not fit
         beside these reservations, and looks at no request behind it. So loads of other requests wait until that request
-        runs, and it gets a few further offers only, since its own reservation may be in the way.
+        runs. It gets a few further offers only, since its own reservation may be in the way.
         """
         if request_id in self._recomputing:
             left = self._recomputing[request_id]

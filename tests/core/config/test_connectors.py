@@ -21,8 +21,8 @@ def test_a_connector_without_a_name_has_that_of_its_class() -> None:
         {"kv_connector": "B", "name": "A"},
     ]
     config = load_connectors({"connectors": entries, "lookup_timeout_seconds": "500ms"}, ENGINE_KEYS)
-    assert config.names == ("A-2", "A-4", "A-3", "A-5", "A")
-    assert config.weights == (4, 1, 1, 1, 1)
+    assert list(config.names) == ["A-2", "A-4", "A-3", "A-5", "A"]
+    assert list(config.weights) == [4, 1, 1, 1, 1]
     assert config.entries[0] == {"kv_connector": "A", "kv_role": "kv_both"}
     assert config.limits.lookup_timeout_seconds == 0.5
 
