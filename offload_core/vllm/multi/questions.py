@@ -105,7 +105,6 @@ class Questions:
             self._counters.add("query_hits" if place in question.offered else "query_misses", name)
             self._counters.add("query_timeouts", name, int(place in question.late))
         if not external_tokens:
-            self._chosen.pop(request_id, None)
             return
         place = self._chosen[request_id]
         self._recomputing.pop(request_id, None)  # the engine has found blocks for another load of it
