@@ -285,7 +285,6 @@ def test_a_load_that_vllm_declines_is_nobodys() -> None:
     assert rig.children[0].told == [0]
     assert rig.count("query_hits", "c0") == 1
     assert rig.count("pending_loads", "c0") == 0
-    assert rig.connector.get_external_cache_hit_sources(request, 0) == {}
 
 
 def test_a_load_inside_a_step_ends_with_it() -> None:
@@ -389,6 +388,7 @@ def test_loads_do_not_wait_longer_than_for_an_undecided_connector(clock: SimpleN
     fails, other = rig.request("fails"), rig.request("other")
     rig.load(fails)
     rig.end_loads(fails, failed=True)
+    assert rig.ask(fails) == (512, True)  # vLLM 0.30 lets a request whose load has ended go first
     assert rig.ask(other) == (None, False)
     clock.now += TIMEOUT
     assert rig.ask(other) == (0, False)
