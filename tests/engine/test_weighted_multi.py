@@ -65,9 +65,17 @@ def test_beside_connectors_that_misbehave(lab: Lab, tmp_path: Path) -> None:
         assert (hits > 0) == (name in ("disk", "fails", "stock")), name
     assert counted(result, "load_failures", "fails") > 0
     assert counted(result, "hit_tokens", "fails") > 0
-    assert counted(result, "hit_tokens", "stock") > 0
     timeouts, queries = (counted(result, name, "NeverDecides") for name in ("query_timeouts", "queries"))
     assert 0 < timeouts < queries / 2, "after five of them it gets a pause"
+
+
+@pytest.mark.long
+def test_the_stock_connector_serves_if_it_has_the_weight(lab: Lab, tmp_path: Path) -> None:
+    transfer = several(on_disk(lab, tmp_path, "disk"), stock() | {"name": "stock", "load_weight": 4})
+    workloads = [random_workload(seed) for seed in SEEDS]
+    result = run_workloads(lab, workloads, transfer)
+    check_outputs(lab, workloads, result)
+    assert counted(result, "hit_tokens", "stock") > 0
 
 
 @pytest.mark.long
