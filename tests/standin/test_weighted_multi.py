@@ -72,13 +72,12 @@ def test_the_weights_decide(rig: Rig, model: StandInModel) -> None:
         rig.end(engine)
 
 
-@pytest.mark.parametrize("seed", [1, 3])
-def test_random_work(rig: Rig, model: StandInModel, seed: int) -> None:
-    """One of ours fails loads, one connector never decides, and one raises errors."""
-    served = 0
+def test_random_work(rig: Rig, model: StandInModel) -> None:
+    """Ours have faults, one connector never decides, and one raises errors."""
+    offers = 0.0
     for life in range(2):
-        work = make_workload(model, seed, requests=16, aborts=6, resets=4 * life)
-        script = Script(2 * seed + life, hold_steps=dict.fromkeys(CALLS, 3))
+        work = make_workload(model, 1, requests=16, aborts=6, resets=4 * life)
+        script = Script(life, hold_steps=dict.fromkeys(CALLS, 3))
         script.fail, script.damage, script.miss = {"load_into": 0.05}, 0.05, 0.05
         connectors = [
             ours(rig, model, "a"),
@@ -88,10 +87,10 @@ def test_random_work(rig: Rig, model: StandInModel, seed: int) -> None:
         ]
         engine = rig.engine_of_several(model, connectors, script, breaker_pause_seconds="20ms", **SOON)
         check_outputs(engine, rig.drive(engine, work))
-        served += sum(item.external_tokens for item in engine.served.values())
+        offers += counted(engine, "query_hits", "a") + counted(engine, "query_hits", "b")
         check_counts(engine, "a", "b", "NeverDecides", "RaisesErrors")
         assert counted(engine, "query_hits", "NeverDecides") == counted(engine, "query_hits", "RaisesErrors") == 0
         assert counted(engine, "query_errors", "RaisesErrors") > 0
         assert counted(engine, "query_timeouts", "NeverDecides") > 0
         rig.end(engine)
-    assert served > 0
+    assert offers > 0
