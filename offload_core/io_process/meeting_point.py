@@ -35,6 +35,11 @@ class MeetingPoint:
         text = json.dumps(sameness, sort_keys=True, default=str)  # a script may pass paths
         self._name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
+    @property
+    def name(self) -> str:
+        """A name that only the processes that meet here have."""
+        return self._name
+
     def try_listen(self, generation: int) -> socket.socket | None:
         """Return a listening socket, or ``None`` if another process has it already.
 

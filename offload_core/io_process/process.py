@@ -78,15 +78,17 @@ class IoProcess:
     def acquire(cls, name: str, io: IoLoop, config: OffloadConfig) -> IoProcess:
         """Return the process of that name, and begin its start for the first user; it is not waited for.
 
-        Call :meth:`release` once for each call.
+        Call :meth:`release` once for each call. Connectors of one engine with different configurations have different
+        processes.
 
         Args:
             name: unique for an engine, and the same in all of its processes.
         """
         with cls._class_lock:
-            process = cls._shared.get(name)
+            place = MeetingPoint(name, config.keys).name
+            process = cls._shared.get(place)
             if process is None:
-                process = cls._shared[name] = cls(name, io, config)
+                process = cls._shared[place] = cls(name, io, config)
             process._users += 1
             return process
 
@@ -96,8 +98,8 @@ class IoProcess:
             self._users -= 1
             if self._users > 0:
                 return
-            for name in [name for name, process in self._shared.items() if process is self]:
-                del self._shared[name]
+            for place in [place for place, process in self._shared.items() if process is self]:
+                del self._shared[place]
         self._io.submit(self._close(seconds)).result()
         self._threads.shutdown()
 

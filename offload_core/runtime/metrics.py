@@ -89,6 +89,20 @@ GAUGES = {
 }
 """Every gauge's name and meaning. A gauge is counted up and down; its value is the sum of all changes."""
 
+CONNECTOR_COUNTERS = {
+    "queries": "requests that the connector was asked about; a preempted request counts again",
+    "query_hits": "queries to which the connector offered tokens, loaded or not",
+    "query_misses": "queries to which it offered none, and those that it answered with an error or too late",
+    "query_timeouts": "queries among the misses that the connector did not decide in time",
+    "query_errors": "questions to the connector that raised an error; a request may ask several times",
+    "hit_tokens": "prompt tokens that loads from the connector brought",
+    "load_failures": "loads from the connector that failed",
+}
+"""The counters of each connector of a ``WeightedMultiConnector``."""
+
+CONNECTOR_GAUGES = {"pending_loads": "requests that wait for their load from the connector"}
+"""The gauges of each connector of a ``WeightedMultiConnector``."""
+
 HIT_RATIO_GAUGES = (
     "estimated_hit_ratio_half",
     "estimated_hit_ratio",
@@ -118,9 +132,15 @@ class Counters:
 
     A histogram is two counts for each bucket with values: their number is ``name:bucket``, their sum is
     ``name:bucket:sum``. So reports of halves and of ranks add up like those of counters.
+
+    Args:
+        counters: the names and meanings of the counters.
+        gauges: the names and meanings of the gauges.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counters: Mapping[str, str] = COUNTERS, gauges: Mapping[str, str] = GAUGES) -> None:
+        self._counters = counters
+        self._gauges = gauges
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, str], float] = defaultdict(int)
         self._values: dict[tuple[str, str], float] = defaultdict(int)
@@ -129,7 +149,7 @@ class Counters:
         """Add ``amount`` to the counter or gauge ``name`` of ``tier``.
 
         Args:
-            name: a key of :data:`COUNTERS` or :data:`GAUGES`.
+            name: the name of a counter or gauge.
             tier: the tier's name.
             amount: negative for gauges only; whole unless the counter's name ends in ``seconds``.
 
@@ -137,9 +157,10 @@ class Counters:
             KeyError: there is no counter or gauge ``name``.
             ValueError: ``amount`` would lower a counter.
         """
-        if name not in COUNTERS and name not in GAUGES:
-            raise KeyError(f"there is no counter {name!r}; the counters are {', '.join((*COUNTERS, *GAUGES))}")
-        if amount < 0 and name in COUNTERS:
+        if name not in self._counters and name not in self._gauges:
+            known = ", ".join((*self._counters, *self._gauges))
+            raise KeyError(f"there is no counter {name!r}; the counters are {known}")
+        if amount < 0 and name in self._counters:
             raise ValueError(f"counter {name!r} of tier {tier!r} cannot go down by {-amount}; only a gauge can")
         if amount:
             with self._lock:

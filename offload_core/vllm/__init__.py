@@ -8,5 +8,6 @@ Name it in ``--kv-transfer-config``::
 
 from offload_core.vllm import compat  # noqa: F401  first: refuses a vLLM on which the next import would fail
 from offload_core.vllm.connector import HybridOffloadConnector
+from offload_core.vllm.multi.connector import WeightedMultiConnector
 
-__all__ = ["HybridOffloadConnector"]
+__all__ = ["HybridOffloadConnector", "WeightedMultiConnector"]

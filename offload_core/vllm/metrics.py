@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
@@ -49,6 +50,12 @@ class HybridOffloadStats(KVConnectorStats):
 class HybridOffloadPromMetrics(KVConnectorPromMetrics):
     """A Prometheus metric by tier per entry of the tables of :mod:`offload_core.runtime.metrics`."""
 
+    prefix: ClassVar[str] = "vllm:hybrid_offload_"
+    label: ClassVar[str] = "tier"
+    counters: ClassVar[Mapping[str, str]] = COUNTERS
+    gauges: ClassVar[Mapping[str, str]] = GAUGES
+    histograms: ClassVar[Mapping[str, str]] = HISTOGRAMS
+
     def __init__(
         self,
         vllm_config: Any,
@@ -59,19 +66,19 @@ class HybridOffloadPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {
             name: metric(
-                name=f"vllm:hybrid_offload_{name}",
+                name=f"{self.prefix}{name}",
                 documentation=f"offload-core: {text}.",
-                labelnames=[*labelnames, "tier"],
+                labelnames=[*labelnames, self.label],
             )
-            for metric, table in ((self._counter_cls, COUNTERS), (self._gauge_cls, GAUGES))
+            for metric, table in ((self._counter_cls, self.counters), (self._gauge_cls, self.gauges))
             for name, text in table.items()
         }
-        for name, text in HISTOGRAMS.items():
+        for name, text in self.histograms.items():
             self._metrics[name] = self._histogram_cls(
-                name=f"vllm:hybrid_offload_{name}",
+                name=f"{self.prefix}{name}",
                 documentation=f"offload-core: {text}.",
                 buckets=BUCKET_SECONDS,
-                labelnames=[*labelnames, "tier"],
+                labelnames=[*labelnames, self.label],
             )
         self._tiers: set[tuple[int, str]] = set()
         """The tiers of each engine that have all metrics."""

@@ -30,13 +30,38 @@ class Rig:
         self.before_drain: Callable[[], None] = lambda: None
         """Called before everything has to end."""
 
-    def scripted_disk(self) -> dict[str, object]:
-        """The disk tier whose I/O follows the script."""
-        return {"name": "disk", "type": "scripted-disk", "path": str(self.kv), "script": self._name}
+    def scripted_disk(self, name: str = "disk") -> dict[str, object]:
+        """The disk tier whose I/O follows the script. Each name has a folder of its own."""
+        folder = self.kv if name == "disk" else self.kv.parent / name
+        return {"name": name, "type": "scripted-disk", "path": str(folder), "script": self._name}
 
     def engine(self, model: StandInModel, script: Script | None = None, **changes: Any) -> StandInEngine:
         """Start an engine; ``changes`` are settings of the connector or arguments of :class:`StandInEngine`."""
         self.script = SCRIPTS[self._name] = script or Script(0)
+        settings = self.settings(model, changes)
+        folder = changes.pop("folder", self._model_folder)
+        engine = StandInEngine(model, folder, settings, **changes)
+        self._engines.append(engine)
+        return engine
+
+    def engine_of_several(
+        self, model: StandInModel, connectors: list[dict[str, Any]], script: Script | None = None, **limits: Any
+    ) -> StandInEngine:
+        """Start an engine with a ``WeightedMultiConnector``; ``limits`` are further keys of it."""
+        self.script = SCRIPTS[self._name] = script or Script(0)
+        extra_config = {"connectors": connectors, "lookup_timeout_seconds": NEVER_SECONDS, **limits}
+        engine = StandInEngine(
+            model,
+            self._model_folder,
+            {},
+            kv_connector="WeightedMultiConnector",
+            kv_connector_extra_config=extra_config,
+        )
+        self._engines.append(engine)
+        return engine
+
+    def settings(self, model: StandInModel, changes: dict[str, Any]) -> dict[str, Any]:
+        """Return the settings of our connector, and remove those from ``changes`` that are among them."""
         settings: dict[str, Any] = {
             "io_process": "off",  # a script decides on the calls, and their threads are watched
             "backends": changes.pop("backends", [self.scripted_disk()]),
@@ -52,10 +77,7 @@ class Rig:
             settings["sync_load_budget_bytes"] = changes.pop("sync_load_budget_bytes")
         if model.hybrid_chunk_size is not None:
             settings["hybrid_chunk_size"] = model.hybrid_chunk_size
-        folder = changes.pop("folder", self._model_folder)
-        engine = StandInEngine(model, folder, settings, **changes)
-        self._engines.append(engine)
-        return engine
+        return settings
 
     def bare_engine(self, model: StandInModel, **changes: Any) -> StandInEngine:
         """Start an engine without a connector."""

@@ -18,12 +18,14 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from offload_core.cli import app
+from offload_core.config.connectors import ChoiceLimits, ConnectorEntry
 from offload_core.config.model import BackendConfig, OffloadSettings
 from offload_core.plugins.registry import load_plugins
-from offload_core.runtime.metrics import COUNTERS, GAUGES, HISTOGRAMS
+from offload_core.runtime.metrics import CONNECTOR_COUNTERS, CONNECTOR_GAUGES, COUNTERS, GAUGES, HISTOGRAMS
 from tests.support.paths import ROOT
 
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_CONNECTORS = "vllm:weighted_multi_"
 _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
 
@@ -47,9 +49,13 @@ def reference_tables() -> dict[str, str]:
         **{
             f"{name} keys": _keys(types[name].options) for name in ("cpu", "disk", "lmcache", "mooncake", "nfs", "nixl")
         },
+        "connector keys": _keys(ConnectorEntry, unset="its class"),
+        "choice keys": _keys(ChoiceLimits),
         "counters": _table(("counter", "meaning"), _metrics(COUNTERS, "_total")),
         "gauges": _table(("gauge", "meaning"), _metrics(GAUGES, "")),
         "histograms": _table(("histogram", "meaning"), _metrics(HISTOGRAMS, "")),
+        "connector counters": _table(("counter", "meaning"), _metrics(CONNECTOR_COUNTERS, "_total", _CONNECTORS)),
+        "connector gauges": _table(("gauge", "meaning"), _metrics(CONNECTOR_GAUGES, "", _CONNECTORS)),
         "commands": "\n\n".join(_commands()),
     }
 
@@ -76,9 +82,11 @@ def _default(key: str, field: FieldInfo, unset: str) -> str:
     return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 
 
-def _metrics(meanings: Mapping[str, str], suffix: str) -> Iterator[tuple[str, str]]:
+def _metrics(
+    meanings: Mapping[str, str], suffix: str, prefix: str = "vllm:hybrid_offload_"
+) -> Iterator[tuple[str, str]]:
     for name, meaning in meanings.items():
-        yield f"`vllm:hybrid_offload_{name}{suffix}`", meaning
+        yield f"`{prefix}{name}{suffix}`", meaning
 
 
 def _commands() -> Iterator[str]:

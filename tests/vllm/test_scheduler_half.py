@@ -439,3 +439,16 @@ def test_a_lookup_without_an_answer_is_a_query_that_neither_hits_nor_misses() ->
     assert [counts.get((name, "memory"), 0) for name in ("queries", "query_hits", "query_misses")] == [1, 0, 0]
     half.backend.gates["contains"].open()
     half.half.shutdown()
+
+
+def test_a_failure_is_withheld_while_a_load_of_another_connector_holds_the_blocks(half: Half) -> None:
+    half.follow(request("a"))
+    half.store(a=80)
+    fails, other = half.follow(request("fails", tokens=1200)), half.follow(request("other", tokens=800, family=1))
+    half.load(fails, half.matched(fails))
+    blocks: Any = SimpleNamespace(blocks=([SimpleNamespace(block_id=number, is_null=False) for number in range(50)],))
+    half.half.blocks_allocated(other, blocks, 0)
+    half.step()
+    half.report([], failed_requests={"fails"})
+    assert half.step().failures_to_report == [], "75 of 99 blocks, beside 50"
+    assert half.step(other=800).failures_to_report == ["fails"]

@@ -19,7 +19,6 @@ from offload_core.lookup.load_choice import LoadChoice
 from offload_core.lookup.service import LookupService
 from offload_core.lookup.tier_index import TierIndex
 from offload_core.objects.fingerprint import Json, fingerprint
-from offload_core.planning.chunk_keys import ChunkHashes
 from offload_core.planning.placement import PathPlacement
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.io_loop import IoLoop
@@ -32,7 +31,7 @@ from offload_core.vllm.kv_events.events import KvEvents
 from offload_core.vllm.metadata import ChunkTouch, StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.model.lora import AdapterIdentities
 from offload_core.vllm.scheduler.backfill import Backfill
-from offload_core.vllm.scheduler.block_holders import BlockHolders
+from offload_core.vllm.scheduler.block_holders import BlockHolders, held_and_needed_blocks
 from offload_core.vllm.scheduler.load_offers import LoadOffers
 from offload_core.vllm.scheduler.new_loads import NewLoads
 from offload_core.vllm.scheduler.placement_plan import PlacementPlan
@@ -213,8 +212,12 @@ class SchedulerHalf:
         return next((tier.capabilities.medium for tier in self._tiers if tier.name == tier_name), None)
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        """Plan the load of ``external_tokens`` tokens into the blocks that the engine has allocated for them."""
+        """Plan the load of ``external_tokens`` tokens into the blocks that the engine has allocated for them.
+
+        Beside other connectors, a request without such tokens may hold its blocks for a load of theirs, until it runs.
+        """
         if not external_tokens:
+            self._block_holders.load_begins(request.request_id, *held_and_needed_blocks(self._planner, request, blocks))
             return
         state = self._requests[request.request_id]
         self._new_loads.add(state, blocks, external_tokens)
@@ -361,10 +364,7 @@ class SchedulerHalf:
     def _record(self, state: RequestState) -> None:
         """Add a request that has ended to the trace, if there is one."""
         if self._trace is not None:
-            request = state.request
-            hash_factor = self._planner.boundary_tokens // self._planner.hash_block_size
-            blocks = self._planner.chunk_count(request.num_prompt_tokens)
-            hashes = ChunkHashes(request.block_hashes, hash_factor)[:blocks]
+            request, hashes = state.request, self._placement.prompt_hashes(state)
             output_tokens = request.num_tokens - request.num_prompt_tokens
             self._trace.record(state.arrived, request.num_prompt_tokens, output_tokens, hashes)
 

@@ -141,6 +141,12 @@ class PlacementPlan:
         hashes = ChunkHashes(state.request.block_hashes, hash_factor, planner.lookahead_blocks)
         return hashes[: planner.chunk_count(tokens)]
 
+    def prompt_hashes(self, state: RequestState) -> Sequence[bytes]:
+        """Return the hashes of the tokens up to each boundary of a prompt. Drafts have no part in them."""
+        request = state.request
+        hash_factor = self._planner.boundary_tokens // self._planner.hash_block_size
+        return ChunkHashes(request.block_hashes, hash_factor)[: self._planner.chunk_count(request.num_prompt_tokens)]
+
     def _touches(self, state: RequestState, tokens: int) -> list[Touch]:
         if self._policy == "everything":
             return state.path.touches_of_all(state.resumed_tokens, tokens)

@@ -205,6 +205,13 @@ def test_the_process_ends_with_the_last_user(make: Make, tmp_path: Path, io: IoL
     assert not is_running(pid)
 
 
+def test_two_configurations_of_one_engine_have_a_process_each(make: Make, tmp_path: Path) -> None:
+    one, two = make(disk(tmp_path / "one")), make({**disk(tmp_path / "two"), "name": "other"})
+    assert one.pid != two.pid
+    assert one.store(1) == two.store(2) == [True]
+    assert one.load(1) == two.load(2) == [HIT]
+
+
 def test_a_process_per_tier(make: Make, tmp_path: Path) -> None:
     rig = make(disk(tmp_path), RAM, io_process="tier")
     pids = {process.pid for process in rig.processes.all}

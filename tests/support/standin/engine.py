@@ -34,6 +34,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from offload_core.vllm.connector import HybridOffloadConnector
 from tests.support.standin.cache import RankCache
 from tests.support.standin.config import make_vllm_config, plan_caches
 from tests.support.standin.content import Prefix
@@ -256,9 +257,11 @@ class StandInEngine:
         if pool.get_num_free_blocks() != pool.num_gpu_blocks - 1:
             left.append(f"{pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()} blocks")
         for rank, worker in enumerate(self.workers):
-            left.extend(f"rank {rank}: {name} {value}" for name, value in _worker_leftovers(worker.connector))
-        if self.connector is not None and (followed := self.connector._scheduler._requests):
-            left.append(f"followed requests {sorted(followed)}")
+            for half in halves(worker.connector):
+                left.extend(f"rank {rank}: {name} {value}" for name, value in _worker_leftovers(half))
+        for half in halves(self.connector):
+            if followed := half._scheduler._requests:
+                left.append(f"followed requests {sorted(followed)}")
         for connector in (self.connector, *(worker.connector for worker in self.workers)):
             if connector is not None and (stats := connector.get_kv_connector_stats()) is not None:
                 self._count(stats.data)
@@ -290,8 +293,17 @@ class StandInEngine:
                 if item.finish_reason is not None:
                     self.finished[item.request_id] = str(item.finish_reason)
 
-    def _count(self, report: Mapping[str, float]) -> None:
-        """Add a report to the counters, and check that no gauge of whole things is negative."""
+    def _count(self, nested: Mapping[str, Any]) -> None:
+        """Add a report to the counters, and check that no gauge of whole things is negative.
+
+        Beside other connectors, each has a report of its own inside.
+        """
+        report: dict[str, float] = {}
+        for name, value in nested.items():
+            if isinstance(value, float | int):
+                report[name] = value
+            else:
+                self._count(getattr(value, "data", value))
         self.counters.update(report)
         self._gauges.update({name: change for name, change in report.items() if name.split("|")[0] in _GAUGES})
         negative = {name: value for name, value in self._gauges.items() if value < 0}
@@ -336,6 +348,11 @@ class StandInEngine:
 def _sent(message: Any) -> Any:
     """Return the message as it arrives in another process."""
     return ForkingPickler.loads(ForkingPickler.dumps(message))
+
+
+def halves(connector: Any) -> list[HybridOffloadConnector]:
+    """Return a connector of ours, or those among several."""
+    return [one for one in getattr(connector, "sub_connectors", [connector]) if isinstance(one, HybridOffloadConnector)]
 
 
 def _worker_leftovers(connector: Any) -> list[tuple[str, object]]:

@@ -1,0 +1,1 @@
+"""``WeightedMultiConnector``: vLLM's MultiConnector with a choice by matched tokens times weight."""

@@ -1,0 +1,96 @@
+"""Several connectors on random work, with aborts, resets and faults; every byte that is read is checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.standin.rig import NEVER_SECONDS, Rig
+from tests.standin.scripted_disk import CALLS, Script
+from tests.support.standin.geometries import MODELS, StandInModel
+from tests.support.standin.workload import check_outputs, make_workload
+
+NAMES = ["gemma3", "qwen3_next", "deepseek_v4"]
+SOON: dict[str, Any] = {"lookup_timeout_seconds": "100ms", "lookup_grace_seconds": "50ms"}
+
+
+@pytest.fixture(params=NAMES)
+def model(request: pytest.FixtureRequest) -> StandInModel:
+    return MODELS[request.param]()
+
+
+def ours(rig: Rig, model: StandInModel, name: str, load_weight: float = 1.0) -> dict[str, Any]:
+    """Our connector with one tier, which is not named as the connector is: their counts have names of one form."""
+    settings = rig.settings(model, {"backends": [rig.scripted_disk(f"disk-{name}")]})
+    return {
+        "name": name,
+        "load_weight": load_weight,
+        "kv_connector": "HybridOffloadConnector",
+        "kv_connector_module_path": "offload_core.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"load_when": "always", **settings},
+    }
+
+
+def misbehaving(name: str) -> dict[str, Any]:
+    return {
+        "kv_connector": name,
+        "kv_connector_module_path": "tests.support.engine.misbehaving",
+        "kv_role": "kv_both",
+    }
+
+
+def counted(engine: Any, name: str, connector: str) -> float:
+    return float(engine.counters[f"{name}|{connector}"])
+
+
+def check_counts(engine: Any, *connectors: str) -> None:
+    for connector in connectors:
+        queries, hits, misses = (counted(engine, name, connector) for name in ("queries", "query_hits", "query_misses"))
+        assert queries == hits + misses > 0, connector
+        assert engine._gauges[f"pending_loads|{connector}"] == 0
+
+
+def test_the_weights_decide(rig: Rig, model: StandInModel) -> None:
+    prompt = [3 + i % 997 for i in range(2 * model.chunk_tokens + 5)]
+    for weights in ((1, 4), (4, 1), (2, 2)):
+        a, b = (ours(rig, model, name, weight) for name, weight in zip("ab", weights, strict=True))
+        engine = rig.engine_of_several(model, [a, b], lookup_grace_seconds=NEVER_SECONDS)
+        if weights == (1, 4):
+            rig.run(engine, prompt)
+            rig.end(engine)
+            engine = rig.engine_of_several(model, [a, b], lookup_grace_seconds=NEVER_SECONDS)
+        (request,) = rig.run(engine, prompt)
+        served = engine.served[request].external_tokens
+        assert served >= model.chunk_tokens
+        loads, other = ("b", "a") if weights == (1, 4) else ("a", "b")
+        assert counted(engine, "hit_tokens", loads) == served
+        assert counted(engine, "hit_tokens", other) == 0
+        assert counted(engine, "query_hits", other) >= 1, "it was asked, and would have served"
+        check_counts(engine, "a", "b")
+        rig.end(engine)
+
+
+def test_random_work(rig: Rig, model: StandInModel) -> None:
+    """Ours have faults, one connector never decides, and one raises errors."""
+    offers = 0.0
+    for life in range(2):
+        work = make_workload(model, 1, requests=16, aborts=6, resets=4 * life)
+        script = Script(life, hold_steps=dict.fromkeys(CALLS, 3))
+        script.fail, script.damage, script.miss = {"load_into": 0.05}, 0.05, 0.05
+        connectors = [
+            ours(rig, model, "a"),
+            misbehaving("NeverDecides"),
+            misbehaving("RaisesErrors"),
+            ours(rig, model, "b", load_weight=2),
+        ]
+        engine = rig.engine_of_several(model, connectors, script, breaker_pause_seconds="20ms", **SOON)
+        check_outputs(engine, rig.drive(engine, work))
+        offers += counted(engine, "query_hits", "a") + counted(engine, "query_hits", "b")
+        check_counts(engine, "a", "b", "NeverDecides", "RaisesErrors")
+        assert counted(engine, "query_hits", "NeverDecides") == counted(engine, "query_hits", "RaisesErrors") == 0
+        assert counted(engine, "query_errors", "RaisesErrors") > 0
+        assert counted(engine, "query_timeouts", "NeverDecides") > 0
+        rig.end(engine)
+    assert offers > 0
