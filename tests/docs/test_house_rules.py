@@ -24,6 +24,7 @@ PLUGIN = ELSEWHERE / "vllm_plugin.py"
 """The module that vLLM loads at its start, which works without vLLM too."""
 LMCACHE = {ELSEWHERE / "lmcache_l2.py", ELSEWHERE / "lmcache_results.py"}
 """The modules that LMCache's server loads: an L2 adapter."""
+LMCACHE_MODULES = {f"offload_core.elsewhere.{path.stem}" for path in LMCACHE}
 LMCACHE_SERVER = ROOT / "backends" / "lmcache" / "offload_backend_lmcache" / "server"
 
 
@@ -51,11 +52,7 @@ def test_nothing_outside_the_adapter_imports_vllm(path: Path) -> None:
 def test_nothing_outside_its_own_modules_imports_lmcache(path: Path) -> None:
     for module, names in imported(path):
         assert module.split(".")[0] != "lmcache"
-        assert not any(f"{module}.{name}" in _LMCACHE_MODULES for name in ("", *names))
-        assert module not in _LMCACHE_MODULES
-
-
-_LMCACHE_MODULES = {f"offload_core.elsewhere.{path.stem}" for path in LMCACHE}
+        assert not LMCACHE_MODULES & {module, *(f"{module}.{name}" for name in names)}
 
 
 @pytest.mark.parametrize("path", CORE + BACKENDS, ids=relative)
@@ -82,7 +79,8 @@ def test_the_core_and_the_backends_work_without_the_systems_that_they_serve() ->
         if ADAPTER not in path.parents and path != TIERING and path not in LMCACHE
     ]
     assert {"offload_core", "offload_core.transfer.engine", "offload_backend_disk.plugin"} <= set(modules)
-    script = f"import sys; sys.modules.update(dict.fromkeys(('vllm', 'lmcache', 'sglang')))\nfor name in {modules!r}: __import__(name)"
+    systems = ("vllm", "lmcache", "sglang")
+    script = f"import sys; sys.modules.update(dict.fromkeys({systems}))\nfor name in {modules!r}: __import__(name)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
 
