@@ -57,11 +57,16 @@ def memory(data: bytes) -> Any:
     )
 
 
-def make_adapter(**adapter_params: Any) -> Any:
-    """Make our adapter as LMCache's server does."""
-    text = json.dumps({**OUR_PLUGIN, "adapter_params": adapter_params})
-    (config,) = parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[text])).adapters
+def adapter_of(description: dict[str, Any]) -> Any:
+    """Make an adapter as LMCache's server does."""
+    arguments = argparse.Namespace(l2_adapter=[json.dumps(description)])
+    (config,) = parse_args_to_l2_adapters_config(arguments).adapters
     return create_l2_adapter(config)
+
+
+def make_adapter(**adapter_params: Any) -> Any:
+    """Make our adapter."""
+    return adapter_of({**OUR_PLUGIN, "adapter_params": adapter_params})
 
 
 def answer(event_fd: int, take: Callable[[], Any]) -> Any:
@@ -107,9 +112,13 @@ class Controllers:
         task = self.adapter.submit_lookup_and_lock_task(list(map(lm_key, numbers)), {})
         return self.found(task, len(numbers))
 
-    def loaded(self, task: int, objects: Sequence[Any]) -> list[bytes | None]:
+    def are_loaded(self, task: int, count: int) -> list[bool]:
         bitmap = answer(self.adapter.get_load_event_fd(), lambda: self.adapter.query_load_result(task))
-        return [bytes(one.byte_array) if bitmap.test(index) else None for index, one in enumerate(objects)]
+        return [bitmap.test(index) for index in range(count)]
+
+    def loaded(self, task: int, objects: Sequence[Any]) -> list[bytes | None]:
+        pairs = zip(objects, self.are_loaded(task, len(objects)), strict=True)
+        return [bytes(one.byte_array) if there else None for one, there in pairs]
 
     def load(self, numbers: Sequence[int]) -> list[bytes | None]:
         objects = [memory(bytes(self.nbytes)) for _ in numbers]

@@ -370,7 +370,11 @@ def test_a_deletion_that_fails_is_not_reported(held: Any) -> None:
     assert one.store([1])
     backend.faults["delete"] = OSError(5, "broken")
     one.adapter.delete([lm_key(1)])
-    wait_until(lambda: "delete" in backend.calls, "the medium is not asked")
+    failures = "delete_failures"
+    wait_until(lambda: one.adapter.report_status()["tiers"]["memory"].get(failures) == 1, "the medium is not asked")
+    assert one.look_up([1]) == [True]
+    one.adapter.submit_unlock([lm_key(1)])
+    assert not listener.deleted
     backend.faults.clear()
     one.adapter.delete([lm_key(1)])
     wait_until(lambda: listener.deleted == {lm_key(1)}, "the second deletion does not end")
@@ -409,7 +413,7 @@ def test_the_status_counts_per_tier(held: Any) -> None:
     assert not one.adapter.report_status()["is_healthy"]
 
 
-def test_a_closed_adapter_answers_misses_and_touches_no_descriptor(held: Any) -> None:
+def test_a_closed_adapter_answers_nobody_and_touches_no_descriptor(held: Any, caplog: pytest.LogCaptureFixture) -> None:
     one, backend = held(**LONG)
     backend.gates["contains"].shut()
     one.adapter.submit_lookup_and_lock_task([lm_key(1)], {})
@@ -424,6 +428,7 @@ def test_a_closed_adapter_answers_misses_and_touches_no_descriptor(held: Any) ->
         lambda: one.adapter.delete([lm_key(1)]),
     ):
         submit()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_the_commands_know_the_objects_and_their_owner(tmp_path: Path, start: Any) -> None:
