@@ -130,22 +130,22 @@ class OffloadCoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # mypy do
         self, keys: list[LMCacheKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
         """Ask for chunks, and lock those that a tier has. A tier without an answer at its deadline has none."""
-        task, ours = next(self._numbers), [self._key(key) for key in keys]
+        task = next(self._numbers)
+        named = [(index, ours) for index, key in enumerate(keys) if (ours := self._key(key)) is not None]
 
         def answered(found: Future[list[str | None]]) -> None:
             bitmap = Bitmap(len(keys))
             hits = []
-            for index, tier in zip(named, _result(found, len(named)), strict=True):
+            for (index, ours), tier in zip(named, _result(found, len(named)), strict=True):
                 if tier is not None:
                     bitmap.set(index)
-                    hits.append((ours[index], tier))
+                    hits.append((ours, tier))
             self._locked.add(hits)
             self._lookups.put(task, bitmap)
             if hits and not self._is_closed:
                 self._store.touch(list(dict.fromkeys(key for key, _ in reversed(hits))))  # a prefix loses its end first
 
-        named = [index for index, key in enumerate(ours) if key is not None]
-        self._locate([key for key in ours if key is not None]).add_done_callback(answered)
+        self._locate([ours for _, ours in named]).add_done_callback(answered)
         return task
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:

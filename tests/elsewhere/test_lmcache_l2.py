@@ -421,13 +421,10 @@ def test_a_closed_adapter_answers_nobody_and_touches_no_descriptor(held: Any, ca
     threading.Timer(0.05, backend.gates["contains"].open).start()
     one.adapter.close()
     one.adapter.close()
-    for submit in (
-        lambda: one.submit_store([1]),
-        lambda: one.adapter.submit_lookup_and_lock_task([lm_key(1)], {}),
-        lambda: one.adapter.submit_load_task([lm_key(1)], [memory(content(1))]),
-        lambda: one.adapter.delete([lm_key(1)]),
-    ):
-        submit()
+    one.submit_store([1])
+    one.adapter.submit_lookup_and_lock_task([lm_key(1)], {})
+    one.adapter.submit_load_task([lm_key(1)], [memory(content(1))])
+    one.adapter.delete([lm_key(1)])
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 

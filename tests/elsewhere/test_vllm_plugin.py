@@ -68,7 +68,7 @@ def test_vllm_may_load_the_plugin_twice(registry: dict[str, Any], load_plugins: 
 def test_a_vllm_without_the_registry_starts_as_before(
     factory: ModuleType | None, load_plugins: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, FACTORY, factory)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, FACTORY, factory)
     with caplog.at_level(logging.WARNING):
         load_plugins()
     assert not caplog.records
