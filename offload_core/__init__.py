@@ -10,7 +10,7 @@ The folders are the rooms of the package. Each one imports only from rooms befor
 * ``tiers`` puts a backend into service.
 * ``lookup`` finds the depth of a stored prefix; ``transfer`` loads and stores; ``cli`` has the commands.
 * :mod:`offload_core.vllm` connects all of it to vLLM.
-* :mod:`offload_core.elsewhere` serves the tiers to other systems. Only its module for vLLM's tiering imports vLLM too.
+* :mod:`offload_core.elsewhere` serves the tiers to other systems. Only its modules for a system import that system.
 
 Only ``api`` and ``testing`` are public. Authors of plugins start with ``plugins.md``.
 """

@@ -34,10 +34,14 @@ def load_config(
     extra_config: Mapping[str, Any],
     registry: PluginRegistry | None = None,
     environ: Mapping[str, str] = os.environ,
+    source: str = "kv_connector_extra_config",
 ) -> OffloadConfig:
     """Validate ``kv_connector_extra_config``: the keys themselves, or a file named by its ``config_file`` key, or both.
 
     A key may stand in one of the two places, not in both. Secrets of backends are read from ``environ`` only.
+
+    Args:
+        source: the name of the keys in messages.
 
     Raises:
         ConfigError: with every problem; none shows a secret. An error of a plugin is among them only if this
@@ -45,7 +49,6 @@ def load_config(
     """
     registry = registry if registry is not None else load_plugins()
     raw = dict(extra_config)
-    source = "kv_connector_extra_config"
     problems: list[str] = []
     config_file = raw.pop("config_file", None)
     if config_file is not None:

@@ -10,6 +10,7 @@ staging memory. So a deadline gives the memory back at once, and a call that end
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -29,7 +30,13 @@ from offload_core.io_process.processes import IoProcesses
 from offload_core.memory.block_copier import BlockSlice
 from offload_core.memory.payload_layout import PackLayout, PageRun
 from offload_core.memory.staging_pool import StagingPool, arena_bytes
-from offload_core.memory.staging_size import STORE_SHARE, gather_limit_bytes, lease_bytes, smallest_pool_bytes
+from offload_core.memory.staging_size import (
+    STORE_SHARE,
+    gather_limit_bytes,
+    largest_payload_bytes,
+    lease_bytes,
+    smallest_pool_bytes,
+)
 from offload_core.objects.format import object_bytes
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters
@@ -47,10 +54,15 @@ _LOOK_SECONDS = 0.001
 
 @dataclass(frozen=True)
 class PlacedObject:
-    """An object and the number of its place in the other system's memory."""
+    """An object and the number of its place in the other system's memory.
+
+    Args:
+        nbytes: size of the place; ``None`` if all objects of the pack have one size.
+    """
 
     key: ObjectKey
     place: int
+    nbytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -86,22 +98,34 @@ class _Job:
 class HostStore:
     """Loads and stores between places in host memory and the tiers. No method waits, but for the last two.
 
-    All methods are for one thread of the other system.
+    All methods are for any thread of the other system.
 
     Args:
         config: the tiers. Keys about the engine's tokens have no effect here.
         name: a name of the other system that is unique on this host while it runs.
-        payload_bytes: per pack name, the bytes of its objects' places.
+        payload_bytes: per pack name, the bytes of its objects' places. Objects of other packs bring their sizes. If
+            they are too large for the staging memory, they are not moved.
         view_of: returns the bytes of a place. The store's thread calls it while a job with the place is under way.
+        on_ended: gets each job that has ended, on the store's thread. After :meth:`close` has begun, it may run in the
+            call that submits the job. By default :meth:`take_ended` returns the jobs.
 
     Raises:
         ConfigError: a tier cannot be opened, or the staging memory is too small for the objects.
     """
 
-    def __init__(self, config: OffloadConfig, name: str, payload_bytes: Mapping[str, int], view_of: PlaceView) -> None:
+    def __init__(
+        self,
+        config: OffloadConfig,
+        name: str,
+        payload_bytes: Mapping[str, int],
+        view_of: PlaceView,
+        on_ended: Callable[[EndedJob], None] | None = None,
+    ) -> None:
         self._settings = settings = config.settings
-        largest = max(payload_bytes.values())
-        needed = smallest_pool_bytes(largest, settings.staging_uses)
+        self.largest_payload_bytes = largest = max(
+            payload_bytes.values(), default=largest_payload_bytes(settings.staging_bytes, settings.staging_uses)
+        )
+        needed = smallest_pool_bytes(max(1, largest), settings.staging_uses)
         if settings.staging_bytes < needed:
             raise ConfigError(
                 [
@@ -133,6 +157,7 @@ class HostStore:
             copier=HostCopier(view_of),
             layouts=layouts,
             counters=self.counters,
+            largest_payload_bytes=largest,
             processes=self._processes,
         )
         self._payload_bytes = dict(payload_bytes)
@@ -140,6 +165,7 @@ class HostStore:
         self._commands: deque[tuple[_Job, Callable[[_Job], None]]] = deque()
         self._wake = threading.Event()
         self._ended: deque[EndedJob] = deque()
+        self._on_ended = on_ended or self._ended.append
         self._running = 0  # under the condition, like `_is_closing`
         self._is_closing = False
         self._idle = threading.Condition()
@@ -148,8 +174,14 @@ class HostStore:
         self._loads: dict[int, tuple[_Job, tuple[ObjectKey, ...]]] = {}
         self._next_load = 0
         self._stored_bytes = 0
+        self._has_refused = False
         self._thread = threading.Thread(target=self._run, name="offload-elsewhere", daemon=True)
         self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """True if the store's thread moves objects."""
+        return self._thread.is_alive()
 
     def locate(self, keys: Sequence[ObjectKey]) -> Future[list[str | None]]:
         """Ask for the tier of each object; see :func:`~offload_core.elsewhere.locations.locate`."""
@@ -166,6 +198,10 @@ class HostStore:
             tiers: per object, the name of its tier. An object without one is not loaded.
         """
         self._begin(_Job(job_id, tuple(objects)), partial(self._start_loads, tiers=tuple(tiers)))
+
+    def delete(self, keys: Sequence[ObjectKey]) -> Future[bool]:
+        """Delete objects from all tiers. The result, whether they are gone from each of them, has no deadline."""
+        return self._io.submit(self._delete(keys))
 
     def touch(self, keys: Sequence[ObjectKey]) -> None:
         """Note a use of objects, for the order of eviction on the tiers that follow it."""
@@ -195,6 +231,9 @@ class HostStore:
         self._thread.join()
         close_tiers(self.tiers, self._io)
         self._release()
+
+    async def _delete(self, keys: Sequence[ObjectKey]) -> bool:
+        return all(await asyncio.gather(*(tier.delete(keys) for tier in self.tiers)))
 
     def _release(self) -> None:
         if self._processes is not None:
@@ -249,9 +288,26 @@ class HostStore:
             self._load_ended(load)
         for store in self._engine.take_store_results():
             self._store_ended(store)
+        for tier in self.tiers:
+            tier.take_changes()  # nobody here keeps an index
 
     def _enqueue_stores(self, job: _Job) -> None:
-        self._waiting.extend((job, placed) for placed in job.objects)
+        self._waiting.extend((job, placed) for placed in self._that_fit(job))
+
+    def _that_fit(self, job: _Job) -> list[PlacedObject]:
+        """Return the objects of a new job that fit into the staging memory, and end the others."""
+        fitting = [placed for placed in job.objects if self._nbytes(placed) <= self.largest_payload_bytes]
+        if len(fitting) < len(job.objects):
+            largest = max(map(self._nbytes, job.objects))
+            if not self._has_refused:
+                logger.error(
+                    "objects of %d bytes are neither stored nor loaded: staging_bytes is %d; set it to %d or more",
+                    largest, self._settings.staging_bytes, smallest_pool_bytes(largest, self._settings.staging_uses),
+                )  # fmt: skip
+            self._has_refused = True
+            fits = set(fitting)
+            self._end(job, [placed.key for placed in job.objects if placed not in fits], [])
+        return fitting
 
     def _expire_waiting(self) -> None:
         """End the stores that have waited for staging memory until their deadline."""
@@ -265,27 +321,28 @@ class HostStore:
         objects: list[TransferObject] = []
         while self._waiting:
             job, placed = self._waiting[0]
-            nbytes = self._lease_bytes(placed.key)
+            nbytes = self._lease_bytes(placed)
             if self._stored_bytes and self._stored_bytes + nbytes > self._window_bytes:
                 break
             self._waiting.popleft()
             self._stored_bytes += nbytes
             self._stores[placed.key].append((job, placed))
-            objects.append(_transfer_object(placed))
+            objects.append(self._transfer_object(placed))
         if objects:
             self._engine.submit_stores(objects)
 
     def _store_ended(self, result: StoreResult) -> None:
-        job, _ = self._stores[result.key].popleft()
+        job, placed = self._stores[result.key].popleft()
         if not self._stores[result.key]:
             del self._stores[result.key]
-        self._stored_bytes -= self._lease_bytes(result.key)
+        self._stored_bytes -= self._lease_bytes(placed)
         self._end(job, [result.key], [result.key] if result.stored else [])
 
     def _start_loads(self, job: _Job, tiers: Sequence[str | None]) -> None:
         parts: dict[str | None, list[PlacedObject]] = defaultdict(list)
-        for placed, tier in zip(job.objects, tiers, strict=True):
-            parts[tier].append(placed)
+        tier_of = dict(zip(job.objects, tiers, strict=True))
+        for placed in self._that_fit(job):
+            parts[tier_of[placed]].append(placed)
         for tier, part in parts.items():
             keys = tuple(placed.key for placed in part)
             if tier is None:
@@ -293,7 +350,7 @@ class HostStore:
                 continue
             self._next_load += 1
             self._loads[self._next_load] = (job, keys)
-            self._engine.submit_load(LoadJob(self._next_load, tier, tuple(map(_transfer_object, part))))
+            self._engine.submit_load(LoadJob(self._next_load, tier, tuple(map(self._transfer_object, part))))
 
     def _load_ended(self, result: LoadResult) -> None:
         job, keys = self._loads.pop(result.job_id)
@@ -317,14 +374,20 @@ class HostStore:
 
     def _publish(self, job: _Job) -> None:
         seconds = time.monotonic() - job.submitted
-        self._ended.append(EndedJob(job.job_id, job.objects, frozenset(job.moved), seconds))
+        try:
+            self._on_ended(EndedJob(job.job_id, job.objects, frozenset(job.moved), seconds))
+        except Exception:
+            logger.exception("the end of a job was not taken; this is a defect, please report it")
         with self._idle:
             self._running -= 1
             self._idle.notify_all()
 
-    def _lease_bytes(self, key: ObjectKey) -> int:
-        return lease_bytes(object_bytes(self._payload_bytes[key.pack]))
+    def _nbytes(self, placed: PlacedObject) -> int:
+        return self._payload_bytes[placed.key.pack] if placed.nbytes is None else placed.nbytes
 
+    def _lease_bytes(self, placed: PlacedObject) -> int:
+        return lease_bytes(object_bytes(self._nbytes(placed)))
 
-def _transfer_object(placed: PlacedObject) -> TransferObject:
-    return TransferObject(placed.key, (BlockSlice(0, (placed.place,)),))
+    def _transfer_object(self, placed: PlacedObject) -> TransferObject:
+        layout = None if placed.nbytes is None else PackLayout(placed.key.pack, (), placed.nbytes)
+        return TransferObject(placed.key, (BlockSlice(0, (placed.place,)),), layout=layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -98,6 +99,16 @@ def smallest_pool_bytes(largest_payload_bytes: int, uses: Sequence[StagingUse] =
         stores = max(stores, max(one * use.leases_per_object for use in uses) / (1 - largest_share))
     whole = max(loads / (1 - STORE_SHARE), stores / STORE_SHARE)
     return lease_bytes(math.ceil(whole)) + ALIGNMENT_BYTES  # one page more, since shares are rounded down
+
+
+def largest_payload_bytes(pool_bytes: int, uses: Sequence[StagingUse] = (StagingUse(),)) -> int:
+    """Return the size in bytes of the largest payload for which a pool is large enough; 0 if there is none.
+
+    Args:
+        uses: one entry per tier.
+    """
+    sizes = range(1, pool_bytes + 1)
+    return bisect_right(sizes, pool_bytes, key=lambda nbytes: smallest_pool_bytes(nbytes, uses))
 
 
 def gather_limit_bytes(store_limit_bytes: int, uses: Iterable[StagingUse]) -> int:

@@ -298,6 +298,24 @@ class Tier:
                 logger.warning("%s: touch failed; only the order of eviction suffers", self.label, exc_info=True)
             self._touch_has_failed = True
 
+    async def delete(self, keys: Sequence[ObjectKey]) -> bool:
+        """Remove objects. Returns whether they are gone; an error is counted, and nothing is tried again."""
+        call = self.health.begin("delete")
+        if call is None:
+            return False
+        try:
+            await answer(self._storage.delete(keys))
+        except Exception as error:
+            self._failed(call, keys, error)
+            self._accounting.delete_failed(len(keys))
+            return False
+        else:
+            self.health.succeeded(call)
+            self._changes.add(keys, present=False)
+            return True
+        finally:
+            self.health.ended(call)
+
     def _load_ended(
         self, call: Call, objects: Sequence[StagedObject | WantedObject], started: float, end: LoadEnd | Exception
     ) -> list[LoadOutcome | None]:
@@ -338,21 +356,7 @@ class Tier:
     def _start_delete(self, keys: Sequence[ObjectKey], on_end: Callable[[], None]) -> None:
         """Delete damaged objects, from any thread, and call ``on_end`` afterwards."""
         loop = self._loop or asyncio.get_running_loop()
-        asyncio.run_coroutine_threadsafe(self._delete(keys), loop).add_done_callback(lambda _: on_end())
-
-    async def _delete(self, keys: Sequence[ObjectKey]) -> None:
-        call = self.health.begin("delete")
-        if call is None:
-            return
-        try:
-            await answer(self._storage.delete(keys))
-        except Exception as error:
-            self._failed(call, keys, error)
-            self._accounting.delete_failed(len(keys))
-        else:
-            self.health.succeeded(call)
-        finally:
-            self.health.ended(call)
+        asyncio.run_coroutine_threadsafe(self.delete(keys), loop).add_done_callback(lambda _: on_end())
 
     async def _probe(self, keys: Sequence[ObjectKey]) -> None:
         await self._storage.contains(keys)

@@ -24,7 +24,7 @@ from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import ALL_TIERS, Counters
 from offload_core.tiers.opening import TierProcesses
 from offload_core.tiers.tier import Tier
-from offload_core.transfer.batches import TransferObject
+from offload_core.transfer.batches import Layouts, TransferObject
 from offload_core.transfer.jobs import JobTable
 from offload_core.transfer.loads import LoadJob, LoadResult, Loads
 from offload_core.transfer.pending_store import StoreResult
@@ -40,7 +40,8 @@ class TransferEngine:
     Args:
         tiers: the fastest first.
         staging: a pool without any leases.
-        layouts: per pack name, the payload's layout.
+        layouts: per pack name, the payload's layout. Objects of other packs bring their own.
+        largest_payload_bytes: size of the largest payload; by default that of the packs.
         processes: the processes of the tiers; ``None`` if the tiers are in this process.
     """
 
@@ -53,6 +54,7 @@ class TransferEngine:
         copier: BlockCopier,
         layouts: Mapping[str, PackLayout],
         counters: Counters,
+        largest_payload_bytes: int | None = None,
         processes: TierProcesses | None = None,
     ) -> None:
         self._io = io
@@ -70,7 +72,7 @@ class TransferEngine:
         self._shares = share_out(
             staging,
             {tier.name: use for tier, use in zip(tiers, uses, strict=True)},
-            max(layout.payload_bytes for layout in layouts.values()),
+            largest_payload_bytes or max(layout.payload_bytes for layout in layouts.values()),
         )
         for tier in tiers:
             tier.staging = self._shares[tier.name]
@@ -81,7 +83,7 @@ class TransferEngine:
             shares=self._shares,
             gather_limit_bytes=gather_limit_bytes(staging.store_limit_bytes, uses),
             copier=copier,
-            layouts=layouts,
+            layouts=Layouts(layouts),
             jobs=self.jobs,
             counters=counters,
             processes=processes,
@@ -91,7 +93,7 @@ class TransferEngine:
             staging=staging,
             shares=self._shares,
             copier=copier,
-            layouts=layouts,
+            layouts=Layouts(layouts),
             jobs=self.jobs,
             counters=counters,
             promote=self._stores.promote,

@@ -18,14 +18,13 @@ from typing import Literal
 
 from offload_core.api.keys import ObjectKey
 from offload_core.memory.block_copier import COPY_LOOK_SECONDS, BlockCopier, CopyEnd
-from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_shares import TierShare
-from offload_core.objects.format import HEADER_BYTES, object_bytes
+from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.calls.lent_objects import LentObject
 from offload_core.tiers.tier import Tier
-from offload_core.transfer.batches import TransferObject
+from offload_core.transfer.batches import Layouts, TransferObject
 from offload_core.transfer.jobs import Job, JobState, JobTable
 from offload_core.transfer.kept_objects import KeptObjects
 from offload_core.transfer.tier_reader import TierReader
@@ -131,7 +130,6 @@ class Loads:
 
     Args:
         shares: per tier name.
-        layouts: per pack name, the payload's layout.
         jobs: the table to which every load adds its job.
         promote: offers a loaded object (key, lease, name of its tier) to the other tiers; true if it takes the lease.
     """
@@ -143,7 +141,7 @@ class Loads:
         staging: StagingPool,
         shares: Mapping[str, TierShare],
         copier: BlockCopier,
-        layouts: Mapping[str, PackLayout],
+        layouts: Layouts,
         jobs: JobTable,
         counters: Counters,
         promote: Callable[[ObjectKey, Lease | LentObject, str], bool],
@@ -190,7 +188,7 @@ class Loads:
         The deadline counts from this call; waiting for a free load slot of the tier counts too.
         """
         tier = self._tiers[load_job.tier]
-        nbytes = sum(object_bytes(self._layouts[item.key.pack].payload_bytes) for item in load_job.objects)
+        nbytes = sum(map(self._layouts.stored_bytes, load_job.objects))
         seconds = max(0.0, tier.limits.load_seconds(nbytes) - load_job.waited_seconds)
         job = self._jobs.submit("load", load_job.tier, time.monotonic() + seconds)
         missing = {item.key: item for item in load_job.objects}
@@ -227,7 +225,7 @@ class Loads:
         """
         lent = [self._kept.get(tier, item.key) for item in objects]
         for item, one in zip(objects, lent, strict=True):
-            self._copier.scatter(self._layouts[item.key.pack], item.blocks, one.tensor[HEADER_BYTES:])
+            self._copier.scatter(self._layouts.of(item), item.blocks, one.tensor[HEADER_BYTES:])
         self._counters.add("load_kept", tier, len(objects))
 
     def give_back(self, job_ids: Iterable[int]) -> None:
@@ -320,7 +318,7 @@ class Loads:
             del load.missing[arrival.key]
             load.failed.append(arrival.key)
             return None
-        self._copier.scatter(self._layouts[item.key.pack], item.blocks, arrival.lease.tensor[HEADER_BYTES:])
+        self._copier.scatter(self._layouts.of(item), item.blocks, arrival.lease.tensor[HEADER_BYTES:])
         return load
 
     def _end_copies(self, objects: Sequence[tuple[_ActiveLoad, ObjectKey, Lease | LentObject]]) -> None:

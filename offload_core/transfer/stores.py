@@ -29,7 +29,7 @@ from offload_core.memory.byte_budget import ByteBudget
 from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_shares import TierShare
-from offload_core.memory.staging_size import lease_bytes
+from offload_core.memory.staging_size import in_batches, lease_bytes
 from offload_core.objects.format import HEADER_BYTES, object_bytes
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters
@@ -39,7 +39,7 @@ from offload_core.tiers.opening import TierProcesses
 from offload_core.tiers.staged_object import StagedObject, seal_all
 from offload_core.tiers.storage import StorageAwayError
 from offload_core.tiers.tier import Tier
-from offload_core.transfer.batches import TransferObject, in_batches
+from offload_core.transfer.batches import Layouts, TransferObject
 from offload_core.transfer.call_size import store_size_of
 from offload_core.transfer.jobs import JobTable
 from offload_core.transfer.pending_store import PendingStore, StoreResult
@@ -61,7 +61,6 @@ class Stores:
         tiers: the fastest first.
         shares: per tier name.
         gather_limit_bytes: upper limit for the leases of all stores together, without the compressed bytes' leases.
-        layouts: per pack name, the payload's layout.
         jobs: the table to which every batch adds one job per tier.
         processes: the processes of the tiers, which also seal objects; ``None`` if the tiers are in this process.
     """
@@ -75,7 +74,7 @@ class Stores:
         shares: Mapping[str, TierShare],
         gather_limit_bytes: int,
         copier: BlockCopier,
-        layouts: Mapping[str, PackLayout],
+        layouts: Layouts,
         jobs: JobTable,
         counters: Counters,
         processes: TierProcesses | None = None,
@@ -132,7 +131,7 @@ class Stores:
         submitted = time.monotonic()
         new: list[tuple[PendingStore, list[TierWriter]]] = []
         for item in objects:
-            layout = self._layouts[item.key.pack]
+            layout = self._layouts.of(item)
             nbytes = object_bytes(layout.payload_bytes)
             willing = self._announced.pop(item.key, None)
             if willing is None:
@@ -177,7 +176,7 @@ class Stores:
             if item.key not in self._announced:
                 willing = self._announced[item.key] = self._choice.for_offered(item, busy)
                 if len(willing) == 1 and self._borrows and willing[0].tier.lending.is_possible and willing[0].admits():
-                    nbytes = object_bytes(self._layouts[item.key.pack].payload_bytes)
+                    nbytes = self._layouts.stored_bytes(item)
                     wanted.setdefault(willing[0], []).append(WantedObject(item.key, nbytes, item.spare))
         for writer, some in wanted.items():
             for request, part in self._grants.expect(some):
@@ -330,7 +329,7 @@ class Stores:
         batches: list[tuple[list[PendingStore], _Parts]] = []
         with self._lock:  # no tier may decide on an object before all its tiers are assigned
             self._pending += len(writers_of)
-            for batch in in_batches(list(writers_of), self._layouts, self._batch_times):
+            for batch in in_batches(list(writers_of), _payload_bytes, self._batch_times):
                 if self._processes is not None and not sealed and all(len(writers_of[store]) == 1 for store in batch):
                     for store in batch:  # by the thread that writes it, since no other tier uses its bytes
                         store.staged = replace(store.staged, unsealed=True)
@@ -375,3 +374,7 @@ class Stores:
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         future.add_done_callback(log_unexpected)
+
+
+def _payload_bytes(store: PendingStore) -> int:
+    return store.nbytes - HEADER_BYTES

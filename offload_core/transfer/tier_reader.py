@@ -10,22 +10,20 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, zip_longest
 
 from offload_core.api.backend import LoadOutcome
-from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_shares import TierShare
 from offload_core.memory.staging_size import lease_bytes
-from offload_core.objects.format import object_bytes
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.calls.lent_objects import LendingEnd, LentObject, WantedObject
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
-from offload_core.transfer.batches import TransferObject, in_batches
+from offload_core.transfer.batches import Layouts, TransferObject
 from offload_core.transfer.call_size import load_size_of, load_slots_of
 from offload_core.transfer.jobs import Job, JobTable
 
@@ -76,7 +74,6 @@ class TierReader:
     So a medium that has recovered can be used although old calls hang, and the number of running calls stays bounded.
 
     Args:
-        layouts: per pack name, the payload's layout.
         borrows: whether to leave objects in the tier's memory if the tier lends it.
         on_end: gets the objects of each call that has ended, and those that no call will load.
     """
@@ -87,7 +84,7 @@ class TierReader:
         share: TierShare,
         *,
         staging: StagingPool,
-        layouts: Mapping[str, PackLayout],
+        layouts: Layouts,
         jobs: JobTable,
         counters: Counters,
         borrows: bool,
@@ -110,7 +107,7 @@ class TierReader:
 
     def submit(self, job: Job, objects: Sequence[TransferObject]) -> None:
         """Load the objects of a job in batches, as many at once as the tier allows."""
-        batches: deque[_Batch] = deque(in_batches(objects, self._layouts))
+        batches: deque[_Batch] = deque(self._layouts.in_batches(objects))
         needed = max(sum(map(lease_bytes, self._lease_sizes([batch]))) for batch in batches)
         if needed > self._share.limit_bytes:  # the configuration has been checked
             logger.error(
@@ -185,11 +182,11 @@ class TierReader:
 
     def _wanted(self, objects: Sequence[TransferObject]) -> list[WantedObject]:
         """Return objects to borrow."""
-        return [WantedObject(item.key, object_bytes(self._layouts[item.key.pack].payload_bytes)) for item in objects]
+        return [WantedObject(item.key, self._layouts.stored_bytes(item)) for item in objects]
 
     def _lease_sizes(self, batches: Sequence[_Batch]) -> list[int]:
         """Return the sizes in bytes of the leases for some batches: the objects', then those for compressed bytes."""
-        sizes = [object_bytes(self._layouts[item.key.pack].payload_bytes) for item in chain.from_iterable(batches)]
+        sizes = [self._layouts.stored_bytes(item) for item in chain.from_iterable(batches)]
         return sizes * (1 + self._tier.encodes)
 
     def _new_call(self, load: _Waiting, count: int, leases: Sequence[Lease], *, borrows: bool) -> _Call:
@@ -237,7 +234,7 @@ class TierReader:
             answered = [(item, lent) for item, outcome, lent in pairs if outcome is not None]
             self._counters.add("load_lent", self._tier.name, end.outcomes.count(LoadOutcome.HIT))
         if not_lent:
-            batches: deque[_Batch] = deque(in_batches(not_lent, self._layouts))
+            batches: deque[_Batch] = deque(self._layouts.in_batches(not_lent))
             with self._lock:
                 self._waiting.appendleft(_Waiting(call.job, batches, len(batches), call.submitted, may_borrow=False))
         self._free_slot(call, outcomes, failed=end is None)

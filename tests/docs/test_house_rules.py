@@ -17,8 +17,15 @@ from tests.support.source_files import imported, relative
 CORE = sorted((ROOT / "offload_core").rglob("*.py"))
 BACKENDS = sorted([*(ROOT / "backends").rglob("*.py"), *(TEMPLATE / "offload_backend_sqlite").rglob("*.py")])
 ADAPTER = ROOT / "offload_core" / "vllm"
-TIERING = ROOT / "offload_core" / "elsewhere" / "vllm_tiering.py"
-"""The one other module that vLLM loads: a secondary tier of its own tiering."""
+ELSEWHERE = ROOT / "offload_core" / "elsewhere"
+TIERING = ELSEWHERE / "vllm_tiering.py"
+"""A module that vLLM loads: a secondary tier of its own tiering."""
+PLUGIN = ELSEWHERE / "vllm_plugin.py"
+"""The module that vLLM loads at its start, which works without vLLM too."""
+LMCACHE = {ELSEWHERE / "lmcache_l2.py", ELSEWHERE / "lmcache_results.py"}
+"""The modules that LMCache's server loads: an L2 adapter."""
+LMCACHE_MODULES = {f"offload_core.elsewhere.{path.stem}" for path in LMCACHE}
+LMCACHE_SERVER = ROOT / "backends" / "lmcache" / "offload_backend_lmcache" / "server"
 
 
 def test_the_rules_are_checked_on_the_real_files() -> None:
@@ -26,15 +33,26 @@ def test_the_rules_are_checked_on_the_real_files() -> None:
     assert ROOT / "backends" / "disk" / "offload_backend_disk" / "backend.py" in BACKENDS
     assert TEMPLATE / "offload_backend_sqlite" / "database.py" in BACKENDS
     assert ADAPTER / "connector.py" in CORE
-    assert TIERING in CORE
+    assert {TIERING, PLUGIN, *LMCACHE} <= set(CORE)
 
 
-@pytest.mark.parametrize("path", [p for p in CORE + BACKENDS if not {ADAPTER, TIERING} & {p, *p.parents}], ids=relative)
+@pytest.mark.parametrize(
+    "path", [p for p in CORE + BACKENDS if not {ADAPTER, TIERING, PLUGIN} & {p, *p.parents}], ids=relative
+)
 def test_nothing_outside_the_adapter_imports_vllm(path: Path) -> None:
     for module, names in imported(path):
         assert module.split(".")[0] != "vllm"
         assert not module.startswith("offload_core.vllm")
         assert not (module == "offload_core" and "vllm" in names)
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in CORE + BACKENDS if p not in LMCACHE and LMCACHE_SERVER not in p.parents], ids=relative
+)
+def test_nothing_outside_its_own_modules_imports_lmcache(path: Path) -> None:
+    for module, names in imported(path):
+        assert module.split(".")[0] != "lmcache"
+        assert not LMCACHE_MODULES & {module, *(f"{module}.{name}" for name in names)}
 
 
 @pytest.mark.parametrize("path", CORE + BACKENDS, ids=relative)
@@ -53,15 +71,16 @@ def test_modules_of_the_wheel_do_not_name_the_labs(path: Path) -> None:
     assert re.findall(r"\btests[./]\w+", path.read_text()) == []
 
 
-def test_the_core_and_the_backends_work_without_vllm() -> None:
+def test_the_core_and_the_backends_work_without_the_systems_that_they_serve() -> None:
     modules = [
         ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         for root, paths in ((ROOT, CORE), *((p, sorted(p.rglob("*.py"))) for p in (ROOT / "backends").iterdir()))
         for path in paths
-        if ADAPTER not in path.parents and path != TIERING
+        if ADAPTER not in path.parents and path != TIERING and path not in LMCACHE
     ]
     assert {"offload_core", "offload_core.transfer.engine", "offload_backend_disk.plugin"} <= set(modules)
-    script = f"import sys; sys.modules['vllm'] = None\nfor name in {modules!r}: __import__(name)"
+    systems = ("vllm", "lmcache", "sglang")
+    script = f"import sys; sys.modules.update(dict.fromkeys({systems}))\nfor name in {modules!r}: __import__(name)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
 

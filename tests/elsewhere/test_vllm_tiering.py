@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+from vllm.plugins import load_general_plugins
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -341,6 +342,8 @@ def test_under_the_fault_script_every_hit_has_its_bytes(memory: Any, monkeypatch
 
 
 def test_the_recipe_of_the_document_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.plugins.plugins_loaded", False)
+    load_general_plugins()
     document = (ROOT / "docs" / "elsewhere.md").read_text()
     monkeypatch.chdir(tmp_path)
     Path("offload.yaml").write_text(document.split("```yaml\n")[1].split("```")[0])
