@@ -32,6 +32,7 @@ from offload_core.transfer.engine import TransferEngine
 from offload_core.transfer.loads import LoadJob, LoadResult
 from offload_core.vllm.metadata import ChunkTransfer, RequestLoad, StepMetadata, StepReport
 from offload_core.vllm.model.identity import engine_name, worker_identity
+from offload_core.vllm.worker.batched_copy import installed_batched_copy
 from offload_core.vllm.worker.geometry_export import engine_geometry, write_in_background
 from offload_core.vllm.worker.layer_pages import layer_pages
 
@@ -81,7 +82,7 @@ class WorkerHalf:
 
         Raises:
             UnsupportedLayoutError: a layer's layout cannot be offloaded.
-            ConfigError: a tier cannot be opened, or the staging memory is too small for this model's objects.
+            ConfigError: a tier cannot be opened, or the memory for copies is too small for this model's objects.
         """
         group_ids = self._kv_cache_config.prefix_cacheable_group_ids
         caches = CanonicalKVCaches.build([layer_pages(self._kv_cache_config, index, kv_caches) for index in group_ids])
@@ -116,7 +117,12 @@ class WorkerHalf:
             io=self._io,
             tiers=self._tiers,
             staging=self._staging,
-            copier=block_copier(caches, largest),
+            copier=block_copier(
+                caches,
+                largest,
+                device_buffer_bytes=settings.device_buffer_bytes,
+                batched_copy=installed_batched_copy(),
+            ),
             layouts=layouts,
             counters=self.counters,
             processes=self._processes,
