@@ -1,4 +1,4 @@
-"""Batched copies: many pieces of memory between host and device by one call, where the engine's installation has one."""
+"""Batched copies: one call for many pieces of memory between host and device, where the installation has one."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class StreamWaits:
         self._store_stream.wait_event(self._compute_stream.record_event())
 
     def gather_follows_move(self, move: torch.Event) -> bool:
-        """Return whether a slot of the device buffer may be written again. Otherwise its bytes are still to be moved."""
+        """Return whether a slot of the device buffer may be written again. Otherwise its bytes are yet to be moved."""
         return bool(move.query())
 
     def store_follows_move(self, move: torch.Event) -> bool:

@@ -6,7 +6,7 @@ It never looks at a block itself before the end, since that would wait for a str
 
 Oracle, by the order of the engine's calls:
 
-- a block that the engine reads has the bytes that were last written or loaded, in spite of all later and earlier copies;
+- a block that the engine reads has the bytes that were last written or loaded, in spite of all other copies;
 - a stored object has the bytes that its block had at the call;
 - released staging memory is overwritten at once, so that a copy which still uses it shows;
 - each store and each load has one result, and no memory is held in the end;

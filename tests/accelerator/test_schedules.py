@@ -57,7 +57,7 @@ def test_schedules_find_the_fault_if_one_wait_is_missing(
     for seed in range(SEEDS_FOR_A_FAULT):
         try:
             run(io, control, seed)
-        except Exception as fault:  # noqa: BLE001 - a fault of any kind is a find
+        except Exception as fault:  # of any kind
             print(f"{wait}: seed {seed}: {type(fault).__name__} {fault}")
             return
     pytest.fail(f"{SEEDS_FOR_A_FAULT} schedules work without {wait}")
