@@ -495,26 +495,27 @@ void copy_batch(const at::Tensor& src, const at::Tensor& dst, const at::Tensor& 
         "simulated accelerator: descriptors must be int64 CPU tensors of one length");
   }
   TORCH_CHECK(t_stream[t_device] != 0, "simulated accelerator: no batched copy on the default stream");
-  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl>;
-  std::vector<Weak> given;
-  for (const auto& t : {src, dst, sizes}) given.emplace_back(t.getIntrusivePtr());
+  using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
+  std::vector<std::pair<Weak, const int64_t*>> given;
+  for (const auto& t : {src, dst, sizes}) {
+    auto whole = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(t.storage().unsafeGetStorageImpl());
+    given.emplace_back(Weak(whole), t.const_data_ptr<int64_t>());
+  }
   std::vector<std::shared_ptr<Block>> kept; // pages live, as those of a freed tensor do
   for (int64_t i = 0; i < src.numel(); ++i) {
     for (const auto& t : {src, dst}) reachable(t.const_data_ptr<int64_t>()[i], sizes.const_data_ptr<int64_t>()[i], kept);
   }
-  current(t_device).push([given, kept]() mutable {
-    std::vector<c10::intrusive_ptr<c10::TensorImpl>> held;
-    for (auto& w : given) {
-      if (auto t = w.lock()) held.push_back(std::move(t));
+  current(t_device).push([given, kept, count = src.numel()]() mutable {
+    std::vector<c10::intrusive_ptr<c10::StorageImpl>> held;
+    for (auto& g : given) {
+      if (auto s = g.first.lock()) held.push_back(std::move(s));
     }
     if (held.size() < given.size()) {
       lost++;
       return;
     }
-    auto* from = static_cast<const int64_t*>(held[0]->data());
-    auto* to = static_cast<const int64_t*>(held[1]->data());
-    auto* n = static_cast<const int64_t*>(held[2]->data());
-    for (int64_t i = 0; i < held[0]->numel(); ++i) {
+    auto *from = given[0].second, *to = given[1].second, *n = given[2].second;
+    for (int64_t i = 0; i < count; ++i) {
       nap(ctl().copy_us);
       ctl().copies++;
       ctl().bytes += n[i];
