@@ -414,3 +414,42 @@ class LiveCurve(Results):
     memory_mib: Figure
     """Memory of one curve, at most."""
     runs: list[Estimate]
+
+
+class DeviceCopy(Row):
+    """One way to copy pages between an accelerator and host memory; the ratio compares it with one large copy."""
+
+    page_kib: Figure
+    pages: int
+    """Pages of an object."""
+    objects: int
+    way: str
+    rounds: int
+    gb_per_second_p50: Figure
+    gb_per_second_p10: Figure
+    gb_per_second_p90: Figure
+    engine_us_per_object: Figure | None
+    """Time of the engine's thread per object, in microseconds; ``None`` for copies that the engine does not make."""
+    ratio: Figure
+
+
+class TokensPerSecond(Row):
+    """Tokens per second of an engine, prompts and outputs together, of new prompts that are stored or not."""
+
+    name: str
+    turns: int
+    stored_p50: Figure
+    opted_out_p50: Figure
+    ratio_p50: Figure
+    """Of a stored batch to the other one of its turn."""
+
+
+class DeviceCopies(Results):
+    """Results of ``benchmarks.device_copies``."""
+
+    benchmark = "device_copies"
+    device: str
+    batched: bool
+    """Whether vLLM's batched copy was used."""
+    copies: list[DeviceCopy]
+    tokens: list[TokensPerSecond]

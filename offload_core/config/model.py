@@ -180,6 +180,15 @@ class _ChunkSettings(BaseModel):
             examples=["64MiB"],
         ),
     ] = 256 * _MIB
+    device_buffer_bytes: Annotated[
+        Bytes | None,
+        Field(
+            ge=1,
+            description="Memory of an accelerator for stores on their way to host memory, beside the KV cache. If "
+            "unset, 64 MiB, or room for four of the largest objects.",
+            examples=["256MiB"],
+        ),
+    ] = None
 
 
 def _yaml_off(value: object) -> object:

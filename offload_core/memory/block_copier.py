@@ -63,7 +63,10 @@ class BlockCopier(Protocol):
         ...
 
     def gathers_end(self) -> CopyEnd | None:
-        """Return the end of all gathers so far; ``None`` if they are complete."""
+        """Return the end of all gathers so far; ``None`` if they are complete.
+
+        Call it after the gathers of a step. A device may move their bytes to host memory only then.
+        """
         ...
 
     def scatter(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> None:

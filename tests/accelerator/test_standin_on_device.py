@@ -6,8 +6,10 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
 from offload_core.vllm.worker import half
+from offload_core.vllm.worker.batched_copy import SwapBlocksBatch
 from tests.accelerator.held_streams import HeldStreams
 from tests.standin.rig import Rig
 from tests.standin.scripted_disk import Script
@@ -47,7 +49,12 @@ def drive(rig: Rig, model: StandInModel, control: Control, script: Script, work:
     "model", [name if name in QUICK else pytest.param(name, marks=long) for name in MODELS], indirect=True
 )
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_work(rig: Rig, model: StandInModel, control: Control, seed: int) -> None:
+def test_random_work(
+    rig: Rig, model: StandInModel, control: Control, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With batched copies; the other test has torch's."""
+    batched = SwapBlocksBatch(control.swap_blocks_batch, torch.int64, 5)
+    monkeypatch.setattr(half, "installed_batched_copy", lambda: batched)
     work = make_workload(model, seed, salts=2)
     script = {"contains": 2, "load_into": 6, "store": 6}
     drive(rig, model, control, Script(seed, hold_steps=script), work)

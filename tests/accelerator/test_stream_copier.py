@@ -62,7 +62,9 @@ class Case:
         return torch.cat([memory.cpu()[list(ids), :PAGE_BYTES].flatten() for memory in self.memories])
 
     def gather(self, ids: Sequence[int], payload: torch.Tensor) -> bool:
-        return self.copier.gather(self.layout, [BlockSlice(0, tuple(ids))], payload)
+        is_copied = self.copier.gather(self.layout, [BlockSlice(0, tuple(ids))], payload)
+        self.copier.gathers_end()
+        return is_copied
 
     def scatter(self, ids: Sequence[int], payload: torch.Tensor) -> None:
         self.copier.scatter(self.layout, [BlockSlice(0, tuple(ids))], payload)

@@ -70,7 +70,7 @@ class Rig:
             "lookup_timeout_seconds": changes.pop("lookup_timeout_seconds", NEVER_SECONDS),
             "shutdown_timeout_seconds": changes.pop("shutdown_timeout_seconds", 5.0),
         }
-        for key in ("geometry_file", "model_identity"):
+        for key in ("geometry_file", "model_identity", "device_buffer_bytes"):
             if key in changes:
                 settings[key] = str(changes.pop(key))
         if "sync_load_budget_bytes" in changes:

@@ -59,7 +59,7 @@ def item(number: int, block: int) -> TransferObject:
 
 
 class Rig:
-    """One group with blocks of 16 tokens; an object is one block."""
+    """One group with blocks of 16 tokens; an object is one block, or as many as told."""
 
     def __init__(
         self,
@@ -67,18 +67,24 @@ class Rig:
         *,
         page_bytes: int = 512,
         num_blocks: int = 16,
-        make_copier: Callable[[CanonicalKVCaches], WatchedCopier] = WatchedCopier,
+        make_copier: Callable[[CanonicalKVCaches], Any] = WatchedCopier,
+        device: str | torch.device = "cpu",
+        blocks_per_object: int = 1,
     ) -> None:
         self.io = io
         self.counters = Counters()
         generator = torch.Generator().manual_seed(1)
-        self.kv_cache = torch.randint(-128, 128, (num_blocks, page_bytes), dtype=torch.int8, generator=generator)
+        shape = num_blocks, page_bytes
+        self.kv_cache = torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator).to(device)
         caches = CanonicalKVCaches.build([[LayerPages("layer", self.kv_cache, num_blocks, page_bytes, page_bytes)]])
         planner = HybridOffloadPlanner.build(
-            [GroupGeometry(0, 16, HitPolicy("full"))], hash_block_size=16, max_model_len=1024, hybrid_chunk_size=16
+            [GroupGeometry(0, 16, HitPolicy("full"))],
+            hash_block_size=16,
+            max_model_len=max(1024, 16 * blocks_per_object),
+            hybrid_chunk_size=16 * blocks_per_object,
         )
         self.layouts = {pack.name: PackLayout.build(pack, caches, [0]) for pack in planner.packs}
-        self.copier = make_copier(caches)
+        self.copier: Any = make_copier(caches)
         self.tiers: list[Tier] = []
         self.backends: dict[str, MemoryBackend] = {}
         self._jobs = 0
@@ -196,7 +202,8 @@ class Rig:
             assert self.engine.drain_stores(SECONDS)
             self.engine.close()
         close_tiers(self.tiers, self.io, SECONDS)
-        assert self.copier.threads <= {threading.current_thread()}, "I2: another thread touched the KV cache"
+        if isinstance(self.copier, WatchedCopier):
+            assert self.copier.threads <= {threading.current_thread()}, "I2: another thread touched the KV cache"
 
 
 def number_of(result: StoreResult) -> int:

@@ -33,6 +33,7 @@ from offload_core.transfer.loads import LoadJob, LoadResult
 from offload_core.vllm.kv_events.vllm_events import kv_events_enabled
 from offload_core.vllm.metadata import ChunkTransfer, RequestLoad, StepMetadata, StepReport
 from offload_core.vllm.model.identity import engine_name, worker_identity
+from offload_core.vllm.worker.batched_copy import installed_batched_copy
 from offload_core.vllm.worker.geometry_export import engine_geometry, write_in_background
 from offload_core.vllm.worker.layer_pages import layer_pages
 
@@ -88,7 +89,7 @@ class WorkerHalf:
 
         Raises:
             UnsupportedLayoutError: a layer's layout cannot be offloaded, or it has changed.
-            ConfigError: a tier cannot be opened, or the staging memory is too small for this model's objects.
+            ConfigError: a tier cannot be opened, or the memory for copies is too small for this model's objects.
         """
         self._kv_caches = kv_caches
         if self._engine is not None:
@@ -126,7 +127,12 @@ class WorkerHalf:
         if kv_events_enabled(self._vllm_config):
             for tier in self._tiers:
                 tier.keep_changes()
-        self._copier = block_copier(caches, largest)
+        self._copier = block_copier(
+            caches,
+            largest,
+            device_buffer_bytes=settings.device_buffer_bytes,
+            batched_copy=installed_batched_copy(),
+        )
         self._engine = TransferEngine(
             io=self._io,
             tiers=self._tiers,

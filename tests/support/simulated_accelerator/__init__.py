@@ -97,6 +97,24 @@ class Control:
         """Unpin host memory; see :class:`~offload_core.api.memory.pinned_memory.HostPinning`."""
         self._compiled.unpin(address)
 
+    def priority(self, stream: Any) -> int:
+        """Return the priority with which a stream was made."""
+        return int(self._compiled.priority(stream.device_index, stream.stream_id))
+
+    def swap_blocks_batch(
+        self, sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor, is_src_access_order_any: bool = False
+    ) -> None:
+        """Copy many pieces by one call on the current stream, as vLLM's function of this name does on CUDA.
+
+        The device reads the descriptors when it copies. It copies nothing if they are gone by then.
+        """
+        self._compiled.copy_batch(sources, targets, sizes)
+
+    @property
+    def lost_descriptors(self) -> int:
+        """Number of batched copies that found their descriptors gone."""
+        return int(self._compiled.lost())
+
     def copies(self) -> int:
         """Return the number of copies that have run."""
         return int(self._compiled.counts()["copies"])

@@ -102,6 +102,7 @@ struct Queue {
 
 struct Streams { // id 0 is the default stream
   Queue q[kMaxStreams + 1];
+  std::atomic<int> priority[kMaxStreams + 1] = {}; // as given, with no effect
   std::atomic<unsigned> next{0};
 };
 Streams& streams(int dev) {
@@ -342,8 +343,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream mk(c10::DeviceIndex i, c10::StreamId id) const { return c10::Stream(c10::Stream::UNSAFE, c10::Device(kDev, i), id); }
   c10::Stream getStream(c10::Device d) const override { return mk(at_(d), t_stream[at_(d)]); }
   c10::Stream getDefaultStream(c10::Device d) const override { return mk(at_(d), 0); }
-  c10::Stream getNewStream(c10::Device d, int) const override {
-    return mk(at_(d), 1 + streams(at_(d)).next++ % kMaxStreams);
+  c10::Stream getNewStream(c10::Device d, int priority) const override {
+    auto& all = streams(at_(d));
+    const c10::StreamId id = 1 + all.next++ % kMaxStreams;
+    all.priority[id] = priority;
+    return mk(at_(d), id);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return getNewStream(d, 0); }
   c10::Stream exchangeStream(c10::Stream s) const override {
@@ -471,6 +475,53 @@ at::Tensor copy_from(const at::Tensor& src, const at::Tensor& dst, bool non_bloc
 at::Tensor copy_from_and_resize(const at::Tensor& src, const at::Tensor& dst) {
   dst.resize_(src.sizes());
   return copy_from(src, dst, false);
+}
+
+// Many copies by one call on the current stream, from and to raw addresses. The
+// descriptors are read when the work runs, as by a device. They are not kept:
+// if they are gone by then, nothing is copied and `lost` counts it.
+std::atomic<int64_t> lost{0};
+char* reachable(int64_t address, int64_t n, std::vector<std::shared_ptr<Block>>& kept) {
+  auto* p = reinterpret_cast<char*>(address);
+  auto b = block_of(p);
+  if (!b) return p;
+  TORCH_CHECK(p + n <= b->face + b->size, "simulated accelerator: a batched copy beyond the memory");
+  kept.push_back(b);
+  return b->body + (p - b->face);
+}
+void copy_batch(const at::Tensor& src, const at::Tensor& dst, const at::Tensor& sizes) {
+  for (const auto& t : {src, dst, sizes}) {
+    TORCH_CHECK(t.is_cpu() && t.scalar_type() == at::kLong && t.is_contiguous() && t.dim() == 1 && t.numel() == src.numel(),
+        "simulated accelerator: descriptors must be int64 CPU tensors of one length");
+  }
+  TORCH_CHECK(t_stream[t_device] != 0, "simulated accelerator: no batched copy on the default stream");
+  using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
+  std::vector<std::pair<Weak, const int64_t*>> given;
+  for (const auto& t : {src, dst, sizes}) {
+    auto whole = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(t.storage().unsafeGetStorageImpl());
+    given.emplace_back(Weak(whole), t.const_data_ptr<int64_t>());
+  }
+  std::vector<std::shared_ptr<Block>> kept; // pages live, as those of a freed tensor do
+  for (int64_t i = 0; i < src.numel(); ++i) {
+    for (const auto& t : {src, dst}) reachable(t.const_data_ptr<int64_t>()[i], sizes.const_data_ptr<int64_t>()[i], kept);
+  }
+  current(t_device).push([given, kept, count = src.numel()]() mutable {
+    std::vector<c10::intrusive_ptr<c10::StorageImpl>> held;
+    for (auto& g : given) {
+      if (auto s = g.first.lock()) held.push_back(std::move(s));
+    }
+    if (held.size() < given.size()) {
+      lost++;
+      return;
+    }
+    auto *from = given[0].second, *to = given[1].second, *n = given[2].second;
+    for (int64_t i = 0; i < count; ++i) {
+      nap(ctl().copy_us);
+      ctl().copies++;
+      ctl().bytes += n[i];
+      std::memcpy(reachable(to[i], n[i], kept), reachable(from[i], n[i], kept), n[i]);
+    }
+  });
 }
 
 at::Tensor empty_memory_format(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
@@ -677,6 +728,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     d["ops"] = ctl().ops.load();
     return d;
   });
+  m.def("priority", [](int dev, int64_t id) { return streams(dev).priority[id].load(); });
+  m.def("copy_batch", &copy_batch);
+  m.def("lost", [] { return lost.load(); });
   m.def("close", [] { // at exit: no further task; let those running end
     ctl().closing = true;
     for (int d = 0; d < ctl().devices; ++d) {
