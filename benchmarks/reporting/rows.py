@@ -441,7 +441,7 @@ class TokensPerSecond(Row):
     stored_p50: Figure
     opted_out_p50: Figure
     ratio_p50: Figure
-    """Of a stored batch to the other one of its turn."""
+    """Ratio of a stored batch to the other one of its turn."""
 
 
 class DeviceCopies(Results):
@@ -450,6 +450,6 @@ class DeviceCopies(Results):
     benchmark = "device_copies"
     device: str
     batched: bool
-    """Whether vLLM's batched copy was used."""
+    """True if vLLM's batched copy was used."""
     copies: list[DeviceCopy]
     tokens: list[TokensPerSecond]
