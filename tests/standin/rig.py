@@ -45,9 +45,10 @@ class Rig:
             "lookup_timeout_seconds": changes.pop("lookup_timeout_seconds", NEVER_SECONDS),
             "shutdown_timeout_seconds": changes.pop("shutdown_timeout_seconds", 5.0),
         }
-        for key in ("geometry_file", "model_identity"):
+        for key in ("geometry_file", "model_identity", "kv_events_resync_seconds"):
             if key in changes:
-                settings[key] = str(changes.pop(key))
+                value = changes.pop(key)
+                settings[key] = str(value) if isinstance(value, Path) else value
         if model.hybrid_chunk_size is not None:
             settings["hybrid_chunk_size"] = model.hybrid_chunk_size
         folder = changes.pop("folder", self._model_folder)
