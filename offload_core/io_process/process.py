@@ -17,10 +17,10 @@ from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.config.limits import Limits
 from offload_core.config.model import OffloadConfig, TierConfig
 from offload_core.io_process.direct_calls import DirectCalls, OnAnswer
-from offload_core.io_process.meeting_point import MeetingPoint
 from offload_core.io_process.protocol import Kind, Message, Reader, pack_event
 from offload_core.io_process.remote_storage import RemoteStorage, pack_objects
 from offload_core.io_process.session import Session
+from offload_core.io_process.start.meeting_point import MeetingPoint
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters

@@ -23,12 +23,12 @@ from offload_core.io_process import protocol
 from offload_core.io_process.control import BELLS, JOIN_DESCRIPTORS, ControlSocket, Record
 from offload_core.io_process.control_channel import ControlChannel
 from offload_core.io_process.direct_calls import DirectCalls
-from offload_core.io_process.joined_process import JoinedProcess
 from offload_core.io_process.log_relay import relay
-from offload_core.io_process.meeting_point import MeetingPoint
 from offload_core.io_process.messages import Lane, MessageChannel, RingPair, make_rings
 from offload_core.io_process.protocol import Kind, Message
-from offload_core.io_process.start import make_companion
+from offload_core.io_process.start.companion import make_companion
+from offload_core.io_process.start.joined_process import JoinedProcess
+from offload_core.io_process.start.meeting_point import MeetingPoint
 from offload_core.runtime.companion_process import CompanionProcess
 from offload_core.runtime.doorbell import Doorbell
 from offload_core.tiers.storage import StorageAwayError

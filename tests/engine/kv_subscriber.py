@@ -19,17 +19,21 @@ import msgspec
 import zmq
 
 QUIET_MILLISECONDS = 300
+REPLAY_MILLISECONDS = 30_000
 
 
 class Content:
     """The blocks of each medium, tier and group, by hash.
 
-    A second store of a block is an error, so that subscribers which count stores end with the same content.
+    It counts stores, as vLLM asks of readers of an offloading connector's events: chunks that part in the middle share
+    their first blocks.
     """
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[str, str | None, int], dict[int, int]] = {}
-        """Per place and group, the tokens of each block."""
+        """Per place and group, the count of each block."""
+        self.parents: dict[int, dict[int, int | None]] = {}
+        """Per group, the block before each block."""
         self.problems: list[str] = []
 
     def apply(self, event: dict[str, Any]) -> None:
@@ -37,21 +41,23 @@ class Content:
             self.forget(gpu=True)
             return
         place = (event["medium"], event.get("ownership"), event["group_idx"])
-        blocks = self.blocks.setdefault(place, {})
+        if place[0] == "GPU":  # the engine's own cache
+            return
+        counts = self.blocks.setdefault(place, {})
         if event["type"] == "BlockRemoved":
             for block in event["block_hashes"]:
-                blocks.pop(block, None)
+                counts[block] = counts.get(block, 0) - 1
+                if counts[block] <= 0:
+                    del counts[block]
             return
         size, tokens = event["block_size"], event["token_ids"]
-        if place[0] == "GPU":  # vLLM's own events of windows have tokens of blocks that are not among them
-            blocks.update(dict.fromkeys(event["block_hashes"], size))
-            return
         if len(tokens) != size * len(event["block_hashes"]):
             self.problems.append(f"{len(tokens)} tokens for {len(event['block_hashes'])} blocks of {size}")
+        parent = event["parent_block_hash"]
         for block in event["block_hashes"]:
-            if block in blocks:
-                self.problems.append(f"block {block} stored twice in {place}")
-            blocks[block] = size
+            counts[block] = counts.get(block, 0) + 1
+            self.parents.setdefault(event["group_idx"], {})[block] = parent
+            parent = block
 
     def forget(self, *, gpu: bool) -> None:
         self.blocks = {place: blocks for place, blocks in self.blocks.items() if (place[0] == "GPU") != gpu}
@@ -67,6 +73,7 @@ class Subscriber:
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._socket.connect(endpoint)
         self._replay_socket = context.socket(zmq.DEALER)
+        self._replay_socket.setsockopt(zmq.RCVTIMEO, REPLAY_MILLISECONDS)
         self._replay_socket.connect(replay_endpoint)
         self._content = Content()
         self._next = 0
@@ -82,9 +89,11 @@ class Subscriber:
             self._take(int.from_bytes(number, "big"), payload)
         if name == "state":  # the last batches may be lost too: no later one shows it
             self._replay()
-        places = [[*place, sorted(blocks)] for place, blocks in self._content.blocks.items()]
+        places = [[*place, [*counts.items()]] for place, counts in self._content.blocks.items()]
+        parents = [[group, [*parents.items()]] for group, parents in self._content.parents.items()]
         problems, self._content.problems = self._content.problems, []
-        return {"places": places, "problems": problems, "lost": self._lost, "replayed": self._replayed}
+        counts = {"lost": self._lost, "replayed": self._replayed}
+        return {"places": places, "parents": parents, "problems": problems, **counts}
 
     def _take(self, number: int, payload: bytes) -> None:
         if self._skip:

@@ -70,9 +70,10 @@ class Rig:
             "lookup_timeout_seconds": changes.pop("lookup_timeout_seconds", NEVER_SECONDS),
             "shutdown_timeout_seconds": changes.pop("shutdown_timeout_seconds", 5.0),
         }
-        for key in ("geometry_file", "model_identity", "device_buffer_bytes"):
+        for key in ("geometry_file", "model_identity", "device_buffer_bytes", "kv_events_resync_seconds"):
             if key in changes:
-                settings[key] = str(changes.pop(key))
+                value = changes.pop(key)
+                settings[key] = str(value) if isinstance(value, Path) else value
         if "sync_load_budget_bytes" in changes:
             settings["sync_load_budget_bytes"] = changes.pop("sync_load_budget_bytes")
         if model.hybrid_chunk_size is not None:

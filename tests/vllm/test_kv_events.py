@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -164,6 +165,19 @@ def test_a_repeated_block_is_removed_and_stored(rig: Rig) -> None:
     assert late == content
 
 
+def test_chunks_that_part_in_the_middle_both_announce_their_shared_blocks(rig: Rig) -> None:
+    one, other = request(64), request(64, seed=1)
+    other.block_hashes[:8] = one.block_hashes[:8]
+    other.all_token_ids[:32] = one.all_token_ids[:32]
+    rig.store(one)
+    rig.store(other)
+    stored = Counter(name for event in rig.take_all() if event.group_idx == 1 for name in event.block_hashes)
+    assert sorted(stored.values()) == [1] * 16 + [2] * 8
+    rig.store(other, present=False)
+    removed = Counter(name for event in rig.take_all() if event.group_idx == 1 for name in event.block_hashes)
+    assert set((stored - removed).elements()) == set(map(maybe_convert_block_hash, one.block_hashes))
+
+
 def test_a_chunk_counts_when_all_ranks_have_it(rig: Rig) -> None:
     item = request(64)
     rig.store(item, ranks=(0,))
@@ -181,8 +195,10 @@ def test_reports_from_before_a_reset_do_not_count(rig: Rig) -> None:
     rig.events.reset()
     rig.namespaces = ("c" * 64, "d" * 64)
     for pack in rig.planner.packs:
-        key = ObjectKey(NAMESPACES[0], pack.name, item.block_hashes[pack.hash_index(0)])
-        rig.events.changed([TierChange("disk", key, True)])
+        old = ChunkRef(pack.name, item.block_hashes[pack.hash_index(0)])
+        rig.events.storing(item, pack, 0, old)
+        keys = [ObjectKey(name, pack.name, old.chunk_hash) for name in NAMESPACES]
+        rig.events.changed(TierChange("disk", key, True) for key in keys)
     assert {type(event) for event in rig.take_all()} == {BlockRemoved}
     rig.store(item)
     assert {type(event) for event in rig.take_all()} == {BlockStored}

@@ -20,10 +20,10 @@ from offload_core.config.model import OffloadConfig
 from offload_core.io_process import protocol
 from offload_core.io_process.control import JOIN_DESCRIPTORS, ControlSocket
 from offload_core.io_process.log_relay import LogSender
-from offload_core.io_process.meeting_point import is_own_user
 from offload_core.io_process.protocol import ProtocolError
 from offload_core.io_process.serving.client import SEALING_THREADS, ServedClient
 from offload_core.io_process.serving.tier import ServedTier
+from offload_core.io_process.start.meeting_point import is_own_user
 from offload_core.plugins.observers import EventDelivery
 from offload_core.runtime.companion_child import StartMessage, outlive_parent
 from offload_core.runtime.metrics import Counters

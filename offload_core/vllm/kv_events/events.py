@@ -124,7 +124,8 @@ class KvEvents:
     def take(self) -> list[Any]:
         """Return vLLM's events since the last call: removed blocks first, then stored ones.
 
-        A repeated chunk is removed and stored. So readers that count stores end with one copy, like all others.
+        A repeated chunk is removed and stored, so readers that count stores do not count it twice. Chunks that part in
+        the middle share their first blocks, and each announces them; vLLM asks readers to count.
         """
         if self._resync is not None:
             self._resync.step()

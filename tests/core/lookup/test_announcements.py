@@ -164,3 +164,25 @@ def test_chunks_without_a_description_do_not_count(one_tier: Announcements[str])
     one_tier.checked("ram", CHUNKS[1], None, [True])
     one_tier.repeat([CHUNKS[1]])
     assert one_tier.take(9) == []
+
+
+def test_nothing_is_repeated_twice_in_one_batch(one_tier: Announcements[str]) -> None:
+    one_tier.changed("ram", CHUNKS[0], 0, present=True)
+    one_tier.repeat(CHUNKS)
+    one_tier.take(9)
+    one_tier.repeat([CHUNKS[0], CHUNKS[0]])
+    assert one_tier.take(9) == [Announcement("CPU", CHUNKS[0], "about 0", True, again=True)]
+
+
+def test_no_chunk_is_described_while_readers_have_not_heard_of_removals() -> None:
+    announcements: Announcements[str] = Announcements({"ram": "CPU"}, 1, 2 * 700)
+    for ref in CHUNKS[:2]:
+        announcements.describe(ref, "", 100)
+        announcements.changed("ram", ref, 0, present=True)
+    announcements.take(9)
+    announcements.describe(CHUNKS[2], "", 100)
+    assert not announcements.use(CHUNKS[2])
+    assert announcements.nbytes == 2 * 700
+    announcements.take(9)
+    announcements.describe(CHUNKS[2], "", 100)
+    assert announcements.use(CHUNKS[2])

@@ -26,7 +26,9 @@ def make_vllm_config(
     changes: dict[str, Any],
 ) -> VllmConfig:
     """Return vLLM's configuration for the model; see :class:`~tests.support.standin.engine.StandInEngine`."""
-    transfer = {name: changes.pop(name) for name in list(changes) if name.startswith("kv_")}
+    transfer = {
+        name: changes.pop(name) for name in list(changes) if name.startswith("kv_") and name != "kv_events_config"
+    }
     kv_transfer_config = None
     if connector is not None:
         kv_transfer_config = KVTransferConfig(
