@@ -141,7 +141,7 @@ class Bench:
         shape = self._shape
         ids = self._draw.sample(range(self._rig.kv_cache.shape[0]), shape.objects * shape.pages)
         parts = [(BlockSlice(0, tuple(ids[first : first + shape.pages])),) for first in range(0, len(ids), shape.pages)]
-        payloads = self._host.split(shape.object_bytes)
+        payloads = torch.split(self._host, shape.object_bytes)
         self._next += shape.objects
         names = [key(number, self._pack) for number in range(self._next - shape.objects, self._next)]
         objects = [TransferObject(name, blocks) for name, blocks in zip(names, parts, strict=True)]

@@ -47,7 +47,7 @@ def test_it_writes_a_row_for_every_way(
 class OfTheGpu(torch.Tensor):
     """A tensor that vLLM's handlers take for one of a GPU."""
 
-    is_cuda = True  # type: ignore[assignment]
+    is_cuda = True
 
 
 def vllm_on_device(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:

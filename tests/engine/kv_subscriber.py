@@ -67,7 +67,7 @@ class Subscriber:
     """Follows one publisher, and replays batches that it has missed."""
 
     def __init__(self, endpoint: str, replay_endpoint: str) -> None:
-        context = zmq.Context.instance()
+        context: zmq.Context[Any] = zmq.Context.instance()
         self._socket = context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, 1)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")

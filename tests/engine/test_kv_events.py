@@ -121,7 +121,7 @@ class Gates:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def files(self, name: str) -> dict[str, str]:
+    def files(self, name: str) -> dict[str, Any]:
         return {"begin_file": str(self._folder / f"begin-{name}"), "end_file": str(self._folder / f"end-{name}")}
 
     @contextmanager
@@ -153,7 +153,9 @@ def test_a_subscriber_rebuilds_the_content_of_a_tier(lab: Lab, tmp_path: Path) -
         "resync": lab.prompts(700, family=93, max_tokens=16),
         last: lab.prompts(16, family=94, max_tokens=1),
     }
-    rounds = [Round(name=name, prompts=asked, **gates.files(name)) for name, asked in prompts.items()]
+    rounds = [
+        Round.model_validate({"name": name, "prompts": asked, **gates.files(name)}) for name, asked in prompts.items()
+    ]
     disk = {"name": "disk", "type": "disk", "path": str(tmp_path / "kv"), "capacity": SMALL_BYTES}
     ram = {"name": "ram", "type": "cpu", "capacity": SMALL_BYTES // 2}
     transfer = ours(

@@ -84,7 +84,7 @@ Block = tuple[str | None, int, int | bytes]
 
 def blocks_of(item: Any, planner: HybridOffloadPlanner, tier: str) -> dict[Block, tuple[list[int], int | bytes | None]]:
     """The oracle: per block, its tokens and the hash of the block before it, without the planner's ranges."""
-    found = {}
+    found: dict[Block, tuple[list[int], int | bytes | None]] = {}
     kept = {0: UNIT, 1: UNIT, 2: 32, 3: UNIT}  # tokens of each unit that the group's objects hold; a window needs 19
     for group in GROUPS:
         size = group.block_size_tokens
@@ -223,14 +223,18 @@ def test_an_idle_engine_steps_on_while_a_store_may_end(rig: Rig, monkeypatch: py
     item = request(64)
     pack: Pack = rig.planner.packs[0]
     ref = ChunkRef(pack.name, item.block_hashes[pack.hash_index(0)])
-    assert not rig.events.has_events_to_come
+
+    def awake() -> bool:
+        return rig.events.has_events_to_come
+
+    assert not awake()
     rig.ledger.store_started(ref)
     rig.events.storing(item, pack, 0, ref)
-    assert rig.events.has_events_to_come
+    assert awake()
     monkeypatch.setattr(rig.events, "_awake_until", 0.0)
-    assert not rig.events.has_events_to_come, "a store that hangs keeps nobody awake"
+    assert not awake(), "a store that hangs keeps nobody awake"
     rig.events.changed(TierChange("disk", ObjectKey(name, pack.name, ref.chunk_hash), True) for name in NAMESPACES)
-    assert rig.events.has_events_to_come
+    assert awake()
     rig.take_all()
     rig.ledger.stores_ended({ref: len(NAMESPACES)}, ())
-    assert not rig.events.has_events_to_come
+    assert not awake()
