@@ -202,3 +202,6 @@ def test_a_subscriber_rebuilds_the_content_of_a_tier(lab: Lab, tmp_path: Path) -
     for told, _ in seen.values():
         assert any(place[:2] == ("CPU", "ram") for place in told.places)
     assert count(result, "evictions") > 0
+    lost = [seen[name][0].lost for name in names]
+    assert lost[0] < lost[1], "batches were skipped"
+    assert lost[-1] <= seen["resync"][0].replayed
