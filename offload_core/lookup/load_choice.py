@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from offload_core.config.model import LoadPolicy
-from offload_core.lookup.load_seconds import LoadSeconds
-from offload_core.lookup.prefill_seconds import PrefillSeconds
+from offload_core.lookup.estimates.load_seconds import LoadSeconds
+from offload_core.lookup.estimates.prefill_seconds import PrefillSeconds
 from offload_core.lookup.prefix_query import PrefixQuery
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.tiers.tier import Tier

@@ -300,6 +300,12 @@ class Tier:
 
     async def delete(self, keys: Sequence[ObjectKey]) -> bool:
         """Remove objects. Returns whether they are gone; an error is counted, and nothing is tried again."""
+        gone = await self._delete(keys)
+        if gone:
+            self._changes.add(keys, present=False)
+        return gone
+
+    async def _delete(self, keys: Sequence[ObjectKey]) -> bool:
         call = self.health.begin("delete")
         if call is None:
             return False
@@ -311,7 +317,6 @@ class Tier:
             return False
         else:
             self.health.succeeded(call)
-            self._changes.add(keys, present=False)
             return True
         finally:
             self.health.ended(call)
@@ -356,7 +361,7 @@ class Tier:
     def _start_delete(self, keys: Sequence[ObjectKey], on_end: Callable[[], None]) -> None:
         """Delete damaged objects, from any thread, and call ``on_end`` afterwards."""
         loop = self._loop or asyncio.get_running_loop()
-        asyncio.run_coroutine_threadsafe(self.delete(keys), loop).add_done_callback(lambda _: on_end())
+        asyncio.run_coroutine_threadsafe(self._delete(keys), loop).add_done_callback(lambda _: on_end())
 
     async def _probe(self, keys: Sequence[ObjectKey]) -> None:
         await self._storage.contains(keys)

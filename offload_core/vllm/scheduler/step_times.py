@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from offload_core.lookup.prefill_seconds import MIN_PREFILL_TOKENS, PrefillSeconds
+from offload_core.lookup.estimates.prefill_seconds import MIN_PREFILL_TOKENS, PrefillSeconds
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

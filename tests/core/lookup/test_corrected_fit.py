@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_core.lookup.corrected_fit import CorrectedFit
+from offload_core.lookup.estimates.corrected_fit import CorrectedFit
 
 EVEN = (1e-6, 1e-6)
 STAIRS = {1e6: 0.010, 8e6: 0.040, 64e6: 0.070}

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from offload_core.config.limits import Limits
 from offload_core.config.model import LoadPolicy
-from offload_core.lookup.corrected_fit import CorrectedFit
+from offload_core.lookup.estimates.corrected_fit import CorrectedFit
+from offload_core.lookup.estimates.load_seconds import LoadSeconds
+from offload_core.lookup.estimates.prefill_seconds import PrefillSeconds
 from offload_core.lookup.load_choice import LoadChoice
-from offload_core.lookup.load_seconds import LoadSeconds
-from offload_core.lookup.prefill_seconds import PrefillSeconds
 from offload_core.lookup.prefix_query import PrefixQuery
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 

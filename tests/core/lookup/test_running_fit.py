@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_core.lookup.running_fit import RunningFit
+from offload_core.lookup.estimates.running_fit import RunningFit
 
 EVEN = (1e-6, 1e-6)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from offload_core.lookup.corrected_fit import CorrectedFit
+from offload_core.lookup.estimates.corrected_fit import CorrectedFit
 
 MIN_PREFILL_TOKENS = 16
 """Tokens of one request in one step from which on the step counts as a prefill."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from offload_core.lookup.corrected_fit import CorrectedFit
+from offload_core.lookup.estimates.corrected_fit import CorrectedFit
 
 _HALVED_AFTER_SECONDS = 300.0
 _MIN_SECONDS = 1e-6

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from offload_core.lookup.running_fit import MOST_TIMES_EXPECTED, RunningFit
+from offload_core.lookup.estimates.running_fit import MOST_TIMES_EXPECTED, RunningFit
 
 _SIZES_PER_DOUBLING = 4
 _SHARE_OF_FASTER = 0.8

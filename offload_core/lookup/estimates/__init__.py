@@ -1,0 +1,1 @@
+"""Estimates of the seconds that loads and prefills take, from those before."""
