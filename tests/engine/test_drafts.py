@@ -107,6 +107,7 @@ def three_rounds() -> list[Round]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drafts", ALL, indirect=True)
 def test_tokens_and_acceptance_after_a_load(drafts: Drafts, tmp_path: Path) -> None:
     alone = drafts.run(three_rounds()[:2], None)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.engine.labs import QUICK_LABS
 from tests.engine.workloads import SEEDS, check_outputs, run_workloads
 from tests.support.engine.lab import Lab, ours, stock
 from tests.support.engine.spec import Round, RunFailedError, RunResult
@@ -40,7 +39,7 @@ def counted(result: RunResult, name: str, connector: str) -> int:
     return int(result.metrics.get(f'vllm:weighted_multi_{name}{suffix}{{connector="{connector}"}}', 0))
 
 
-@pytest.mark.parametrize("lab", QUICK_LABS, indirect=True)
+@pytest.mark.long  # the stand-in runs random work with several connectors in seconds
 def test_beside_connectors_that_misbehave(lab: Lab, tmp_path: Path) -> None:
     """Loads that fail are taken from another connector or recomputed, and no connector keeps the others waiting."""
     fails = on_disk(lab, tmp_path, "fails", load_weight=4) | misbehaving("FailsLoads")
