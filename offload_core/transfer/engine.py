@@ -173,6 +173,11 @@ class TransferEngine:
         """Return the results of stores since the last call: whether a tier has the object, as soon as that is known."""
         return self._stores.take_results()
 
+    @property
+    def has_pending_stores(self) -> bool:
+        """True if some store goes on at some tier, even if its result is known."""
+        return self._stores.has_pending
+
     def _replace_staging(self) -> None:
         """Use other staging memory in place of all that is in use, since a killed process may still write into it."""
         budgets = [self._stores.budget, *(share.stores for share in self._shares.values())]

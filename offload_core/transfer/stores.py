@@ -235,6 +235,11 @@ class Stores:
             results.append(self._results.popleft())
         return results
 
+    @property
+    def has_pending(self) -> bool:
+        """True if some tier still holds an object, even if its result is known."""
+        return self._pending > 0
+
     def drain(self, seconds: float) -> bool:
         """Wait for all pending stores, at most ``seconds``. Returns whether all have really ended."""
         with self._lock:

@@ -102,6 +102,8 @@ class StepReport(KVConnectorWorkerMetadata):
     """Objects added to or removed from media that only the worker sees."""
     ranks_refusing_loads: Counter[str] = field(default_factory=Counter)
     """Per tier, the change in the number of ranks that refuse loads from it and so need no lookups; may be negative."""
+    ranks_storing: int = 0
+    """The change in the number of ranks whose stores go on at some tier; counted for KV events only."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         """Combine two ranks' reports: a chunk is stored only if every rank has stored its part."""
@@ -117,6 +119,7 @@ class StepReport(KVConnectorWorkerMetadata):
             self.kept_jobs + other.kept_jobs,
             self.changes + other.changes,
             refusing,
+            self.ranks_storing + other.ranks_storing,
         )
 
 

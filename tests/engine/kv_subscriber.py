@@ -34,6 +34,8 @@ class Content:
         """Per place and group, the count of each block."""
         self.parents: dict[int, dict[int, int | None]] = {}
         """Per group, the block before each block."""
+        self.groups: dict[int, tuple[str, int]] = {}
+        """Kind and block size of each group."""
         self.problems: list[str] = []
 
     def apply(self, event: dict[str, Any]) -> None:
@@ -53,6 +55,7 @@ class Content:
         size, tokens = event["block_size"], event["token_ids"]
         if len(tokens) != size * len(event["block_hashes"]):
             self.problems.append(f"{len(tokens)} tokens for {len(event['block_hashes'])} blocks of {size}")
+        self.groups[event["group_idx"]] = (event["kv_cache_spec_kind"], size)
         parent = event["parent_block_hash"]
         for block in event["block_hashes"]:
             counts[block] = counts.get(block, 0) + 1
@@ -93,7 +96,8 @@ class Subscriber:
         parents = [[group, [*parents.items()]] for group, parents in self._content.parents.items()]
         problems, self._content.problems = self._content.problems, []
         counts = {"lost": self._lost, "replayed": self._replayed}
-        return {"places": places, "parents": parents, "problems": problems, **counts}
+        groups = [[group, *shape] for group, shape in self._content.groups.items()]
+        return {"places": places, "parents": parents, "groups": groups, "problems": problems, **counts}
 
     def _take(self, number: int, payload: bytes) -> None:
         if self._skip:

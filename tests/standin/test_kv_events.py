@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from offload_core.vllm.kv_events import events as kv_events
 from tests.engine.kv_subscriber import Content
-from tests.standin.rig import Rig
+from tests.standin.rig import NEVER_SECONDS, Rig
+from tests.standin.scripted_disk import Script
 from tests.support.standin.engine import StandInEngine
 from tests.support.standin.geometries import MODELS
 
@@ -47,3 +49,26 @@ def test_a_subscriber_sees_what_a_small_disk_has(rig: Rig, ranks: int) -> None:
     assert ends
     assert ends <= seen
     assert engine.counters["evictions|files"] > 0
+
+
+def test_an_idle_engine_announces_what_a_slower_tier_gets_late(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "_AWAKE_SECONDS", NEVER_SECONDS)
+    model = MODELS["gemma3"]()
+    ram = {"name": "ram", "type": "cpu", "capacity": "64MiB"}
+    script = Script(0, shut={"store"})
+    engine = rig.engine(model, script, backends=[ram, rig.scripted_disk()], kv_events_config=EVENTS)
+    publisher = Publisher(engine)
+
+    def seen(tier: str) -> dict[int, dict[int, int]]:
+        return {group: counts for (_, owner, group), counts in publisher.content.blocks.items() if owner == tier}
+
+    engine.add(list(range(3, 4 * model.chunk_tokens + 8)), 4)
+    rig.step_until(engine, lambda: not engine.unfinished() and seen("ram") and script.held["store"])
+    for _ in range(5):  # the results of all stores: the first tier has them
+        engine.step()
+        rig.tick()
+    assert seen("disk") == {}
+    assert engine.busy
+    rig.open("store")
+    rig.step_until(engine, lambda: not engine.busy)
+    assert seen("disk") == seen("ram")

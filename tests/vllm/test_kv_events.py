@@ -70,7 +70,7 @@ class Rig:
                 ref = ChunkRef(pack.name, item.block_hashes[pack.hash_index(unit)])
                 self.events.storing(item, pack, unit, ref)
                 keys = [ObjectKey(self.namespaces[rank], pack.name, ref.chunk_hash) for rank in ranks]
-                self.events.changed(TierChange(tier, key, present) for key in keys)
+                self.events.reported(TierChange(tier, key, present) for key in keys)
 
     def take_all(self) -> list[Any]:
         taken: list[Any] = []
@@ -198,7 +198,7 @@ def test_reports_from_before_a_reset_do_not_count(rig: Rig) -> None:
         old = ChunkRef(pack.name, item.block_hashes[pack.hash_index(0)])
         rig.events.storing(item, pack, 0, old)
         keys = [ObjectKey(name, pack.name, old.chunk_hash) for name in NAMESPACES]
-        rig.events.changed(TierChange("disk", key, True) for key in keys)
+        rig.events.reported(TierChange("disk", key, True) for key in keys)
     assert {type(event) for event in rig.take_all()} == {BlockRemoved}
     rig.store(item)
     assert {type(event) for event in rig.take_all()} == {BlockStored}
@@ -233,8 +233,23 @@ def test_an_idle_engine_steps_on_while_a_store_may_end(rig: Rig, monkeypatch: py
     assert awake()
     monkeypatch.setattr(rig.events, "_awake_until", 0.0)
     assert not awake(), "a store that hangs keeps nobody awake"
-    rig.events.changed(TierChange("disk", ObjectKey(name, pack.name, ref.chunk_hash), True) for name in NAMESPACES)
+    rig.events.reported(TierChange("disk", ObjectKey(name, pack.name, ref.chunk_hash), True) for name in NAMESPACES)
     assert awake()
     rig.take_all()
     rig.ledger.stores_ended({ref: len(NAMESPACES)}, ())
+    assert not awake()
+
+
+def test_an_idle_engine_steps_on_while_a_slower_tier_stores(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def awake() -> bool:
+        return rig.events.has_events_to_come
+
+    rig.events.storing(request(64), rig.planner.packs[0], 0, ChunkRef(rig.planner.packs[0].name, b"first tier has it"))
+    rig.events.reported((), ranks_storing=2)
+    rig.events.reported((), ranks_storing=-1)
+    assert awake()
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.events, "_awake_until", 0.0)
+        assert not awake(), "a store that hangs keeps nobody awake"
+    rig.events.reported((), ranks_storing=-1)
     assert not awake()

@@ -86,6 +86,7 @@ class KvEvents:
             group.index: event_group_fields(kv_cache_config.kv_cache_groups[group.index].kv_cache_spec)
             for group in planner.groups
         }
+        self._ranks_storing = 0
         self._awake_until = 0.0
 
     def storing(self, request: Request, pack: Pack, unit: int, ref: ChunkRef) -> None:
@@ -103,11 +104,16 @@ class KvEvents:
     @property
     def has_events_to_come(self) -> bool:
         """True if an idle engine should make a step: there are events, or a store will end soon."""
-        soon = self._ledger.has_pending and time.monotonic() < self._awake_until
-        return self._announcements.has_news or soon
+        storing = self._ledger.has_pending or self._ranks_storing > 0  # the ledger's stores end on the first tier
+        return self._announcements.has_news or (storing and time.monotonic() < self._awake_until)
 
-    def changed(self, changes: Iterable[TierChange]) -> None:
-        """Apply the workers' reports."""
+    def reported(self, changes: Iterable[TierChange], ranks_storing: int = 0) -> None:
+        """Apply the workers' reports.
+
+        Args:
+            ranks_storing: the change in the number of ranks whose stores go on at some tier.
+        """
+        self._ranks_storing += ranks_storing
         for tier, key, present in changes:
             if (owner := self._ranks.get(key.namespace)) is not None:
                 adapter, rank = owner

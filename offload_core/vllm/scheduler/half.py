@@ -337,7 +337,7 @@ class SchedulerHalf:
                 self._kept_loads.gone(change.tier, change.key.pack, change.key.chunk_hash)
         self._kept_loads.reported(report.kept_jobs)
         if self.kv_events is not None:
-            self.kv_events.changed(report.changes)
+            self.kv_events.reported(report.changes, report.ranks_storing)
         for tier, ranks in report.ranks_refusing_loads.items():
             self._ranks_refusing_loads[tier] += ranks
             if not self._ranks_refusing_loads[tier]:

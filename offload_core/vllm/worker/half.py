@@ -81,6 +81,8 @@ class WorkerHalf:
         self._ended_requests: list[tuple[str, bool]] = []
         self._failed_requests: set[str] = set()
         self._report = StepReport()
+        self._keeps_changes = False
+        self._was_storing = False
         self.layout: dict[str, Json] = {}
         self.object_bytes: dict[str, int] = {}
 
@@ -124,7 +126,8 @@ class WorkerHalf:
         ranks = self._vllm_config.parallel_config.world_size
         half = f"worker {self._rank}" if ranks > 1 else "worker"
         self._tiers = open_tiers(self._config, self._io, self.counters, half=half, host=self._processes)
-        if kv_events_enabled(self._vllm_config):
+        self._keeps_changes = kv_events_enabled(self._vllm_config)
+        if self._keeps_changes:
             for tier in self._tiers:
                 tier.keep_changes()
         self._copier = block_copier(
@@ -248,7 +251,10 @@ class WorkerHalf:
             self._report.stores_ended[ref] += 1
             if not store.stored:
                 self._report.not_stored.add(ref)
-        for tier in self._tiers:
+        if self._keeps_changes and (storing := engine.has_pending_stores) != self._was_storing:
+            self._was_storing = storing
+            self._report.ranks_storing += 1 if storing else -1
+        for tier in self._tiers:  # after the question for stores, so that the last store's change is not missed
             self._report.changes += tier.take_changes()
             if change := tier.health.take_refusal_change():
                 self._report.ranks_refusing_loads[tier.name] += change
@@ -264,7 +270,7 @@ class WorkerHalf:
         """Return the report for the scheduler half, or ``None`` if it would be empty."""
         report, self._report = self._report, StepReport()
         failures = report.failed_chunks or report.failed_requests or report.partial_requests
-        changes = report.ranks_refusing_loads or report.changes or report.kept_jobs
+        changes = report.ranks_refusing_loads or report.changes or report.kept_jobs or report.ranks_storing
         return report if failures or changes or report.stores_ended else None
 
     def shutdown(self) -> None:
