@@ -11,6 +11,9 @@ LMCACHE_PLATFORM := sys_platform == 'linux' and platform_machine == 'x86_64' and
 LMCACHE := "lmcache==0.5.6; $(LMCACHE_PLATFORM)" "opentelemetry-exporter-prometheus==0.66b2; $(LMCACHE_PLATFORM)" \
 	"aiofile==3.12.3; $(LMCACHE_PLATFORM)" "caio==0.12.10; $(LMCACHE_PLATFORM)"
 SOAK_SECONDS ?= 1800
+# The tests of one file stay in one process, in the order of the files: they share engines' results.
+TEST_PROCESSES ?= 2
+IN_PARALLEL := --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 ENGINE_VERSIONS := 0.30.0 0.31.0 0.32.0
 CUDA_WHEEL_VERSIONS := 0.33.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -45,7 +48,7 @@ demo: $(STAMP)  ## run two hybrid models on the real engine, twice each, the sec
 	$(BIN)/python -m examples.demo
 
 test: $(STAMP)  ## run all tests but the long ones
-	$(BIN)/python -m pytest -m 'not long'
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m 'not long'
 
 test-long: $(STAMP)  ## run the tests that take minutes each, the unit tests with all random examples, and engines without I/O processes
 	$(BIN)/python -m pytest -m long

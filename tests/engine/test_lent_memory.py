@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.labs import QUICK_LABS
 from tests.support.engine.lab import Lab, count, ours, served
 from tests.support.engine.spec import Round, compare
 
 
 @pytest.mark.parametrize("mode", ["engine", pytest.param("off", marks=pytest.mark.long)])
-@pytest.mark.parametrize("model", ["gemma3", "qwen3_next"])
+@pytest.mark.parametrize("model", QUICK_LABS)
 def test_objects_move_between_the_kv_cache_and_the_tiers_memory(
     model: str, mode: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -79,7 +79,7 @@ def _conversations() -> list[Round]:
     ]
 
 
-@pytest.mark.parametrize("model", ["gemma3", "qwen3_next", WINDOWS_ONLY], indirect=True)
+@pytest.mark.parametrize("model", [*QUICK_LABS, WINDOWS_ONLY], indirect=True)
 def test_a_junction_hits_from_its_second_sight_on(model: Lab, tmp_path: Path) -> None:
     trace_file = tmp_path / "prompts.jsonl"
     result = _run(model, _branches(4), tmp_path / "kv", placement="kept", trace_file=str(trace_file))

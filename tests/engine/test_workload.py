@@ -86,7 +86,7 @@ def test_chunk_that_is_not_loaded_is_seen(lab: Lab, workloads: list[Workload], t
     ("lab", "fault", "max_tokens"),
     [
         ("gemma3", None, FEW_TOKENS),
-        ("qwen3_next", None, FEW_TOKENS),
+        pytest.param("qwen3_next", None, FEW_TOKENS, marks=pytest.mark.long),
         ("gemma3", "ForgetsOneByte", FEW_TOKENS),
         pytest.param("gemma3", None, None, marks=pytest.mark.long),
         pytest.param("qwen3_next", None, None, marks=pytest.mark.long),
