@@ -68,7 +68,7 @@ class PlanReport:
     boundary_tokens: int
     """Every loaded prefix has a multiple of this many tokens."""
     shortest_served_prompt_tokens: int
-    """A shorter prompt is always computed, because it has no boundary before its last token."""
+    """A shorter prompt is always computed: it has no boundary before its last token, or no name for its objects."""
     prompt_tokens: int
     """Length of the prompt behind the numbers per 1,000 tokens."""
     ranks: int
@@ -95,7 +95,8 @@ def plan_report(
         default_hybrid_chunk_size=ChunkSizes(planner.groups, planner.max_model_len).default,
         hash_block_size_tokens=planner.hash_block_size,
         boundary_tokens=planner.boundary_tokens,
-        shortest_served_prompt_tokens=planner.boundary_tokens + 1,
+        shortest_served_prompt_tokens=planner.boundary_tokens
+        + max(1, planner.lookahead_blocks * planner.hash_block_size),
         prompt_tokens=tokens,
         ranks=geometry.ranks,
         groups=_group_reports(planner, geometry),

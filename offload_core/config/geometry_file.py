@@ -105,6 +105,15 @@ class KVCacheGeometry(_Keys):
     hybrid_chunk_size: Annotated[
         Count | None, Field(description="Tokens per stored chunk. If unset, the block sizes decide.")
     ] = None
+    lookahead_tokens: Annotated[
+        int,
+        Field(
+            ge=0,
+            strict=True,
+            description="Further tokens on which the cache at a position depends: 1 if drafts of the EAGLE kind have "
+            "groups of their own.",
+        ),
+    ] = 0
     ranks: Annotated[Count, Field(description="Workers of the engine. Each stores its own objects.")] = 1
     groups: Annotated[list[KVCacheGroup], Field(min_length=1, description="The groups, in the engine's order.")]
 
@@ -129,6 +138,7 @@ class KVCacheGeometry(_Keys):
             max_model_len=self.max_model_len,
             hybrid_chunk_size=hybrid_chunk_size,
             scheduler_block_size=self.scheduler_block_size_tokens,
+            lookahead_tokens=self.lookahead_tokens,
         )
 
 

@@ -33,6 +33,7 @@ def engine_geometry(
         scheduler_block_size_tokens=planner.scheduler_block_size,
         max_model_len=planner.max_model_len,
         hybrid_chunk_size=planner.hybrid_chunk_size,
+        lookahead_tokens=planner.lookahead_blocks * planner.hash_block_size,
         ranks=vllm_config.parallel_config.world_size,
         groups=[
             KVCacheGroup(

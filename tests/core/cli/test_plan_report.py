@@ -58,7 +58,7 @@ def test_objects_and_bytes_per_1000_tokens_are_those_of_a_walk_over_all_units(mo
 def test_the_report_tells_the_plan(model: Geometry) -> None:
     planner = model.plan()
     report = plan_report(saved(model), model.hybrid_chunk_size, prompt_tokens=1)
-    assert report.boundary_tokens == planner.boundary_tokens == report.shortest_served_prompt_tokens - 1
+    assert report.boundary_tokens == planner.boundary_tokens
     assert report.prompt_tokens % planner.boundary_tokens == 0
     assert report.warnings == planner.warnings
     assert [(p.name, p.unit_tokens, p.groups) for p in report.packs] == [
@@ -72,6 +72,15 @@ def test_the_report_tells_the_plan(model: Geometry) -> None:
         for group in pack.groups:
             of_group = report.groups[group.index]
             assert (of_group.pack, of_group.blocks_per_object) == (pack.name, pack.stored_blocks(group))
+
+
+@given(model=geometries(), lookahead_tokens=st.integers(0, 40))
+def test_the_shortest_served_prompt_is_the_first_with_a_boundary(model: Geometry, lookahead_tokens: int) -> None:
+    geometry = saved(model).model_copy(update={"lookahead_tokens": lookahead_tokens})
+    planner = geometry.planner(model.hybrid_chunk_size)
+    shortest = plan_report(geometry, model.hybrid_chunk_size, prompt_tokens=1).shortest_served_prompt_tokens
+    assert planner.replay_boundary(shortest - 1) == 0
+    assert planner.replay_boundary(shortest) == planner.boundary_tokens
 
 
 @given(model=geometries())
