@@ -128,7 +128,8 @@ BROKEN = [
     ),
     _backend(
         c.LooksAtEveryByteOnTheLoop,
-        r"C8: load_into of \d+ bytes (took 0\.\d+ s, and the event loop stood still for 0\.1\d+ s|computed for 1\d\d)",
+        r"C8: load_into of \d+ bytes "
+        r"(took \d+\.\d+ s, and the event loop stood still for \d+\.\d+ s|computed for [1-9]\d\d)",
         "c08_the_event_loop_turns_while_a_large_object_is_stored_and_loaded",
         "c08_nothing_is_computed_on_the_event_loop",
     ),
@@ -154,7 +155,7 @@ BROKEN = [
     ),
     _backend(
         c.WaitsForALockOnTheLoop,
-        r"C8: store of 1048576 bytes took 0\.\d+ s, and the event loop stood still for 0\.[12]\d+ s",
+        r"C8: store of 1048576 bytes took \d+\.\d+ s, and the event loop stood still for \d+\.\d+ s",
         "c08_the_event_loop_turns_while_a_large_object_is_stored_and_loaded",
     ),
     _backend(

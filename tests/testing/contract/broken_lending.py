@@ -65,7 +65,7 @@ class LendsOneMemoryForEachKey(ReferenceBackend):
 class MakesObjectsOfFilledViews(ReferenceBackend):
     def give_back(self, granted: Sequence[tuple[ObjectKey, Reserved]]) -> None:
         for key, reserved in granted:
-            if reserved in self.medium.reserved[key] and any(reserved.memory):
+            if key not in self.medium.objects and any(reserved.memory):
                 self.medium.commit(key, reserved.memory)
         super().give_back(granted)
 
