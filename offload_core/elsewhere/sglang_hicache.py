@@ -321,7 +321,7 @@ def _hash(page: str) -> bytes:
             digest = b""
         if digest.hex() == page:
             return digest
-    return sha256(page.encode("utf-8", "surrogatepass")).digest()
+    return sha256(b"offload-core/sglang/" + page.encode("utf-8", "surrogatepass")).digest()
 
 
 def _tensors(given: Any, count: int) -> list[Any]:
