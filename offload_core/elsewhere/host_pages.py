@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from offload_core.api.errors import ConfigError
@@ -179,7 +180,8 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
         raise ValueError(f"a tensor on {tensor.device} with the shape {tuple(tensor.shape)} has no bytes in one piece")
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    array: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return array.data
 
 
 def _memory(address: int, nbytes: int) -> memoryview:

@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from tests.support.paths import ROOT
 
 FOLDER = Path(__file__).with_name("sglang")
+_PROBLEMS = {"failure", "error", "skipped"}
 _NEEDED = ("sglang", "torch", "transformers", "orjson", "IPython", "traitlets", "gguf")
 
 
@@ -39,21 +40,17 @@ def names() -> Iterator[tuple[str, str]]:
 
 
 @cache
-def outcomes(file: str) -> dict[str, list[str]]:
-    """Run the checks of a file; returns, per function, the problem of each case, or an empty text."""
+def outcomes() -> dict[tuple[str, str], list[str]]:
+    """Run all checks; returns, per file and function, the problem of each case, or an empty text."""
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        done = subprocess.run(
-            [*command, str(FOLDER / file)], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
-        )
+        files = sorted(map(str, FOLDER.glob("checks_*.py")))
+        done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
         assert report.exists(), done.stdout + done.stderr
-        cases = ElementTree.parse(report).iter("testcase")
-        found: dict[str, list[str]] = {}
-        for case in cases:
+        found: dict[tuple[str, str], list[str]] = {}
+        for case in ElementTree.parse(report).iter("testcase"):
+            file = str(case.get("classname")).split(".")[-1] + ".py"
             problems = [part.text or part.get("message") or part.tag for part in case if part.tag in _PROBLEMS]
-            found.setdefault(str(case.get("name")).split("[")[0], []).append("\n".join(problems))
+            found.setdefault((file, str(case.get("name")).split("[")[0]), []).append("\n".join(problems))
     return found
-
-
-_PROBLEMS = {"failure", "error", "skipped"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import time
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,12 @@ from typer.testing import CliRunner
 
 from offload_core.cli import app
 from offload_core.config.loading import load_config
+from offload_core.elsewhere import sglang_hicache
 from offload_core.plugins.registry import PluginRegistry, load_plugins
 from offload_core.testing.faults.script import FaultScript, ScriptSettings
 from tests.elsewhere.sglang.backends import DEADLINES, LONG, settings, use_memory
 from tests.elsewhere.sglang.machinery import MODELS, same, server
 from tests.support.polling import wait_until
-
-from offload_core.elsewhere import sglang_hicache
 
 WAYS = [
     ("full", "page_first", 1), ("full", "page_first", 0), ("full", "layer_first", 1), ("full", "layer_first", 0),
@@ -186,8 +186,9 @@ def test_several_tiers_compression_encryption_and_an_io_process_serve(
         prompt = one.tokens(1, 5)
         computed = one.compute(prompt, seed=1)
         one.store(prompt)
-        for folder in ("nvme", "slow"):
-            wait_until(lambda f=folder: len(list((tmp_path / f).rglob("*.kv"))) == 10, f"{folder} gets too few")
+        for tier in ("nvme", "slow"):
+            stored = partial(_is_stored, tmp_path / tier, 10)
+            wait_until(stored, f"the tier {tier} gets too few objects")
     with server(MODELS["window"], given) as other:
         assert other.prefetch(prompt) == len(prompt)
         assert same(other.load(prompt), computed)
@@ -265,3 +266,7 @@ def test_sglangs_own_injected_failures_are_misses(tmp_path: Path, monkeypatch: p
             if other.prefetch(prompt) == len(prompt):
                 break
         assert same(other.load(prompt), computed)
+
+
+def _is_stored(folder: Path, count: int) -> bool:
+    return len(list(folder.rglob("*.kv"))) == count

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import itertools
 import logging
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-from tests.elsewhere.sglang import shims  # noqa: F401  # before SGLang
-
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
@@ -24,6 +23,7 @@ from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from offload_core.api.backend import StoreOutcome
 from offload_core.api.errors import ConfigError
 from offload_core.elsewhere import sglang_hicache
+from offload_core.elsewhere.host_pages import HostPages
 from tests.elsewhere.sglang.backends import DEADLINES, settings, use_memory
 from tests.elsewhere.sglang.pools import backend, content, kv_pool, latent_pool, rank, rows, state_pool
 
@@ -69,7 +69,7 @@ def held(monkeypatch: pytest.MonkeyPatch, make: Any) -> Any:
             gate.open()
 
 
-POOLS = {
+POOLS: dict[str, Callable[[], Any]] = {
     "page_first": lambda: kv_pool("page_first"),
     "page_first_direct": lambda: kv_pool("page_first_direct"),
     "layer_first": lambda: kv_pool("layer_first"),
@@ -168,14 +168,14 @@ def test_restorable_depths_are_those_of_sglangs_file_backend(
             assert got.extra_pool_hit_pages[pool] == pages_there
 
 
-class _Present(sglang_hicache.OffloadCoreHiCache):  # type: ignore[misc]
+class _Present(sglang_hicache.OffloadCoreHiCache):
     """Our backend with a set of pages in place of tiers."""
 
     def __init__(self) -> None:
         self.pages: set[tuple[str, str]] = set()
         kv = kv_pool()
-        self._pools = {pool: _Named(pool, kv) for pool in ("kv", "mamba", "draft")}
-        self._calls = self
+        self._pools: Any = {pool: _Named(pool, kv) for pool in ("kv", "mamba", "draft")}
+        self._calls: Any = self
         self.lookup_seconds = 1.0
 
     def find(self, keys: Any, until: float | None = None) -> list[bool]:
@@ -188,7 +188,7 @@ class _Present(sglang_hicache.OffloadCoreHiCache):  # type: ignore[misc]
 class _Named:
     def __init__(self, pool: str, kv: Any) -> None:
         self._pool = pool
-        self.pages = sglang_hicache.HostPages(pool, kv)
+        self.pages = HostPages(pool, kv)
 
     def key(self, page: str) -> tuple[str, str]:
         return self._pool, page
@@ -341,7 +341,9 @@ def _hexes(digest: bytes) -> str:
     return digest.hex().upper() if digest[0] % 2 else digest.hex()
 
 
-@given(st.lists(st.one_of(st.text(max_size=70), st.binary(min_size=32, max_size=32).map(_hexes)), unique=True, max_size=20))
+@given(
+    st.lists(st.one_of(st.text(max_size=70), st.binary(min_size=32, max_size=32).map(_hexes)), unique=True, max_size=20)
+)
 def test_no_two_pages_have_one_hash(pages: list[str]) -> None:
     hashes = {sglang_hicache._hash(page) for page in [*pages, *NAMES]}
     assert len(hashes) == len({*pages, *NAMES})
@@ -478,8 +480,6 @@ def _bytes(pool: Any, pages: Any) -> list[bytes]:
 
 
 def _parts(addresses: list[int], sizes: list[int]) -> list[memoryview]:
-    import ctypes
-
     return [
         memoryview((ctypes.c_char * size).from_address(address)).cast("B")
         for address, size in zip(addresses, sizes, strict=True)

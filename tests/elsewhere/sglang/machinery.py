@@ -10,9 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-
-from tests.elsewhere.sglang import shims  # noqa: F401  # before SGLang
-
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.srt.runtime_context import get_parallel
@@ -25,6 +22,8 @@ from sglang.test.kits.unified_radix_cache.fixtures import (
     node_device_value,
 )
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
+
+from tests.elsewhere.sglang import cpu  # noqa: F401
 
 PLUGIN = {
     "backend_name": "offload-core",
@@ -44,7 +43,7 @@ WINDOW = CacheConfig(
 MODELS = {"full": FULL, "mamba": MAMBA, "window": WINDOW}
 
 
-class Server(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
+class Server(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignore[misc]  # mypy skips SGLang
     """The cache of one SGLang server. Its steps are those of SGLang's own tests.
 
     Args:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
-from tests.elsewhere.sglang import shims  # noqa: F401  # before SGLang
-
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool

@@ -1,43 +1,8 @@
-"""The stand-ins with which SGLang's cache runs on a CPU, in a process of its own. Import this before SGLang.
-
-SGLang's prefix tree, controllers, host pools, storage factory and file backend are the real ones. These are not:
-
-- torchvision, which SGLang imports for image models only, and which has no build for this torch;
-- one base class of SGLang's test kit, whose module needs a package of data sets;
-- pinned memory, and the copies between device and host pools: plain copies of tensors do the same on a CPU.
-"""
+"""SGLang's host pools on a CPU: no pinned memory, and plain copies from and to the device pools."""
 
 from __future__ import annotations
 
-import importlib.machinery
-import sys
-import types
-import unittest
-import warnings
 from typing import Any
-
-import transformers.utils.import_utils  # noqa: F401  # it must look for torchvision before the stand-in is there
-
-warnings.simplefilter("ignore")  # SGLang's imports say that there is no accelerator
-
-
-class _Torchvision(types.ModuleType):
-    __path__: list[str] = []
-
-    def __getattr__(self, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
-for _name in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional", "torchvision.io"):
-    _module = _Torchvision(_name)
-    _module.__spec__ = importlib.machinery.ModuleSpec(_name, None)
-    sys.modules[_name] = _module
-
-_utils: Any = types.ModuleType("sglang.test.test_utils")
-_utils.CustomTestCase = unittest.TestCase
-sys.modules["sglang.test.test_utils"] = _utils
 
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
