@@ -385,6 +385,27 @@ def test_a_hung_medium_is_a_miss_at_its_deadlines_and_its_late_bytes_go_nowhere(
     assert _bytes(kv, range(8)) == before
 
 
+def test_one_deadline_bounds_the_questions_about_all_pools(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer about the first pool takes most of the deadline, and the second one never comes."""
+    one, medium = held(kv_pool(), {"mamba": state_pool()}, lookup_timeout_seconds=2.0)
+    assert all(one.batch_set_v1(NAMES[:4], rows(0, 1, 2, 3)))
+    find = one._calls.find
+
+    def slow(keys: Any, until: float | None = None) -> list[bool]:
+        found: list[bool] = find(keys, until)
+        time.sleep(1.8)
+        medium.gates["contains"].shut()
+        monkeypatch.setattr(one._calls, "find", find)
+        return found
+
+    monkeypatch.setattr(one._calls, "find", slow)
+    started = time.monotonic()
+    asked = [PoolTransfer(PoolName.MAMBA, keys=NAMES[3:4], hit_policy=PoolHitPolicy.TRAILING_PAGES)]
+    found = one.batch_exists_v2(NAMES, asked)
+    assert (found.kv_hit_pages, found.extra_pool_hit_pages) == (0, {"kv": 4})
+    assert time.monotonic() - started < 3.4
+
+
 def test_a_store_is_never_waited_for_longer_than_its_deadlines_at_the_end(held: Any) -> None:
     one, medium = held(kv_pool(), **DEADLINES)
     medium.gates["store"].shut()
