@@ -239,9 +239,10 @@ def test_another_identity_has_other_pages(tmp_path: Path, make: Any, other: str)
     assert one.batch_exists(NAMES[:1]) == 1
 
 
-def test_pages_in_place_and_flat_pages_are_apart(tmp_path: Path, make: Any) -> None:
+@pytest.mark.parametrize("pool", ["layer_first", "latent"])
+def test_pages_in_place_and_flat_pages_are_apart(tmp_path: Path, make: Any, pool: str) -> None:
     """With ``layer_first``, the two have the same bytes in another order."""
-    kv = kv_pool("layer_first")
+    kv = POOLS[pool]()
     assert all(make(settings(tmp_path), kv).batch_set_v1(NAMES[:1], rows(0)))
     flat = make(settings(tmp_path), kv, interface_v1=0)
     assert flat.batch_exists(NAMES[:1]) == 0
@@ -345,8 +346,9 @@ def _hexes(digest: bytes) -> str:
     st.lists(st.one_of(st.text(max_size=70), st.binary(min_size=32, max_size=32).map(_hexes)), unique=True, max_size=20)
 )
 def test_no_two_pages_have_one_hash(pages: list[str]) -> None:
-    hashes = {sglang_hicache._hash(page) for page in [*pages, *NAMES]}
-    assert len(hashes) == len({*pages, *NAMES})
+    different = {*pages, *NAMES, *map(str.upper, NAMES)}
+    hashes = {sglang_hicache._hash(page) for page in different}
+    assert len(hashes) == len(different)
     assert all(1 <= len(one) <= 64 for one in hashes)
     assert bytes.fromhex(NAMES[0]) in hashes
 
@@ -489,6 +491,17 @@ def test_a_closed_backend_answers_with_misses(tmp_path: Path, make: Any, caplog:
     assert not one.clear()
     assert one.get_stats() is None
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_closed_backend_asks_no_medium(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = held(kv_pool())
+    one.close()
+    asked: list[Any] = []
+    monkeypatch.setattr(one._calls.store, "locate", asked.append)
+    monkeypatch.setattr(one._calls.store, "touch", asked.append)
+    assert one.batch_exists(NAMES) == 0
+    assert one.batch_get_v1(NAMES[:1], rows(0)) == [False]
+    assert not asked
 
 
 def _bytes(pool: Any, pages: Any) -> list[bytes]:
