@@ -46,7 +46,7 @@ def outcomes() -> dict[tuple[str, str], list[str]]:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
         files = sorted(map(str, FOLDER.glob("checks_*.py")))
-        done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+        done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, timeout=380, check=False)
         assert report.exists(), done.stdout + done.stderr
         found: dict[tuple[str, str], list[str]] = {}
         for case in ElementTree.parse(report).iter("testcase"):
