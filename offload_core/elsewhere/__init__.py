@@ -1,1 +1,1 @@
-"""Serves the tiers to other systems than our connector: vLLM's own tiering, and LMCache."""
+"""Serves the tiers to other systems than our connector: vLLM's own tiering, LMCache, and SGLang."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -10,8 +12,11 @@ import torch
 from offload_core.memory.block_copier import BlockSlice
 from offload_core.memory.payload_layout import PackLayout
 
-PlaceView = Callable[[int], memoryview]
-"""Returns the bytes of a place in the other system's memory, flat and writable."""
+_Bytes: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.int8]]"
+PlaceParts = Sequence[memoryview]
+"""The bytes of a place in the other system's memory: one or more parts in order, each flat and writable."""
+PlaceView = Callable[[int], PlaceParts]
+"""Returns the bytes of a place."""
 
 
 class HostCopier:
@@ -28,7 +33,8 @@ class HostCopier:
 
     def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:
         """Copy a place into ``payload``."""
-        np.copyto(payload.numpy(), self._bytes(blocks))  # lets other threads run, unlike a copy of memoryviews
+        for part, place in self._parts(blocks, payload):
+            np.copyto(part, place)  # lets other threads run, unlike a copy of memoryviews
         return True
 
     def gathers_end(self) -> None:
@@ -36,7 +42,8 @@ class HostCopier:
 
     def scatter(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> None:
         """Copy ``payload`` into a place."""
-        np.copyto(self._bytes(blocks), payload.numpy())
+        for part, place in self._parts(blocks, payload):
+            np.copyto(place, part)
 
     def scatters_end(self) -> None:
         """Return ``None``: the scatters are complete."""
@@ -47,6 +54,13 @@ class HostCopier:
     def wait(self) -> None:
         """Do nothing: the copies are complete."""
 
-    def _bytes(self, blocks: Sequence[BlockSlice]) -> np.ndarray[tuple[int, ...], np.dtype[np.int8]]:
-        ((place,),) = (part.block_ids for part in blocks)
-        return np.frombuffer(self._view_of(place), np.int8)
+    def _parts(self, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> Iterator[tuple[_Bytes, _Bytes]]:
+        """Yield each part of the payload, with the part of the place that has its bytes."""
+        ((number,),) = (part.block_ids for part in blocks)
+        places = [np.frombuffer(part, np.int8) for part in self._view_of(number)]
+        ends = list(itertools.accumulate(map(len, places)))
+        if ends[-1] != len(payload):
+            raise ValueError(f"place {number} has {ends[-1]} bytes, and its object {len(payload)}")
+        whole = payload.numpy()
+        for place, end in zip(places, ends, strict=True):
+            yield whole[end - len(place) : end], place

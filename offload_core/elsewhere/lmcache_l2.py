@@ -32,6 +32,7 @@ from lmcache.v1.memory_management import MemoryObj
 from offload_core.api.errors import ConfigError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.loading import load_config
+from offload_core.elsewhere.host_copier import PlaceParts
 from offload_core.elsewhere.host_store import EndedJob, HostStore, PlacedObject
 from offload_core.elsewhere.lmcache_results import TaskResults
 from offload_core.elsewhere.locked_keys import LockedKeys
@@ -96,7 +97,7 @@ class OffloadCoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # mypy do
         self._loads: TaskResults[Bitmap] = TaskResults()
         self._numbers = itertools.count()
         self._jobs: dict[int, _Job] = {}
-        self._places: dict[int, memoryview] = {}
+        self._places: dict[int, PlaceParts] = {}
         self._locked = LockedKeys()
         self._stored: StoredKeys[LMCacheKey] = StoredKeys(_STORED_KEYS)
         self._counts: dict[str, dict[str, float]] = {tier.common.name: {} for tier in loaded.tiers}
@@ -258,7 +259,7 @@ class OffloadCoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # mypy do
                 continue
             moved.add(ours)
             place = next(self._numbers)
-            self._places[place] = view
+            self._places[place] = (view,)
             placed.append(PlacedObject(ours, place, len(view)))
         task = next(self._numbers)
         job = self._jobs[task] = _Job(is_load, tuple(keys), tuple(objects), tuple(placed))

@@ -44,6 +44,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from offload_core.api.errors import ConfigError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.loading import load_config
+from offload_core.elsewhere.host_copier import PlaceParts
 from offload_core.elsewhere.host_store import EndedJob, HostStore, PlacedObject
 from offload_core.elsewhere.verdicts import Verdicts
 from offload_core.objects.file_digests import FileDigests
@@ -196,8 +197,8 @@ class OffloadCoreTier(SecondaryTierManager):  # type: ignore[misc]  # mypy does 
             stats.observe_histogram(f"{_METRIC}{name}", value, (tier,))
         return None if stats.is_empty() else stats
 
-    def _chunk(self, chunk: int) -> memoryview:
-        return self._rows[chunk * self.block_size_bytes : (chunk + 1) * self.block_size_bytes]
+    def _chunk(self, chunk: int) -> PlaceParts:
+        return (self._rows[chunk * self.block_size_bytes : (chunk + 1) * self.block_size_bytes],)
 
     def _find(self, keys: Sequence[OffloadKey]) -> Future[list[str | None]]:
         return self._store.locate([self._key(key) for key in keys])

@@ -37,6 +37,7 @@ RUN_BY = {
         "vllm serve MODEL": "test_the_recipe_of_the_document_serves",
         "# offload.yaml": "test_the_recipe_of_the_document_serves",
         "lmcache server": "test_the_recipe_for_lmcache_serves",
+        "python -m sglang.launch_server": "test_the_recipe_for_sglang_serves",
     },
     "docs/multi-connector.md": {"vllm serve MODEL": "test_the_recipe_of_the_document_starts"},
     "docs/object-format.md": {"FINGERPRINT/PACK": "test_the_path_is_that_of_the_media"},

@@ -25,6 +25,8 @@ PLUGIN = ELSEWHERE / "vllm_plugin.py"
 LMCACHE = {ELSEWHERE / "lmcache_l2.py", ELSEWHERE / "lmcache_results.py"}
 """The modules that LMCache's server loads: an L2 adapter."""
 LMCACHE_MODULES = {f"offload_core.elsewhere.{path.stem}" for path in LMCACHE}
+SGLANG = ELSEWHERE / "sglang_hicache.py"
+"""The module that SGLang loads: a storage backend of HiCache."""
 LMCACHE_SERVER = ROOT / "backends" / "lmcache" / "offload_backend_lmcache" / "server"
 
 
@@ -33,7 +35,7 @@ def test_the_rules_are_checked_on_the_real_files() -> None:
     assert ROOT / "backends" / "disk" / "offload_backend_disk" / "backend.py" in BACKENDS
     assert TEMPLATE / "offload_backend_sqlite" / "database.py" in BACKENDS
     assert ADAPTER / "connector.py" in CORE
-    assert {TIERING, PLUGIN, *LMCACHE} <= set(CORE)
+    assert {TIERING, PLUGIN, SGLANG, *LMCACHE} <= set(CORE)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,13 @@ def test_nothing_outside_its_own_modules_imports_lmcache(path: Path) -> None:
     for module, names in imported(path):
         assert module.split(".")[0] != "lmcache"
         assert not LMCACHE_MODULES & {module, *(f"{module}.{name}" for name in names)}
+
+
+@pytest.mark.parametrize("path", [p for p in CORE + BACKENDS if p != SGLANG], ids=relative)
+def test_nothing_outside_its_own_module_imports_sglang(path: Path) -> None:
+    for module, names in imported(path):
+        assert module.split(".")[0] != "sglang"
+        assert "offload_core.elsewhere.sglang_hicache" not in {module, *(f"{module}.{name}" for name in names)}
 
 
 @pytest.mark.parametrize("path", CORE + BACKENDS, ids=relative)
@@ -76,7 +85,7 @@ def test_the_core_and_the_backends_work_without_the_systems_that_they_serve() ->
         ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         for root, paths in ((ROOT, CORE), *((p, sorted(p.rglob("*.py"))) for p in (ROOT / "backends").iterdir()))
         for path in paths
-        if ADAPTER not in path.parents and path != TIERING and path not in LMCACHE
+        if ADAPTER not in path.parents and path not in {TIERING, SGLANG, *LMCACHE}
     ]
     assert {"offload_core", "offload_core.transfer.engine", "offload_backend_disk.plugin"} <= set(modules)
     systems = ("vllm", "lmcache", "sglang")
