@@ -315,7 +315,7 @@ def test_bad_bytes_are_errors_with_a_name(name: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", PARSERS)
 def test_many_bad_bytes_are_errors_with_a_name(name: str, tmp_path: Path) -> None:
-    fuzz(name, tmp_path, settings(max_examples=20_000, deadline=None, suppress_health_check=list(HealthCheck)))
+    fuzz(name, tmp_path, settings(max_examples=5_000, deadline=None, suppress_health_check=list(HealthCheck)))
 
 
 def test_every_module_that_decodes_bytes_is_listed() -> None:
