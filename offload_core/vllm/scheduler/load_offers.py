@@ -161,7 +161,7 @@ class LoadOffers:
         if not _may_load(state):
             return 0
         if computed_tokens % self._block_alignment_tokens:
-            return 0  # the local prefix ends inside a block, which may be shared and must not be written to
+            return 0  # vLLM asks from the block before it on, if its own hit ends inside a block, which may be shared
         if state.adapter is not None and not state.adapter.usable:
             return self._ask_again(state, "lookup") if state.adapter.pending else 0
         if state.offer and self._backfill.is_expected(state, computed_tokens):  # a step may outlast an offer
@@ -254,12 +254,13 @@ class LoadOffers:
         hashes = request.block_hashes
         # The last token is always computed, and tokens without a block hash have no key yet.
         limit = min(request.num_tokens - 1, self._planner.named_tokens(len(hashes)))
-        if self._planner.storable_prefix(limit) <= local.computed_tokens:
+        if self._planner.reachable_prefix(limit) <= local.computed_tokens:
             return False
         adapter = state.adapter.digest if state.adapter else ""
         query = PrefixQuery(
             hashes={
-                pack.name: ChunkHashes(hashes, pack.hash_factor, pack.lookahead_blocks) for pack in self._planner.packs
+                pack.name: ChunkHashes(hashes, pack.hash_factor, pack.lookahead_blocks)
+                for pack in self._planner.all_packs
             },
             namespaces=self._ranks_namespaces(adapter),
             computed_tokens=local.computed_tokens,
