@@ -15,8 +15,18 @@ def test_two_pipeline_stages_each_find_their_part(lab: Lab, tmp_path: Path) -> N
     rounds = [Round(name="prompts", prompts=lab.prompts(700, 1283, family=5))]
     transfer = ours(tmp_path / "kv")
 
-    first = lab.run(rounds, transfer, pipeline_parallel_size=2, extra_engine_args={"enforce_eager": False, "compilation_config": {"mode": 1}})
-    second = lab.run(rounds, transfer, pipeline_parallel_size=2, extra_engine_args={"enforce_eager": False, "compilation_config": {"mode": 1}})
+    first = lab.run(
+        rounds,
+        transfer,
+        pipeline_parallel_size=2,
+        extra_engine_args={"enforce_eager": False, "compilation_config": {"mode": 1}},
+    )
+    second = lab.run(
+        rounds,
+        transfer,
+        pipeline_parallel_size=2,
+        extra_engine_args={"enforce_eager": False, "compilation_config": {"mode": 1}},
+    )
     print(served(second), len(objects(tmp_path / "kv")))
 
     for result in (first, second):

@@ -24,9 +24,7 @@ def prompt_of(tokens: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("ends_behind", [1, 5])
-def test_a_prompt_sent_again_is_served_to_its_last_match_unit(
-    rig: Rig, model: StandInModel, ends_behind: int
-) -> None:
+def test_a_prompt_sent_again_is_served_to_its_last_match_unit(rig: Rig, model: StandInModel, ends_behind: int) -> None:
     unit = MATCH_UNITS[model.name]
     end = 2 * model.chunk_tokens + model.chunk_tokens // unit // 2 * unit
     prompt = prompt_of(end + ends_behind)
@@ -114,18 +112,32 @@ def test_random_work_with_tails(rig: Rig, model: StandInModel, seed: int) -> Non
         engine = rig.engine(model, script, prefix_match_unit=unit, async_scheduling=bool(life))
         asked = rig.drive(engine, work)
         served = [engine.served[request] for request in asked if request in engine.served]
-        inside += sum((it.local_tokens + it.external_tokens) % model.chunk_tokens > 0 < it.external_tokens for it in served)
+        inside += sum(
+            (it.local_tokens + it.external_tokens) % model.chunk_tokens > 0 < it.external_tokens for it in served
+        )
         rig.end(engine)
     assert inside > 0
 
 
 @pytest.mark.parametrize("seed", [0, *LONG_SEEDS])
-def test_random_work_with_tails_aborts_resets_and_an_unreliable_disk(
-    rig: Rig, model: StandInModel, seed: int
-) -> None:
+def test_random_work_with_tails_aborts_resets_and_an_unreliable_disk(rig: Rig, model: StandInModel, seed: int) -> None:
     work = make_workload(model, seed, aborts=8, resets=4, salts=2)
     for life in range(2):
         script = slow_and_unreliable(10 * seed + life)
         engine = rig.engine(model, script, prefix_match_unit=MATCH_UNITS[model.name], async_scheduling=bool(life))
         rig.drive(engine, work)
         rig.end(engine)
+
+
+def test_the_second_load_of_a_tail_takes_place_within_the_step(rig: Rig, model: StandInModel) -> None:
+    unit = MATCH_UNITS[model.name]
+    end = model.chunk_tokens + model.chunk_tokens // unit // 2 * unit
+    prompt = prompt_of(end + 1)
+    engine = rig.engine(model, backends=[{"name": "ram", "type": "cpu", "capacity": "64MiB"}], prefix_match_unit=unit)
+    rig.run(engine, prompt)
+    for within_step in (0, 1):
+        assert engine.scheduler.reset_prefix_cache()
+        (request,) = rig.run(engine, prompt)
+        assert engine.served[request].external_tokens == end
+        assert engine.outputs[request] == reference(tuple(prompt), 4)
+        assert engine.counters["loads_within_step|ram"] == within_step

@@ -65,8 +65,8 @@ def build_planner(
             "compared after a load; run without speculative_config"
         )
     scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    match_unit: int | None = getattr(vllm_config.cache_config, "prefix_match_unit", None)
-    problem = None if match_unit is None else _tails_problem(kv_cache_config)
+    finer_hits = getattr(vllm_config.cache_config, "prefix_match_unit", None) is not None
+    problem = _tails_problem(kv_cache_config, method) if finer_hits else None
     planner = HybridOffloadPlanner.build(
         groups,
         hash_block_size=hash_block_size,
@@ -74,25 +74,32 @@ def build_planner(
         hybrid_chunk_size=hybrid_chunk_size,
         scheduler_block_size=scheduler_block_size,
         lookahead_tokens=lookahead,
-        tail_tokens=None if problem else match_unit,
+        tail_tokens=hash_block_size if finer_hits and problem is None else None,
     )
     if problem is None:
         return planner
     return dataclasses.replace(planner, warnings=(*planner.warnings, no_tails_warning(problem)))
 
 
-def _tails_problem(kv_cache_config: KVCacheConfig) -> str | None:
-    """Return the reason why vLLM, or a kind of KV cache, does not permit hits inside blocks, or ``None`` if they do."""
+def _tails_problem(kv_cache_config: KVCacheConfig, method: str | None) -> str | None:
+    """Return the reason why no load ends inside a chunk, although the operator asked for it, or ``None``.
+
+    Of layers that share a group, the first decides, since vLLM's scheduler knows no other.
+    """
+    if method is not None and method != "ngram":
+        return f"speculative_config: drafts by {method} were never compared after such a load"
     groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if len(kv_cache_config.prefix_cacheable_group_ids) < len(groups):
-        return "a group takes no part in prefix caching"
-    specs = [inner for spec in groups for inner in getattr(spec, "kv_cache_specs", {"": spec}).values()]
-    for spec in specs:
+        return "a group takes no part in prefix caching, so a prefix may end at whole blocks only"
+    specs = [next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values())) for spec in groups]
+    for index, spec in enumerate(specs):
         if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec):
-            return f"the cache of kind {type(spec).__name__} may hold several tokens in one entry"
-    kinds = {type(spec) for spec in specs}
-    if MambaSpec in kinds and not kinds <= {MambaSpec, FullAttentionSpec}:
-        return "vLLM keeps the recurrent state at the end of a prompt only beside full attention"
+            return f"group {index}: an entry of a {type(spec).__name__} may cover several tokens"
+    states = [spec for spec in specs if isinstance(spec, MambaSpec)]
+    if any(spec.mamba_cache_mode != "align" for spec in states):
+        return "vLLM hands over the recurrent state at the end of a prompt in mamba_cache_mode 'align' only"
+    if states and any(type(spec) not in (MambaSpec, FullAttentionSpec) for spec in specs):
+        return "vLLM keeps the recurrent state at the end of a prompt beside full attention only"
     return None
 
 
