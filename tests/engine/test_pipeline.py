@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.engine.lab import Lab, objects, ours, served
 from tests.support.engine.spec import Round, compare
 
+# On a CPU, vLLM 0.32 makes the tensors between two stages in its warm-up only, which an eager engine leaves out.
+# The environment of the runs turns compilation itself off.
+TWO_STAGES: dict[str, Any] = {
+    "pipeline_parallel_size": 2,
+    "extra_engine_args": {"enforce_eager": False, "compilation_config": {"mode": 1}},
+}
 
-@pytest.mark.parametrize("lab", [pytest.param("gemma3", id="gemma3"), "qwen3_next"], indirect=True)
+
+@pytest.mark.long
 def test_two_pipeline_stages_each_find_their_part(lab: Lab, tmp_path: Path) -> None:
     rounds = [Round(name="prompts", prompts=lab.prompts(700, 1283, family=5))]
-    transfer = ours(tmp_path / "kv")
-
-    first = lab.run(
-        rounds,
-        transfer,
-        pipeline_parallel_size=2,
-        extra_engine_args={"enforce_eager": False, "compilation_config": {"mode": 1}},
-    )
-    second = lab.run(
-        rounds,
-        transfer,
-        pipeline_parallel_size=2,
-        extra_engine_args={"enforce_eager": False, "compilation_config": {"mode": 1}},
-    )
-    print(served(second), len(objects(tmp_path / "kv")))
+    first = lab.run(rounds, ours(tmp_path / "kv"), **TWO_STAGES)
+    second = lab.run(rounds, ours(tmp_path / "kv"), **TWO_STAGES)
 
     for result in (first, second):
         assert compare(lab.reference(rounds), result) == []
     assert not any(served(first).values())
-    assert all(served(second).values())
+    assert served(second) == {"family5-700": 512, "family5-1283": 1280}
+
+    stages = sorted({path.parents[2] for path in objects(tmp_path / "kv")})
+    assert len(stages) == 2, "each rank has a fingerprint of its own"
+    for path in objects(stages[0]):  # one rank's part is gone: no hit, whatever the other rank has
+        path.unlink()
+    third = lab.run(rounds, ours(tmp_path / "kv"), **TWO_STAGES)
+    assert compare(lab.reference(rounds), third) == []
+    assert not any(served(third).values())

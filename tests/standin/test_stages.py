@@ -1,4 +1,4 @@
-"""Pipeline stages in every geometry: each rank has the blocks of its own layers, and a hit needs the parts of all."""
+"""Pipeline stages: each rank has the blocks of its own layers, and a hit needs the parts of all."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from tests.standin.test_geometries import LONG_SEEDS
 from tests.support.standin.geometries import MODELS, StandInModel
 from tests.support.standin.workload import make_workload, reference
 
+STAGED = [name for name in MODELS if name != "deepseek_v4"]
+"""vLLM 0.32 cannot allocate DeepSeek-V4's packed cache for one stage, with or without a connector."""
 
-@pytest.fixture(params=list(MODELS))
+
+@pytest.fixture(params=STAGED)
 def model(request: pytest.FixtureRequest) -> StandInModel:
     return MODELS[request.param]()
 
@@ -58,12 +61,12 @@ def test_without_the_part_of_one_rank_there_is_no_hit(rig: Rig, model: StandInMo
 def test_other_stages_are_another_identity(rig: Rig) -> None:
     model = MODELS["gemma3"]()
     prompt = prompt_for(model)
-    for stages in (1, 2, 3):
+    for stages in (1, 2):
         engine = rig.engine(model, stages=stages)
         (request,) = rig.run(engine, prompt)
         assert engine.served[request].external_tokens == 0
         rig.end(engine)
-    assert len(namespaces(rig.kv)) == 1 + 2 + 3
+    assert len(namespaces(rig.kv)) == 1 + 2
 
 
 @pytest.mark.parametrize("seed", [0, *LONG_SEEDS])
@@ -76,3 +79,25 @@ def test_random_work_in_two_stages(rig: Rig, model: StandInModel, seed: int) -> 
         external = sum(engine.served[request].external_tokens for request in asked if request in engine.served)
         rig.end(engine)
     assert external > 0
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        {"name": "ram", "type": "cpu", "capacity": "64MiB"},
+        {"name": "disk", "type": "disk", "path": "kv", "capacity": "64MiB", "compression": "zstd"},
+    ],
+    ids=["lent", "compressed"],
+)
+def test_a_stage_without_layers_of_a_pack_has_objects_without_bytes(rig: Rig, backend: dict[str, object]) -> None:
+    model = MODELS["qwen3_next"]()  # its one layer of full attention is in the second stage
+    prompt = prompt_for(model)
+    if "path" in backend:
+        backend = {**backend, "path": str(rig.kv)}
+    engine = rig.engine(model, stages=2, backends=[backend])
+    rig.run(engine, prompt)
+    for _ in range(2):
+        assert engine.scheduler.reset_prefix_cache()
+        (request,) = rig.run(engine, prompt)
+        assert engine.served[request].external_tokens == 2 * model.chunk_tokens
+        assert engine.outputs[request] == reference(tuple(prompt), 4)
