@@ -1,8 +1,8 @@
 """Tails: the blocks between the last boundary of a prompt and its end, for hits that end inside a chunk.
 
 A prompt of 900 tokens with chunks of 256 has its last boundary at 768. Its tail holds the blocks behind that boundary,
-up to the last token that the engine can name by a hash and resume from, here 896. So the same prompt, or one that goes
-on from there, is served 896 tokens. Only the end of a prompt has a tail.
+up to token 896: the last one that the engine can resume from and that ends a hashed block. So the same prompt, or one
+that goes on from there, is served 896 tokens. Only the end of a prompt has a tail.
 
 Each pack has a pack of tails beside it, with names and objects of its own. A *unit* of that pack is a possible end of a
 tail. The hash of the tokens up to the end names the object, so it names the number of filled tokens too.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from tests.support import tiny_models
 from tests.support.engine.lab import Lab, objects, ours, served
 from tests.support.engine.spec import Round, compare
 
@@ -16,6 +17,15 @@ TWO_STAGES: dict[str, Any] = {
     "pipeline_parallel_size": 2,
     "extra_engine_args": {"enforce_eager": False, "compilation_config": {"mode": 1}},
 }
+
+
+@pytest.fixture(params=["gemma3", "qwen3_next"])
+def lab(request: pytest.FixtureRequest, models: Path) -> Lab:
+    """Both models. vLLM on CPUs wants a layer of attention in each stage, so Qwen3-Next has twice its layers."""
+    if request.param == "gemma3":
+        return cast("Lab", request.getfixturevalue("gemma3"))
+    folder = tiny_models.write_qwen3_next(models / "qwen3-next-8", num_layers=8)
+    return Lab("qwen3_next_8", folder, "bfloat16", 256)
 
 
 @pytest.mark.long
