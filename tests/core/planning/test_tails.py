@@ -85,11 +85,13 @@ def test_the_deepest_tail_is_found_if_all_groups_have_it(planner: HybridOffloadP
     block = max(group.block_size_tokens for group in planner.groups)
     limit = data.draw(st.integers(0, 5 * planner.boundary_tokens))
     computed = data.draw(st.integers(0, limit // block)) * block
-    missing = data.draw(st.sets(st.tuples(st.sampled_from(planner.all_packs), st.integers(0, 24)), max_size=8))
-    few = data.draw(st.booleans())
+    units = st.tuples(st.sampled_from(planner.packs), st.integers(0, 4))
+    missing = data.draw(st.sets(units, max_size=3))
+    ends = st.tuples(st.sampled_from(planner.tail_packs), st.integers(0, 5 * planner.boundary_tokens))
+    missing_tails = data.draw(st.sets(ends, max_size=8))
 
     def there(pack: Pack, unit: int) -> bool:
-        return ((pack, unit) in missing) == few if pack in planner.tail_packs else (pack, unit) not in missing
+        return (pack, unit) not in (missing_tails if pack in planner.tail_packs else missing)
 
     found, _ = drive(planner, there, computed, limit)
     tail = deepest_tail(planner, there, computed, limit)
