@@ -257,9 +257,9 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Take the engine's block pool, to see where its full attention is deeper than its states."""
-        if can_report_attention_alone(self._kv_cache_config):
-            self._scheduler.bind_block_pool(gpu_block_pool)
+        """Take the engine's block pool, to see where its full attention is deeper than its states, and its tails."""
+        backfills = can_report_attention_alone(self._kv_cache_config)
+        self._scheduler.bind_block_pool(gpu_block_pool, backfills=backfills)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:

@@ -143,3 +143,16 @@ def test_the_second_load_of_a_tail_takes_place_within_the_step(rig: Rig, model: 
         assert engine.served[request].external_tokens == end
         assert engine.outputs[request] == reference(tuple(prompt), 4)
         assert engine.counters["loads_within_step|ram"] == within_step
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_a_local_hit_that_ends_inside_a_block_waits_for_no_tier_that_has_no_more(rig: Rig, name: str) -> None:
+    model = MODELS[name]()
+    unit = MATCH_UNITS[name]
+    prompt = prompt_of(model.chunk_tokens + 2 * unit + 1)
+    engine = rig.engine(model, prefix_match_unit=unit)
+    rig.run(engine, prompt)
+    asked = engine.counters["queries|disk"]
+    (request,) = rig.run(engine, prompt)
+    assert engine.served[request].local_tokens == len(prompt) - 1
+    assert engine.counters["queries|disk"] == asked == 1

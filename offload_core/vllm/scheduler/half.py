@@ -155,10 +155,10 @@ class SchedulerHalf:
         self._curves.start([worker.object_bytes for worker in workers.values()])
         self._namespaces.clear()
 
-    def bind_block_pool(self, block_pool: BlockPool) -> None:
-        """Use the engine's block pool to load states alone, if this engine loads."""
+    def bind_block_pool(self, block_pool: BlockPool, *, backfills: bool) -> None:
+        """Use the engine's block pool, if this engine loads: with ``backfills`` to load states alone."""
         if self._engine_options.load:
-            self._backfill.bind(block_pool)
+            self._offers.bind(block_pool, backfills=backfills)
 
     def announce_content(self, kv_cache_config: KVCacheConfig, resync_seconds: float | None) -> None:
         """Make KV cache events from now on. Without this call they cost nothing."""
