@@ -118,6 +118,7 @@ def search_tails(
 ) -> Search:
     """Search for the deepest tail behind the depth of full attention that a search has found.
 
+    The first question is about all ends within that chunk, for one pack only. The others are about one end each.
     It is a generator like :func:`offload_core.planning.prefix_search.search`, and returns ``found`` if there is none.
     """
     tail_tokens = tail_packs[0].unit_tokens
@@ -126,19 +127,16 @@ def search_tails(
     ends = range(begin // tail_tokens, last // tail_tokens)
     if not ends:
         return found
-    answers = yield tuple(UnitRange(pack, ends) for pack in tail_packs)
+    first = next((pack for pack in tail_packs if pack.policy.kind == "state"), tail_packs[0])  # states are the rarest
+    others = [pack for pack in (*tail_packs, *packs) if pack is not first and pack.policy.kind != "full"]
+    others += (pack for pack in tail_packs if pack is not first and pack.policy.kind == "full")
+    (flags,) = yield (UnitRange(first, ends),)
     for unit in reversed(ends):
         end = (unit + 1) * tail_tokens
-        if all(
-            flags[unit - ends.start]
-            for pack, flags in zip(tail_packs, answers, strict=True)
-            if pack.needed_units(computed_tokens, end)
-        ):
-            before = tuple(
-                UnitRange(pack, units)
-                for pack in packs
-                if pack.policy.kind != "full" and (units := pack.needed_units(computed_tokens, end))
+        if flags[unit - ends.start] or not first.needed_units(computed_tokens, end):
+            rest = tuple(
+                UnitRange(pack, units) for pack in others if (units := pack.needed_units(computed_tokens, end))
             )
-            if not before or all(map(all, (yield before))):
+            if not rest or all(map(all, (yield rest))):
                 return PrefixDepth(end, found.attention_tokens)
     return found
