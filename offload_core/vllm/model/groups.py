@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 from offload_core.api.errors import PlanError
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.planning.tails import no_tails_warning
-from offload_core.vllm.compat import hisparse_in_use, prefix_replay_tokens
+from offload_core.vllm.compat import hisparse_in_use, prefix_replay_tokens, version_without_tails
 from offload_core.vllm.model.drafts import draft_method, lookahead_tokens
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ def _tails_problem(kv_cache_config: KVCacheConfig, method: str | None) -> str | 
 
     Of layers that share a group, the first decides, since vLLM's scheduler knows no other.
     """
+    if (version := version_without_tails()) is not None:
+        return f"vLLM {version} was not tested with such loads; use vLLM 0.32"
     if method is not None and method != "ngram":
         return f"speculative_config: drafts by {method} were never compared after such a load"
     groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
