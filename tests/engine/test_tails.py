@@ -44,14 +44,15 @@ def test_the_next_turn_resumes_at_the_tail_of_the_last_one(lab: Lab, tmp_path: P
     lab.run([Round(name="first", prompts=[turn])], ours(tmp_path / "kv"), **FINE)
 
     rounds = [Round(name="second", prompts=[following])]
-    second = lab.run(rounds, ours(tmp_path / "kv"), **FINE)
+    reading = {**ours(tmp_path / "kv"), "kv_role": "kv_consumer"}
+    second = lab.run(rounds, reading, **FINE)
     assert served(second) == {"next turn": 896}
     assert compare(lab.reference(rounds, **FINE), second) == []
 
     for path in objects(tmp_path / "kv"):
         if path.parts[-3] == "full-u256-tail":
             path.unlink()
-    third = lab.run(rounds, ours(tmp_path / "kv"), **FINE)
+    third = lab.run(rounds, reading, **FINE)
     assert served(third) == {"next turn": 768}, "without a part of the tail, the last whole chunk"
     assert compare(lab.reference(rounds, **FINE), third) == []
 

@@ -156,3 +156,24 @@ def test_a_local_hit_that_ends_inside_a_block_waits_for_no_tier_that_has_no_more
     (request,) = rig.run(engine, prompt)
     assert engine.served[request].local_tokens == len(prompt) - 1
     assert engine.counters["queries|disk"] == asked == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "reason"),
+    [
+        ("mla", 64, "an entry of a MLAAttentionSpec may cover several tokens"),
+        ("deepseek_v4", 4, "may cover several tokens"),
+        ("llama4", 16, "an attention chunk ends at every boundary"),
+    ],
+)
+def test_a_model_without_tails_says_why(
+    rig: Rig, name: str, unit: int, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = MODELS[name]()
+    prompt = prompt_of(model.chunk_tokens + model.chunk_tokens // 2)
+    for expected in (0, model.chunk_tokens):
+        engine = rig.engine(model, prefix_match_unit=unit)
+        (request,) = rig.run(engine, prompt)
+        assert engine.served[request].external_tokens == expected
+        rig.end(engine)
+    assert [text for text in caplog.messages if "prefix_match_unit" in text and reason in text]
