@@ -60,7 +60,7 @@ class LoadChoice:
         """
         if self._policy == "always":
             return dict.fromkeys(self._loads, math.inf)
-        reachable = self._planner.storable_prefix(query.limit_tokens)
+        reachable = self._planner.reachable_prefix(query.limit_tokens)
         saved = {name: self._saved_seconds(name, query, reachable) for name in self._loads}
         return {name: seconds for name, seconds in saved.items() if seconds > self._loads[name].lookup_seconds()}
 
@@ -120,7 +120,7 @@ class LoadChoice:
             local_attention_tokens: prefix whose full attention needs no load, but for the last unit before a boundary.
         """
         nbytes = 0
-        for pack in self._planner.packs:
+        for pack in self._planner.all_packs:
             begin = computed_tokens
             if pack.policy.kind == "full":
                 begin = max(begin, min(local_attention_tokens, boundary_tokens - pack.unit_tokens))

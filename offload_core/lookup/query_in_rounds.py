@@ -61,7 +61,7 @@ class _Query:
             return None
         query = self._query
         search = self._planner.search(
-            query.computed_tokens, limit, _FIRST_BATCH_UNITS, local_attention_tokens=query.local_attention_tokens
+            query.computed_tokens, limit, _FIRST_BATCH_UNITS, query.local_attention_tokens, query.limit_tokens
         )
         try:
             ranges = next(search)

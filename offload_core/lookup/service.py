@@ -184,7 +184,7 @@ class LookupService:
             answers.append(TierAnswer(tier.name, answer, wanted_until))
             answer.add_done_callback(log_unexpected)
             answer.add_done_callback(lambda _: self._answered.set())
-        reachable_tokens = self._planner.storable_prefix(query.limit_tokens)
+        reachable_tokens = self._planner.reachable_prefix(query.limit_tokens)
         all_asked = len(answers) == len(self._tiers)
         choice = self._choice
         return Lookup(query, answers, reachable_tokens, self._grace_seconds, started, choice, all_asked=all_asked)

@@ -153,7 +153,7 @@ class PathPlacement:
         step = self._planner.boundary_tokens
         common = parted = min(seen * step, self.replay_tokens)
         if any(pack.policy.kind == "full" for pack in self._planner.packs):
-            common = max(common, found.attention_tokens)
+            common = max(common, self._planner.storable_prefix(found.attention_tokens))
         shared = history.is_shared(names[common // step - 1]) if common else False
         served_by_spare = common == parted == found.usable_tokens and shared is None
         if served_by_spare or (common > found.usable_tokens and shared is not False):

@@ -105,6 +105,7 @@ from offload_core.planning.chunk_size import ChunkSizes, unit_tokens
 from offload_core.planning.hit_policy import HitPolicy
 from offload_core.planning.packs import GroupGeometry, Pack
 from offload_core.planning.prefix_search import FIRST_BATCH_UNITS, PrefixDepth, Search, UnitRange, search
+from offload_core.planning.tails import TailPack, no_tails_warning, search_tails, tails_problem
 
 __all__ = ["GroupGeometry", "HitPolicy", "HybridOffloadPlanner", "Pack", "PrefixDepth", "UnitRange"]
 
@@ -127,6 +128,8 @@ class HybridOffloadPlanner:
     lookahead_blocks: int = 0
     """Hash blocks behind a boundary that a prompt must have to resume there, because a draft's cache reads ahead."""
     warnings: tuple[str, ...] = field(default=(), compare=False)
+    tail_packs: tuple[TailPack, ...] = ()
+    """Beside each pack, its tails (:mod:`.tails`); empty if prompts have none."""
 
     @classmethod
     def build(
@@ -138,6 +141,7 @@ class HybridOffloadPlanner:
         hybrid_chunk_size: int | None = None,
         scheduler_block_size: int = 1,
         lookahead_tokens: int = 0,
+        tail_tokens: int | None = None,
     ) -> HybridOffloadPlanner:
         """Plan for ``groups``, the groups that take part in prefix caching. Other groups have no vote and no objects.
 
@@ -150,6 +154,8 @@ class HybridOffloadPlanner:
             scheduler_block_size: the engine continues a prefix only at multiples of this many tokens. This can exceed
                 the needs of ``groups``, if the engine has other groups too.
             lookahead_tokens: the cache at a position depends on this many further tokens.
+            tail_tokens: let prompts have tails (:mod:`.tails`) that end at multiples of this many tokens, which is a
+                multiple of ``hash_block_size``. If the groups do not permit it, a warning says why.
 
         Raises:
             PlanError: no object could ever be stored or used; the message has the reason and a working chunk size.
@@ -197,6 +203,12 @@ class HybridOffloadPlanner:
             for (unit, policy), members in by_pack.items()
         )
         warnings = () if hybrid_chunk_size is None else tuple(sizes.warnings(chunk))  # the default has no drawbacks
+        tail_packs: tuple[TailPack, ...] = ()
+        if tail_tokens is not None and tail_tokens != boundary:
+            if problem := tails_problem(groups, packs, boundary, tail_tokens):
+                warnings += (no_tails_warning(problem),)
+            else:
+                tail_packs = tuple(TailPack.of(pack, tail_tokens) for pack in packs)
         return cls(
             tuple(groups),
             packs,
@@ -207,7 +219,13 @@ class HybridOffloadPlanner:
             scheduler_block_size,
             lookahead,
             warnings,
+            tail_packs,
         )
+
+    @cached_property
+    def all_packs(self) -> tuple[Pack, ...]:
+        """The packs, and those of their tails."""
+        return (*self.packs, *self.tail_packs)
 
     @cached_property
     def groups_without_objects(self) -> tuple[GroupGeometry, ...]:
@@ -252,6 +270,16 @@ class HybridOffloadPlanner:
         named = self.named_tokens(prompt_tokens // self.hash_block_size)
         return self.storable_prefix(max(0, min(prompt_tokens - 1, named)))
 
+    def reachable_prefix(self, tokens: int) -> int:
+        """Return the deepest end of a loaded prefix at or below ``tokens``: a boundary, or the end of a tail."""
+        return tokens - tokens % (self.tail_packs[0].unit_tokens if self.tail_packs else self.boundary_tokens)
+
+    def tail_end(self, prompt_tokens: int) -> int:
+        """Return the end of a prompt's tail in tokens; 0 if the prompt has none, or ends at a boundary."""
+        named = self.named_tokens(prompt_tokens // self.hash_block_size)
+        end = self.reachable_prefix(max(0, min(prompt_tokens - 1, named)))
+        return end if end % self.boundary_tokens else 0
+
     def ever_needed(self, pack: Pack, unit: int) -> bool:
         """Return ``True`` if some boundary needs ``unit``. An object that no boundary needs would never be read."""
         first_boundary = self.storable_prefix(pack.tokens_in(unit + 1) + self.boundary_tokens - 1)
@@ -263,6 +291,7 @@ class HybridOffloadPlanner:
         limit_tokens: int,
         first_batch_units: int = FIRST_BATCH_UNITS,
         local_attention_tokens: int = 0,
+        tail_limit_tokens: int | None = None,
     ) -> Search:
         """Search for the deepest boundary at which every pack is satisfied (invariant I6).
 
@@ -278,10 +307,17 @@ class HybridOffloadPlanner:
             local_attention_tokens: length of the prefix whose full attention the engine holds locally. It is more than
                 ``computed_tokens`` if the engine has evicted windows or states. Boundaries up to this length need only
                 the last unit of full attention before them.
+            tail_limit_tokens: deepest end of a tail, by default ``limit_tokens``.
         """
-        return search(
+        found = yield from search(
             self.packs, self.boundary_tokens, computed_tokens, limit_tokens, first_batch_units, local_attention_tokens
         )
+        if self.tail_packs and local_attention_tokens <= computed_tokens:
+            limit = limit_tokens if tail_limit_tokens is None else tail_limit_tokens
+            found = yield from search_tails(
+                self.packs, self.tail_packs, self.boundary_tokens, computed_tokens, limit, found
+            )
+        return found
 
     def usable_prefix(self, present: Mapping[str, Sequence[bool]], computed_tokens: int, limit_tokens: int) -> int:
         """Return the usable boundary that :meth:`search` finds if the presence of objects is known beforehand.

@@ -105,6 +105,11 @@ def can_report_attention_alone(kv_cache_config: KVCacheConfig) -> bool:
     return all(spec == kind[0] for kind in (recurrent, others) for spec in kind)
 
 
+def version_without_tails() -> str | None:
+    """Return the installed version if a load that ends inside a block was not tested with it: any before 0.32."""
+    return vllm.__version__ if (0, 0) < _release() < (0, 32) else None
+
+
 def can_load_within_step() -> bool:
     """Return whether the engine makes loads before the step of their requests, if it is told so. This came with 0.32.
 

@@ -65,7 +65,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        transfer_config = vllm_config.kv_transfer_config
+        transfer_config, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        self._ranks_per_stage: int = parallel.tensor_parallel_size
         config = load_config(transfer_config.kv_connector_extra_config)
         planner = build_planner(vllm_config, kv_cache_config, config.settings.hybrid_chunk_size)
         self._scheduler_half: SchedulerHalf | None = None
@@ -102,10 +103,10 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             config,
             planner,
             identity,
-            vllm_config.parallel_config.world_size,
+            parallel.world_size,
             kv_cache_config.num_blocks,
             vllm_config.scheduler_config.max_num_batched_tokens,
-            pipelined=bool(vllm_config.scheduler_config.async_scheduling),
+            pipelined=bool(vllm_config.scheduler_config.async_scheduling) or parallel.pipeline_parallel_size > 1,
             loads=loads,
             stores=stores,
             loads_within_step=can_load_within_step() and vllm_config.speculative_config is None,
@@ -248,13 +249,17 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Take every worker's layout and the sizes of its objects. vLLM 0.33 sends them again after a sleep."""
         self._scheduler.set_workers(
-            {tp_rank: item for (_, tp_rank), item in metadata.items() if isinstance(item, WorkerIdentity)}
+            {
+                pp_rank * self._ranks_per_stage + tp_rank: item
+                for (pp_rank, tp_rank), item in metadata.items()
+                if isinstance(item, WorkerIdentity)
+            }
         )
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Take the engine's block pool, to see where its full attention is deeper than its states."""
-        if can_report_attention_alone(self._kv_cache_config):
-            self._scheduler.bind_block_pool(gpu_block_pool)
+        """Take the engine's block pool, to see where its full attention is deeper than its states, and its tails."""
+        backfills = can_report_attention_alone(self._kv_cache_config)
+        self._scheduler.bind_block_pool(gpu_block_pool, backfills=backfills)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:

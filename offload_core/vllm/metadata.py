@@ -7,6 +7,7 @@ each worker completes the key with its own namespace.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -134,3 +135,11 @@ class WorkerIdentity(KVConnectorHandshakeMetadata):
 
     layout: dict[str, Json]
     object_bytes: dict[str, int]
+
+
+def largest_objects(workers: Iterable[WorkerIdentity]) -> dict[str, int]:
+    """Return, per pack name, the bytes of the largest rank's object. Pipeline stages have different layers."""
+    largest: Counter[str] = Counter()
+    for worker in workers:
+        largest |= Counter(worker.object_bytes)
+    return dict(largest)

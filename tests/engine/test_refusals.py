@@ -46,7 +46,11 @@ def _engine(drafts: str | None = None, **parallel: int) -> Any:
 @pytest.mark.parametrize(
     ("engine", "groups", "reason"),
     [
-        (_engine(pipeline_parallel_size=2), _groups(FullAttentionSpec(**ATTENTION)), "pipeline_parallel_size is 2"),
+        (
+            _engine("ngram", pipeline_parallel_size=2),
+            _groups(FullAttentionSpec(**ATTENTION)),
+            r"pipeline_parallel_size is 2, and drafts beside pipeline stages .*; run without speculative_config",
+        ),
         (
             _engine(decode_context_parallel_size=4),
             _groups(FullAttentionSpec(**ATTENTION)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
@@ -19,7 +20,8 @@ from vllm.v1.kv_cache_interface import (
 
 from offload_core.api.errors import PlanError
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
-from offload_core.vllm.compat import hisparse_in_use, prefix_replay_tokens
+from offload_core.planning.tails import no_tails_warning
+from offload_core.vllm.compat import hisparse_in_use, prefix_replay_tokens, version_without_tails
 from offload_core.vllm.model.drafts import draft_method, lookahead_tokens
 
 if TYPE_CHECKING:
@@ -44,6 +46,12 @@ def build_planner(
         )
     ]
     method = draft_method(vllm_config)
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if method is not None and stages > 1:
+        raise PlanError(
+            f"speculative_config: pipeline_parallel_size is {stages}, and drafts beside pipeline stages were never "
+            "compared after a load; run without speculative_config, or set pipeline_parallel_size to 1"
+        )
     if method == "draft_model" and len(kv_cache_config.kv_cache_groups) > 1:
         raise PlanError(
             f"speculative_config: the KV cache has {len(kv_cache_config.kv_cache_groups)} groups, and vLLM writes the "
@@ -57,14 +65,44 @@ def build_planner(
             "compared after a load; run without speculative_config"
         )
     scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    return HybridOffloadPlanner.build(
+    finer_hits = getattr(vllm_config.cache_config, "prefix_match_unit", None) is not None
+    problem = _tails_problem(kv_cache_config, method) if finer_hits else None
+    planner = HybridOffloadPlanner.build(
         groups,
         hash_block_size=hash_block_size,
         max_model_len=vllm_config.model_config.max_model_len,
         hybrid_chunk_size=hybrid_chunk_size,
         scheduler_block_size=scheduler_block_size,
         lookahead_tokens=lookahead,
+        tail_tokens=hash_block_size if finer_hits and problem is None else None,
     )
+    if problem is None:
+        return planner
+    return dataclasses.replace(planner, warnings=(*planner.warnings, no_tails_warning(problem)))
+
+
+def _tails_problem(kv_cache_config: KVCacheConfig, method: str | None) -> str | None:
+    """Return the reason why no load ends inside a chunk, although the operator asked for it, or ``None``.
+
+    Of layers that share a group, the first decides, since vLLM's scheduler knows no other.
+    """
+    if (version := version_without_tails()) is not None:
+        return f"vLLM {version} was not tested with such loads; use vLLM 0.32"
+    if method is not None and method != "ngram":
+        return f"speculative_config: drafts by {method} were never compared after such a load"
+    groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if len(kv_cache_config.prefix_cacheable_group_ids) < len(groups):
+        return "a group takes no part in prefix caching, so a prefix may end at whole blocks only"
+    specs = [next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values())) for spec in groups]
+    for index, spec in enumerate(specs):
+        if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec):
+            return f"group {index}: an entry of a {type(spec).__name__} may cover several tokens"
+    states = [spec for spec in specs if isinstance(spec, MambaSpec)]
+    if any(spec.mamba_cache_mode != "align" for spec in states):
+        return "vLLM hands over the recurrent state at the end of a prompt in mamba_cache_mode 'align' only"
+    if states and any(type(spec) not in (MambaSpec, FullAttentionSpec) for spec in specs):
+        return "vLLM keeps the recurrent state at the end of a prompt beside full attention only"
+    return None
 
 
 def handed_over(vllm_config: VllmConfig, planner: HybridOffloadPlanner) -> str:
@@ -81,7 +119,7 @@ def handed_over(vllm_config: VllmConfig, planner: HybridOffloadPlanner) -> str:
 
 def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     parallel = vllm_config.parallel_config
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise PlanError(
                 f"{name} is {getattr(parallel, name)}; set it to 1, the only value that offloading supports"

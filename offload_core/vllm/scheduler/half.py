@@ -28,7 +28,7 @@ from offload_core.tiers.live_curves import LiveCurves
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.vllm.compat import keep_state_at
 from offload_core.vllm.kv_events.events import KvEvents
-from offload_core.vllm.metadata import ChunkTouch, StepMetadata, StepReport, WorkerIdentity
+from offload_core.vllm.metadata import ChunkTouch, StepMetadata, StepReport, WorkerIdentity, largest_objects
 from offload_core.vllm.model.lora import AdapterIdentities
 from offload_core.vllm.scheduler.backfill import Backfill
 from offload_core.vllm.scheduler.block_holders import BlockHolders, held_and_needed_blocks
@@ -149,16 +149,16 @@ class SchedulerHalf:
         if self._workers:
             self.reset()
         self._workers = workers
-        self._choice.object_bytes = next(iter(workers.values())).object_bytes if workers else {}
+        self._choice.object_bytes = largest_objects(workers.values())
         self._kept_loads.object_bytes = self._choice.object_bytes
         self._placement.set_object_bytes(self._choice.object_bytes)
         self._curves.start([worker.object_bytes for worker in workers.values()])
         self._namespaces.clear()
 
-    def bind_block_pool(self, block_pool: BlockPool) -> None:
-        """Use the engine's block pool to load states alone, if this engine loads."""
+    def bind_block_pool(self, block_pool: BlockPool, *, backfills: bool) -> None:
+        """Use the engine's block pool, if this engine loads: with ``backfills`` to load states alone."""
         if self._engine_options.load:
-            self._backfill.bind(block_pool)
+            self._offers.bind(block_pool, backfills=backfills)
 
     def announce_content(self, kv_cache_config: KVCacheConfig, resync_seconds: float | None) -> None:
         """Make KV cache events from now on. Without this call they cost nothing."""

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from offload_core.api.keys import ObjectKey
 from offload_core.lookup.chunk_ledger import ChunkLedger
@@ -20,9 +21,12 @@ from offload_core.runtime.metrics import ALL_TIERS, Counters
 from offload_core.tiers.tier import Tier
 from offload_core.vllm.scheduler.backfill import Backfill
 from offload_core.vllm.scheduler.block_holders import BlockHolders
-from offload_core.vllm.scheduler.local_cache import LocalPrefix
+from offload_core.vllm.scheduler.local_cache import LocalPrefix, LocalTails
 from offload_core.vllm.scheduler.placement_plan import PlacementPlan
 from offload_core.vllm.scheduler.request_state import Offer, RequestState
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
 
 _IDLE_WAIT_SECONDS = 0.002
 _OFFER_LIFE_SECONDS = 1.0
@@ -65,10 +69,18 @@ class LoadOffers:
         self._lookup_seconds = max(tier.limits.lookup_timeout_seconds for tier in tiers)
         self._load_seconds = {tier.name: tier.limits.load_timeout_seconds for tier in tiers}
         self._chunks_loading: Counter[ChunkRef] = Counter()
+        self._local_tails: LocalTails | None = None
         self._recomputing: set[str] = set()
         """Requests whose load has failed and that have not run since."""
         self._storage_awaited = False
         """True if a request was told in this step to ask again."""
+
+    def bind(self, block_pool: BlockPool, *, backfills: bool) -> None:
+        """Use the engine's block pool, for backfills if wanted, and to see hits that end inside a block."""
+        if backfills:
+            self._backfill.bind(block_pool)
+        if self._planner.tail_packs and any(pack.policy.kind == "state" for pack in self._planner.packs):
+            self._local_tails = LocalTails(block_pool, self._planner)
 
     def matched_tokens(self, state: RequestState, computed_tokens: int) -> int | None:
         """Return the number of tokens past ``computed_tokens`` that can be loaded, or ``None`` to be asked again.
@@ -161,7 +173,7 @@ class LoadOffers:
         if not _may_load(state):
             return 0
         if computed_tokens % self._block_alignment_tokens:
-            return 0  # the local prefix ends inside a block, which may be shared and must not be written to
+            return 0  # vLLM asks from the block before it on, if its own hit ends inside a block, which may be shared
         if state.adapter is not None and not state.adapter.usable:
             return self._ask_again(state, "lookup") if state.adapter.pending else 0
         if state.offer and self._backfill.is_expected(state, computed_tokens):  # a step may outlast an offer
@@ -254,12 +266,16 @@ class LoadOffers:
         hashes = request.block_hashes
         # The last token is always computed, and tokens without a block hash have no key yet.
         limit = min(request.num_tokens - 1, self._planner.named_tokens(len(hashes)))
-        if self._planner.storable_prefix(limit) <= local.computed_tokens:
+        held_tokens = local.computed_tokens
+        if self._local_tails is not None:
+            held_tokens = self._local_tails.end(request, held_tokens)
+        if self._planner.reachable_prefix(limit) <= held_tokens:
             return False
         adapter = state.adapter.digest if state.adapter else ""
         query = PrefixQuery(
             hashes={
-                pack.name: ChunkHashes(hashes, pack.hash_factor, pack.lookahead_blocks) for pack in self._planner.packs
+                pack.name: ChunkHashes(hashes, pack.hash_factor, pack.lookahead_blocks)
+                for pack in self._planner.all_packs
             },
             namespaces=self._ranks_namespaces(adapter),
             computed_tokens=local.computed_tokens,

@@ -32,12 +32,13 @@ def plan_load(
         for pack in planner.packs
         for group in pack.groups
     }
+    unfilled = {
+        group.index: _blocks_to_fill(group, tables[group.index], computed_tokens, boundary_tokens)
+        for pack in planner.packs
+        for group in pack.groups
+    }
     chunks: list[ChunkTransfer] = []
-    for pack in planner.packs:
-        unfilled = {
-            group.index: _blocks_to_fill(group, tables[group.index], computed_tokens, boundary_tokens)
-            for group in pack.groups
-        }
+    for pack in planner.all_packs:
         for unit in pack.needed_units(computed_tokens, boundary_tokens):
             slices = tuple(
                 _slice(pack, group, unit, tables[group.index], computed_tokens, unfilled[group.index])
@@ -45,12 +46,13 @@ def plan_load(
             )
             if any(part.block_ids for part in slices):
                 chunks.append(ChunkTransfer(state.ref(pack, unit), slices))
-        for index, positions in unfilled.items():
-            if positions:
+    for pack in planner.packs:
+        for index in (group.index for group in pack.groups):
+            if unfilled[index]:
                 logger.error(
                     "request %s: the engine allocated blocks %s of group %d for a load to token %d, but pack %s does "
                     "not hold them; the request is recomputed. Please report this with the model's name.",
-                    state.request.request_id, sorted(positions), index, boundary_tokens, pack.name,
+                    state.request.request_id, sorted(unfilled[index]), index, boundary_tokens, pack.name,
                 )  # fmt: skip
                 return None
     return chunks
@@ -61,7 +63,7 @@ def _blocks_to_fill(group: GroupGeometry, table: Sequence[int], computed_tokens:
     size = group.block_size_tokens
     return {
         position
-        for position in range(computed_tokens // size, boundary_tokens // size)
+        for position in range(computed_tokens // size, -(-boundary_tokens // size))
         if table[position] != NULL_BLOCK_ID
     }
 

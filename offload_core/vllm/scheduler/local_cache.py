@@ -66,6 +66,29 @@ class LocalCache:
         return self._pool.get_cached_block(request.block_hashes[block], groups) is not None
 
 
+class LocalTails:
+    """Reads where the engine's own hits end inside a block. The connector is asked from the block's begin on.
+
+    A load takes the place of such a hit only if it ends behind it.
+    """
+
+    def __init__(self, block_pool: BlockPool, planner: HybridOffloadPlanner) -> None:
+        self._pool = block_pool
+        self._hash_tokens = planner.hash_block_size
+        self._block_tokens = max(planner.scheduler_block_size, *(group.block_size_tokens for group in planner.groups))
+        self._groups = [group.index for group in planner.groups]
+
+    def end(self, request: Request, computed_tokens: int) -> int:
+        """Return the end of the engine's own hit in tokens, as far as all groups have it at the same place."""
+        first = computed_tokens // self._hash_tokens
+        behind = (computed_tokens + self._block_tokens - 1) // self._hash_tokens
+        last = min((request.num_tokens - 1) // self._hash_tokens, len(request.block_hashes), behind)
+        for end in range(last, first, -1):
+            if self._pool.get_cached_block(request.block_hashes[end - 1], self._groups) is not None:
+                return end * self._hash_tokens
+        return computed_tokens
+
+
 def has_only_attention_and_states(planner: HybridOffloadPlanner) -> bool:
     """Return whether all groups are full attention or recurrent, with both kinds present and blocks of one size."""
     kinds = {group.policy.kind for group in planner.groups}

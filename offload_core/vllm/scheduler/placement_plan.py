@@ -73,6 +73,14 @@ class PlacementPlan:
         """Return whether a chunk may use free capacity only."""
         return self._policy != "everything" and not state.path.keeps(pack, unit)
 
+    def stores_tail(self, state: RequestState) -> bool:
+        """Return whether a prompt's tail is to be stored at all."""
+        return self._policy != "kept" or not state.path.ends_are_spare
+
+    def is_spare_tail(self, state: RequestState) -> bool:
+        """Return whether a prompt's tail may use free capacity only, as the end of a path that does not pay."""
+        return self._policy != "everything" and state.path.ends_are_spare
+
     def begin(self, state: RequestState) -> None:
         """Note a new request: the boundaries of earlier prompts show where its path parts from theirs."""
         names = self.boundary_names(state, state.request.num_prompt_tokens)
@@ -94,7 +102,7 @@ class PlacementPlan:
         if state.options.store:
             tokens = min((next_unit * pack.unit_tokens for pack, next_unit in self._examined(state)), default=math.inf)
             tokens = min(tokens, self._planner.named_tokens(len(state.request.block_hashes)))
-            path = self._touches(state, int(tokens))
+            path = [*self._tail_touches(state), *self._touches(state, int(tokens))]
         else:
             path = state.path.refreshing_touches(self._planner.storable_prefix(max(state.resumed_tokens, 0)))
         self._plan_touches(state, path, _LONGEST_DELAY_SECONDS)
@@ -151,6 +159,14 @@ class PlacementPlan:
         if self._policy == "everything":
             return state.path.touches_of_all(state.resumed_tokens, tokens)
         return state.path.touches(tokens, self.boundary_names(state, tokens), self._history)
+
+    def _tail_touches(self, state: RequestState) -> list[Touch]:
+        """Return the touches of a prompt's tail, which come before all others, if the prompt was computed."""
+        end = self._planner.tail_end(state.request.num_prompt_tokens)
+        if state.request.num_computed_tokens < end or not self.stores_tail(state):
+            return []
+        spare = self.is_spare_tail(state)
+        return [Touch(pack, unit, spare) for pack in self._planner.tail_packs for unit in pack.needed_units(0, end)]
 
     def _plan_touches(self, state: RequestState, path: Iterable[Touch], delay_seconds: float) -> None:
         has_names = state.adapter is None or state.adapter.usable

@@ -95,6 +95,8 @@ class RequestState:
     """The boundaries of its tokens that are worth keeping."""
     next_store_tokens: int = 0
     """The token count at which the next unexamined unit is complete."""
+    tail_tokens: int = 0
+    """The end of its tail while the store plan has not examined it, else 0."""
     arrived: float = field(default_factory=time.monotonic)
     """By the monotonic clock, in seconds."""
     resumed_tokens: int = 0
@@ -132,16 +134,22 @@ class RequestState:
     def refs_behind(self, planner: HybridOffloadPlanner, tokens: int) -> list[ChunkRef]:
         """Return every chunk of this request that has a hash and ends behind ``tokens``."""
         hash_blocks = len(self.request.block_hashes)
-        return [
+        refs = [
             self.ref(pack, unit)
             for pack in planner.packs
             for unit in range(pack.units_in(tokens), pack.named_units(hash_blocks))
         ]
+        return [*refs, *self.tail_refs(planner)]
+
+    def tail_refs(self, planner: HybridOffloadPlanner) -> list[ChunkRef]:
+        """Return the chunks of this request's tail, if it has one."""
+        end = planner.tail_end(self.request.num_prompt_tokens)
+        return [self.ref(pack, unit) for pack in planner.tail_packs for unit in pack.needed_units(0, end)]
 
     def needed_refs(self, planner: HybridOffloadPlanner, computed_tokens: int, boundary_tokens: int) -> list[ChunkRef]:
         """Return every chunk that a load from ``computed_tokens`` to ``boundary_tokens`` needs."""
         return [
             self.ref(pack, unit)
-            for pack in planner.packs
+            for pack in planner.all_packs
             for unit in pack.needed_units(computed_tokens, boundary_tokens)
         ]

@@ -48,6 +48,7 @@ class StorePlan:
     def start_over(self, state: RequestState) -> None:
         """Examine all units of a request: at its start, and again after a failed load, since they are computed then."""
         state.next_unit = {pack.name: 0 for pack in self._attention_packs}
+        state.tail_tokens = self._planner.tail_end(state.request.num_prompt_tokens)
         self._set_next_tokens(state)
 
     def stores(self, output: SchedulerOutput, requests: Mapping[str, RequestState]) -> Iterator[ChunkTransfer]:
@@ -86,16 +87,28 @@ class StorePlan:
                 ref = state.ref(pack, unit)
                 if self._ledger.is_present(ref) or not self._is_wanted(state, pack, unit):
                     continue
-                slices = [
-                    BlockSlice(0, tuple(tables[group.index][position] for position in pack.block_range(group, unit)))
-                    for group in pack.groups
-                ]
-                # A null block was freed or never held.
-                if not any(NULL_BLOCK_ID in part.block_ids for part in slices):
+                slices = _stored_slices(pack, unit, tables)
+                if slices is not None:
                     self._store_starts(state, pack, unit, ref)
-                    yield ChunkTransfer(ref, tuple(slices), self._placement.is_spare(state, pack, unit))
+                    yield ChunkTransfer(ref, slices, self._placement.is_spare(state, pack, unit))
             state.next_unit[pack.name] = max(state.next_unit[pack.name], end)
+        if 0 < state.tail_tokens <= tokens:
+            yield from self._attention_tail(state, state.tail_tokens, tables)
+            state.tail_tokens = 0
         self._set_next_tokens(state)
+
+    def _attention_tail(
+        self, state: RequestState, end: int, tables: Sequence[Sequence[int]]
+    ) -> Iterator[ChunkTransfer]:
+        """Yield the tail of a prompt but for its states, which the engine hands over when it has kept them."""
+        for pack in self._planner.tail_packs:
+            if pack.policy.kind == "state" or not self._placement.stores_tail(state):
+                continue
+            for unit in pack.needed_units(0, end):
+                ref, slices = state.ref(pack, unit), _stored_slices(pack, unit, tables)
+                if slices is not None and not self._ledger.is_present(ref):
+                    self._ledger.store_started(ref)
+                    yield ChunkTransfer(ref, slices, self._placement.is_spare_tail(state))
 
     def _boundary_states(self, state: RequestState, states: Sequence[tuple[int, int, int]]) -> Iterator[ChunkTransfer]:
         """Yield recurrent states that the engine hands over, if all states of a pack are at one boundary."""
@@ -103,7 +116,10 @@ class StorePlan:
         by_boundary: dict[int, dict[int, int]] = {}
         for group_id, block_id, boundary in states:
             by_boundary.setdefault(boundary, {})[group_id] = block_id
+        tail = self._planner.tail_end(state.request.num_prompt_tokens)
         for boundary, block_ids in by_boundary.items():
+            if boundary == tail <= limit and self._placement.stores_tail(state):
+                yield from self._state_tail(state, tail, block_ids)
             for pack in self._state_packs:
                 unit = boundary // pack.unit_tokens - 1
                 if boundary % pack.unit_tokens or boundary > limit or not self._is_wanted(state, pack, unit):
@@ -115,6 +131,18 @@ class StorePlan:
                     slices = tuple(BlockSlice(0, (block_id,)) for block_id in ids)
                     yield ChunkTransfer(ref, slices, self._placement.is_spare(state, pack, unit))
 
+    def _state_tail(self, state: RequestState, end: int, block_ids: Mapping[int, int]) -> Iterator[ChunkTransfer]:
+        for pack in self._planner.tail_packs:
+            ids = [block_ids.get(group.index, NULL_BLOCK_ID) for group in pack.groups]
+            if pack.policy.kind != "state" or NULL_BLOCK_ID in ids:
+                continue
+            for unit in pack.needed_units(0, end):
+                ref = state.ref(pack, unit)
+                if not self._ledger.is_present(ref):
+                    self._ledger.store_started(ref)
+                    slices = tuple(BlockSlice(0, (block_id,)) for block_id in ids)
+                    yield ChunkTransfer(ref, slices, self._placement.is_spare_tail(state))
+
     def _store_starts(self, state: RequestState, pack: Pack, unit: int, ref: ChunkRef) -> None:
         self._ledger.store_started(ref)
         if self.kv_events is not None:
@@ -125,9 +153,27 @@ class StorePlan:
 
     def _set_next_tokens(self, state: RequestState) -> None:
         state.next_store_tokens = min(
-            ((state.next_unit[pack.name] + 1) * pack.unit_tokens for pack in self._attention_packs),
-            default=sys.maxsize,
+            (
+                state.tail_tokens or sys.maxsize,
+                *((state.next_unit[pack.name] + 1) * pack.unit_tokens for pack in self._attention_packs),
+            )
         )
+
+
+def _stored_slices(pack: Pack, unit: int, tables: Sequence[Sequence[int]]) -> tuple[BlockSlice, ...] | None:
+    """Return the blocks of a unit per group; ``None`` if one of them was freed, or was never held.
+
+    A tail may have fewer blocks than slots. Its last block fills the others too, so that each byte of the object has a
+    defined value. No load reads them.
+    """
+    slices = []
+    for group in pack.groups:
+        ids = [tables[group.index][position] for position in pack.block_range(group, unit)]
+        if NULL_BLOCK_ID in ids:
+            return None
+        ids += ids[-1:] * (pack.stored_blocks(group) - len(ids))
+        slices.append(BlockSlice(0, tuple(ids)))
+    return tuple(slices)
 
 
 def _may_store(state: RequestState) -> bool:

@@ -76,7 +76,7 @@ class WorkerHalf:
         self._uses_partial_loads = len(groups) == 1 and all(pack.policy.kind == "full" for pack in planner.packs)
         """True if the engine can use a part of a load: vLLM accepts missing blocks for a single group only."""
         self._missing_blocks: set[int] = set()
-        self._state_packs = {pack.name for pack in planner.packs if pack.policy.kind == "state"}
+        self._state_packs = {pack.name for pack in planner.all_packs if pack.policy.kind == "state"}
         self._states_loaded_for: StepMetadata | None = None
         self._ended_requests: list[tuple[str, bool]] = []
         self._failed_requests: set[str] = set()
@@ -103,7 +103,7 @@ class WorkerHalf:
         position = {group_id: index for index, group_id in enumerate(group_ids)}
         layouts = {
             pack.name: PackLayout.build(pack, caches, [position[group.index] for group in pack.groups])
-            for pack in self._planner.packs
+            for pack in self._planner.all_packs
         }
         settings = self._config.settings
         largest = max(layout.payload_bytes for layout in layouts.values())

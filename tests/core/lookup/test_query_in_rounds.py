@@ -57,7 +57,7 @@ class Prompt:
         self.tokens = tokens
         self.hashes = {
             pack.name: [b"%d/%d" % (family, pack.tokens_in(unit + 1)) for unit in range(pack.units_in(tokens))]
-            for pack in planner.packs
+            for pack in planner.all_packs
         }
 
     def keys(self, tokens: int, ranks: Sequence[str] = RANKS[:1]) -> set[ObjectKey]:
@@ -67,6 +67,15 @@ class Prompt:
             for rank in ranks
             for pack in self.planner.packs
             for digest in self.hashes[pack.name][: pack.units_in(tokens)]
+        }
+
+    def tail_keys(self) -> set[ObjectKey]:
+        """The objects of the prompt's tail."""
+        end = self.planner.tail_end(self.tokens)
+        return {
+            ObjectKey(RANKS[0], pack.name, self.hashes[pack.name][unit])
+            for pack in self.planner.tail_packs
+            for unit in pack.needed_units(0, end)
         }
 
     def ask(
@@ -251,3 +260,22 @@ def test_the_memory_of_objects_is_bounded() -> None:
     assert [key in known for key in keys] == [True, False, True, True], "the least recently used one went"
     known.discard(keys[:1])
     assert keys[0] not in known
+
+
+@pytest.mark.parametrize("policies", [(FULL,), (FULL, window(1024)), (FULL, STATE), (window(1024),)])
+def test_the_tail_of_a_prompt_is_found_by_few_questions_more(tier: RemoteTier, policies: tuple[HitPolicy, ...]) -> None:
+    groups = [GroupGeometry(index, 16 if it.kind != "state" else CHUNK, it) for index, it in enumerate(policies)]
+    planner = HybridOffloadPlanner.build(
+        groups, hash_block_size=16, max_model_len=1 << 20, hybrid_chunk_size=CHUNK, tail_tokens=16
+    )
+    prompt = Prompt(planner, 10 * CHUNK + 100)
+    tier.objects = prompt.keys(10 * CHUNK)
+    assert boundary(prompt.ask(tier)) == 10 * CHUNK
+    assert tier.questions <= MAX_QUESTIONS
+    tier.objects |= prompt.tail_keys()
+    assert boundary(prompt.ask(tier)) == 10 * CHUNK + 96
+    assert tier.questions <= MAX_QUESTIONS
+    for lost in prompt.tail_keys():
+        tier.objects -= {lost}
+        assert boundary(prompt.ask(tier)) == 10 * CHUNK
+        tier.objects |= {lost}

@@ -79,7 +79,7 @@ def start_engine(spec: RunSpec) -> Any:
         "block_size": spec.block_size,
         "num_gpu_blocks_override": spec.num_gpu_blocks_override,
         "max_num_batched_tokens": spec.max_num_batched_tokens,
-        "distributed_executor_backend": "mp" if spec.tensor_parallel_size > 1 else None,
+        "distributed_executor_backend": "mp" if spec.ranks > 1 else None,
         "kv_transfer_config": _transfer_config(spec.kv_transfer_config),
     }
     arguments: dict[str, Any] = {
@@ -90,6 +90,7 @@ def start_engine(spec: RunSpec) -> Any:
         "kv_cache_memory_bytes": spec.kv_cache_memory_bytes,
         "enable_prefix_caching": spec.enable_prefix_caching,
         "tensor_parallel_size": spec.tensor_parallel_size,
+        "pipeline_parallel_size": spec.pipeline_parallel_size,
         "enforce_eager": True,
         # By default vLLM chooses this by the processor (float32 with AVX-512 BF16). It decides the size of all blocks.
         "mamba_ssm_cache_dtype": "float32",

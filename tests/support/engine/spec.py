@@ -78,6 +78,7 @@ class RunSpec(_Model):
     max_num_seqs: int = 8
     enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     logprobs: int = Field(default=1, ge=1, le=5)
     warm_up: bool = Field(default=True, description="run a 16-token request first: it pays for vLLM's compilation")
     kv_transfer_config: dict[str, Any] | None = None
@@ -89,6 +90,11 @@ class RunSpec(_Model):
         description="module:function, called in the engine's process with each workload and a function that steps the "
         "engine until it is idle; returns a context manager around the workload, whose dict becomes its notes",
     )
+
+    @property
+    def ranks(self) -> int:
+        """Worker processes."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class PromptResult(_Model):
@@ -237,8 +243,8 @@ def run_environment(spec: RunSpec) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    if spec.tensor_parallel_size > 1:
-        variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(spec.tensor_parallel_size))
+    if spec.ranks > 1:
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(spec.ranks)))
     return variables
 
 

@@ -62,14 +62,14 @@ def make_vllm_config(
 
 
 def plan_caches(
-    vllm_config: VllmConfig, model: StandInModel, ranks: int
+    vllm_config: VllmConfig, model: StandInModel, ranks: int, stages: int = 1
 ) -> tuple[list[KVCacheConfig], KVCacheConfig, int, int]:
     """Plan every rank's cache and complete the configuration, as vLLM's engine core does at its start.
 
     Returns:
         Each rank's plan, the scheduler's, the scheduler's block size and the hash block size, both in tokens.
     """
-    plans = rank_configs(vllm_config, model.layers, ranks, 1 << 40)
+    plans = rank_configs(vllm_config, model.layers, ranks, 1 << 40, stages)
     for plan in plans:
         plan.kv_cache_layout = vllm_config.cache_config.kv_cache_layout
     chosen = generate_scheduler_kv_cache_config(plans)

@@ -63,6 +63,7 @@ class StandInEngine:
         folder: a model folder with a config that vLLM accepts and a vocabulary; its weights give the identity.
         connector: ``kv_connector_extra_config`` of the connector, or ``None`` for an engine without one.
         ranks: tensor parallel workers, each with its own cache and connector half.
+        stages: pipeline stages, each with its own layers and as many workers.
         async_scheduling: schedule a step before the output of the previous step is known, as vLLM does by default.
         device: the device of the KV cache, as torch names it.
         changes: fields of vLLM's ``EngineArgs`` or of ``KVTransferConfig`` (those that begin with ``kv_``).
@@ -75,6 +76,7 @@ class StandInEngine:
         connector: dict[str, Any] | None,
         *,
         ranks: int = 1,
+        stages: int = 1,
         async_scheduling: bool = False,
         device: str = "cpu",
         **changes: Any,
@@ -82,10 +84,12 @@ class StandInEngine:
         self.model = model
         self._device = device
         self.vllm_config = make_vllm_config(model, folder, connector, async_scheduling, changes)
-        if ranks > 1:  # the platform cannot start two ranks here, but the scheduler only needs to know of them
-            self.vllm_config.parallel_config.tensor_parallel_size = ranks
-            self.vllm_config.parallel_config.world_size = ranks
-        plans, self.kv_cache_config, block_size, hash_block_size = plan_caches(self.vllm_config, model, ranks)
+        self._ranks = ranks
+        if ranks * stages > 1:  # the platform cannot start two ranks here, but the scheduler only needs to know of them
+            parallel = self.vllm_config.parallel_config
+            parallel.tensor_parallel_size, parallel.pipeline_parallel_size = ranks, stages
+            parallel.world_size = ranks * stages
+        plans, self.kv_cache_config, block_size, hash_block_size = plan_caches(self.vllm_config, model, ranks, stages)
         self.prefixes: dict[str, Prefix] = {}
         self.workers: list[StandInRunner] = []
         for rank, plan in enumerate(plans):
@@ -108,7 +112,7 @@ class StandInEngine:
         self.connector = self.scheduler.get_kv_connector()
         self._aggregator: KVOutputAggregator | None = None
         if self.connector is not None:
-            self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
+            self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks * stages)
             self._send_handshake()
         hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
@@ -322,7 +326,7 @@ class StandInEngine:
     def _send_handshake(self) -> None:
         if self.connector is not None:
             halves = [worker.connector for worker in self.workers if worker.connector is not None]
-            handshake = {(0, rank): half.get_handshake_metadata() for rank, half in enumerate(halves)}
+            handshake = {divmod(rank, self._ranks): half.get_handshake_metadata() for rank, half in enumerate(halves)}
             self.connector.set_xfer_handshake_metadata_pp_aware(_sent(handshake))
 
     def _new_weights(self) -> None:
