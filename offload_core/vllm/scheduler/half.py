@@ -35,7 +35,8 @@ from offload_core.vllm.scheduler.block_holders import BlockHolders, held_and_nee
 from offload_core.vllm.scheduler.load_offers import LoadOffers
 from offload_core.vllm.scheduler.new_loads import NewLoads
 from offload_core.vllm.scheduler.placement_plan import PlacementPlan
-from offload_core.vllm.scheduler.request_state import RequestOptions, RequestState
+from offload_core.vllm.scheduler.request_options import RequestOptions
+from offload_core.vllm.scheduler.request_state import RequestState
 from offload_core.vllm.scheduler.step_times import StepTimes
 from offload_core.vllm.scheduler.store_plan import StorePlan
 
@@ -94,6 +95,7 @@ class SchedulerHalf:
         self._tiers = open_tiers(
             config, self._io, self.counters, half="scheduler", only_shared=True, host=self._processes
         )
+        self._tier_names = [tier.name for tier in self._tiers]
         self._ranks_refusing_loads: Counter[str] = Counter()
         self._indexes = {tier.name: TierIndex() for tier in self._tiers if not tier.capabilities.shared}
         self._choice = LoadChoice(settings.load_when, planner, self._tiers, step_tokens)
@@ -173,10 +175,7 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Request) -> None:
         """Start to follow a request, unless the request's and the engine's options exclude both loads and stores."""
-        options = RequestOptions.of(request)
-        if self._engine_options != options:
-            engine = self._engine_options
-            options = RequestOptions(load=options.load and engine.load, store=options.store and engine.store)
+        options = RequestOptions.of(request, self._tier_names).within(self._engine_options)
         if not (options.load or options.store):
             return
         adapter = self._adapters.of(request.lora_request) if request.lora_request is not None else None

@@ -131,14 +131,32 @@ class StandInEngine:
 
     # Requests
 
-    def add(self, prompt: Sequence[int], max_tokens: int, *, salt: str = "", **changes: Any) -> str:
-        """Add a request and return its id; ``changes`` are further arguments of vLLM's ``Request``."""
+    def add(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        salt: str = "",
+        options: Mapping[str, Any] | None = None,
+        **changes: Any,
+    ) -> str:
+        """Add a request and return its id.
+
+        Args:
+            options: the request's own options of our connector.
+            changes: further arguments of vLLM's ``Request``.
+        """
         self._ids += 1
         request_id = f"r{self._ids}"
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
-            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                temperature=0.0,
+                extra_args={"kv_transfer_params": {"hybrid_offload": dict(options)}} if options else None,
+            ),
             pooling_params=None,
             cache_salt=salt or None,
             block_hasher=self._block_hasher,
