@@ -23,8 +23,6 @@ from offload_core.planning.placement import PathPlacement
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import ALL_TIERS, Counters
-from offload_core.simulation.trace_recorder import TraceRecorder
-from offload_core.tiers.live_curves import LiveCurves
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.vllm.compat import keep_state_at
 from offload_core.vllm.kv_events.events import KvEvents
@@ -32,6 +30,7 @@ from offload_core.vllm.metadata import ChunkTouch, StepMetadata, StepReport, Wor
 from offload_core.vllm.model.lora import AdapterIdentities
 from offload_core.vllm.scheduler.backfill import Backfill
 from offload_core.vllm.scheduler.block_holders import BlockHolders, held_and_needed_blocks
+from offload_core.vllm.scheduler.ended_requests import EndedRequests
 from offload_core.vllm.scheduler.load_offers import LoadOffers
 from offload_core.vllm.scheduler.new_loads import NewLoads
 from offload_core.vllm.scheduler.placement_plan import PlacementPlan
@@ -82,7 +81,6 @@ class SchedulerHalf:
         self._planner = planner
         self._identity = identity
         self._num_ranks = num_ranks
-        self._prompt_only = settings.offload_prompt_only
         self._engine_options = RequestOptions(load=loads, store=stores)
         self._workers: dict[int, WorkerIdentity] = {}
         self._namespaces: dict[str, tuple[str, ...]] = {}
@@ -134,10 +132,7 @@ class SchedulerHalf:
         )
         self._store_plan = StorePlan(planner, self._ledger, self._placement, prompt_only=settings.offload_prompt_only)
         self.kv_events: KvEvents | None = None
-        self._curves = LiveCurves(config, planner, self._tiers, self.counters)
-        self._trace: TraceRecorder | None = None
-        if settings.trace_file is not None:
-            self._trace = TraceRecorder(settings.trace_file, planner.boundary_tokens, settings.trace_file_bytes)
+        self._ended = EndedRequests(config, planner, self._tiers, self._placement, self.counters)
         self._requests: dict[str, RequestState] = {}
         self._cancelled_jobs: list[int] = []
         self._finished_with_failed_load: set[str] = set()
@@ -154,7 +149,7 @@ class SchedulerHalf:
         self._choice.object_bytes = next(iter(workers.values())).object_bytes if workers else {}
         self._kept_loads.object_bytes = self._choice.object_bytes
         self._placement.set_object_bytes(self._choice.object_bytes)
-        self._curves.start([worker.object_bytes for worker in workers.values()])
+        self._ended.start([worker.object_bytes for worker in workers.values()])
         self._namespaces.clear()
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
@@ -289,8 +284,7 @@ class SchedulerHalf:
         self._block_holders.remove([request.request_id])
         if (state := self._requests.get(request.request_id)) is not None:
             self._placement.ended(state)
-            self._record(state)
-            self._estimate(state)
+            self._ended.add(state)
         self._forget(request)
 
     def reset(self) -> None:
@@ -305,7 +299,7 @@ class SchedulerHalf:
         self._ledger.clear()
         self._placement.reset()
         self._kept_loads.clear()
-        self._curves.reset()
+        self._ended.reset()
         if self.kv_events is not None:
             self.kv_events.reset()
         for state in list(self._requests.values()):
@@ -320,8 +314,7 @@ class SchedulerHalf:
         if self._io is not None:
             self._adapters.shutdown()
             self._placement.shutdown(self._io)
-            if self._trace is not None:
-                self._trace.close()
+            self._ended.close()
             close_tiers(self._tiers, self._io)
             if self._processes is not None:
                 self._processes.release(self._close_seconds)
@@ -359,21 +352,6 @@ class SchedulerHalf:
             self._cancelled_jobs.append(state.job_id)
             self._kept_loads.ended(state.job_id)
             self._offers.load_ended(state)
-
-    def _record(self, state: RequestState) -> None:
-        """Add a request that has ended to the trace, if there is one."""
-        if self._trace is not None:
-            request, hashes = state.request, self._placement.prompt_hashes(state)
-            output_tokens = request.num_tokens - request.num_prompt_tokens
-            self._trace.record(state.arrived, request.num_prompt_tokens, output_tokens, hashes)
-
-    def _estimate(self, state: RequestState) -> None:
-        """Add a request that has ended to the live curves, if it loads and stores and its prompt was computed."""
-        request, options = state.request, state.options
-        if options.load and options.store and request.num_computed_tokens >= request.num_prompt_tokens:
-            tokens = request.num_prompt_tokens if self._prompt_only else request.num_computed_tokens
-            hashes = self._placement.boundary_names(state, tokens)
-            self._curves.add(hashes, request.num_prompt_tokens, state.seen_boundaries)
 
     @property
     def fingerprints(self) -> tuple[str, ...]:
