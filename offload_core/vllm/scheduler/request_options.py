@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -27,6 +27,7 @@ class RequestOptions(BaseModel):
     tiers: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None, description="the only tiers to look up and to load from; none: all"
     )
+    hints: Any = Field(default=None, description="an envelope of KV hints; their answer says whether it is valid")
 
     @field_validator("tiers")
     @classmethod

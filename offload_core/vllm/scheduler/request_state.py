@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from offload_core.lookup.hints.envelope import Envelope
 from offload_core.lookup.service import Lookup
 from offload_core.lookup.waiting_time import WaitingTime
 from offload_core.planning.chunk_keys import ChunkRef
@@ -83,6 +84,10 @@ class RequestState:
     """True if a lookup or a load was not begun for it, because it was expected to take longer than to compute."""
     offers_left: int = 0
     """After a failed load: number of further offers. The engine may have no free blocks for an offer."""
+    hints: Sequence[Envelope] = ()
+    """The hints that it brought."""
+    demoted_from: int | None = None
+    """At its end, all its chunks behind so many tokens become spare; ``None``: as placement decides."""
     unanswered_backfills: int = 0
     """Number of questions that came from another depth than the one its backfill needs."""
 

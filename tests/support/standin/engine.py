@@ -122,6 +122,8 @@ class StandInEngine:
         self._salts: dict[str, str] = {}
         self.outputs: dict[str, list[int]] = {}
         self.served: dict[str, Served] = {}
+        self.transfer_params: dict[str, dict[str, Any]] = {}
+        """The ``kv_transfer_params`` of each output that has some."""
         self.finished: dict[str, str] = {}
         self.counters: Counter[str] = Counter()
         self._gauges: Counter[str] = Counter()
@@ -308,6 +310,8 @@ class StandInEngine:
                     self.served[item.request_id] = Served(
                         got.num_prompt_tokens, got.num_local_cached_tokens, got.num_external_cached_tokens
                     )
+                if item.kv_transfer_params is not None:
+                    self.transfer_params[item.request_id] = item.kv_transfer_params
                 if item.finish_reason is not None:
                     self.finished[item.request_id] = str(item.finish_reason)
 
