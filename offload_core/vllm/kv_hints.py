@@ -240,10 +240,9 @@ class KvHints:
     def _prompt_boundary(self, state: RequestState, action: Action) -> int:
         """Return the boundary of the prompt that an action is about; refuse the action if there is none."""
         assert isinstance(action.payload, PrefixPayload)
-        boundary = state.path.replay_tokens
-        if (tokens := action.payload.tokens) is not None:
-            named = self._planner.named_tokens(len(state.request.block_hashes))
-            boundary = self._planner.storable_prefix(min(tokens, named, state.request.num_prompt_tokens))
+        tokens = action.payload.tokens or state.path.replay_tokens
+        named = self._planner.named_tokens(len(state.request.block_hashes))
+        boundary = self._planner.storable_prefix(min(tokens, named, state.request.num_prompt_tokens))
         if not boundary:
             action.refuse(self._too_short())
         return boundary
