@@ -17,6 +17,8 @@ from offload_core.lookup.hints.envelope import (
     RetainPayload,
     read_envelope,
 )
+from tests.support.documents import blocks
+from tests.support.paths import ROOT
 
 
 def action(kind: str = "kv.pin", payload: Any = None, **changes: Any) -> dict[str, Any]:
@@ -91,6 +93,20 @@ def test_a_bad_envelope_is_refused_as_a_whole(value: Any, said: str) -> None:
     assert answer["status"] == "refused"
     assert said in answer["reason"]
     assert len(answer["message_id"]) <= 200
+
+
+def test_the_hints_and_the_answer_of_the_document_are_real() -> None:
+    sent, received = map(json.loads, blocks((ROOT / "docs" / "hints.md").read_text(), "json"))
+    hints = sent["kv_transfer_params"]["hybrid_offload"]["hints"]
+    hints["actions"].append(action("kv.evict", action_id="2"))
+    read = read_envelope(hints)
+    assert read.actions[0].payload == RetainPayload(seconds=600)
+    read.actions[0].accept(8192)
+    (shown,) = received["hybrid_offload_hints"]
+    reason = shown["actions"][1].pop("reason")
+    answer = read.answer()
+    assert answer["actions"][1].pop("reason").startswith(reason.removesuffix("..."))
+    assert answer == shown
 
 
 _json = st.recursive(
