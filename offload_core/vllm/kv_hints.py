@@ -44,7 +44,7 @@ RETAINED_SHARE = 0.5
 """Part of the smallest tier's capacity that the hints of all tenants together may protect."""
 _SHARE_BETWEEN_ROUNDS = 0.125
 """Part of the smallest tier's capacity that this engine stores between two rounds of touches. The unprotected half of
-the tier is several times that, so no protected chunk can become the oldest one in between."""
+the tier is several times that, so a protected chunk becomes the oldest one only if one step stores very much."""
 _ANSWERED_REQUEST = "_hybrid_offload_answer"
 
 
