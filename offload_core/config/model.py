@@ -161,6 +161,17 @@ class _ChunkSettings(BaseModel):
             examples=["kept"],
         ),
     ] = "kept and spare"
+    retained_share_per_tenant: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=0.5,
+            strict=True,
+            description="Part of the smallest tier's capacity that KV hints of one tenant may protect from eviction. "
+            "All tenants together may protect half of it. 0: refuse `retain` and `pin`.",
+            examples=[0.25],
+        ),
+    ] = 0.1
     load_when: Annotated[
         LoadPolicy,
         Field(

@@ -80,6 +80,11 @@ class Lookup:
         could_be = (self._choice.worth(tier.name, self.query, self._reachable_tokens) for tier in still_open)
         return now >= first_hit + self._grace_seconds or all(worth <= best for worth in could_be)
 
+    def has_ended(self) -> bool:
+        """Return whether every tier has answered or is past its deadline."""
+        now = time.monotonic()
+        return not any(tier.is_open(now) for tier in self._answers)
+
     def best(self) -> tuple[str, int]:
         """Return the tier whose load has the highest worth, the first of equals, and the boundary to load to.
 

@@ -228,6 +228,14 @@ class PathPlacement:
         ]
         return sorted(touches, key=_depth, reverse=True)
 
+    def demoting_touches(self, begin_tokens: int, tokens: int) -> list[Touch]:
+        """Return all objects up to ``tokens`` as spare ones, but for those of the first ``begin_tokens`` tokens."""
+        return [
+            touch._replace(spare=True)
+            for touch in self.touches_of_all(0, tokens)
+            if touch.pack.tokens_in(touch.unit + 1) > begin_tokens
+        ]
+
     def refreshing_touches(self, boundary_tokens: int) -> list[Touch]:
         """Return the objects that a boundary needs, in the same order. For a request that stores nothing."""
         return self._in_touch_order(boundary_tokens, [boundary_tokens], [])

@@ -30,6 +30,7 @@ from offload_core.vllm.compat import (
     version_problem,
 )
 from offload_core.vllm.kv_events.vllm_events import kv_events_enabled
+from offload_core.vllm.kv_hints import transfer_params
 from offload_core.vllm.metadata import StepMetadata, StepReport, WorkerIdentity
 from offload_core.vllm.metrics import HybridOffloadPromMetrics, HybridOffloadStats
 from offload_core.vllm.model.groups import build_planner, handed_over
@@ -302,9 +303,11 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request. The engine may free its blocks at once, since stores have copied their data."""
-        self._scheduler.request_finished(request)
-        return False, None
+        """Forget a request, and answer its hints.
+
+        The engine may free its blocks at once, since stores have copied their data.
+        """
+        return False, transfer_params(request, self._scheduler.request_finished(request))
 
     def take_events(self) -> Iterable[Any]:
         """Return vLLM's KV cache events for the tiers, if the engine publishes events."""
@@ -312,9 +315,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return () if events is None else events.take()
 
     def has_pending_push_work(self) -> bool:
-        """Return whether an idle engine should step on, because a store will end soon or events wait."""
-        events = self._scheduler.kv_events
-        return events is not None and events.has_events_to_come
+        """Return whether an idle engine should step on: for a prefetch, the end of a store, or events that wait."""
+        return self._scheduler.has_work_when_idle
 
     def reset_cache(self) -> bool | None:
         """Serve no object that was stored before this call."""

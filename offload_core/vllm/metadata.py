@@ -64,6 +64,20 @@ class RequestLoad:
     within_step: bool = False
 
 
+@dataclass(frozen=True)
+class Prefetch:
+    """Objects to load for no request, so that faster tiers keep them.
+
+    Args:
+        last: whether the report waits until the tiers have stored them.
+    """
+
+    job_id: int
+    tier: str
+    chunks: tuple[ChunkRef, ...]
+    last: bool
+
+
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """Message from the scheduler half to the worker half."""
@@ -72,6 +86,7 @@ class StepMetadata(KVConnectorMetadata):
     """Per adapter of this step's chunks, the namespace of each rank's keys."""
     loads: list[RequestLoad] = field(default_factory=list)
     stores: list[ChunkTransfer] = field(default_factory=list)
+    prefetches: list[Prefetch] = field(default_factory=list)
     touches: list[ChunkTouch] = field(default_factory=list)
     """In this order, and before the stores."""
     cancelled_jobs: list[int] = field(default_factory=list)
@@ -99,6 +114,10 @@ class StepReport(KVConnectorWorkerMetadata):
     """Chunks that some rank has stored on no tier."""
     kept_jobs: Counter[int] = field(default_factory=Counter)
     """Per load, the number of ranks that keep all its objects at hand."""
+    prefetches_ended: Counter[int] = field(default_factory=Counter)
+    """Per prefetch, the number of ranks that have ended it."""
+    prefetches_failed: set[int] = field(default_factory=set)
+    """Prefetches among these that did not get all their objects."""
     changes: list[TierChange] = field(default_factory=list)
     """Objects added to or removed from media that only the worker sees."""
     ranks_refusing_loads: Counter[str] = field(default_factory=Counter)
@@ -118,6 +137,8 @@ class StepReport(KVConnectorWorkerMetadata):
             self.stores_ended + other.stores_ended,
             self.not_stored | other.not_stored,
             self.kept_jobs + other.kept_jobs,
+            self.prefetches_ended + other.prefetches_ended,
+            self.prefetches_failed | other.prefetches_failed,
             self.changes + other.changes,
             refusing,
             self.ranks_storing + other.ranks_storing,

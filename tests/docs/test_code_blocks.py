@@ -54,6 +54,10 @@ RUN_BY = {
         '{"timestamp"': "test_the_lines_in_the_document_are_a_trace",
         '{"format"': "test_the_lines_in_the_document_are_a_trace",
     },
+    "docs/hints.md": {
+        '{\n  "model"': "test_the_hints_and_the_answer_of_the_document_are_real",
+        '{\n  "hybrid_offload_hints"': "test_the_hints_and_the_answer_of_the_document_are_real",
+    },
     "docs/io-process.md": {"# offload.yaml": "test_configurations_of_the_documents_are_valid"},
     "docs/security.md": {
         "# offload.yaml": "test_configurations_of_the_documents_are_valid",

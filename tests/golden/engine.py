@@ -67,7 +67,7 @@ def request_options(folder: Path) -> dict[str, Any]:
         "no mapping": {key: True},
     }
     read = {
-        name: model.of(SimpleNamespace(request_id="r", kv_transfer_params=params)).model_dump()
+        name: model.of(SimpleNamespace(request_id="r", kv_transfer_params=params), ["ram", "disk"]).model_dump()
         for name, params in examples.items()
     }
     return {"key": key, "schema": without_prose(model.model_json_schema()), "read": read}

@@ -96,7 +96,7 @@ SECONDS = 60
 
 def request_options() -> Any:
     """Return the model of a request's own wishes, and the key that holds them; this imports vLLM."""
-    module = importlib.import_module("offload_core.vllm.scheduler.request_state")
+    module = importlib.import_module("offload_core.vllm.scheduler.request_options")
     return module.REQUEST_KEY, module.RequestOptions
 
 

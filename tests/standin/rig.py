@@ -70,7 +70,13 @@ class Rig:
             "lookup_timeout_seconds": changes.pop("lookup_timeout_seconds", NEVER_SECONDS),
             "shutdown_timeout_seconds": changes.pop("shutdown_timeout_seconds", 5.0),
         }
-        for key in ("geometry_file", "model_identity", "device_buffer_bytes", "kv_events_resync_seconds"):
+        for key in (
+            "geometry_file",
+            "model_identity",
+            "device_buffer_bytes",
+            "kv_events_resync_seconds",
+            "retained_share_per_tenant",
+        ):
             if key in changes:
                 value = changes.pop(key)
                 settings[key] = str(value) if isinstance(value, Path) else value

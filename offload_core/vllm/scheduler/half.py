@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offload_core.api.errors import PlanError
 from offload_core.config.model import OffloadConfig
@@ -23,19 +23,20 @@ from offload_core.planning.placement import PathPlacement
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import ALL_TIERS, Counters
-from offload_core.simulation.trace_recorder import TraceRecorder
-from offload_core.tiers.live_curves import LiveCurves
 from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.vllm.compat import keep_state_at
 from offload_core.vllm.kv_events.events import KvEvents
+from offload_core.vllm.kv_hints import KvHints
 from offload_core.vllm.metadata import ChunkTouch, StepMetadata, StepReport, WorkerIdentity, largest_objects
 from offload_core.vllm.model.lora import AdapterIdentities
 from offload_core.vllm.scheduler.backfill import Backfill
 from offload_core.vllm.scheduler.block_holders import BlockHolders, held_and_needed_blocks
+from offload_core.vllm.scheduler.ended_requests import EndedRequests
 from offload_core.vllm.scheduler.load_offers import LoadOffers
 from offload_core.vllm.scheduler.new_loads import NewLoads
 from offload_core.vllm.scheduler.placement_plan import PlacementPlan
-from offload_core.vllm.scheduler.request_state import RequestOptions, RequestState
+from offload_core.vllm.scheduler.request_options import RequestOptions
+from offload_core.vllm.scheduler.request_state import RequestState
 from offload_core.vllm.scheduler.step_times import StepTimes
 from offload_core.vllm.scheduler.store_plan import StorePlan
 
@@ -81,7 +82,6 @@ class SchedulerHalf:
         self._planner = planner
         self._identity = identity
         self._num_ranks = num_ranks
-        self._prompt_only = settings.offload_prompt_only
         self._engine_options = RequestOptions(load=loads, store=stores)
         self._workers: dict[int, WorkerIdentity] = {}
         self._namespaces: dict[str, tuple[str, ...]] = {}
@@ -94,26 +94,21 @@ class SchedulerHalf:
         self._tiers = open_tiers(
             config, self._io, self.counters, half="scheduler", only_shared=True, host=self._processes
         )
+        self._tier_names = [tier.name for tier in self._tiers]
         self._ranks_refusing_loads: Counter[str] = Counter()
         self._indexes = {tier.name: TierIndex() for tier in self._tiers if not tier.capabilities.shared}
         self._choice = LoadChoice(settings.load_when, planner, self._tiers, step_tokens)
         self._step_times = StepTimes(self._choice.prefill, pipelined=pipelined)
-        lookups = LookupService(
-            self._io,
-            self._tiers,
-            planner,
-            self.counters,
-            self._indexes,
-            settings.lookup_grace_seconds,
-            self._ranks_refusing_loads,
-            self._choice,
-        )
+        options = (self._indexes, settings.lookup_grace_seconds, self._ranks_refusing_loads, self._choice)
+        lookups = LookupService(self._io, self._tiers, planner, self.counters, *options)
         self._adapters = AdapterIdentities(settings.lookup_timeout_seconds)
         self._ledger = ChunkLedger(num_ranks, settings.lookup_timeout_seconds)
         budget_bytes = settings.sync_load_budget_bytes if loads_within_step else 0
         self._kept_loads = KeptLoads(num_ranks, budget_bytes, kept_limits(config, self._tiers, num_ranks))
         self._block_holders = BlockHolders(num_blocks - 1)  # one block is vLLM's null block
         self._placement = PlacementPlan(settings.placement, planner, self._ledger, self._tiers, self._ranks_namespaces)
+        plans = (self._placement, self._ledger, self._ranks_namespaces)
+        self._hints = KvHints(config, planner, self._tiers, lookups, *plans, self.counters, loads=loads)
         self._backfill = Backfill(planner)
         self._offers = LoadOffers(
             planner,
@@ -132,10 +127,7 @@ class SchedulerHalf:
         )
         self._store_plan = StorePlan(planner, self._ledger, self._placement, prompt_only=settings.offload_prompt_only)
         self.kv_events: KvEvents | None = None
-        self._curves = LiveCurves(config, planner, self._tiers, self.counters)
-        self._trace: TraceRecorder | None = None
-        if settings.trace_file is not None:
-            self._trace = TraceRecorder(settings.trace_file, planner.boundary_tokens, settings.trace_file_bytes)
+        self._ended = EndedRequests(config, planner, self._tiers, self._placement, self.counters)
         self._requests: dict[str, RequestState] = {}
         self._cancelled_jobs: list[int] = []
         self._finished_with_failed_load: set[str] = set()
@@ -152,7 +144,8 @@ class SchedulerHalf:
         self._choice.object_bytes = largest_objects(workers.values())
         self._kept_loads.object_bytes = self._choice.object_bytes
         self._placement.set_object_bytes(self._choice.object_bytes)
-        self._curves.start([worker.object_bytes for worker in workers.values()])
+        self._hints.set_object_bytes(self._choice.object_bytes)
+        self._ended.start([worker.object_bytes for worker in workers.values()])
         self._namespaces.clear()
 
     def bind_block_pool(self, block_pool: BlockPool, *, backfills: bool) -> None:
@@ -167,16 +160,18 @@ class SchedulerHalf:
         self.kv_events = self._store_plan.kv_events = KvEvents(self._io, *arguments)
 
     @property
+    def has_work_when_idle(self) -> bool:
+        """True if an idle engine should step on, for prefetches or because events will come."""
+        return self._hints.is_active or (self.kv_events is not None and self.kv_events.has_events_to_come)
+
+    @property
     def expects_attention_alone(self) -> bool:
         """True if the engine should report the depth of its full attention in the next question."""
         return self._backfill.expects_attention_alone
 
     def on_new_request(self, request: Request) -> None:
         """Start to follow a request, unless the request's and the engine's options exclude both loads and stores."""
-        options = RequestOptions.of(request)
-        if self._engine_options != options:
-            engine = self._engine_options
-            options = RequestOptions(load=options.load and engine.load, store=options.store and engine.store)
+        options = RequestOptions.of(request, self._tier_names).within(self._engine_options)
         if not (options.load or options.store):
             return
         adapter = self._adapters.of(request.lora_request) if request.lora_request is not None else None
@@ -184,6 +179,7 @@ class SchedulerHalf:
         state = RequestState(request, options, adapter, {}, path)
         self._store_plan.start_over(state)
         self._placement.begin(state)
+        self._hints.begin(state)
         self._requests[request.request_id] = state
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
@@ -232,17 +228,21 @@ class SchedulerHalf:
         self._offers.no_longer_recomputed(output.num_scheduled_tokens.keys())
         self._block_holders.remove(output.num_scheduled_tokens.keys())
         stores = list(self._store_plan.stores(output, self._requests))
-        touches = self._placement.take_touches()
+        retaining, prefetches = self._hints.take_step(stores, idle=idle)
+        touches = self._hints.protected([*self._placement.take_touches(), *retaining])
         self._kept_loads.touched(touches)
-        touches = [*(ChunkTouch(*again) for again in self._kept_loads.take_touches()), *touches]
+        again = self._hints.protected([ChunkTouch(*touch) for touch in self._kept_loads.take_touches()])
+        touches = [*again, *touches]
         loads = self._new_loads.take()
         transfers = chain(stores, *(load.chunks for load in loads))
-        chunks = chain((item.chunk for item in transfers), (touch.chunk for touch in touches))
+        prefetched = chain.from_iterable(prefetch.chunks for prefetch in prefetches)
+        chunks = chain((item.chunk for item in transfers), (touch.chunk for touch in touches), prefetched)
         adapters = {chunk.adapter for chunk in chunks}
         metadata = StepMetadata(
             {adapter: self._ranks_namespaces(adapter) for adapter in adapters},
             loads=loads,
             stores=stores,
+            prefetches=prefetches,
             touches=touches,
             cancelled_jobs=self._cancelled_jobs,
             failures_to_report=[*self._block_holders.reportable_failures(), *self._finished_with_failed_load],
@@ -282,17 +282,23 @@ class SchedulerHalf:
         self._block_holders.remove(failed)
         self.counters.add("recomputed_requests", ALL_TIERS, len(failed))
 
-    def request_finished(self, request: Request) -> None:
-        """Forget a request and cancel its load, if any; the engine frees its blocks after the load has ended."""
+    def request_finished(self, request: Request) -> list[dict[str, Any]] | None:
+        """Forget a request and cancel its load, if any; the engine frees its blocks after the load has ended.
+
+        Returns:
+            The answer to its hints, if it had any.
+        """
         self._offers.no_longer_recomputed([request.request_id])
         if self._block_holders.withholds(request.request_id):
             self._finished_with_failed_load.add(request.request_id)
         self._block_holders.remove([request.request_id])
-        if (state := self._requests.get(request.request_id)) is not None:
+        state = self._requests.get(request.request_id)
+        answer = self._hints.refused(request) if state is None else self._hints.ended(state)
+        if state is not None:
             self._placement.ended(state)
-            self._record(state)
-            self._estimate(state)
+            self._ended.add(state)
         self._forget(request)
+        return answer
 
     def reset(self) -> None:
         """Serve no object that was stored before this call.
@@ -305,8 +311,9 @@ class SchedulerHalf:
         self._namespaces.clear()
         self._ledger.clear()
         self._placement.reset()
+        self._hints.reset()
         self._kept_loads.clear()
-        self._curves.reset()
+        self._ended.reset()
         if self.kv_events is not None:
             self.kv_events.reset()
         for state in list(self._requests.values()):
@@ -321,8 +328,7 @@ class SchedulerHalf:
         if self._io is not None:
             self._adapters.shutdown()
             self._placement.shutdown(self._io)
-            if self._trace is not None:
-                self._trace.close()
+            self._ended.close()
             close_tiers(self._tiers, self._io)
             if self._processes is not None:
                 self._processes.release(self._close_seconds)
@@ -336,6 +342,7 @@ class SchedulerHalf:
             if not change.present:
                 self._kept_loads.gone(change.tier, change.key.pack, change.key.chunk_hash)
         self._kept_loads.reported(report.kept_jobs)
+        self._hints.reported(report)
         if self.kv_events is not None:
             self.kv_events.reported(report.changes, report.ranks_storing)
         for tier, ranks in report.ranks_refusing_loads.items():
@@ -360,21 +367,6 @@ class SchedulerHalf:
             self._cancelled_jobs.append(state.job_id)
             self._kept_loads.ended(state.job_id)
             self._offers.load_ended(state)
-
-    def _record(self, state: RequestState) -> None:
-        """Add a request that has ended to the trace, if there is one."""
-        if self._trace is not None:
-            request, hashes = state.request, self._placement.prompt_hashes(state)
-            output_tokens = request.num_tokens - request.num_prompt_tokens
-            self._trace.record(state.arrived, request.num_prompt_tokens, output_tokens, hashes)
-
-    def _estimate(self, state: RequestState) -> None:
-        """Add a request that has ended to the live curves, if it loads and stores and its prompt was computed."""
-        request, options = state.request, state.options
-        if options.load and options.store and request.num_computed_tokens >= request.num_prompt_tokens:
-            tokens = request.num_prompt_tokens if self._prompt_only else request.num_computed_tokens
-            hashes = self._placement.boundary_names(state, tokens)
-            self._curves.add(hashes, request.num_prompt_tokens, state.seen_boundaries)
 
     @property
     def fingerprints(self) -> tuple[str, ...]:

@@ -111,7 +111,8 @@ class LoadOffers:
         in_time = state.wait.seconds("load") < self._load_seconds[offer.tier]
         self._end_load(state, measured=not in_time)  # a load that missed its deadline says how slow the tier is
         self._lookups.doubt(offer.tier, self._first_ranks_keys(state.loading))
-        state.offers_left = _OFFERS_AFTER_FAILURE if in_time and not state.failed_once else 0
+        again = in_time and not state.failed_once and state.options.max_load_tokens is None  # a part may have arrived
+        state.offers_left = _OFFERS_AFTER_FAILURE if again else 0
         state.failed_once = True
         state.not_loaded |= self.excluded_chunks(state)
 
@@ -266,6 +267,8 @@ class LoadOffers:
         hashes = request.block_hashes
         # The last token is always computed, and tokens without a block hash have no key yet.
         limit = min(request.num_tokens - 1, self._planner.named_tokens(len(hashes)))
+        if state.options.max_load_tokens is not None:
+            limit = min(limit, local.computed_tokens + state.options.max_load_tokens)
         held_tokens = local.computed_tokens
         if self._local_tails is not None:
             held_tokens = self._local_tails.end(request, held_tokens)
@@ -286,6 +289,8 @@ class LoadOffers:
             local_attention_tokens=local.attention_tokens,
         )
         tiers = self._choice.tiers_to_ask(query)
+        if state.options.tiers is not None:
+            tiers = {name: seconds for name, seconds in tiers.items() if name in state.options.tiers}
         if not tiers:
             self._count_declined(state, "lookups_declined", ALL_TIERS)
             return False
@@ -316,7 +321,8 @@ class LoadOffers:
         attention_tokens = lookup.attention_tokens()
         if self._ledger.not_found(missing):  # store evicted chunks again, with all chunks behind them
             self._ledger.forget(state.refs_behind(self._planner, attention_tokens if self._has_attention else 0))
-        self._placement.looked_up(state, PrefixDepth(boundary, attention_tokens))
+        if not state.options.limits_loads:
+            self._placement.looked_up(state, PrefixDepth(boundary, attention_tokens))
         begin = self._backfill.begin_of_load(state, local, boundary)
         expires = time.monotonic() + _OFFER_LIFE_SECONDS
         attention_tokens = local.attention_tokens if begin > local.computed_tokens else 0

@@ -2,59 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
+from offload_core.lookup.hints.envelope import Envelope
 from offload_core.lookup.service import Lookup
 from offload_core.lookup.waiting_time import WaitingTime
 from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.placement import PathPlacement
 from offload_core.planning.planner import HybridOffloadPlanner, Pack
 from offload_core.vllm.model.lora import Adapter
+from offload_core.vllm.scheduler.request_options import RequestOptions
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-logger = logging.getLogger(__name__)
-
-REQUEST_KEY = "hybrid_offload"
-
-
-class RequestOptions(BaseModel):
-    """A request's own options: the ``hybrid_offload`` key of its ``kv_transfer_params``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    load: bool = Field(default=True, description="load this request's prefix from the tiers")
-    store: bool = Field(default=True, description="store this request's chunks on the tiers")
-
-    @classmethod
-    def of(cls, request: Request) -> RequestOptions:
-        """Return a request's options. Invalid ones are logged and exclude loads and stores, the safe choice."""
-        params = request.kv_transfer_params
-        if not params or REQUEST_KEY not in params:
-            return _DEFAULT_OPTIONS
-        try:
-            return cls.model_validate(params[REQUEST_KEY])
-        except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, problem['loc'])) or REQUEST_KEY}: {problem['input']!r}: {problem['msg']}"
-                for problem in error.errors(include_url=False)
-            )
-            logger.warning(
-                "request %s: kv_transfer_params[%r] is not valid (%s); nothing is loaded or stored for it. "
-                'Valid keys are "load" and "store", each true or false.',
-                request.request_id, REQUEST_KEY, problems,
-            )  # fmt: skip
-            return cls(load=False, store=False)
-
-
-_DEFAULT_OPTIONS = RequestOptions()
 
 
 @dataclass(frozen=True)
@@ -123,6 +86,10 @@ class RequestState:
     """True if a lookup or a load was not begun for it, because it was expected to take longer than to compute."""
     offers_left: int = 0
     """After a failed load: number of further offers. The engine may have no free blocks for an offer."""
+    hints: Sequence[Envelope] = ()
+    """The hints that it brought."""
+    demoted_from: int | None = None
+    """At its end, all its chunks behind so many tokens become spare; ``None``: as placement decides."""
     unanswered_backfills: int = 0
     """Number of questions that came from another depth than the one its backfill needs."""
 

@@ -36,6 +36,7 @@ from offload_core.vllm.model.identity import engine_name, worker_identity
 from offload_core.vllm.worker.batched_copy import installed_batched_copy
 from offload_core.vllm.worker.geometry_export import engine_geometry, write_in_background
 from offload_core.vllm.worker.layer_pages import layer_pages
+from offload_core.vllm.worker.prefetches import WorkerPrefetches
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -70,6 +71,7 @@ class WorkerHalf:
         self._namespaces: dict[str, str] = {}
         self._adapters: dict[str, str] = {}
         self._loads: dict[int, RequestLoad] = {}
+        self._prefetches = WorkerPrefetches(planner)
         self._stores: tuple[TransferObject, ...] = ()
         """Objects that this step completes."""
         groups = kv_cache_config.kv_cache_groups
@@ -213,6 +215,8 @@ class WorkerHalf:
             self._loads[load.job_id] = load
             objects = self._objects(load.chunks)
             engine.submit_load(LoadJob(load.job_id, load.tier, objects, load.waited_seconds, load.keep))
+        for prefetch in metadata.prefetches:
+            engine.submit_load(self._prefetches.begin(prefetch, self._key))
         engine.give_back(metadata.given_back)
         for request_id in metadata.failures_to_report:
             if request_id in self._failed_requests:  # the load may have succeeded on this rank
@@ -241,11 +245,13 @@ class WorkerHalf:
         if metadata.idle and not self._ended_requests:
             # Copy each object as it arrives; a step of the engine in between would only delay it.
             end = time.monotonic() + _IDLE_WAIT_SECONDS
-            while not results and engine.has_active_loads and (seconds := end - time.monotonic()) > 0:
+            while not results and self._waits_for_storage and (seconds := end - time.monotonic()) > 0:
                 engine.wait_for_arrival(seconds)
                 results = engine.poll()
         for result in results:
-            self._load_ended(result)
+            if not self._prefetches.load_ended(result, self._report, self._ref):
+                self._load_ended(result)
+        self._prefetches.report(self._report, stores_pending=engine.has_pending_stores)
         for store in engine.take_store_results():
             ref = self._ref(store.key)
             self._report.stores_ended[ref] += 1
@@ -271,7 +277,7 @@ class WorkerHalf:
         report, self._report = self._report, StepReport()
         failures = report.failed_chunks or report.failed_requests or report.partial_requests
         changes = report.ranks_refusing_loads or report.changes or report.kept_jobs or report.ranks_storing
-        return report if failures or changes or report.stores_ended else None
+        return report if failures or changes or report.stores_ended or report.prefetches_ended else None
 
     def shutdown(self) -> None:
         """Wait for pending stores, at most ``shutdown_timeout_seconds``, and release the tiers.
@@ -300,6 +306,11 @@ class WorkerHalf:
         ]
         caches = CanonicalKVCaches.build(groups)
         return caches, {"layers": worker_identity(self._vllm_config, self._kv_caches), "pages": caches.describe()}
+
+    @property
+    def _waits_for_storage(self) -> bool:
+        engine = self._transfer_engine
+        return engine.has_active_loads or (self._prefetches.is_storing and engine.has_pending_stores)
 
     @property
     def _transfer_engine(self) -> TransferEngine:

@@ -200,9 +200,10 @@ class Session:
             extra_args=prompt.kv_transfer_params and {"kv_transfer_params": prompt.kv_transfer_params},
         )
         lora = self._lora(prompt.lora) if prompt.lora else None
-        return str(
-            self._engine.add_request(request_id, {"prompt_token_ids": prompt.token_ids}, params, lora_request=lora)
-        )
+        more: dict[str, Any] = {"lora_request": lora}
+        if prompt.kv_hints is not None:  # vLLM has the parameter from 0.32 on
+            more["kv_hints"] = _envelope(prompt.kv_hints)
+        return str(self._engine.add_request(request_id, {"prompt_token_ids": prompt.token_ids}, params, **more))
 
     def _lora(self, folder: str) -> Any:
         """Return the adapter of a folder; folders are numbered in the order of their first use."""
@@ -260,7 +261,15 @@ def _prompt_result(name: str, output: Any, stats: Any, ttft: float, total: float
         external_cached_tokens=stats.num_external_cached_tokens,
         ttft_seconds=ttft,
         total_seconds=total,
+        kv_transfer_params=output.kv_transfer_params,
     )
+
+
+def _envelope(hints: dict[str, Any]) -> Any:
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+    actions = [KvHintAction(**action) for action in hints["actions"]]
+    return KvHintsEnvelope(hints["protocol_version"], hints["message_id"], actions)
 
 
 def _report_progress(round_name: str, result: PromptResult) -> None:

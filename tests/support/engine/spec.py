@@ -48,6 +48,7 @@ class PromptSpec(_Model):
     max_tokens: int = Field(default=8, ge=1)
     lora: str | None = Field(default=None, description="folder of a LoRA adapter; the engine needs enable_lora")
     kv_transfer_params: dict[str, Any] | None = None
+    kv_hints: dict[str, Any] | None = Field(default=None, description="an envelope of vLLM's KV hints")
 
 
 class Round(_Model):
@@ -108,6 +109,7 @@ class PromptResult(_Model):
     external_cached_tokens: int
     ttft_seconds: float
     total_seconds: float
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class RoundResult(_Model):

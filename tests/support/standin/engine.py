@@ -126,6 +126,8 @@ class StandInEngine:
         self._salts: dict[str, str] = {}
         self.outputs: dict[str, list[int]] = {}
         self.served: dict[str, Served] = {}
+        self.transfer_params: dict[str, dict[str, Any]] = {}
+        """The ``kv_transfer_params`` of each output that has some."""
         self.finished: dict[str, str] = {}
         self.counters: Counter[str] = Counter()
         self._gauges: Counter[str] = Counter()
@@ -135,14 +137,32 @@ class StandInEngine:
 
     # Requests
 
-    def add(self, prompt: Sequence[int], max_tokens: int, *, salt: str = "", **changes: Any) -> str:
-        """Add a request and return its id; ``changes`` are further arguments of vLLM's ``Request``."""
+    def add(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        salt: str = "",
+        options: Mapping[str, Any] | None = None,
+        **changes: Any,
+    ) -> str:
+        """Add a request and return its id.
+
+        Args:
+            options: the request's own options of our connector.
+            changes: further arguments of vLLM's ``Request``.
+        """
         self._ids += 1
         request_id = f"r{self._ids}"
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
-            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                temperature=0.0,
+                extra_args={"kv_transfer_params": {"hybrid_offload": dict(options)}} if options else None,
+            ),
             pooling_params=None,
             cache_salt=salt or None,
             block_hasher=self._block_hasher,
@@ -294,6 +314,8 @@ class StandInEngine:
                     self.served[item.request_id] = Served(
                         got.num_prompt_tokens, got.num_local_cached_tokens, got.num_external_cached_tokens
                     )
+                if item.kv_transfer_params is not None:
+                    self.transfer_params[item.request_id] = item.kv_transfer_params
                 if item.finish_reason is not None:
                     self.finished[item.request_id] = str(item.finish_reason)
 

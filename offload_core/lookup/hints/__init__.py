@@ -1,0 +1,1 @@
+"""Hints of an orchestrator about prefixes: protection from eviction, prefetches, and answers."""

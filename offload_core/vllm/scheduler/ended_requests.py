@@ -1,0 +1,66 @@
+"""The requests that have ended, for the trace and for the live curves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from offload_core.config.model import OffloadConfig
+from offload_core.planning.planner import HybridOffloadPlanner
+from offload_core.runtime.metrics import Counters
+from offload_core.simulation.trace_recorder import TraceRecorder
+from offload_core.tiers.live_curves import LiveCurves
+from offload_core.tiers.tier import Tier
+from offload_core.vllm.scheduler.placement_plan import PlacementPlan
+from offload_core.vllm.scheduler.request_state import RequestState
+
+
+class EndedRequests:
+    """Gives each ended request to the trace, if there is one, and to the live curves. For the engine thread."""
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        planner: HybridOffloadPlanner,
+        tiers: Sequence[Tier],
+        placement: PlacementPlan,
+        counters: Counters,
+    ) -> None:
+        settings = config.settings
+        self._placement = placement
+        self._prompt_only = settings.offload_prompt_only
+        self._curves = LiveCurves(config, planner, tiers, counters)
+        self._trace: TraceRecorder | None = None
+        if settings.trace_file is not None:
+            self._trace = TraceRecorder(settings.trace_file, planner.boundary_tokens, settings.trace_file_bytes)
+
+    def start(self, ranks: Sequence[Mapping[str, int]]) -> None:
+        """Begin the estimates; see :meth:`LiveCurves.start`."""
+        self._curves.start(ranks)
+
+    def add(self, state: RequestState) -> None:
+        """Add a request that has ended."""
+        self._record(state)
+        self._estimate(state)
+
+    def reset(self) -> None:
+        """Forget the requests of the curves, since the names of chunks change."""
+        self._curves.reset()
+
+    def close(self) -> None:
+        """End the trace."""
+        if self._trace is not None:
+            self._trace.close()
+
+    def _record(self, state: RequestState) -> None:
+        if self._trace is not None:
+            request, hashes = state.request, self._placement.prompt_hashes(state)
+            output_tokens = request.num_tokens - request.num_prompt_tokens
+            self._trace.record(state.arrived, request.num_prompt_tokens, output_tokens, hashes)
+
+    def _estimate(self, state: RequestState) -> None:
+        """Add a request to the live curves, if it loads and stores and its prompt was computed."""
+        request, options = state.request, state.options
+        if options.load and options.store and request.num_computed_tokens >= request.num_prompt_tokens:
+            tokens = request.num_prompt_tokens if self._prompt_only else request.num_computed_tokens
+            hashes = self._placement.boundary_names(state, tokens)
+            self._curves.add(hashes, request.num_prompt_tokens, state.seen_boundaries)
