@@ -206,12 +206,12 @@ class KvHints:
         request = state.request
         hashes = request.block_hashes
         tokens = min(action.payload.tokens or request.num_tokens, self._planner.named_tokens(len(hashes)))
-        boundary = self._planner.storable_prefix(tokens)
+        boundary = self._planner.reachable_prefix(tokens)
         if not boundary:
             action.refuse(self._too_short())
             return
         adapter = state.adapter.digest if state.adapter else ""
-        packs = self._planner.packs
+        packs = self._planner.all_packs
         query = PrefixQuery(
             hashes={pack.name: ChunkHashes(hashes, pack.hash_factor, pack.lookahead_blocks) for pack in packs},
             namespaces=self._ranks_namespaces(adapter),

@@ -226,6 +226,25 @@ def test_a_prefetched_prefix_is_served_from_the_faster_tier(rig: Rig, name: str,
     assert engine.counters["load_hits|disk"] == loaded, "all of it is there already"
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_tail_of_a_prompt_is_prefetched_too(rig: Rig, name: str) -> None:
+    model = MODELS[name]()
+    end = 2 * model.chunk_tokens + 32
+    prompt = tokens(end + 5, "prompt")
+    before = rig.engine(model, prefix_match_unit=32)
+    rig.run(before, prompt)
+    rig.end(before)
+
+    engine = rig.engine(model, backends=[RAM, rig.scripted_disk()], staging_bytes="32MiB", prefix_match_unit=32)
+    hinted = Hinted(rig, engine)
+    assert hinted.run(prompt, hint("kv.prefetch"), options={"max_load_tokens": 0, "store": False}) == 0
+    assert hinted.statuses == ["accepted"]
+    loaded = engine.counters["load_hits|disk"]
+    assert hinted.run(prompt) == end
+    assert engine.counters["hit_tokens|ram"] == end
+    assert engine.counters["load_hits|disk"] == loaded
+
+
 def test_a_prefetch_needs_a_tier_that_takes_objects(rig: Rig) -> None:
     model = MODELS["gemma3"]()
     prompt = tokens(2 * model.chunk_tokens + 5, "prompt")

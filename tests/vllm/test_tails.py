@@ -10,7 +10,8 @@ import pytest
 from offload_core.lookup.chunk_ledger import ChunkLedger
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.vllm.scheduler.load_plan import plan_load
-from offload_core.vllm.scheduler.request_state import RequestOptions, RequestState
+from offload_core.vllm.scheduler.request_options import RequestOptions
+from offload_core.vllm.scheduler.request_state import RequestState
 from offload_core.vllm.scheduler.store_plan import StorePlan
 
 BLOCK, CHUNK, UNIT = 16, 64, 8

@@ -157,7 +157,7 @@ class Prefetches:
 
     def _refs(self, query: PrefixQuery, begin: int, end: int) -> Sequence[ChunkRef]:
         """Return the chunks that a prefix up to ``end`` needs, apart from those up to ``begin``; heads come first."""
-        units = [(pack, unit) for pack in self._planner.packs for unit in pack.needed_units(begin, end)]
+        units = [(pack, unit) for pack in self._planner.all_packs for unit in pack.needed_units(begin, end)]
         units.sort(key=lambda item: item[0].tokens_in(item[1] + 1))
         return [ChunkRef(pack.name, query.hashes[pack.name][unit], query.adapter) for pack, unit in units]
 

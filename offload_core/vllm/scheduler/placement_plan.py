@@ -101,7 +101,8 @@ class PlacementPlan:
         """Plan the touches for a request that has ended."""
         if state.demoted_from is not None:
             named = self._planner.named_tokens(len(state.request.block_hashes))
-            path = state.path.demoting_touches(state.demoted_from, named)
+            tail = [touch._replace(spare=True) for touch in self._tail_touches(state)]
+            path = [*tail, *state.path.demoting_touches(state.demoted_from, named)]
         elif state.options.store:
             tokens = min((next_unit * pack.unit_tokens for pack, next_unit in self._examined(state)), default=math.inf)
             tokens = min(tokens, self._planner.named_tokens(len(state.request.block_hashes)))

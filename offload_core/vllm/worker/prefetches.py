@@ -21,7 +21,7 @@ class WorkerPrefetches:
     """Follows prefetches until they are reported. For the engine thread."""
 
     def __init__(self, planner: HybridOffloadPlanner) -> None:
-        self._no_blocks = {pack.name: (BlockSlice(0, ()),) * len(pack.groups) for pack in planner.packs}
+        self._no_blocks = {pack.name: (BlockSlice(0, ()),) * len(pack.groups) for pack in planner.all_packs}
         self._loading: dict[int, Prefetch] = {}
         self._storing: dict[int, float] = {}
         """Per prefetch whose objects have been loaded, the time of its report at the latest."""
