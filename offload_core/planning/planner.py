@@ -101,6 +101,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from offload_core.api.errors import PlanError
+from offload_core.planning.chunk_keys import ChunkHashes
 from offload_core.planning.chunk_size import ChunkSizes, unit_tokens
 from offload_core.planning.hit_policy import HitPolicy
 from offload_core.planning.packs import GroupGeometry, Pack
@@ -279,6 +280,12 @@ class HybridOffloadPlanner:
         named = self.named_tokens(prompt_tokens // self.hash_block_size)
         end = self.reachable_prefix(max(0, min(prompt_tokens - 1, named)))
         return end if end % self.boundary_tokens else 0
+
+    def chunk_hashes(self, block_hashes: Sequence[bytes]) -> dict[str, ChunkHashes]:
+        """Return, per pack, tails included, the hashes that name the units of a sequence."""
+        return {
+            pack.name: ChunkHashes(block_hashes, pack.hash_factor, pack.lookahead_blocks) for pack in self.all_packs
+        }
 
     def ever_needed(self, pack: Pack, unit: int) -> bool:
         """Return ``True`` if some boundary needs ``unit``. An object that no boundary needs would never be read."""

@@ -26,7 +26,6 @@ from offload_core.lookup.hints.prefetches import Prefetches
 from offload_core.lookup.hints.retentions import Retentions, TouchRounds
 from offload_core.lookup.prefix_query import PrefixQuery
 from offload_core.lookup.service import LookupService
-from offload_core.planning.chunk_keys import ChunkHashes, ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.metrics import ALL_TIERS, Counters
 from offload_core.tiers.tier import Tier
@@ -38,6 +37,8 @@ from offload_core.vllm.scheduler.request_state import RequestState
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+_AT_BEGIN = frozenset({"kv.retain", "kv.pin", "kv.unpin"})
+"""The actions that count from the begin of their request, the others at its end."""
 ANSWER_KEY = "hybrid_offload_hints"
 """The key of the answer in ``kv_transfer_params``."""
 RETAINED_SHARE = 0.5
@@ -100,32 +101,20 @@ class KvHints:
     def begin(self, state: RequestState) -> None:
         """Read the hints of a new request, and protect its prefix at once if they ask for that."""
         state.hints = _envelopes(state.request)
-        if state.hints and (state.adapter is None or state.adapter.usable):
+        if state.has_names:
             for action in _actions(state.hints):
-                if action.status is None and isinstance(action.payload, PrefixPayload):
-                    if action.action_type == "kv.unpin":
-                        self._unpin(state, action)
-                    elif action.action_type != "kv.prefetch":
-                        self._retain(state, action)
+                if action.action_type in _AT_BEGIN:
+                    self._act(state, action)
 
     def ended(self, state: RequestState) -> list[dict[str, Any]] | None:
         """Act on the other hints of a request that has ended, and return its answer, if it had hints."""
         if not state.hints:
             return None
-        named = state.adapter is None or state.adapter.usable
         for action in _actions(state.hints):
-            if action.status is not None:
-                continue
-            if not named:
+            if state.has_names:
+                self._act(state, action)
+            elif action.status is None:
                 action.refuse("the files of the request's adapter could not be read, so its chunks have no names")
-            elif isinstance(action.payload, DemotePayload):
-                self._demote(state, action, action.payload)
-            elif action.action_type == "kv.prefetch":
-                self._prefetch(state, action)
-            elif action.action_type == "kv.unpin":
-                self._unpin(state, action)
-            else:
-                self._retain(state, action)
         return self._answer(state.hints)
 
     def refused(self, request: Request) -> list[dict[str, Any]] | None:
@@ -173,6 +162,19 @@ class KvHints:
         self._rounds.clear()
         self._prefetches.clear()
 
+    def _act(self, state: RequestState, action: Action) -> None:
+        """Act on an action that has no answer yet, and answer it."""
+        if action.status is not None:
+            return
+        if isinstance(action.payload, DemotePayload):
+            self._demote(state, action, action.payload)
+        elif action.action_type == "kv.prefetch":
+            self._prefetch(state, action)
+        elif action.action_type == "kv.unpin":
+            self._unpin(state, action)
+        else:
+            self._retain(state, action)
+
     def _retain(self, state: RequestState, action: Action) -> None:
         assert isinstance(action.payload, PrefixPayload)
         if not self._ordered:
@@ -182,7 +184,7 @@ class KvHints:
         if not boundary:
             return
         seconds = action.payload.seconds if isinstance(action.payload, RetainPayload) else math.inf
-        refs = self._refs(state, boundary)
+        refs = [state.ref(touch.pack, touch.unit) for touch in state.path.refreshing_touches(boundary)]
         name = self._names(state, boundary)[-1]
         refusal = self._retentions.add(_tenant(state), name, refs, time.monotonic() + seconds)
         if refusal is not None:
@@ -211,9 +213,8 @@ class KvHints:
             action.refuse(self._too_short())
             return
         adapter = state.adapter.digest if state.adapter else ""
-        packs = self._planner.all_packs
         query = PrefixQuery(
-            hashes={pack.name: ChunkHashes(hashes, pack.hash_factor, pack.lookahead_blocks) for pack in packs},
+            hashes=self._planner.chunk_hashes(hashes),
             namespaces=self._ranks_namespaces(adapter),
             computed_tokens=0,
             limit_tokens=boundary,
@@ -249,12 +250,6 @@ class KvHints:
 
     def _too_short(self) -> str:
         return f"the prefix is shorter than one chunk of {self._planner.boundary_tokens} tokens"
-
-    def _refs(self, state: RequestState, boundary: int) -> list[ChunkRef]:
-        """Return the chunks that a boundary needs, in the order of touches: the deepest first, and attention last."""
-        units = [(pack, unit) for pack in self._planner.packs for unit in pack.needed_units(0, boundary)]
-        units.sort(key=lambda one: (one[0].tokens_in(one[1] + 1), one[0].policy.kind != "full"), reverse=True)
-        return [state.ref(pack, unit) for pack, unit in units]
 
     def _names(self, state: RequestState, tokens: int) -> list[tuple[str, bytes]]:
         """Return the names of the prefixes that end at the boundaries up to ``tokens``."""

@@ -15,7 +15,7 @@ from offload_core.lookup.load_choice import LoadChoice
 from offload_core.lookup.prefix_query import PrefixQuery
 from offload_core.lookup.service import Lookup, LookupService
 from offload_core.lookup.waiting_time import WaitReason
-from offload_core.planning.chunk_keys import ChunkHashes, ChunkRef
+from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth
 from offload_core.runtime.metrics import ALL_TIERS, Counters
 from offload_core.tiers.tier import Tier
@@ -175,8 +175,8 @@ class LoadOffers:
             return 0
         if computed_tokens % self._block_alignment_tokens:
             return 0  # vLLM asks from the block before it on, if its own hit ends inside a block, which may be shared
-        if state.adapter is not None and not state.adapter.usable:
-            return self._ask_again(state, "lookup") if state.adapter.pending else 0
+        if not state.has_names:
+            return self._ask_again(state, "lookup") if state.adapter and state.adapter.pending else 0
         if state.offer and self._backfill.is_expected(state, computed_tokens):  # a step may outlast an offer
             state.offer = replace(state.offer, expires=time.monotonic() + _OFFER_LIFE_SECONDS)
         local = self._backfill.local_prefix(state, computed_tokens)
@@ -276,10 +276,7 @@ class LoadOffers:
             return False
         adapter = state.adapter.digest if state.adapter else ""
         query = PrefixQuery(
-            hashes={
-                pack.name: ChunkHashes(hashes, pack.hash_factor, pack.lookahead_blocks)
-                for pack in self._planner.all_packs
-            },
+            hashes=self._planner.chunk_hashes(hashes),
             namespaces=self._ranks_namespaces(adapter),
             computed_tokens=local.computed_tokens,
             limit_tokens=limit,

@@ -173,8 +173,7 @@ class PlacementPlan:
         return [Touch(pack, unit, spare) for pack in self._planner.tail_packs for unit in pack.needed_units(0, end)]
 
     def _plan_touches(self, state: RequestState, path: Iterable[Touch], delay_seconds: float) -> None:
-        has_names = state.adapter is None or state.adapter.usable
-        if self._any_spares and has_names:
+        if self._any_spares and state.has_names:
             touches = [ChunkTouch(state.ref(touch.pack, touch.unit), touch.spare) for touch in path]
             self._planned.append(_PlannedTouches(touches, time.monotonic() + delay_seconds))
 

@@ -98,6 +98,11 @@ class RequestState:
         chunk_hash = self.request.block_hashes[pack.hash_index(unit)]
         return ChunkRef(pack.name, chunk_hash, self.adapter.digest if self.adapter else "")
 
+    @property
+    def has_names(self) -> bool:
+        """True if its chunks have names: it has no adapter, or the adapter's files were read."""
+        return self.adapter is None or self.adapter.usable
+
     def refs_behind(self, planner: HybridOffloadPlanner, tokens: int) -> list[ChunkRef]:
         """Return every chunk of this request that has a hash and ends behind ``tokens``."""
         hash_blocks = len(self.request.block_hashes)

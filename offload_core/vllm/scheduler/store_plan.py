@@ -177,4 +177,4 @@ def _stored_slices(pack: Pack, unit: int, tables: Sequence[Sequence[int]]) -> tu
 
 
 def _may_store(state: RequestState) -> bool:
-    return state.options.store and (state.adapter is None or state.adapter.usable)
+    return state.options.store and state.has_names
