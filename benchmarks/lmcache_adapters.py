@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.elsewhere_keys import disk_keys
 from tests.elsewhere.lmcache_rig import OUR_PLUGIN, Controllers, adapter_of, lm_key, memory
 
 
@@ -14,10 +15,7 @@ def adapters(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the configuration of each adapter under test."""
 
     def ours(io_process: str, direct_io: str) -> dict[str, Any]:
-        path = str(folder / f"lmcache-{io_process}-{direct_io}")
-        backend = {"name": "disk", "type": "disk", "path": path, "direct_io": direct_io}
-        params = {"model_identity": "benchmark", "io_process": io_process, "backends": [backend]}
-        return {**OUR_PLUGIN, "adapter_params": params}
+        return {**OUR_PLUGIN, "adapter_params": disk_keys(folder, io_process=io_process, direct_io=direct_io)}
 
     return {
         "LMCache's fs adapter, unchecked": {"type": "fs", "base_path": str(folder / "lmcache-fs")},

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.elsewhere_keys import disk_keys
 from tests.elsewhere.sglang.machinery import MODELS, Server
 
 _TOKENS = 64
@@ -23,9 +24,7 @@ def backends(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the arguments of each server under test."""
 
     def ours(io_process: str, direct_io: str) -> dict[str, Any]:
-        path = str(folder / f"sglang-{io_process}-{direct_io}")
-        backend = {"name": "disk", "type": "disk", "path": path, "direct_io": direct_io}
-        return {"extra": {"model_identity": "benchmark", "io_process": io_process, "backends": [backend]}}
+        return {"extra": disk_keys(folder, io_process=io_process, direct_io=direct_io)}
 
     return {
         "SGLang's file backend, unchecked": {

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.elsewhere_keys import disk_keys
 from tests.elsewhere.tiering_rig import OUR_TIER, Engine, offload_key, offloading_config
 
 _PAUSE_SECONDS = 0.001
@@ -17,9 +18,7 @@ def tiers(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the configuration of each tier under test."""
 
     def ours(io_process: str, direct_io: str) -> dict[str, Any]:
-        path = str(folder / f"ours-{io_process}-{direct_io}")
-        backend = {"name": "disk", "type": "disk", "path": path, "direct_io": direct_io}
-        return {**OUR_TIER, "model_identity": "benchmark", "io_process": io_process, "backends": [backend]}
+        return {**OUR_TIER, **disk_keys(folder, io_process=io_process, direct_io=direct_io)}
 
     return {
         "vLLM's fs tier, unchecked": {"type": "fs", "root_dir": str(folder / "theirs")},

@@ -57,28 +57,16 @@ class HostPages:
         self.indices_per_page = int(getattr(pool, "logical_page_size", None) or getattr(pool, "page_size", None) or 1)
         """Number of host indices of a page."""
         self._part_bytes: tuple[int, ...] = ()
-        self._is_flat = flat
         try:
             buffers = pool.get_page_buffer_meta(torch.zeros(self.indices_per_page, dtype=torch.int64))
         except Exception:  # each pool says in its own way that it does not tell addresses
-            self._is_flat = True
+            buffers, has_memory = None, True
         else:
-            if buffers is None and getattr(pool, "kv_buffer", True) is None:
-                return
-            if buffers is not None and not flat:
-                self._part_bytes = tuple(buffers[1])
-                return
-            self._is_flat = True
-        try:
-            self._part_bytes = (len(_bytes_of(pool.get_dummy_flat_data_page())),)
-        except Exception as error:
-            raise ConfigError(
-                [
-                    f"SGLang's host pool {name!r} ({type(pool).__name__}, layout "
-                    f"{getattr(pool, 'layout', None)!r}) gives no pages to a storage backend: {error}; start SGLang "
-                    "with --hicache-mem-layout page_first or page_first_direct, and with interface_v1 set to 1"
-                ]
-            ) from error
+            has_memory = buffers is not None or getattr(pool, "kv_buffer", True) is not None
+        self.is_flat: bool = flat or buffers is None
+        """True if pages are moved as flat copies."""
+        if has_memory:
+            self._part_bytes = (_flat_page_bytes(name, pool),) if self.is_flat else tuple(buffers[1])
 
     @property
     def is_logical(self) -> bool:
@@ -89,11 +77,6 @@ class HostPages:
     def page_bytes(self) -> int:
         """The bytes of a page."""
         return sum(self._part_bytes)
-
-    @property
-    def is_flat(self) -> bool:
-        """True if pages are moved as flat copies."""
-        return self._is_flat
 
     @property
     def has_heads(self) -> bool:
@@ -108,7 +91,7 @@ class HostPages:
         return {
             "pool": self.name,
             "class": type(self._pool).__name__,
-            "pages": "flat" if self._is_flat else "buffers",
+            "pages": "flat" if self.is_flat else "buffers",
             "part_bytes": list(self._part_bytes),
             "geometry": facts,
         }
@@ -123,7 +106,7 @@ class HostPages:
         Raises:
             Exception: there is another number of indices, or the pool refuses them.
         """
-        if not self._is_flat:
+        if not self.is_flat:
             return self._in_place(indices, count)
         return [
             Page((_bytes_of(self._pool.get_data_page(index, flat=True)),)) for index in self._starts(indices, count)
@@ -131,7 +114,7 @@ class HostPages:
 
     def loaded(self, indices: Any, count: int) -> list[Page]:
         """Return the memory that pages are to be loaded into, as for :meth:`stored`."""
-        if not self._is_flat:
+        if not self.is_flat:
             return self._in_place(indices, count)
         return [self._copy(index) for index in self._starts(indices, count)]
 
@@ -162,6 +145,19 @@ class HostPages:
                 f"not {None if indices is None else len(indices)}"
             )
         return [int(index) for index in indices[:: self.indices_per_page]]
+
+
+def _flat_page_bytes(name: str, pool: Any) -> int:
+    try:
+        return len(_bytes_of(pool.get_dummy_flat_data_page()))
+    except Exception as error:
+        raise ConfigError(
+            [
+                f"SGLang's host pool {name!r} ({type(pool).__name__}, layout {getattr(pool, 'layout', None)!r}) gives "
+                f"no pages to a storage backend: {error}; start SGLang with --hicache-mem-layout page_first or "
+                "page_first_direct, and with interface_v1 set to 1"
+            ]
+        ) from error
 
 
 def tensor_page(tensor: Any) -> Page | None:

@@ -18,11 +18,10 @@ from offload_core.api.errors import ConfigError
 from offload_core.api.keys import ObjectKey
 from offload_core.cli import app
 from offload_core.config.loading import load_config
-from offload_core.config.model import OffloadConfig, OffloadSettings
 from offload_core.plugins.registry import PluginRegistry, load_plugins
 from offload_core.testing.faults.script import FaultScript, ScriptSettings
 from tests.support.clusters import lmcache
-from tests.support.memory_backend import MemoryBackend, memory_tier
+from tests.support.memory_backend import MemoryBackend, memory_config
 from tests.support.polling import wait_until
 
 if reason := lmcache.why_not():
@@ -59,18 +58,8 @@ def start() -> Any:
 
 def use_memory(monkeypatch: pytest.MonkeyPatch, **common: object) -> list[MemoryBackend]:
     """Give all adapters a tier in memory; returns the list to which each one's backend is appended."""
-    config, made = memory_tier(**common)  # type: ignore[arg-type]
-    settings = OffloadSettings.model_validate(
-        {
-            "staging_bytes": 32 << 20,
-            "io_process": "off",
-            "model_identity": "a-model",
-            "backends": [config.common.model_dump()],
-            "shutdown_timeout_seconds": 0.1,
-            "close_timeout_seconds": 0.1,
-        }
-    )
-    monkeypatch.setattr(lmcache_l2, "load_config", lambda keys, source: OffloadConfig(settings, (config,)))
+    config, made = memory_config(**common)
+    monkeypatch.setattr(lmcache_l2, "load_config", lambda keys, source: config)
     return made
 
 

@@ -21,7 +21,6 @@ from offload_core.api.errors import ConfigError
 from offload_core.api.keys import ObjectKey
 from offload_core.cli import app
 from offload_core.config.loading import load_config
-from offload_core.config.model import OffloadConfig, OffloadSettings
 from offload_core.elsewhere import vllm_tiering
 from offload_core.plugins.registry import PluginRegistry, load_plugins
 from offload_core.testing.faults.script import FaultScript, ScriptSettings
@@ -35,7 +34,7 @@ from tests.elsewhere.tiering_rig import (
     offload_key,
     offloading_config,
 )
-from tests.support.memory_backend import MemoryBackend, memory_tier
+from tests.support.memory_backend import MemoryBackend, memory_config
 from tests.support.paths import ROOT
 
 DEADLINES = {"lookup_timeout_seconds": 0.3, "load_timeout_seconds": 0.3, "store_timeout_seconds": 0.3}
@@ -58,18 +57,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that starts an engine on a tier in memory, whose calls the test can hold and break."""
 
     def start(chunk_bytes: int = CHUNK_BYTES, chunks: int = CHUNKS, **common: object) -> tuple[Engine, MemoryBackend]:
-        config, made = memory_tier(**common)  # type: ignore[arg-type]
-        settings = OffloadSettings.model_validate(
-            {
-                "staging_bytes": 32 << 20,
-                "io_process": "off",
-                "model_identity": "a-model",
-                "backends": [config.common.model_dump()],
-                "shutdown_timeout_seconds": 0.1,
-                "close_timeout_seconds": 0.1,
-            }
-        )
-        monkeypatch.setattr(vllm_tiering, "load_config", lambda keys: OffloadConfig(settings, (config,)))
+        config, made = memory_config(**common)
+        monkeypatch.setattr(vllm_tiering, "load_config", lambda keys: config)
         started = Engine(offloading_config(OUR_TIER, chunk_bytes=chunk_bytes, chunks=chunks))
         engines.append((started, made[0]))
         return started, made[0]

@@ -19,7 +19,7 @@ from offload_core.api.capabilities import Capabilities
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions
 from offload_core.config.limits import Limits
-from offload_core.config.model import BackendConfig, TierConfig
+from offload_core.config.model import BackendConfig, OffloadConfig, OffloadSettings, TierConfig
 
 WAIT_SECONDS = 60
 LIMITS = Limits(lookup_timeout_seconds=30.0, load_timeout_seconds_per_mib=0.0, breaker_failures=1_000_000)
@@ -201,3 +201,17 @@ def memory_tier(
 
     config = BackendConfig.model_validate({"name": name, "type": "memory", **common})
     return TierConfig(config, BackendType("memory", Recorded, MemoryOptions), MemoryOptions()), made
+
+
+def memory_config(**common: object) -> tuple[OffloadConfig, list[MemoryBackend]]:
+    """Return a whole configuration with such a tier, for the doors to other systems, and the tier's backends."""
+    tier, made = memory_tier(**common)  # type: ignore[arg-type]
+    keys = {
+        "staging_bytes": 32 << 20,
+        "io_process": "off",
+        "model_identity": "a-model",
+        "backends": [tier.common.model_dump()],
+        "shutdown_timeout_seconds": 0.1,
+        "close_timeout_seconds": 0.1,
+    }
+    return OffloadConfig(OffloadSettings.model_validate(keys), (tier,)), made

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from offload_core.config.model import OffloadConfig, OffloadSettings
-from tests.support.memory_backend import MemoryBackend, memory_tier
+from tests.support.memory_backend import MemoryBackend, memory_config
 
 DEADLINES = {"lookup_timeout_seconds": 0.3, "load_timeout_seconds": 0.3, "store_timeout_seconds": 0.3}
 LONG = dict.fromkeys(DEADLINES, 30)
@@ -24,15 +23,6 @@ def use_memory(monkeypatch: pytest.MonkeyPatch, **common: object) -> list[Memory
     """Give all backends a tier in memory; returns the list to which each one's medium is appended."""
     from offload_core.elsewhere import sglang_hicache
 
-    config, made = memory_tier(**common)  # type: ignore[arg-type]
-    keys = {
-        "staging_bytes": 32 << 20,
-        "io_process": "off",
-        "model_identity": "a-model",
-        "backends": [config.common.model_dump()],
-        "shutdown_timeout_seconds": 0.1,
-        "close_timeout_seconds": 0.1,
-    }
-    loaded = OffloadConfig(OffloadSettings.model_validate(keys), (config,))
-    monkeypatch.setattr(sglang_hicache, "load_config", lambda keys, source: loaded)
+    config, made = memory_config(**common)
+    monkeypatch.setattr(sglang_hicache, "load_config", lambda keys, source: config)
     return made
