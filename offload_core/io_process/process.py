@@ -205,7 +205,8 @@ class IoProcess:
                 )  # fmt: skip
                 await asyncio.sleep(_REOPEN_PAUSE_SECONDS)
             else:
-                storage.reopened()
+                if session is self._session:
+                    storage.reopened()
                 return
 
     async def _share_staging(self, memory: SharedMemory) -> None:
@@ -248,9 +249,13 @@ class IoProcess:
             direct.tell(kind, tier, body)
 
     async def _lent_memory(self, tier: int) -> SharedMemory | None:
-        if self._session is None:
+        if (session := self._session) is None:
             raise StorageAwayError("the I/O process has ended and is being replaced")
-        return await self._session.lent_memory(tier)
+        memory = await session.lent_memory(tier)
+        if memory is not None and session is not self._session:  # its last answer may come with the news of its end
+            memory.close()
+            raise StorageAwayError("the I/O process has ended and is being replaced")
+        return memory
 
     def _observe(self, event: Event, counters: Counters) -> None:
         if self._session is None:

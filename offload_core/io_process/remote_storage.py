@@ -215,6 +215,8 @@ class RemoteStorage:
             return
         try:
             self._lent_memory = await self._fetch_lent_memory(self.number)
+            if not self.wants_open:  # closed meanwhile
+                self._forget_lent_memory()
         except StorageAwayError:
             pass  # the next process lends again
         except (OSError, ValueError) as error:
