@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from offload_core.config.model import OffloadConfig
@@ -26,10 +27,11 @@ from offload_core.lookup.hints.prefetches import Prefetches
 from offload_core.lookup.hints.retentions import Retentions, TouchRounds
 from offload_core.lookup.prefix_query import PrefixQuery
 from offload_core.lookup.service import LookupService
+from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.metrics import ALL_TIERS, Counters
 from offload_core.tiers.tier import Tier
-from offload_core.vllm.metadata import ChunkTouch, ChunkTransfer, Prefetch, StepReport
+from offload_core.vllm.metadata import ChunkTouch, Prefetch, StepReport
 from offload_core.vllm.scheduler.placement_plan import PlacementPlan
 from offload_core.vllm.scheduler.request_options import REQUEST_KEY
 from offload_core.vllm.scheduler.request_state import RequestState
@@ -44,8 +46,9 @@ ANSWER_KEY = "hybrid_offload_hints"
 RETAINED_SHARE = 0.5
 """Part of the smallest tier's capacity that the hints of all tenants together may protect."""
 _SHARE_BETWEEN_ROUNDS = 0.125
-"""Part of the smallest tier's capacity that this engine stores between two rounds of touches. The unprotected half of
-the tier is several times that, so a protected chunk becomes the oldest one only if one step stores very much."""
+"""Part of the smallest tier's capacity that this engine stores, loads or touches between two rounds of touches. The
+unprotected half of the tier is several times that. So a protected chunk becomes the oldest one only if one step renews
+very much."""
 _ANSWERED_REQUEST = "_hybrid_offload_answer"
 
 
@@ -128,16 +131,21 @@ class KvHints:
                 )
         return self._answer(envelopes) if envelopes else None
 
-    def take_step(self, stores: Iterable[ChunkTransfer], *, idle: bool) -> tuple[list[ChunkTouch], list[Prefetch]]:
-        """Return the touches before the stores of this step, and the prefetches that begin with it."""
+    def take_step(self, renewed: Iterable[ChunkRef], *, idle: bool) -> tuple[list[ChunkTouch], list[Prefetch]]:
+        """Return the touches before the stores of this step, and the prefetches that begin with it.
+
+        Args:
+            renewed: the chunks that this step stores, loads or touches. They become more recent than protected chunks.
+        """
+        batch = self._prefetches.take(idle=idle) if self._prefetches.is_active else None
         touches: list[ChunkTouch] = []
         if self._retentions:
-            stored = sum(self._chunk_bytes.get(item.chunk.pack, 0) for item in stores)
-            touches = [ChunkTouch(ref, spare=False) for ref in self._rounds.take(stored)]
+            moved = chain(renewed, batch.chunks if batch is not None else ())
+            nbytes = sum(self._chunk_bytes.get(ref.pack, 0) for ref in moved)
+            touches = [ChunkTouch(ref, spare=False) for ref in self._rounds.take(nbytes)]
         if self._retentions.nbytes != self._shown_bytes:
             self._counters.add("retained_bytes", ALL_TIERS, self._retentions.nbytes - self._shown_bytes)
             self._shown_bytes = self._retentions.nbytes
-        batch = self._prefetches.take(idle=idle) if self._prefetches.is_active else None
         if batch is None:
             return touches, []
         return touches, [Prefetch(batch.job_id, batch.tier, batch.chunks, batch.last)]

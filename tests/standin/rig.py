@@ -75,6 +75,7 @@ class Rig:
             "model_identity",
             "device_buffer_bytes",
             "kv_events_resync_seconds",
+            "placement",
             "retained_share_per_tenant",
         ):
             if key in changes:

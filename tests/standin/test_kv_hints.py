@@ -104,6 +104,26 @@ def test_a_retained_prefix_survives_where_others_are_evicted(small: Hinted, acti
     assert small.run(kept) == whole
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loads_of_other_prefixes_do_not_make_a_retained_one_the_oldest(rig: Rig, name: str) -> None:
+    model = MODELS[name]()
+    prompts = {one: tokens(4 * model.chunk_tokens + 5, one) for one in ("probe", "kept", "second", "third")}
+    settings: dict[str, Any] = {"retained_share_per_tenant": 0.5, "placement": "kept"}
+    probe = rig.engine(model, **settings)
+    rig.run(probe, prompts["probe"])
+    nbytes = stored_bytes(rig)
+    rig.end(probe)
+    disk = {**rig.scripted_disk("small"), "capacity": int(3.2 * nbytes)}
+    hinted = Hinted(rig, rig.engine(model, backends=[disk], **settings))
+    whole = 4 * model.chunk_tokens
+    hinted.run(prompts["kept"], hint("kv.pin"))
+    hinted.run(prompts["second"])
+    hinted.run(prompts["third"])
+    assert hinted.run(prompts["second"]) == hinted.run(prompts["third"]) == whole
+    hinted.fill(1, prompts=1)  # less than what lies between two rounds of touches
+    assert hinted.run(prompts["kept"]) == whole
+
+
 def test_an_unpinned_prefix_is_evicted_like_others(small: Hinted) -> None:
     kept = two_chunks(small, "kept")
     small.run(kept, hint("kv.pin"))

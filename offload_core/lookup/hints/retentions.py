@@ -150,11 +150,12 @@ class Retentions:
 class TouchRounds:
     """The touches that keep protected chunks from being evicted. For the engine thread.
 
-    A round touches every protected chunk. A round begins when this engine has stored enough bytes since the last one.
+    A round touches every protected chunk. Stores, loads and touches make other chunks more recent than the protected
+    ones. A round begins when those of this engine make enough bytes since the last one.
     Other engines on the same medium evict too, so it begins at the latest after some seconds.
 
     Args:
-        bytes_between: bytes that this engine may store between two rounds.
+        bytes_between: bytes that this engine may store, load or touch between two rounds.
         seconds_between: longest time between two rounds.
         touches_per_step: most touches of one step.
     """
@@ -172,7 +173,7 @@ class TouchRounds:
         self._seconds_between = seconds_between
         self._touches_per_step = touches_per_step
         self._clock = clock
-        self._stored_bytes = 0
+        self._renewed_bytes = 0
         self._last_round = -math.inf
         self._added: deque[ChunkRef] = deque()
         """Chunks that are protected since a moment ago."""
@@ -184,20 +185,20 @@ class TouchRounds:
         if len(self._added) + len(refs) <= MAX_CHUNKS:  # else the next round does it
             self._added += refs
 
-    def take(self, stored_bytes: int) -> list[ChunkRef]:
+    def take(self, renewed_bytes: int) -> list[ChunkRef]:
         """Return the chunks to touch before the stores of this step.
 
         Args:
-            stored_bytes: of this step.
+            renewed_bytes: what this step stores, loads or touches.
         """
         self._retentions.expire()
-        self._stored_bytes += stored_bytes
+        self._renewed_bytes += renewed_bytes
         now = self._clock()
-        due = self._stored_bytes >= self._bytes_between or now >= self._last_round + self._seconds_between
+        due = self._renewed_bytes >= self._bytes_between or now >= self._last_round + self._seconds_between
         if due and not self._round and self._retentions:
             self._round += self._retentions.refs()
             self._last_round = now
-            self._stored_bytes = 0
+            self._renewed_bytes = renewed_bytes  # its stores and loads come after the touches
         touches: list[ChunkRef] = []
         for waiting in (self._added, self._round):
             while waiting and len(touches) < self._touches_per_step:

@@ -228,15 +228,16 @@ class SchedulerHalf:
         self._offers.no_longer_recomputed(output.num_scheduled_tokens.keys())
         self._block_holders.remove(output.num_scheduled_tokens.keys())
         stores = list(self._store_plan.stores(output, self._requests))
-        retaining, prefetches = self._hints.take_step(stores, idle=idle)
-        touches = self._hints.protected([*self._placement.take_touches(), *retaining])
-        self._kept_loads.touched(touches)
-        again = self._hints.protected([ChunkTouch(*touch) for touch in self._kept_loads.take_touches()])
-        touches = [*again, *touches]
         loads = self._new_loads.take()
+        again = [ChunkTouch(*touch) for touch in self._kept_loads.take_touches()]
+        touches = [*again, *self._placement.take_touches()]
         transfers = chain(stores, *(load.chunks for load in loads))
+        renewed = [item.chunk for item in transfers] + [touch.chunk for touch in touches]
+        retaining, prefetches = self._hints.take_step(renewed, idle=idle)
+        touches = self._hints.protected([*touches, *retaining])
+        self._kept_loads.touched(touches)
         prefetched = chain.from_iterable(prefetch.chunks for prefetch in prefetches)
-        chunks = chain((item.chunk for item in transfers), (touch.chunk for touch in touches), prefetched)
+        chunks = chain(renewed, (touch.chunk for touch in retaining), prefetched)
         adapters = {chunk.adapter for chunk in chunks}
         metadata = StepMetadata(
             {adapter: self._ranks_namespaces(adapter) for adapter in adapters},

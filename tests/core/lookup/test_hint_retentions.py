@@ -129,12 +129,14 @@ def held(clock: Clock) -> Retentions:
     return made
 
 
-def test_a_round_follows_enough_stored_bytes_or_enough_seconds(held: Retentions, clock: Clock) -> None:
+def test_a_round_follows_enough_renewed_bytes_or_enough_seconds(held: Retentions, clock: Clock) -> None:
     rounds = TouchRounds(held, bytes_between=50, seconds_between=5.0, clock=clock)
     held.add("a", 1, refs("x", 2), math.inf)
     assert rounds.take(0) == refs("x", 2)
     assert [rounds.take(20), rounds.take(20)] == [[], []]
-    assert rounds.take(10) == refs("x", 2), "in the step whose stores make it 50 bytes"
+    assert rounds.take(10) == refs("x", 2), "in the step that makes it 50 bytes"
+    assert rounds.take(39) == []
+    assert rounds.take(1) == refs("x", 2), "the 10 bytes came after the touches"
     clock.now = 4.9
     assert rounds.take(0) == []
     clock.now = 5.0
