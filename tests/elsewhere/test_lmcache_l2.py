@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import threading
@@ -146,6 +147,22 @@ def test_several_tiers_compression_and_an_io_process_serve(tmp_path: Path, start
     wait_until(lambda: len(list((tmp_path / "slow").rglob("*.kv"))) == 8, "the second tier gets nothing")
     assert sum(file.stat().st_size for file in (tmp_path / "slow").rglob("*.kv")) < 8 * NBYTES
     assert one.adapter.report_status()["tiers"]["nvme"]["available"]
+
+
+def test_encrypted_chunks_return_to_a_tier_that_has_lost_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Any
+) -> None:
+    monkeypatch.setenv("OFFLOAD_CORE_SLOW_ENCRYPTION_KEYS", f"1:{base64.b64encode(bytes(32)).decode()}")
+    slow = {"name": "slow", "type": "disk", "path": str(tmp_path / "slow"), "encryption": "aes-256-gcm"}
+    path = config_file(tmp_path, slow)
+    one = start(path)
+    assert one.store(range(8))
+    wait_until(lambda: len(list((tmp_path / "slow").rglob("*.kv"))) == 8, "the second tier gets nothing")
+    assert not any(content(1)[:64] in file.read_bytes() for file in (tmp_path / "slow").rglob("*.kv"))
+    for file in (tmp_path / "kv").rglob("*.kv"):
+        file.unlink()
+    assert start(path).fetch(range(8)) == list(map(content, range(8)))
+    wait_until(lambda: len(list((tmp_path / "kv").rglob("*.kv"))) == 8, "nothing is promoted")
 
 
 def test_a_held_medium_never_holds_a_controllers_thread(held: Any) -> None:

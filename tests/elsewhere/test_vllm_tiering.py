@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import time
@@ -36,15 +37,16 @@ from tests.elsewhere.tiering_rig import (
 )
 from tests.support.memory_backend import MemoryBackend, memory_config
 from tests.support.paths import ROOT
+from tests.support.polling import wait_until
 
 DEADLINES = {"lookup_timeout_seconds": 0.3, "load_timeout_seconds": 0.3, "store_timeout_seconds": 0.3}
 
 
-def disk_file(folder: Path, **keys: Any) -> Path:
+def disk_file(folder: Path, *further: dict[str, Any], **keys: Any) -> Path:
     path = folder / "offload.json"
     backend = {"name": "nvme", "type": "disk", "path": str(folder / "kv"), **keys}
     settings = {"staging_bytes": "32MiB", "model_identity": "a-model", "io_process": "off"}
-    path.write_text(json.dumps({**settings, "backends": [backend]}))
+    path.write_text(json.dumps({**settings, "backends": [backend, *further]}))
     return path
 
 
@@ -96,6 +98,21 @@ def test_compression_serves_too(tmp_path: Path) -> None:
         one.forget_primary()
         assert one.fetch(range(8)) == list(map(content, range(8)))
     assert sum(path.stat().st_size for path in (tmp_path / "kv").rglob("*.kv")) < 8 * CHUNK_BYTES
+
+
+def test_encrypted_chunks_return_to_a_tier_that_has_lost_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_CORE_SLOW_ENCRYPTION_KEYS", f"1:{base64.b64encode(bytes(32)).decode()}")
+    slow = {"name": "slow", "type": "disk", "path": str(tmp_path / "slow"), "encryption": "aes-256-gcm"}
+    path = disk_file(tmp_path, slow)
+    with engine({**OUR_TIER, "config_file": str(path)}) as one:
+        one.store(range(8))
+        wait_until(lambda: len(list((tmp_path / "slow").rglob("*.kv"))) == 8, "the second tier gets nothing")
+    assert not any(content(1)[:64] in file.read_bytes() for file in (tmp_path / "slow").rglob("*.kv"))
+    for file in (tmp_path / "kv").rglob("*.kv"):
+        file.unlink()
+    with engine({**OUR_TIER, "config_file": str(path)}) as other:
+        assert other.fetch(range(8)) == list(map(content, range(8)))
+        wait_until(lambda: len(list((tmp_path / "kv").rglob("*.kv"))) == 8, "nothing is promoted")
 
 
 def test_another_model_identity_has_other_objects(tmp_path: Path) -> None:
