@@ -10,7 +10,7 @@ from tests.standin.scripted_disk import SCRIPTS, Script
 from tests.support.standin.engine import StandInEngine
 from tests.support.standin.geometries import StandInModel
 from tests.support.standin.io import CallWatch
-from tests.support.standin.workload import Arrival, Workload, drive
+from tests.support.standin.workload import Arrival, Workload, drive, reference
 
 NEVER_SECONDS = 600.0
 
@@ -114,6 +114,13 @@ class Rig:
         """Run some prompts at once to their end; returns the requests' ids."""
         work = Workload(0, tuple(Arrival(0, tuple(prompt), max_tokens) for prompt in prompts))
         return list(self.drive(engine, work))
+
+    def run_again(self, engine: StandInEngine, prompt: list[int]) -> int:
+        """Run a prompt that has left the prefix cache; return the number of its tokens that were loaded."""
+        assert engine.scheduler.reset_prefix_cache()
+        (request,) = self.run(engine, prompt)
+        assert engine.outputs[request] == reference(tuple(prompt), 4)
+        return engine.served[request].external_tokens
 
     def step_until(self, engine: StandInEngine, happened: Callable[[], object], max_steps: int = 200) -> None:
         """Step until ``happened`` returns something true."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests.standin.rig import NEVER_SECONDS, Rig
 from tests.standin.scripted_disk import CALLS, Script
 from tests.support.standin.geometries import MODELS, StandInModel
-from tests.support.standin.workload import check_outputs, make_workload
+from tests.support.standin.workload import check_outputs, make_workload, repeated_work
 
 NAMES = ["gemma3", "qwen3_next", "deepseek_v4"]
 SOON: dict[str, Any] = {"lookup_timeout_seconds": "100ms", "lookup_grace_seconds": "50ms"}
@@ -31,6 +32,13 @@ def ours(rig: Rig, model: StandInModel, name: str, load_weight: float = 1.0) -> 
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"load_when": "always", **settings},
     }
+
+
+def beside_memory(rig: Rig, model: StandInModel) -> list[dict[str, Any]]:
+    """A connector with a disk, and a preferred one with a tier in memory."""
+    disk, memory = ours(rig, model, "a"), ours(rig, model, "b", load_weight=2)
+    memory["kv_connector_extra_config"]["backends"] = [{"name": "ram", "type": "cpu", "capacity": "64MiB"}]
+    return [disk, memory]
 
 
 def misbehaving(name: str) -> dict[str, Any]:
@@ -94,3 +102,22 @@ def test_random_work(rig: Rig, model: StandInModel) -> None:
         assert counted(engine, "query_timeouts", "NeverDecides") > 0
         rig.end(engine)
     assert offers > 0
+
+
+def test_loads_within_the_step_from_memory_beside_another_connector(rig: Rig, model: StandInModel) -> None:
+    prompt = [3 + i % 997 for i in range(2 * model.chunk_tokens + 5)]
+    engine = rig.engine_of_several(model, beside_memory(rig, model), lookup_grace_seconds=NEVER_SECONDS)
+    rig.run(engine, prompt)
+    assert {rig.run_again(engine, prompt) for _ in range(3)} == {2 * model.chunk_tokens}
+    assert engine.counters["loads_within_step|ram"] == 2, "all but the first, which keeps the objects at hand"
+    assert counted(engine, "hit_tokens", "b") == 3 * 2 * model.chunk_tokens
+
+
+def test_random_work_with_objects_kept_at_hand(rig: Rig, model: StandInModel) -> None:
+    counters: Counter[str] = Counter()
+    for seed in range(4):
+        engine = rig.engine_of_several(model, beside_memory(rig, model), **SOON)
+        check_outputs(engine, rig.drive(engine, repeated_work(model, seed)))
+        counters += engine.counters
+        rig.end(engine)
+    assert counters["loads_within_step|ram"] > 10, counters

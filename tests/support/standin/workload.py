@@ -73,6 +73,17 @@ def make_workload(
     )
 
 
+def repeated_work(model: StandInModel, seed: int) -> Workload:
+    """A few prompts again and again, under aborts and resets; most of these preempt and leave the tiers alone."""
+    rng = random.Random(f"again/{seed}")
+    lengths = [model.chunk_tokens * chunks + rng.randint(1, 9) for chunks in (1, 2, 2)]
+    prompts = [tuple(rng.randrange(3, 1024) for _ in range(length)) for length in lengths]
+    arrivals = [Arrival(rng.randrange(150), rng.choice(prompts), rng.choice((1, 4, 12))) for _ in range(30)]
+    resets = {rng.randrange(150): (rng.random() < 0.7, rng.random() < 0.1) for _ in range(30)}
+    aborts = frozenset(rng.randrange(150) for _ in range(12))
+    return Workload(seed, tuple(sorted(arrivals, key=lambda arrival: arrival.step)), aborts, resets)
+
+
 def reference(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
     """Return the tokens that any right engine gives for the prompt."""
     prefix = Prefix(prompt, "", _VOCABULARY, _FIRST_TOKEN)
