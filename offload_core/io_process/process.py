@@ -16,7 +16,7 @@ from offload_core.api.events import Event
 from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.config.limits import Limits
 from offload_core.config.model import OffloadConfig, TierConfig
-from offload_core.io_process.direct_calls import DirectCalls, OnAnswer
+from offload_core.io_process.direct_calls import DirectCalls
 from offload_core.io_process.protocol import Kind, Message, Reader, pack_event
 from offload_core.io_process.remote_storage import RemoteStorage, pack_objects
 from offload_core.io_process.session import Session
@@ -225,7 +225,7 @@ class IoProcess:
             Capabilities(**answer["capabilities"]),
             changes,
             self._call,
-            self._direct_call,
+            self._direct,
             self._tell,
             self._lent_memory,
             half=half,
@@ -239,10 +239,10 @@ class IoProcess:
             raise StorageAwayError("the I/O process has ended and is being replaced")
         return await self._session.call(kind, tier, body)
 
-    def _direct_call(self, kind: Kind, tier: int, body: bytes, on_answer: OnAnswer) -> None:
+    def _direct(self) -> DirectCalls:
         if (direct := self.direct) is None:
             raise StorageAwayError("the I/O process has ended and is being replaced")
-        direct.send(kind, tier, body, on_answer)
+        return direct
 
     def _tell(self, kind: Kind, tier: int, body: bytes) -> None:
         if (direct := self.direct) is not None:

@@ -14,7 +14,7 @@ from offload_core.api.context import tier_label
 from offload_core.api.keys import ObjectKey
 from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.io_process import protocol
-from offload_core.io_process.direct_calls import OnAnswer
+from offload_core.io_process.direct_calls import DirectCalls
 from offload_core.io_process.protocol import NO_PIECE, Kind, Message, Piece
 from offload_core.tiers.calls.lent_objects import LendingEnd, LendingEnded, LentObject, OutcomeT, WantedObject, lend
 from offload_core.tiers.staged_object import StagedObject
@@ -32,7 +32,6 @@ _MAX_KEYS = 8192
 """Keys in one message; a message has a limited size."""
 
 Call = Callable[[Kind, int, bytes], Awaitable[Message]]
-DirectCall = Callable[[Kind, int, bytes, OnAnswer], None]
 Tell = Callable[[Kind, int, bytes], None]
 
 
@@ -48,7 +47,7 @@ class RemoteStorage:
         half: the half of the engine that uses it, for log lines; may be empty.
         encodes: whether stores need a second lease for each object.
         call: sends a request to the process, and returns its answer.
-        direct_call: sends a request from any thread; its last argument gets the answer on any thread.
+        direct: returns the calls of the process that serves now, which any thread may make.
         tell: sends a message without an answer from any thread, on the way of the direct calls.
         lent_memory: maps the memory that the tier of a number lends.
         lends: whether the tier may lend memory.
@@ -61,7 +60,7 @@ class RemoteStorage:
         capabilities: Capabilities,
         changes: StorageEvents,
         call: Call,
-        direct_call: DirectCall,
+        direct: Callable[[], DirectCalls],
         tell: Tell,
         lent_memory: Callable[[int], Awaitable[SharedMemory | None]],
         *,
@@ -78,7 +77,7 @@ class RemoteStorage:
         self._capabilities = capabilities
         self._changes = changes
         self._send = call
-        self._direct_call = direct_call
+        self._direct = direct
         self._tell = tell
         self._fetch_lent_memory = lent_memory
         self._encodes = encodes
@@ -169,6 +168,7 @@ class RemoteStorage:
         Args:
             read: reads the outcomes, and the positions in the lent memory, from the answer.
         """
+        direct = self._direct()  # before the memory: a process never gets a call for the memory of the one before it
         memory = self._lent_memory
         if memory is None:
             raise StorageAwayError(f"tier {self.name!r} lends no memory now")
@@ -185,7 +185,7 @@ class RemoteStorage:
             give_back = partial(self._tell, Kind.GIVE_BACK, self.number, number_bytes)
             return LendingEnd(outcomes, lend(views, give_back, number, offsets))
 
-        self._send_direct(kind, number_bytes + protocol.pack_wanted(wanted), read_end, on_end)
+        self._send_direct(kind, number_bytes + protocol.pack_wanted(wanted), read_end, on_end, direct)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """Remove objects."""
@@ -250,13 +250,19 @@ class RemoteStorage:
             raise StorageAwayError(f"the I/O process of tier {self.name!r} has ended and is being replaced")
 
     def _send_direct(
-        self, kind: Kind, body: bytes, read: Callable[[protocol.Reader], T], on_end: Callable[[T | Exception], None]
+        self,
+        kind: Kind,
+        body: bytes,
+        read: Callable[[protocol.Reader], T],
+        on_end: Callable[[T | Exception], None],
+        direct: DirectCalls | None = None,
     ) -> None:
         """Send a request from any thread.
 
         Args:
             read: reads the answer.
             on_end: gets the result of ``read``, or an error.
+            direct: the calls of the process that must get it; by default of the process that serves now.
         """
         self._check_is_here()
 
@@ -268,7 +274,7 @@ class RemoteStorage:
                 end = error
             on_end(end)
 
-        self._direct_call(kind, self.number, body, answered)
+        (direct or self._direct()).send(kind, self.number, body, answered)
 
     async def _call(self, kind: Kind, body: bytes = b"") -> protocol.Reader:
         self._check_is_here()

@@ -1,19 +1,30 @@
-"""Memory that the I/O process has lent to a process of the engine that ends."""
+"""Memory that the I/O process has lent, and the end of either side."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import select
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.config.loading import load_config
+from offload_core.io_process import protocol
 from offload_core.io_process.protocol import NO_PIECE, ProtocolError
 from offload_core.io_process.serving.lendings import Lendings
+from offload_core.runtime.io_loop import IoLoop
 from offload_core.tiers.calls.lent_objects import Lent, WantedObject
-from offload_core.tiers.storage import LocalStorage, StorageEvents
+from offload_core.tiers.storage import LocalStorage, StorageAwayError, StorageEvents
 from offload_core.tiers.tier_backend import TierBackend
+from tests.core.io_process.rig import OBJECT_BYTES, SECONDS, Rig, key
+from tests.support.polling import wait_until
+from tests.support.process_state import own_files
 
 KEY = ObjectKey("ab" * 32, "full-u256", bytes(32))
 NBYTES = 4096
@@ -28,6 +39,14 @@ def storage() -> LocalStorage:
     backend = TierBackend(tier, config.settings.limits, None, lambda change: None, lends_to_processes=True)
     changes = StorageEvents(lambda keys: None, lambda change: None)
     return LocalStorage(tier, config.settings.limits, None, changes, backend=backend)
+
+
+@pytest.fixture
+def rig(io: IoLoop) -> Iterator[Rig]:
+    """A ``cpu`` tier in an I/O process."""
+    rig = Rig.of(io, {"name": "ram", "type": "cpu", "capacity": "16MiB"})
+    yield rig
+    rig.close()
 
 
 async def _reserve(lendings: Lendings, storage: LocalStorage) -> int:
@@ -130,3 +149,46 @@ def test_an_object_of_another_size_is_not_lent(storage: LocalStorage) -> None:
         await storage.close()
 
     asyncio.run(run())
+
+
+def test_memory_that_a_process_lends_at_its_end_is_not_used(rig: Rig) -> None:
+    before = own_files()
+    process = rig.process
+    (storage,) = process._storages.values()
+    storage._forget_lent_memory()
+
+    async def end_right_after_the_answer() -> None:
+        session = process._session
+        assert session is not None
+        assert session._control is not None
+        mapping = asyncio.ensure_future(storage.map_lent_memory())
+        await asyncio.sleep(0)
+        assert select.select([session._control._socket], [], [], SECONDS)[0], "no answer came"
+        session.kill()
+        session._ended("has ended")  # the loop learns of both at once
+        await mapping
+        assert not storage.lends
+
+    rig.wait(end_right_after_the_answer())
+    wait_until(lambda: storage.lends, "the next process does not lend")
+    assert rig.store(1) == [True]
+    assert rig.load(1) == [LoadOutcome.HIT]
+    assert own_files() - before == Counter()
+
+
+def test_no_process_lends_for_the_memory_of_the_one_before(rig: Rig) -> None:
+    """The thread that asks is interrupted for so long that the next process serves when its request goes out."""
+    (storage,) = rig.process._storages.values()
+    pid, pack = rig.pid, protocol.pack_lending
+
+    def interrupted(number: int) -> bytes:
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: rig.process.pid not in (None, pid) and storage.lends, "no other process takes over")
+        return pack(number)
+
+    ends: list[object] = []
+    with mock.patch.object(protocol, "pack_lending", interrupted), pytest.raises(StorageAwayError, match="has ended"):
+        storage.start_reserve([WantedObject(key(1), OBJECT_BYTES)], ends.append)
+    assert ends == []
+    assert rig.store(1) == [True]
+    assert rig.load(1) == [LoadOutcome.HIT]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import gc
 import logging
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -288,32 +286,6 @@ def test_nothing_of_a_process_that_has_ended_waits_for_the_garbage_collector(mak
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: rig.process.pid not in (None, pid), "no other process takes over")
     wait_until(lambda: rig.lookup(1) == [False], "it does not serve")
-    assert own_files() - before == Counter()
-
-
-def test_memory_that_a_process_lends_at_its_end_is_not_used(make: Make) -> None:
-    rig = make(RAM)
-    before = own_files()
-    process = rig.process
-    (storage,) = process._storages.values()
-    storage._forget_lent_memory()
-
-    async def end_right_after_the_answer() -> None:
-        session = process._session
-        assert session is not None
-        assert session._control is not None
-        mapping = asyncio.ensure_future(storage.map_lent_memory())
-        await asyncio.sleep(0)
-        assert select.select([session._control._socket], [], [], SECONDS)[0], "no answer came"
-        session.kill()
-        session._ended("has ended")  # the loop learns of both at once
-        await mapping
-        assert not storage.lends
-
-    rig.wait(end_right_after_the_answer())
-    wait_until(lambda: storage.lends, "the next process does not lend")
-    assert rig.store(1) == [True]
-    assert rig.load(1) == [HIT]
     assert own_files() - before == Counter()
 
 
