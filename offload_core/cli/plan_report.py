@@ -76,6 +76,10 @@ class PlanReport:
     packs: tuple[PackReport, ...]
     objects_per_1000_tokens: float
     bytes_per_1000_tokens: float
+    tail_objects: int
+    """Further objects of all ranks for a prompt that ends inside a chunk; 0 without tails."""
+    tail_bytes: int
+    """Bytes of these objects, headers included."""
     warnings: tuple[str, ...]
 
 
@@ -95,7 +99,7 @@ def plan_report(
         default_hybrid_chunk_size=ChunkSizes(planner.groups, planner.max_model_len).default,
         hash_block_size_tokens=planner.hash_block_size,
         boundary_tokens=planner.boundary_tokens,
-        shortest_served_prompt_tokens=planner.boundary_tokens
+        shortest_served_prompt_tokens=(planner.hash_block_size if planner.tail_packs else planner.boundary_tokens)
         + max(1, planner.lookahead_blocks * planner.hash_block_size),
         prompt_tokens=tokens,
         ranks=geometry.ranks,
@@ -103,6 +107,8 @@ def plan_report(
         packs=packs,
         objects_per_1000_tokens=sum(pack.objects_per_1000_tokens for pack in packs),
         bytes_per_1000_tokens=sum(pack.bytes_per_1000_tokens for pack in packs),
+        tail_objects=geometry.ranks * len(planner.tail_packs),
+        tail_bytes=geometry.ranks * sum(object_bytes(geometry.payload_bytes(pack)) for pack in planner.tail_packs),
         warnings=planner.warnings,
     )
 

@@ -114,6 +114,13 @@ class KVCacheGeometry(_Keys):
             "groups of their own.",
         ),
     ] = 0
+    tails: Annotated[
+        bool,
+        Field(
+            strict=True,
+            description="Store the end of each prompt inside a chunk too, as an engine with --prefix-match-unit does.",
+        ),
+    ] = False
     ranks: Annotated[Count, Field(description="Workers of the engine. Each stores its own objects.")] = 1
     groups: Annotated[list[KVCacheGroup], Field(min_length=1, description="The groups, in the engine's order.")]
 
@@ -139,6 +146,7 @@ class KVCacheGeometry(_Keys):
             hybrid_chunk_size=hybrid_chunk_size,
             scheduler_block_size=self.scheduler_block_size_tokens,
             lookahead_tokens=self.lookahead_tokens,
+            tail_tokens=self.hash_block_size_tokens if self.tails else None,
         )
 
 

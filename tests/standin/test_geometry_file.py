@@ -52,6 +52,25 @@ def test_the_plan_from_the_file_is_that_of_the_engine(rig: Rig, tmp_path: Path, 
             assert counts[pack.name] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+def test_the_plan_of_an_engine_with_tails_has_their_bytes(rig: Rig, tmp_path: Path, name: str) -> None:
+    model = MODELS[name]()
+    unit = model.chunk_tokens // 4
+    engine = rig.engine(model, geometry_file=tmp_path / "geometry.json", prefix_match_unit=unit)
+    wait_until_written()
+    rig.run(engine, [3 + i % 997 for i in range(model.chunk_tokens + 2 * unit + 5)])
+    planner = build_planner(engine.vllm_config, engine.kv_cache_config, model.hybrid_chunk_size)
+    rig.end(engine)
+
+    geometry = load_geometry(tmp_path / "geometry.json")
+
+    assert geometry.planner(geometry.hybrid_chunk_size) == planner
+    report = plan_report(geometry, geometry.hybrid_chunk_size)
+    tails = [path.stat().st_size for path in rig.kv.rglob("*.kv") if path.parent.parent.name.endswith("-tail")]
+    assert (report.tail_objects, report.tail_bytes) == (len(tails), sum(tails))
+    assert tails, "the engine stores tails"
+
+
 def test_a_file_that_cannot_be_written_is_a_warning(rig: Rig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = MODELS["gpt_oss"]()
     with caplog.at_level(logging.WARNING, geometry_file.__name__):

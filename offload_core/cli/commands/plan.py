@@ -158,6 +158,12 @@ def _print_plan(console: Console, model: KVCacheGeometry, report: PlanReport) ->
     _row(packs, "total", "", "", f"{report.objects_per_1000_tokens:.2f}", round(report.bytes_per_1000_tokens))
     console.print(packs)
     _say(console, _counted_over([report]))
+    if report.tail_objects:
+        _say(
+            console,
+            f"tails: a prompt that ends inside a chunk has {report.tail_objects} more objects with "
+            f"{report.tail_bytes:,} bytes, headers included",
+        )
 
 
 def _comparison(reports: list[PlanReport]) -> Table:

@@ -138,7 +138,7 @@ def simulate(
         model = load_geometry(geometry)
         prompts = read_trace(trace, block_tokens)
         chunk_tokens = chunk_size or (settings and settings.settings.hybrid_chunk_size) or model.hybrid_chunk_size
-        planner = model.planner(chunk_tokens)
+        planner = model.model_copy(update={"tails": False}).planner(chunk_tokens)
     except (ConfigError, PlanError) as error:
         note(str(error))
         if as_json:

@@ -189,7 +189,7 @@ class TouchRounds:
         """Return the chunks to touch before the stores of this step.
 
         Args:
-            renewed_bytes: what this step stores, loads or touches.
+            renewed_bytes: bytes that this step stores, loads or touches.
         """
         self._retentions.expire()
         self._renewed_bytes += renewed_bytes

@@ -34,6 +34,7 @@ def engine_geometry(
         max_model_len=planner.max_model_len,
         hybrid_chunk_size=planner.hybrid_chunk_size,
         lookahead_tokens=planner.lookahead_blocks * planner.hash_block_size,
+        tails=bool(planner.tail_packs),
         ranks=vllm_config.parallel_config.world_size,
         groups=[
             KVCacheGroup(

@@ -74,13 +74,16 @@ def test_the_report_tells_the_plan(model: Geometry) -> None:
             assert (of_group.pack, of_group.blocks_per_object) == (pack.name, pack.stored_blocks(group))
 
 
-@given(model=geometries(), lookahead_tokens=st.integers(0, 40))
-def test_the_shortest_served_prompt_is_the_first_with_a_boundary(model: Geometry, lookahead_tokens: int) -> None:
-    geometry = saved(model).model_copy(update={"lookahead_tokens": lookahead_tokens})
+@given(model=geometries(), lookahead_tokens=st.integers(0, 40), tails=st.booleans())
+def test_the_shortest_served_prompt_is_the_first_with_a_hit(
+    model: Geometry, lookahead_tokens: int, tails: bool
+) -> None:
+    geometry = saved(model).model_copy(update={"lookahead_tokens": lookahead_tokens, "tails": tails})
     planner = geometry.planner(model.hybrid_chunk_size)
     shortest = plan_report(geometry, model.hybrid_chunk_size, prompt_tokens=1).shortest_served_prompt_tokens
-    assert planner.replay_boundary(shortest - 1) == 0
-    assert planner.replay_boundary(shortest) == planner.boundary_tokens
+    assert max(planner.replay_boundary(shortest - 1), planner.tail_end(shortest - 1)) == 0
+    first = planner.hash_block_size if planner.tail_packs else planner.boundary_tokens
+    assert max(planner.replay_boundary(shortest), planner.tail_end(shortest)) == first
 
 
 @given(model=geometries())
