@@ -7,7 +7,7 @@ needs no call of the tier, and cannot fail. A decision to load within the step r
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -29,6 +29,8 @@ class _Load:
     nbytes: int
     ranks: int = 0
     used: float = 0.0
+    has_lost: bool = False
+    """Whether an object has left its tier before the load ended."""
 
 
 def kept_limits(config: OffloadConfig, tiers: Sequence[Tier], num_ranks: int) -> dict[str, float]:
@@ -74,8 +76,8 @@ class KeptLoads:
         self._bytes: dict[str, int] = dict.fromkeys(self._limits, 0)
         self._jobs: dict[tuple[str, ChunkRef], int] = {}
         """Per tier and chunk, the latest load that keeps it."""
-        self._adapters: set[str] = set()
-        """The adapters of all chunks since the last reset."""
+        self._holders: defaultdict[tuple[str, str, bytes], set[int]] = defaultdict(set)
+        """Per tier, pack and hash of a chunk, the begun and the kept loads that have it."""
         self._last_touches: dict[ChunkRef, tuple[int, bool]] = {}
         """The number of each kept chunk's last touch, and whether it made the chunk spare."""
         self._touch_numbers = count()
@@ -87,7 +89,9 @@ class KeptLoads:
         nbytes = self._size(refs)
         if not refs or not 0 < nbytes <= self._limits.get(tier, 0):
             return False
-        self._begun[job_id] = _Load(tier, refs, nbytes)
+        self._begun[job_id] = load = _Load(tier, refs, nbytes)
+        for holder in _holder_keys(load):
+            self._holders[holder].add(job_id)
         return True
 
     def reported(self, ranks: Mapping[int, int]) -> None:
@@ -103,7 +107,8 @@ class KeptLoads:
         load = self._begun.pop(job_id, None)
         if load is None:
             return
-        if load.ranks < self._num_ranks:
+        if load.has_lost or load.ranks < self._num_ranks:
+            self._forget_holder(job_id, load)
             if load.ranks:
                 self._given_back.append(job_id)
             return
@@ -112,7 +117,6 @@ class KeptLoads:
         self._bytes[load.tier] += load.nbytes
         for ref in load.refs:
             self._jobs[load.tier, ref] = job_id
-            self._adapters.add(ref.adapter)
         while self._bytes[load.tier] > self._limits[load.tier]:
             self._give_back(next(job for job, kept in self._kept.items() if kept.tier == load.tier))
 
@@ -133,10 +137,12 @@ class KeptLoads:
         return True
 
     def gone(self, tier: str, pack: str, chunk_hash: bytes) -> None:
-        """Give back an object that has left its tier, with those of the same load."""
-        for adapter in self._adapters:
-            if (job_id := self._jobs.get((tier, ChunkRef(pack, chunk_hash, adapter)))) is not None:
+        """Give back an object that has left its tier, with those of the same loads, now or once they have ended."""
+        for job_id in tuple(self._holders.get((tier, pack, chunk_hash), ())):
+            if job_id in self._kept:
                 self._give_back(job_id)
+            else:
+                self._begun[job_id].has_lost = True
 
     def touched(self, touches: Iterable[tuple[ChunkRef, bool]]) -> None:
         """Note touches, for which a tier does not care while an object is kept."""
@@ -165,11 +171,19 @@ class KeptLoads:
             self._give_back(job_id)
         self._given_back += (job_id for job_id, load in self._begun.items() if load.ranks)
         self._begun.clear()
-        self._adapters.clear()
+        self._holders.clear()
         self._touches.clear()  # the names of chunks change
+
+    def _forget_holder(self, job_id: int, load: _Load) -> None:
+        for holder in _holder_keys(load):
+            holders = self._holders[holder]
+            holders.discard(job_id)
+            if not holders:
+                del self._holders[holder]
 
     def _give_back(self, job_id: int) -> None:
         load = self._kept.pop(job_id)
+        self._forget_holder(job_id, load)
         self._bytes[load.tier] -= load.nbytes
         self._given_back.append(job_id)
         touches = []
@@ -182,3 +196,7 @@ class KeptLoads:
 
     def _size(self, refs: Sequence[ChunkRef]) -> int:
         return sum(self.object_bytes.get(ref.pack, 0) for ref in refs)
+
+
+def _holder_keys(load: _Load) -> set[tuple[str, str, bytes]]:
+    return {(load.tier, ref.pack, ref.chunk_hash) for ref in load.refs}

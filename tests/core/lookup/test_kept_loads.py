@@ -127,6 +127,25 @@ def test_an_object_that_has_left_its_tier_takes_its_load_with_it() -> None:
     assert index.end_step() == [1]
 
 
+def test_an_object_that_leaves_its_tier_before_its_load_ends_is_not_kept() -> None:
+    """As when the process that lends its memory has died, and the news is faster than the end of the load."""
+    index = kept_loads()
+    assert index.begins(1, "ram", refs(1, 2))
+    index.reported({1: 1})
+    index.gone("ram", "pack", bytes([2]))
+    index.ended(1)
+    assert not index.try_use("ram", refs(1))
+    assert index.end_step() == [1]
+
+
+def test_an_object_that_has_left_its_tier_takes_every_load_that_has_it() -> None:
+    index = kept_loads()
+    keep(index, 1, 1, 2)
+    keep(index, 2, 1, 3)
+    index.gone("ram", "pack", bytes([1]))
+    assert sorted(index.end_step()) == [1, 2]
+
+
 def test_the_chunks_of_two_adapters_are_not_taken_for_each_other() -> None:
     index = kept_loads()
     for job_id, adapter in enumerate(("old", "new")):
