@@ -30,7 +30,7 @@ class _Load:
     ranks: int = 0
     used: float = 0.0
     has_lost: bool = False
-    """Whether an object has left its tier before the load ended."""
+    """True if an object has left its tier before the load ended."""
 
 
 def kept_limits(config: OffloadConfig, tiers: Sequence[Tier], num_ranks: int) -> dict[str, float]:
