@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -59,12 +58,7 @@ class ControlChannel:
         answer: asyncio.Future[tuple[Record, list[int]]] = self._loop.create_future()
         self._socket.send(record, descriptors)
         self._answers.append(answer)
-        try:
-            answered, received = await answer
-        except asyncio.CancelledError:
-            if answer.done() and not answer.cancelled() and answer.exception() is None:
-                _close_all(answer.result()[1])
-            raise
+        answered, received = await answer
         if "error" in answered:
             raise protocol.Reader(memoryview(bytes.fromhex(answered["error"]))).error()
         return answered, received
@@ -104,10 +98,3 @@ class ControlChannel:
             self.fail(OSError(f"the I/O process cannot serve: {record['failed']}"))
         elif self._answers and not (answer := self._answers.popleft()).done():
             answer.set_result((record, descriptors))
-        else:
-            _close_all(descriptors)
-
-
-def _close_all(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

@@ -29,8 +29,6 @@ class _Load:
     nbytes: int
     ranks: int = 0
     used: float = 0.0
-    has_lost: bool = False
-    """True if an object has left its tier before the load ended."""
 
 
 def kept_limits(config: OffloadConfig, tiers: Sequence[Tier], num_ranks: int) -> dict[str, float]:
@@ -104,14 +102,13 @@ class KeptLoads:
 
     def ended(self, job_id: int) -> None:
         """Note the end of a load on all ranks. It is kept if all ranks have reported that."""
-        load = self._begun.pop(job_id, None)
+        load = self._begun.get(job_id)
         if load is None:
             return
-        if load.has_lost or load.ranks < self._num_ranks:
-            self._forget_holder(job_id, load)
-            if load.ranks:
-                self._given_back.append(job_id)
+        if load.ranks < self._num_ranks:
+            self._drop(job_id)
             return
+        del self._begun[job_id]
         load.used = self._clock()
         self._kept[job_id] = load
         self._bytes[load.tier] += load.nbytes
@@ -137,12 +134,12 @@ class KeptLoads:
         return True
 
     def gone(self, tier: str, pack: str, chunk_hash: bytes) -> None:
-        """Give back an object that has left its tier, with those of the same loads, now or once they have ended."""
+        """Give back an object that has left its tier, with all objects of the loads that have it, ended or not."""
         for job_id in tuple(self._holders.get((tier, pack, chunk_hash), ())):
             if job_id in self._kept:
                 self._give_back(job_id)
             else:
-                self._begun[job_id].has_lost = True
+                self._drop(job_id)
 
     def touched(self, touches: Iterable[tuple[ChunkRef, bool]]) -> None:
         """Note touches, for which a tier does not care while an object is kept."""
@@ -173,6 +170,13 @@ class KeptLoads:
         self._begun.clear()
         self._holders.clear()
         self._touches.clear()  # the names of chunks change
+
+    def _drop(self, job_id: int) -> None:
+        """Keep nothing of a load that has begun. A rank that reports it later is told to give its objects back."""
+        load = self._begun.pop(job_id)
+        self._forget_holder(job_id, load)
+        if load.ranks:
+            self._given_back.append(job_id)
 
     def _forget_holder(self, job_id: int, load: _Load) -> None:
         for holder in _holder_keys(load):

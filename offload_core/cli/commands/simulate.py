@@ -138,6 +138,7 @@ def simulate(
         model = load_geometry(geometry)
         prompts = read_trace(trace, block_tokens)
         chunk_tokens = chunk_size or (settings and settings.settings.hybrid_chunk_size) or model.hybrid_chunk_size
+        # A trace has no names for the ends of prompts inside a chunk.
         planner = model.model_copy(update={"tails": False}).planner(chunk_tokens)
     except (ConfigError, PlanError) as error:
         note(str(error))

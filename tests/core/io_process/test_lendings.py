@@ -176,6 +176,19 @@ def test_memory_that_a_process_lends_at_its_end_is_not_used(rig: Rig) -> None:
     assert own_files() - before == Counter()
 
 
+def test_memory_that_arrives_after_the_tier_was_closed_is_not_kept(rig: Rig) -> None:
+    (storage,) = rig.process._storages.values()
+
+    async def close_meanwhile() -> None:
+        mapping = asyncio.ensure_future(storage.map_lent_memory())
+        await asyncio.sleep(0)
+        await storage.close()
+        await mapping
+
+    rig.wait(close_meanwhile())
+    assert not storage.lends
+
+
 def test_no_process_lends_for_the_memory_of_the_one_before(rig: Rig) -> None:
     """The thread that asks is interrupted for so long that the next process serves when its request goes out."""
     (storage,) = rig.process._storages.values()
