@@ -154,6 +154,16 @@ def test_the_ranks_share_the_capacity(tmp_path: Path, trace: Path) -> None:
     assert two["written_bytes"] == 2 * one["written_bytes"]
 
 
+def test_tails_are_left_out(tmp_path: Path, trace: Path) -> None:
+    with_tails, without = (
+        simulated(
+            trace, "--geometry", geometry_file(tmp_path, hybrid_chunk_size=32, tails=tails), "--capacity", "300KiB"
+        )
+        for tails in (True, False)
+    )
+    assert with_tails["runs"] == without["runs"]
+
+
 def test_the_chunk_size_and_the_eviction_are_options(trace: Path, geometry: Path) -> None:
     words = (trace, "--geometry", geometry, "--capacity", "300KiB")
     found = simulated(*words, "--chunk-size", 64, "--eviction", "slru")
