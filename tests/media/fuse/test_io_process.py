@@ -41,7 +41,7 @@ def test_i3_the_memory_of_a_call_stays_in_use_until_its_process_is_gone(rig: Rig
     wait_until(lambda: rig.process.pid not in (None, first), "no other process takes over")
     assert Path(f"/proc/{first}").exists(), "the kernel keeps it: its thread may still write into the lease"
     assert not hung.done(), "the call's end is that of the process"
-    assert rig.store(2, tier=1) == [True]
+    wait_until(lambda: rig.store(2, tier=1) == [True], "the next process does not open the tier")
     assert rig.load(2, tier=1) == [LoadOutcome.HIT], "the next process serves meanwhile"
     assert bytes(lease.view) == bytes(OBJECT_BYTES)
     fault_fs.clear()
