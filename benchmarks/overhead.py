@@ -18,6 +18,8 @@ the next batch begins when its stores have ended. There are two ratios:
 - "to none": of the opted-out batch to that of "none" in the same round of turns.
 
     python -m benchmarks.overhead [--turns 12] [--prompts 8] [--prompt-tokens 1500] [--output-tokens 64]
+
+``--dtype float32`` is for processors without bfloat16. A line after each round tells the medians so far.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -40,6 +43,7 @@ from tests.support import tiny_models
 from tests.support.engine.spec import (
     PromptSpec,
     Round,
+    RoundResult,
     RunResult,
     RunSpec,
     disk_transfer_config,
@@ -62,6 +66,11 @@ class Speeds(NamedTuple):
 
     stored: list[float]
     opted_out: list[float]
+
+    @property
+    def ratios(self) -> list[float]:
+        """By turn, the part of the speed that remains while the prompts are stored."""
+        return [one / other for one, other in zip(self.stored, self.opted_out, strict=True)]
 
 
 def prompts(number_of_prompts: int, tokens: int, output_tokens: int, seed: int, stored: bool) -> list[PromptSpec]:
@@ -132,8 +141,11 @@ class Contender:
         draw = random.Random(str(folder.name))
         self._stored_first = [draw.random() < 0.5 for _ in range(1 + arguments.turns)]
         shape = arguments.prompts, arguments.prompt_tokens, arguments.output_tokens
+        self._tokens = arguments.prompts * (arguments.prompt_tokens + arguments.output_tokens)
+        self.speeds = Speeds([], [])
+        """Those of each turn but the first, prompts and outputs together."""
         spec = RunSpec(
-            model=str(model), dtype="bfloat16", max_model_len=4096, max_num_batched_tokens=2048,
+            model=str(model), dtype=arguments.dtype, max_model_len=4096, max_num_batched_tokens=2048,
             kv_cache_memory_bytes=1 << 30, kv_transfer_config=transfer,
             rounds=[
                 Round(
@@ -160,6 +172,7 @@ class Contender:
 
         Raises:
             RunFailedError: the engine has failed.
+            SystemExit: the batch took too long, or it had a hit.
         """
         self._begins[batch].touch()
         began = time.monotonic()
@@ -173,23 +186,17 @@ class Contender:
             time.sleep(0.02)
         if self._writer is not None:
             self._writer.batch_seconds = time.monotonic() - began
-
-    def tokens_per_second(self, tokens: int) -> Speeds:
-        """Return the tokens per second of each turn but the first, prompts and outputs together.
-
-        Args:
-            tokens: the tokens of a batch.
-        """
-        measured = self._run.result().rounds
-        self._pool.shutdown()
-        if any(one.external_cached_tokens or one.local_cached_tokens for batch in measured for one in batch.prompts):
+        result = RoundResult.model_validate_json(self._ends[batch].read_text())
+        if any(one.external_cached_tokens or one.local_cached_tokens for one in result.prompts):
             raise SystemExit("a prompt was served from a cache, so this run says nothing about new prompts")
-        speeds = Speeds([], [])
-        for number, batch in enumerate(measured):
-            if number > 1:
-                found = speeds.stored if self.is_stored(number) else speeds.opted_out
-                found.append(tokens / max(one.total_seconds for one in batch.prompts))
-        return speeds
+        if batch > 1:
+            speeds = self.speeds.stored if self.is_stored(batch) else self.speeds.opted_out
+            speeds.append(self._tokens / max(one.total_seconds for one in result.prompts))
+
+    def end(self) -> None:
+        """Wait until the engine has ended."""
+        self._run.result()
+        self._pool.shutdown()
 
     def is_stored(self, batch: int) -> bool:
         """Return whether a batch is stored, or its requests opt out."""
@@ -212,7 +219,7 @@ def transfers(folder: Path) -> dict[str, dict[str, Any] | None]:
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Speeds]:
     """Return the speeds of each contender."""
     with tempfile.TemporaryDirectory(prefix="offload-core-bench-") as folder:
-        model = tiny_models.write_gemma3_75m(Path(folder) / "model")
+        model = tiny_models.write_gemma3_75m(Path(folder) / "model", dtype=arguments.dtype)
         (written := Path(folder) / "written").mkdir()
         writer = PlainWriter(written, Path(folder) / "kv")
         contenders = {
@@ -228,9 +235,14 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Speeds
                 contenders[name].compute(2 * turn + 1)
             if not turn:
                 writer.learn()
-            console.print(f"round {turn} of {arguments.turns} computed" if turn else "warmed up")
-        tokens = arguments.prompts * (arguments.prompt_tokens + arguments.output_tokens)
-        return {name: contender.tokens_per_second(tokens) for name, contender in contenders.items()}
+            if turn:
+                medians = ", ".join(f"{name} {median(one.speeds.ratios):.3f}" for name, one in contenders.items())
+                console.print(f"round {turn} of {arguments.turns} computed; to opted out so far: {medians}")
+            else:
+                console.print("warmed up")
+        for contender in contenders.values():
+            contender.end()
+        return {name: contender.speeds for name, contender in contenders.items()}
 
 
 def _percentiles(values: list[float], digits: int) -> str:
@@ -243,19 +255,22 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=1500)
     parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16",
+        help="float32 is faster on processors without bfloat16, and doubles the bytes",
+    )  # fmt: skip
     arguments = parser.parse_args()
     console = Console(width=120)
     speeds = measure(arguments, console)
     table = Table(title="New prompts: tokens per second, prompts and outputs together (p10, p50, p90)")
     for column in ("", "stored", "opted out", "to opted out", "to none"):
         table.add_column(column, justify="right" if column else "left")
-    for name, (stored, opted_out) in speeds.items():
-        ratios = [one / other for one, other in zip(stored, opted_out, strict=True)]
-        to_none = [one / none for one, none in zip(opted_out, speeds["none"].opted_out, strict=True)]
+    for name, one in speeds.items():
+        to_none = [own / none for own, none in zip(one.opted_out, speeds["none"].opted_out, strict=True)]
         table.add_row(
             name,
-            *(_percentiles(one, 0) for one in (stored, opted_out)),
-            *(_percentiles(one, 3) for one in (ratios, to_none)),
+            *(_percentiles(values, 0) for values in one),
+            *(_percentiles(values, 3) for values in (one.ratios, to_none)),
         )
     console.print(table)
 

@@ -16,9 +16,11 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
+from openai.types import Completion
 
 from tests.media.fuse.mount import FaultFs
 from tests.support.engine.lab import Lab, objects, ours
@@ -89,11 +91,26 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> 
 
 def _complete(url: str, words: list[str]) -> tuple[str, int]:
     """Return a completion's text and how many prompt tokens the usage reports as cached."""
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        answer = client.completions.create(model="tiny", prompt=" ".join(words), max_tokens=12, temperature=0.0)
+    answer = _answer(url, words)
     assert answer.usage is not None
     details = answer.usage.prompt_tokens_details
     return answer.choices[0].text, (details.cached_tokens or 0) if details else 0
+
+
+def _answer(url: str, words: list[str], transfer_params: dict[str, Any] | None = None) -> Completion:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        return client.completions.create(
+            model="tiny", prompt=" ".join(words), max_tokens=12, temperature=0.0,
+            extra_body={"kv_transfer_params": transfer_params},
+        )  # fmt: skip
+
+
+def _documented_hints() -> dict[str, Any]:
+    """Return the ``kv_transfer_params`` of the request in the document: ``kv.retain`` for 600 seconds."""
+    text = (ROOT / "docs" / "hints.md").read_text()
+    (request,) = re.findall(r"^```json\n({\n  \"model\".*?)^```", text, re.MULTILINE | re.DOTALL)
+    params: dict[str, Any] = json.loads(request)["kv_transfer_params"]
+    return params
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -125,7 +142,7 @@ def _check_log(log: Path) -> None:
     assert not re.search(r'File ".*offload_(core|backend)', log.read_text())
 
 
-def test_a_server_is_served_what_an_engine_has_stored(qwen3_next: Lab, tmp_path: Path) -> None:
+def test_a_server_is_served_what_an_engine_has_stored_and_takes_hints(qwen3_next: Lab, tmp_path: Path) -> None:
     prompt = PromptSpec(name="words", token_ids=[4 + 7 * index % 1000 for index in range(1500)], max_tokens=12)
     rounds = [Round(name="words", prompts=[prompt])]
     engine = qwen3_next.run(rounds, ours(tmp_path / "kv-cache"), block_size=qwen3_next.block_size, max_model_len=4096)
@@ -135,7 +152,10 @@ def test_a_server_is_served_what_an_engine_has_stored(qwen3_next: Lab, tmp_path:
         text, cached = _complete(url, [f"w{token}" for token in prompt.token_ids])
         loaded = _metric(url, "vllm:hybrid_offload_load_hits_total")
         external_hits = _metric(url, "vllm:external_prefix_cache_hits_total")
-        _complete(url, [f"w{token}" for token in reversed(prompt.token_ids)])
+        hints = _documented_hints()
+        unknown = {"action_id": "2", "action_type": "kv.evict", "action_version": "1.0", "payload": {}}
+        hints["hybrid_offload"]["hints"]["actions"].append(unknown)
+        hinted = _answer(url, [f"w{token}" for token in reversed(prompt.token_ids)], hints)
         view = subprocess.run(
             [sys.executable, "-m", "offload_core.cli", "top", url, "--once", "--json"], capture_output=True, check=True
         )
@@ -143,6 +163,11 @@ def test_a_server_is_served_what_an_engine_has_stored(qwen3_next: Lab, tmp_path:
     assert text.split() == [f"w{token}" for token in engine.rounds[0].prompts[0].token_ids]
     assert cached == external_hits == 1280
     assert loaded > 0
+    assert hinted.model_extra is not None
+    (answered,) = hinted.model_extra["kv_transfer_params"]["hybrid_offload_hints"]
+    retained, refused = answered["actions"]
+    assert (answered["message_id"], retained["status"], retained["tokens"]) == ("turn-17", "accepted", 1280)
+    assert (refused["status"], "'kv.evict' is unknown" in refused["reason"]) == ("refused", True)
     assert len(objects(tmp_path / "kv-cache")) >= 2 * len(stored) > 0, "the server's shutdown finishes its stores"
     (tier,) = json.loads(view.stdout)["tiers"]
     shown = {name: tier[name] for name in ("tier", "queries", "query_hits", "query_misses", "hit_tokens")}

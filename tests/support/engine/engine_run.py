@@ -152,10 +152,8 @@ class Session:
             results += self._run_batch(f"{index}.{number}", item.name, batch)
             drained += self._drain()
         seconds = time.perf_counter() - started
-        if item.end_file is not None:
-            Path(item.end_file).touch()
         drafted, accepted = (now - before for now, before in zip(_draft_counts(), drafts_before, strict=True))
-        return RoundResult(
+        result = RoundResult(
             name=item.name,
             prompts=results,
             seconds=seconds,
@@ -163,6 +161,11 @@ class Session:
             drafted_tokens=drafted,
             accepted_tokens=accepted,
         )
+        if item.end_file is not None:
+            unfinished = Path(f"{item.end_file}.part")
+            unfinished.write_text(result.model_dump_json())
+            unfinished.replace(item.end_file)
+        return result
 
     def run_workload(self, workload: Workload) -> WorkloadResult:
         """Run one workload, starting with an empty local prefix cache."""

@@ -63,7 +63,7 @@ class Round(_Model):
     )
     one_at_a_time: bool = True
     begin_file: str | None = Field(default=None, description="the round begins when this file exists")
-    end_file: str | None = Field(default=None, description="made when the round has ended and its stores have too")
+    end_file: str | None = Field(default=None, description="gets the result when the round and its stores have ended")
 
 
 class RunSpec(_Model):
