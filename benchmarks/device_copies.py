@@ -262,7 +262,7 @@ def copies(
 
 def tokens_per_second(turns: int) -> Iterator[TokensPerSecond]:
     """Yield a row for an engine without a connector and for one with a ``cpu`` tier, which take turns."""
-    arguments = argparse.Namespace(turns=turns, prompts=8, prompt_tokens=1500, output_tokens=64)
+    arguments = argparse.Namespace(turns=turns, prompts=8, prompt_tokens=1500, output_tokens=64, dtype="bfloat16")
     ram = {"name": "ram", "type": "cpu", "capacity": "3GiB", "prefault": True}
     with tempfile.TemporaryDirectory(prefix="offload-core-bench-") as name:
         folder = Path(name)
@@ -275,15 +275,15 @@ def tokens_per_second(turns: int) -> Iterator[TokensPerSecond]:
         for batch in range(2 * (1 + turns)):
             for engine in engines.values():
                 engine.compute(batch)
-        tokens = arguments.prompts * (arguments.prompt_tokens + arguments.output_tokens)
         for name, engine in engines.items():
-            speeds = engine.tokens_per_second(tokens)
+            engine.end()
+            speeds = engine.speeds
             yield TokensPerSecond(
                 name=name,
                 turns=turns,
                 stored_p50=percentile(speeds.stored, 50),
                 opted_out_p50=percentile(speeds.opted_out, 50),
-                ratio_p50=percentile([one / other for one, other in zip(*speeds, strict=True)], 50),
+                ratio_p50=percentile(speeds.ratios, 50),
             )
 
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import shlex
-import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,70 +17,16 @@ import pytest
 from openai.types import Completion
 
 from tests.media.fuse.mount import FaultFs
+from tests.support.engine.api_server import LEAN, SERVED_NAME, api_server
 from tests.support.engine.lab import Lab, objects, ours
 from tests.support.engine.spec import PromptSpec, Round
 from tests.support.paths import ROOT
 from tests.support.polling import wait_until
 
-START_SECONDS = 180.0
 HANG_SECONDS = 1.0
 """For what a request waits on storage that hangs: a lookup, a load."""
 SLACK_SECONDS = 10.0
 """For a busy machine. What hangs here would hang for ever."""
-
-# Compiled operations and a second thread, which waits busily, cost a start on a busy machine a minute.
-LEAN = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-
-
-@contextlib.contextmanager
-def _server(lab: Lab, config_file: Path, log: Path, variables: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Run an API server until the block ends, then stop it as an operator would; yields its base URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        *_command_of_the_readme(lab.model), "--dtype", lab.dtype,
-        "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096", "--enforce-eager",
-        "--block-size", str(lab.block_size), "--enable-prompt-tokens-details", "--shutdown-timeout", "20",
-        "--served-model-name", "tiny", "--mamba-ssm-cache-dtype", "float32",  # else the processor decides on blocks
-    ]  # fmt: skip
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    env |= variables or {}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=config_file.parent, env=env, stdout=output, stderr=output, start_new_session=True
-        )
-        url = f"http://127.0.0.1:{port}"
-        try:
-            _wait_until_ready(process, url, log)
-            yield url
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
-
-
-def _command_of_the_readme(model: Path) -> list[str]:
-    """Return the README's ``vllm serve MODEL …``, with the model in its place; it names ``offload.yaml``."""
-    readme = (ROOT / "README.md").read_text()
-    (line,) = re.findall(r"^```console\n\$ (vllm serve .*?)^```", readme, re.MULTILINE | re.DOTALL)
-    vllm, serve, name, *words = shlex.split(line)
-    assert (vllm, serve, name) == ("vllm", "serve", "MODEL")
-    # What `vllm serve` runs; the script itself looks for a distribution named vllm, and that for CPUs is vllm-cpu.
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *words]
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    pause = threading.Event()
-    for _ in range(int(START_SECONDS * 2)):
-        if process.poll() is not None:
-            pytest.fail(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-            return
-        pause.wait(0.5)
-    pytest.fail(f"the server was not ready after {START_SECONDS} s:\n{log.read_text()[-4000:]}")
 
 
 def _complete(url: str, words: list[str]) -> tuple[str, int]:
@@ -100,7 +40,7 @@ def _complete(url: str, words: list[str]) -> tuple[str, int]:
 def _answer(url: str, words: list[str], transfer_params: dict[str, Any] | None = None) -> Completion:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         return client.completions.create(
-            model="tiny", prompt=" ".join(words), max_tokens=12, temperature=0.0,
+            model=SERVED_NAME, prompt=" ".join(words), max_tokens=12, temperature=0.0,
             extra_body={"kv_transfer_params": transfer_params},
         )  # fmt: skip
 
@@ -148,7 +88,7 @@ def test_a_server_is_served_what_an_engine_has_stored_and_takes_hints(qwen3_next
     engine = qwen3_next.run(rounds, ours(tmp_path / "kv-cache"), block_size=qwen3_next.block_size, max_model_len=4096)
     stored = objects(tmp_path / "kv-cache")
 
-    with _server(qwen3_next, _configured(tmp_path), tmp_path / "server.log", LEAN) as url:
+    with api_server(qwen3_next, _configured(tmp_path), tmp_path / "server.log", LEAN) as url:
         text, cached = _complete(url, [f"w{token}" for token in prompt.token_ids])
         loaded = _metric(url, "vllm:hybrid_offload_load_hits_total")
         external_hits = _metric(url, "vllm:external_prefix_cache_hits_total")
@@ -182,10 +122,10 @@ def test_two_server_lifetimes(lab: Lab, tmp_path: Path) -> None:
     config = _configured(tmp_path)
     words = [f"w{4 + 7 * index % 1000}" for index in range(1500)]
 
-    with _server(lab, config, tmp_path / "first.log") as url:
+    with api_server(lab, config, tmp_path / "first.log") as url:
         first_text, first_cached = _complete(url, words)
     stored = objects(tmp_path / "kv-cache")
-    with _server(lab, config, tmp_path / "second.log") as url:
+    with api_server(lab, config, tmp_path / "second.log") as url:
         second_text, second_cached = _complete(url, words)
         loaded = _metric(url, "vllm:hybrid_offload_load_hits_total")
         external_hits = _metric(url, "vllm:external_prefix_cache_hits_total")
@@ -211,7 +151,7 @@ def test_a_server_answers_while_its_storage_hangs_and_is_served_from_it_afterwar
     )
     words = [f"w{4 + 7 * index % 1000}" for index in range(1500)]
 
-    with _server(lab, config, log, {**LEAN, "VLLM_SERVER_DEV_MODE": "1"}) as url:
+    with api_server(lab, config, log, {**LEAN, "VLLM_SERVER_DEV_MODE": "1"}) as url:
 
         def ask() -> int:
             """Ask without a prefix in the engine's own cache; returns how many tokens came from the tier."""

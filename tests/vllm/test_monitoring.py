@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import shutil
-import socket
 import subprocess
 import threading
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator, Mapping
 from functools import partial
-from http.client import HTTPException
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +20,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from offload_core.runtime.metrics import COUNTERS, GAUGES, HISTOGRAMS, Counters
 from offload_core.vllm.metrics import HybridOffloadPromMetrics, HybridOffloadStats
 from tests.support.metrics_page import MetricsPage, served
-from tests.support.paths import ROOT
 from tests.support.polling import wait_until
+from tests.support.prometheus import ALERTS, DASHBOARD, MISSING, as_grafana_sends_it, find_program, prometheus
 
-FOLDER = ROOT / "examples" / "monitoring"
-ALERTS = FOLDER / "alerts.yaml"
-DASHBOARD = json.loads((FOLDER / "grafana-dashboard.json").read_text())
 RULES: list[dict[str, Any]] = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
 OF_VLLM = {f"vllm:{name}_total" for name in ("prefix_cache_hits", "prefix_cache_queries", "external_prefix_cache_hits")}
 SHOWN = {
@@ -61,18 +51,11 @@ def dashboard_queries() -> list[str]:
     return [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
 
 
-def as_grafana_sends_it(query: str) -> str:
-    """Return a query with the dashboard's variables replaced: all engines and tiers, and the shortest useful rate."""
-    for name, value in {"$__rate_interval": "1m", "$engine": ".*", "$tier": ".*"}.items():
-        query = query.replace(name, value)
-    return query
-
-
 def program(name: str) -> str:
     """Return the path of a program of Debian's package ``prometheus``, or skip the test."""
-    path = shutil.which(name, path=os.pathsep.join([os.environ.get("OFFLOAD_TEST_PROMETHEUS", ""), os.environ["PATH"]]))
+    path = find_program(name)
     if path is None:
-        pytest.skip(f"needs {name}, on PATH or in the folder that OFFLOAD_TEST_PROMETHEUS names")
+        pytest.skip(MISSING.format(name))
     return path
 
 
@@ -124,52 +107,6 @@ class Engine:
         return generate_latest(self._registry).decode()
 
 
-class Prometheus:
-    """A running Prometheus."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    def get(self, path: str, **parameters: str) -> Any:
-        with urllib.request.urlopen(f"{self._address}{path}?{urllib.parse.urlencode(parameters)}", timeout=10) as found:
-            return json.load(found)["data"]
-
-    def values(self, query: str) -> list[float]:
-        """Return the values of a query that are numbers."""
-        values = [float(one["value"][1]) for one in self.get("/api/v1/query", query=query)["result"]]
-        return [value for value in values if value == value]
-
-    def is_ready(self) -> bool:
-        with contextlib.suppress(OSError, HTTPException), urllib.request.urlopen(f"{self._address}/-/ready", timeout=5):
-            return True
-        return False
-
-
-@contextlib.contextmanager
-def running(folder: Path, page: MetricsPage) -> Iterator[Prometheus]:
-    """Run Prometheus with our rules on a page, until the block ends."""
-    target = urllib.parse.urlsplit(page.address).netloc
-    (folder / "prometheus.yml").write_text(
-        f"global: {{scrape_interval: 200ms, scrape_timeout: 200ms, evaluation_interval: 200ms}}\n"
-        f"rule_files: [{ALERTS}]\n"
-        f"scrape_configs: [{{job_name: vllm, static_configs: [{{targets: ['{target}']}}]}}]\n"
-    )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{probe.getsockname()[1]}"
-    command = [
-        program("prometheus"), f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
-        f"--web.listen-address={place}",
-    ]  # fmt: skip
-    with (folder / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
-        try:
-            prometheus = Prometheus(f"http://{place}")
-            wait_until(prometheus.is_ready, "Prometheus is not ready")
-            yield prometheus
-        finally:
-            process.terminate()
-
-
 @contextlib.contextmanager
 def stepping(engine: Engine, page: MetricsPage) -> Iterator[None]:
     """Let an engine step all the time, until the block ends."""
@@ -198,17 +135,17 @@ def test_promtool_accepts_the_rules() -> None:
 @pytest.mark.long
 def test_every_query_has_an_answer_and_every_alert_fires_for_its_cause_only(tmp_path: Path) -> None:
     def has_values(query: str) -> bool:
-        return bool(prometheus.values(query))
+        return bool(database.values(query))
 
     program("prometheus")
     engine = Engine()
-    with served(engine.step()) as page, running(tmp_path, page) as prometheus, stepping(engine, page):
+    with served(engine.step()) as page, prometheus(tmp_path, page.address) as database, stepping(engine, page):
         for query in map(as_grafana_sends_it, dashboard_queries()):
             wait_until(partial(has_values, query), f"no answer to {query}")
-            assert min(prometheus.values(query)) >= 0, query
-        wait_until(lambda: len(prometheus.get("/api/v1/rules")["groups"]) == 1, "the rules are not read")
+            assert min(database.values(query)) >= 0, query
+        wait_until(lambda: len(database.get("/api/v1/rules")["groups"]) == 1, "the rules are not read")
         wait_until(
-            lambda: {rule["health"] for rule in prometheus.get("/api/v1/rules")["groups"][0]["rules"]} == {"ok"},
+            lambda: {rule["health"] for rule in database.get("/api/v1/rules")["groups"][0]["rules"]} == {"ok"},
             "a rule has an error",
         )
         assert [rule["alert"] for rule in RULES if has_values(rule["expr"])] == []
