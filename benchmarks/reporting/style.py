@@ -28,7 +28,9 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def drawn(draw: Callable[[Figure], None], title: str, caption: str, height: float, source: str) -> str:
+def drawn(
+    draw: Callable[[Figure], None], title: str, caption: str, height: float, source: str, width: float = WIDTH_INCHES
+) -> str:
     """Return a plot as SVG.
 
     Args:
@@ -37,12 +39,14 @@ def drawn(draw: Callable[[Figure], None], title: str, caption: str, height: floa
         caption: the command, the date and the machine.
         height: the height of the figure, in inches.
         source: the description of the results, for the file's metadata.
+        width: the width of the figure, in inches.
     """
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
+        figure = Figure(figsize=(width, height), layout="constrained")
         draw(figure)
-        figure.suptitle(textwrap.fill(title, TITLE_CHARACTERS), x=0.01, ha="left", fontsize=11, fontweight="bold")
-        wrapped = textwrap.fill(caption, CAPTION_CHARACTERS, break_on_hyphens=False)
+        lines = textwrap.fill(title, int(TITLE_CHARACTERS * width / WIDTH_INCHES))
+        figure.suptitle(lines, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        wrapped = textwrap.fill(caption, int(CAPTION_CHARACTERS * width / WIDTH_INCHES), break_on_hyphens=False)
         figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=7, color="#555555")
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Source": source})

@@ -17,9 +17,11 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from benchmarks.dashboard import record
 from offload_core.runtime.metrics import COUNTERS, GAUGES, HISTOGRAMS, Counters
 from offload_core.vllm.metrics import HybridOffloadPromMetrics, HybridOffloadStats
 from tests.support.metrics_page import MetricsPage, served
+from tests.support.paths import ROOT
 from tests.support.polling import wait_until
 from tests.support.prometheus import ALERTS, DASHBOARD, MISSING, as_grafana_sends_it, find_program, prometheus
 
@@ -123,6 +125,25 @@ def stepping(engine: Engine, page: MetricsPage) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+def test_the_picture_in_the_document_shows_every_panel() -> None:
+    picture = (ROOT / "docs" / "pictures" / "dashboard.svg").read_text()
+    assert "(pictures/dashboard.svg)" in (ROOT / "docs" / "metrics.md").read_text()
+    for panel in DASHBOARD["panels"]:
+        assert f">{panel['title']}</text>" in picture, "run: python -m benchmarks.dashboard"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_served_engine_answers_every_query_of_the_dashboard(tmp_path: Path) -> None:
+    program("prometheus")
+    shown = record(tmp_path, seconds=40)
+    for panel in DASHBOARD["panels"]:
+        named = {target["legendFormat"].replace("{{tier}}", "nvme") for target in panel["targets"]}
+        assert named <= {line.label for line in shown[panel["id"]]}
+    tokens = {line.label: sum(value for _, value in line.points) for line in shown[2]}
+    assert tokens["ram"] + tokens["nvme"] > 0, "the engine is not served"
 
 
 @pytest.mark.long
