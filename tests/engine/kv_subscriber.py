@@ -35,7 +35,9 @@ class Content:
         self.parents: dict[int, dict[int, int | None]] = {}
         """Per group, the block before each block."""
         self.groups: dict[int, tuple[str, int]] = {}
-        """Kind and block size of each group."""
+        """Kind and block size of each group. The last block of a tail has fewer tokens."""
+        self.sizes: dict[int, dict[int, int]] = {}
+        """Per group, the tokens of each block."""
         self.problems: list[str] = []
 
     def apply(self, event: dict[str, Any]) -> None:
@@ -55,12 +57,18 @@ class Content:
         size, tokens = event["block_size"], event["token_ids"]
         if len(tokens) != size * len(event["block_hashes"]):
             self.problems.append(f"{len(tokens)} tokens for {len(event['block_hashes'])} blocks of {size}")
-        self.groups[event["group_idx"]] = (event["kv_cache_spec_kind"], size)
+        group = event["group_idx"]
+        _, largest = self.groups.get(group, ("", 0))
+        self.groups[group] = (event["kv_cache_spec_kind"], max(size, largest))
+        self.sizes.setdefault(group, {}).update(dict.fromkeys(event["block_hashes"], size))
         parent = event["parent_block_hash"]
         for block in event["block_hashes"]:
             counts[block] = counts.get(block, 0) + 1
-            self.parents.setdefault(event["group_idx"], {})[block] = parent
+            self.parents.setdefault(group, {})[block] = parent
             parent = block
+
+    def is_tail(self, group: int, block: int) -> bool:
+        return self.sizes[group][block] < self.groups[group][1]
 
     def forget(self, *, gpu: bool) -> None:
         self.blocks = {place: blocks for place, blocks in self.blocks.items() if (place[0] == "GPU") != gpu}
@@ -92,12 +100,17 @@ class Subscriber:
             self._take(int.from_bytes(number, "big"), payload)
         if name == "state":  # the last batches may be lost too: no later one shows it
             self._replay()
-        places = [[*place, [*counts.items()]] for place, counts in self._content.blocks.items()]
+        places, tails = [], []
+        for place, blocks in self._content.blocks.items():
+            whole = [(block, count) for block, count in blocks.items() if not self._content.is_tail(place[2], block)]
+            places.append([*place, whole])
+            tails.append([*place, [block for block in blocks if self._content.is_tail(place[2], block)]])
         parents = [[group, [*parents.items()]] for group, parents in self._content.parents.items()]
         problems, self._content.problems = self._content.problems, []
         counts = {"lost": self._lost, "replayed": self._replayed}
         groups = [[group, *shape] for group, shape in self._content.groups.items()]
-        return {"places": places, "parents": parents, "groups": groups, "problems": problems, **counts}
+        content = {"places": places, "tails": tails, "parents": parents, "groups": groups}
+        return {**content, "problems": problems, **counts}
 
     def _take(self, number: int, payload: bytes) -> None:
         if self._skip:

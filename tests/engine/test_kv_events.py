@@ -25,6 +25,7 @@ from tests.support.polling import wait_until
 
 COMMAND = Path(sys.executable).with_name("offload-core")
 RESYNC_SECONDS = 0.2
+TAIL = "-tail"
 POLICIES = {"full_attention": "full", "sliding_window": "window", "mamba": "state"}
 SPARE_ROUNDS = 5
 
@@ -33,7 +34,9 @@ class Told(NamedTuple):
     """The state of the subscriber."""
 
     places: dict[tuple[str, str, int], Counter[int]]
-    """The count of each block on each medium, tier and group."""
+    """The count of each whole block on each medium, tier and group."""
+    tails: dict[tuple[str, str, int], set[int]]
+    """The blocks there that are filled in part: each is the last one of a tail."""
     parents: dict[int, dict[int, int | None]]
     """Per group, the block before each block."""
     groups: dict[int, tuple[str, int]]
@@ -56,9 +59,10 @@ class SubscriberProcess:
         answer = json.loads(self._process.stdout.readline())
         assert answer["problems"] == []
         places = {(medium, tier, group): Counter(dict(counts)) for medium, tier, group, counts in answer["places"]}
+        tails = {(medium, tier, group): set(blocks) for medium, tier, group, blocks in answer["tails"]}
         parents = {group: dict(before) for group, before in answer["parents"]}
         groups = {group: (kind, block_size) for group, kind, block_size in answer["groups"]}
-        return Told(places, parents, groups, answer["lost"], answer["replayed"])
+        return Told(places, tails, parents, groups, answer["lost"], answer["replayed"])
 
     def send_signal(self, number: int) -> None:
         self._process.send_signal(number)
@@ -97,13 +101,18 @@ def _blocks_per_object(pack: str, block_size: int) -> int:
 def _differences(told: Told, listed: dict[str, set[int]], exact: bool) -> list[str]:
     """Compare the blocks of each group on the disk with those of the listed objects of its pack.
 
+    Every tail is shorter than a block.
+
     Args:
         exact: compare counts. A subscriber that has begun late knows each object, but may count a shared block too low.
     """
     problems = []
     for index, (kind, block_size) in told.groups.items():
-        (pack,) = [name for name in listed if name.startswith(POLICIES[kind])]
-        blocks, objects = told.places.get(("STORAGE", "disk", index), Counter()), listed[pack]
+        (pack,) = [name for name in listed if name.startswith(POLICIES[kind]) and not name.endswith(TAIL)]
+        place = ("STORAGE", "disk", index)
+        blocks, objects = told.places.get(place, Counter()), listed[pack]
+        if (tails := told.tails.get(place, set())) != (ends := listed.get(pack + TAIL, set())):
+            problems.append(f"group {index}: {len(tails)} tails are announced, and {len(ends)} are there")
         if missing := objects - blocks.keys():
             problems.append(f"group {index}: {len(missing)} of {len(objects)} objects of {pack} are not announced")
             continue
@@ -148,8 +157,11 @@ class Gates:
             engine.result()
 
 
+@pytest.mark.parametrize(
+    "prefix_match_unit", [None, pytest.param(32, marks=pytest.mark.long)], ids=["chunks", "chunks and tails"]
+)
 @pytest.mark.parametrize("lab", QUICK_LABS, indirect=True)
-def test_a_subscriber_rebuilds_the_content_of_a_tier(lab: Lab, tmp_path: Path) -> None:
+def test_a_subscriber_rebuilds_the_content_of_a_tier(lab: Lab, prefix_match_unit: int | None, tmp_path: Path) -> None:
     names = ["stores", "others evict", "stopped", "resync"]
     last = "after the last comparison"  # until then the engine's publisher is there
     gates, config = Gates(tmp_path), tmp_path / "offload.json"
@@ -182,7 +194,8 @@ def test_a_subscriber_rebuilds_the_content_of_a_tier(lab: Lab, tmp_path: Path) -
         gates.all_open_at_the_end([one.name for one in rounds]),
         _subscribed(*endpoints) as subscriber,
     ):
-        engine = pool.submit(lab.run, rounds, transfer, extra_engine_args={"kv_events_config": events})
+        more = {} if prefix_match_unit is None else {"prefix_match_unit": prefix_match_unit}
+        engine = pool.submit(lab.run, rounds, transfer, extra_engine_args={"kv_events_config": events, **more})
         seen = {}
 
         def look(name: str) -> bool:
@@ -216,6 +229,7 @@ def test_a_subscriber_rebuilds_the_content_of_a_tier(lab: Lab, tmp_path: Path) -
     assert {name: _differences(told, listed, exact=name != "resync") for name, (told, listed) in seen.items()} == {
         name: [] for name in names
     }
+    assert any(pack.endswith(TAIL) for _, listed in seen.values() for pack in listed) is (prefix_match_unit is not None)
     for told, _ in seen.values():
         assert told.groups.keys() == set(range(len(result.engine["kv_cache_groups"])))
         assert any(place[:2] == ("CPU", "ram") for place in told.places)

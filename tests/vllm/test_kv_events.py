@@ -51,9 +51,9 @@ def request(tokens: int = 256, seed: int = 0, **fields: Any) -> Any:
 class Rig:
     """Events over three tiers on two ranks."""
 
-    def __init__(self, io: IoLoop) -> None:
+    def __init__(self, io: IoLoop, tail_tokens: int | None = None) -> None:
         self.planner = HybridOffloadPlanner.build(
-            GROUPS, hash_block_size=HASH, max_model_len=4096, hybrid_chunk_size=UNIT
+            GROUPS, hash_block_size=HASH, max_model_len=4096, hybrid_chunk_size=UNIT, tail_tokens=tail_tokens
         )
         tiers: Any = [
             SimpleNamespace(name=name, capabilities=SimpleNamespace(medium=medium, shared=False))
@@ -65,8 +65,11 @@ class Rig:
         self.events = KvEvents(io, tiers, self.planner, specs, lambda _: self.namespaces, self.ledger, None)
 
     def store(self, item: Any, tier: str = "disk", ranks: tuple[int, ...] = (0, 1), present: bool = True) -> None:
-        for pack in self.planner.packs:
-            for unit in range(pack.units_in(len(item.all_token_ids))):
+        tokens = len(item.all_token_ids)
+        units = [(pack, range(pack.units_in(tokens))) for pack in self.planner.packs]
+        units += [(pack, pack.needed_units(0, self.planner.tail_end(tokens))) for pack in self.planner.tail_packs]
+        for pack, stored in units:
+            for unit in stored:
                 ref = ChunkRef(pack.name, item.block_hashes[pack.hash_index(unit)])
                 self.events.storing(item, pack, unit, ref)
                 keys = [ObjectKey(self.namespaces[rank], pack.name, ref.chunk_hash) for rank in ranks]
@@ -114,11 +117,16 @@ def apply(events: list[Any], content: dict[Any, Any]) -> None:
 
 
 @pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+def io(monkeypatch: pytest.MonkeyPatch) -> Iterator[IoLoop]:
     monkeypatch.setattr(module, "event_group_fields", lambda spec: {})
-    io = IoLoop.acquire()
-    yield Rig(io)
-    io.release()
+    loop = IoLoop.acquire()
+    yield loop
+    loop.release()
+
+
+@pytest.fixture
+def rig(io: IoLoop) -> Rig:
+    return Rig(io)
 
 
 def test_events_name_every_block_with_its_tokens_and_parent(rig: Rig) -> None:
@@ -135,6 +143,40 @@ def test_events_name_every_block_with_its_tokens_and_parent(rig: Rig) -> None:
     rig.events.reset()
     apply(rig.take_all(), content)
     assert content == {}
+
+
+@pytest.mark.parametrize("tokens", [293, 273, 33])
+def test_a_tail_that_ends_inside_a_block_has_the_event_of_its_last_hash(io: IoLoop, tokens: int) -> None:
+    rig, item, content = Rig(io, tail_tokens=HASH), request(tokens), dict[Any, Any]()
+    rig.store(item)
+    apply(rig.take_all(), content)
+    end, chunks = (tokens - 1) // HASH * HASH, tokens // UNIT * UNIT
+    whole = SimpleNamespace(block_hashes=item.block_hashes, all_token_ids=item.all_token_ids[:chunks])
+    expected = blocks_of(whole, rig.planner, "disk")
+    for group in GROUPS:
+        size = group.block_size_tokens
+        needed = {"full": chunks, "window": max(chunks, end - 19), "state": end - 1}[group.policy.kind]
+        for start in range(needed // size * size, end, size):
+            stop = min(start + size, end)
+            start = start if stop - start == size else stop - HASH
+            parent = maybe_convert_block_hash(item.block_hashes[start // HASH - 1]) if start else None
+            name = maybe_convert_block_hash(item.block_hashes[stop // HASH - 1])
+            expected["disk", group.index, name] = (item.all_token_ids[start:stop], parent)
+    assert content == expected
+    rig.store(item, present=False)
+    apply(rig.take_all(), content)
+    assert content == {}
+
+
+def test_a_loaded_tail_is_announced(io: IoLoop) -> None:
+    rig, item = Rig(io, tail_tokens=HASH), request(293)
+    rig.events.loading(item, "", 256, 292)
+    for pack in rig.planner.tail_packs:
+        name = item.block_hashes[292 // HASH - 1]
+        keys = [ObjectKey(namespace, pack.name, name) for namespace in NAMESPACES]
+        rig.events.reported(TierChange("disk", key, True) for key in keys)
+    ends = {(event.group_idx, event.block_hashes[-1]) for event in rig.take_all()}
+    assert ends >= {(group.index, maybe_convert_block_hash(item.block_hashes[292 // HASH - 1])) for group in GROUPS}
 
 
 def test_adjacent_blocks_make_one_event_and_places_have_vllms_words(rig: Rig) -> None:

@@ -18,9 +18,11 @@ _BYTES_PER_HASH = 80
 
 
 class GroupBlocks(NamedTuple):
-    """The blocks of one group in a stored chunk, in order."""
+    """Adjacent blocks of one group in a stored chunk, in order."""
 
     group: GroupGeometry
+    block_size: int
+    """Tokens of each block: the group's block size, or those of the last hash of a tail that ends inside a block."""
     hashes: list[bytes]
     parent: bytes | None
     """The hash of the block before them; ``None`` at the start of a sequence."""
@@ -71,7 +73,7 @@ class ChunkBlocks:
             hash_block_size,
             None if lora is None else (lora.adapter_id, lora.name),
             tuple(
-                block_extra_keys(request, blocks, group.block_size_tokens)
+                block_extra_keys(request, _spans(group, blocks, end, hash_block_size))
                 for group, blocks in zip(pack.groups, ranges, strict=True)
             ),
         )
@@ -82,12 +84,40 @@ class ChunkBlocks:
         return self.token_ids.itemsize * len(self.token_ids) + _BYTES_PER_HASH * len(self.hashes)
 
     def groups(self) -> Iterator[GroupBlocks]:
-        """Yield the blocks of each group, each with the hash of its last tokens as in vLLM's own events."""
+        """Yield the blocks of each group, each with the hash of its last tokens as in vLLM's own events.
+
+        A last block that is filled in part comes by itself. As vLLM announces it, it has the tokens of its last hash
+        only, and its parent is the hash before them.
+        """
+        end = len(self.token_ids)
         for group, extra_keys in zip(self.pack.groups, self.extra_keys, strict=True):
-            blocks = self.pack.block_range(group, self.unit)
-            factor = group.block_size_tokens // self.hash_block_size
-            skipped = blocks.start * group.block_size_tokens - self.first_token
-            before = skipped // self.hash_block_size
-            parent = self.hashes[before - 1] if before else self.parent
-            hashes = list(self.hashes[before + factor - 1 :: factor])
-            yield GroupBlocks(group, hashes, parent, self.token_ids[skipped:].tolist(), extra_keys)
+            start = self.pack.block_range(group, self.unit).start * group.block_size_tokens - self.first_token
+            blocks, filled = divmod(end - start, group.block_size_tokens)
+            if blocks:
+                keys = extra_keys and extra_keys[:blocks]
+                yield self._adjacent(group, group.block_size_tokens, start, end - filled, keys)
+            if filled:
+                keys = extra_keys and extra_keys[blocks:]
+                yield self._adjacent(group, self.hash_block_size, end - self.hash_block_size, end, keys)
+
+    def _adjacent(
+        self, group: GroupGeometry, block_size: int, start: int, end: int, extra_keys: list[Any] | None
+    ) -> GroupBlocks:
+        """Return the blocks between two positions, in tokens from the first token on."""
+        first, hashes_per_block = start // self.hash_block_size, block_size // self.hash_block_size
+        return GroupBlocks(
+            group,
+            block_size,
+            list(self.hashes[first + hashes_per_block - 1 : end // self.hash_block_size : hashes_per_block]),
+            self.hashes[first - 1] if first else self.parent,
+            self.token_ids[start:end].tolist(),
+            extra_keys,
+        )
+
+
+def _spans(group: GroupGeometry, blocks: range, end: int, hash_block_size: int) -> Iterator[tuple[int, int]]:
+    """Yield the first token and the end of each block; see :meth:`ChunkBlocks.groups`."""
+    size = group.block_size_tokens
+    for position in blocks:
+        block_end = (position + 1) * size
+        yield (block_end - size, block_end) if block_end <= end else (end - hash_block_size, end)

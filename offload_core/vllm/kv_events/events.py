@@ -96,7 +96,7 @@ class KvEvents:
 
     def loading(self, request: Request, adapter: str, computed_tokens: int, boundary_tokens: int) -> None:
         """Describe the chunks of a load that begins."""
-        for pack in self._planner.packs:
+        for pack in self._planner.all_packs:
             for unit in pack.needed_units(computed_tokens, boundary_tokens):
                 ref = ChunkRef(pack.name, request.block_hashes[pack.hash_index(unit)], adapter)
                 self._describe(request, pack, unit, ref)
@@ -171,9 +171,10 @@ class KvEvents:
         for one in sorted(announcements, key=lambda one: one.description.first_token):
             for blocks in one.description.groups():
                 place, index = one.place, blocks.group.index
-                extra = blocks.extra_keys
-                run = runs.pop((place, index, blocks.parent), None) if blocks.parent and extra is None else None
-                if run is not None and getattr(run, "extra_keys", None) is None:
+                before = place, index, blocks.parent or b""
+                run = runs.get(before) if blocks.extra_keys is None else None
+                if run is not None and run.block_size == blocks.block_size and getattr(run, "extra_keys", None) is None:
+                    del runs[before]
                     run.block_hashes.extend(map(event_block_hash, blocks.hashes))
                     run.token_ids.extend(blocks.token_ids)
                 else:
@@ -188,7 +189,7 @@ class KvEvents:
             block_hashes=[event_block_hash(block_hash) for block_hash in blocks.hashes],
             parent_block_hash=None if blocks.parent is None else event_block_hash(blocks.parent),
             token_ids=blocks.token_ids,
-            block_size=blocks.group.block_size_tokens,
+            block_size=blocks.block_size,
             lora_id=lora[0] if lora else None,
             lora_name=lora[1] if lora else None,
             extra_keys=blocks.extra_keys,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
@@ -45,16 +46,15 @@ def event_group_fields(spec: KVCacheSpec) -> dict[str, Any]:
     return {"kv_cache_spec_kind": kind(spec).value, "kv_cache_spec_sliding_window": window(spec)}
 
 
-def block_extra_keys(request: Request, blocks: range, block_size: int) -> list[Any] | None:
+def block_extra_keys(request: Request, spans: Iterable[tuple[int, int]]) -> list[Any] | None:
     """Return the parts of some blocks' identity besides tokens, as in the engine's events; ``None`` if there are none.
 
     Args:
-        blocks: positions in the block table.
+        spans: the first token and the end of each block.
     """
     if not (request.lora_request or request.mm_features or request.cache_salt or request.prompt_embeds is not None):
         return None
-    starts = (position * block_size for position in blocks)
-    keys = [generate_block_hash_extra_keys(request, start, start + block_size, 0)[0] for start in starts]
+    keys = [generate_block_hash_extra_keys(request, start, end, 0)[0] for start, end in spans]
     untagged = getattr(kv_cache_utils, "to_event_extra_keys", None)  # before 0.32, keys have no tags
     return list(keys if untagged is None else untagged(keys))
 

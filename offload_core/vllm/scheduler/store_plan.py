@@ -107,7 +107,7 @@ class StorePlan:
             for unit in pack.needed_units(0, end):
                 ref, slices = state.ref(pack, unit), _stored_slices(pack, unit, tables)
                 if slices is not None and not self._ledger.is_present(ref):
-                    self._ledger.store_started(ref)
+                    self._store_starts(state, pack, unit, ref)
                     yield ChunkTransfer(ref, slices, self._placement.is_spare_tail(state))
 
     def _boundary_states(self, state: RequestState, states: Sequence[tuple[int, int, int]]) -> Iterator[ChunkTransfer]:
@@ -139,7 +139,7 @@ class StorePlan:
             for unit in pack.needed_units(0, end):
                 ref = state.ref(pack, unit)
                 if not self._ledger.is_present(ref):
-                    self._ledger.store_started(ref)
+                    self._store_starts(state, pack, unit, ref)
                     slices = tuple(BlockSlice(0, (block_id,)) for block_id in ids)
                     yield ChunkTransfer(ref, slices, self._placement.is_spare_tail(state))
 
