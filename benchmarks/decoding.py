@@ -41,6 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.faults_rig import LiveEngine, Order, prepare_environment
+from benchmarks.reporting.options import add_dtype_option
 from benchmarks.reporting.rows import percentile
 from tests.support import tiny_models
 from tests.support.engine.spec import RunSpec, disk_transfer_config
@@ -268,10 +269,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=12, help="steps from one of them to the next")
     parser.add_argument("--only", choices=PARTS, help="measure only this part")
     parser.add_argument("--threads", type=int, default=1, help="threads on which the model computes")
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16",
-        help="float32 is faster on processors without bfloat16, and doubles the bytes",
-    )  # fmt: skip
+    add_dtype_option(parser)
     parser.add_argument("--folder", type=Path, help="folder for the tiers; some 4 GB for each round")
     arguments = parser.parse_args()
     console = Console(width=130)

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.reporting.options import add_dtype_option
 from benchmarks.reporting.rows import percentile
 from tests.support import tiny_models
 from tests.support.engine.spec import (
@@ -255,10 +256,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=1500)
     parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16",
-        help="float32 is faster on processors without bfloat16, and doubles the bytes",
-    )  # fmt: skip
+    add_dtype_option(parser)
     arguments = parser.parse_args()
     console = Console(width=120)
     speeds = measure(arguments, console)

@@ -5,7 +5,7 @@ one at a time. All rows come from one run on the same machine. "page cache" read
 still holds in memory. "cold" asks the operating system to drop them first. A ratio compares the median with that of the
 local prefix cache.
 
-    python -m benchmarks.ttft [--prompts 8] [--repeats 3] [--json FILE]
+    python -m benchmarks.ttft [--prompts 8] [--repeats 3] [--dtype float32] [--json FILE]
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.reporting.document import Run, add_json_option
+from benchmarks.reporting.options import add_dtype_option
 from benchmarks.reporting.rows import FirstToken, Ttft, percentile
 from tests.support import tiny_models
 from tests.support.engine.spec import (
@@ -74,9 +75,9 @@ def check_outputs(what: str, result: RunResult, reference: RunResult) -> None:
                 raise SystemExit(f"{what}: prompt {got.name} starts with another token or probability than recomputed")
 
 
-def measure(folder: Path, prompts: list[PromptSpec], repeats: int, console: Console) -> list[FirstToken]:
+def measure(folder: Path, prompts: list[PromptSpec], repeats: int, dtype: str, console: Console) -> list[FirstToken]:
     """Run every variant and return a row for each."""
-    model = tiny_models.write_gemma3_75m(folder / "model")
+    model = tiny_models.write_gemma3_75m(folder / "model", dtype=dtype)
     once = [Round(name="once", prompts=prompts)]
     again = [Round(name=f"again {index}", prompts=prompts) for index in range(repeats)]
     reset = [Round(name=f"reset {index}", prompts=prompts, reset_prefix_cache_before=True) for index in range(repeats)]
@@ -84,7 +85,7 @@ def measure(folder: Path, prompts: list[PromptSpec], repeats: int, console: Cons
     def run(what: str, rounds: list[Round], transfer: dict[str, Any] | None) -> RunResult:
         console.print(f"{what} …")
         spec = RunSpec(
-            model=str(model), dtype="bfloat16", max_model_len=4096, max_num_batched_tokens=4096,
+            model=str(model), dtype=dtype, max_model_len=4096, max_num_batched_tokens=4096,
             kv_cache_memory_bytes=1 << 30, kv_transfer_config=transfer, rounds=rounds,
         )  # fmt: skip
         env = {  # the threads and compilation of a server
@@ -129,6 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=8, help="number of different prompts")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each prompt that a cache serves")
+    add_dtype_option(parser)
     add_json_option(parser)
     arguments = parser.parse_args()
     run = Run(arguments)
@@ -142,7 +144,7 @@ def main() -> None:
         for seed in range(arguments.prompts)
     ]
     with tempfile.TemporaryDirectory(prefix="offload-core-bench-") as folder:
-        rows = measure(Path(folder), prompts, arguments.repeats, console)
+        rows = measure(Path(folder), prompts, arguments.repeats, arguments.dtype, console)
     console.print(table_of(rows))
     run.write(Ttft(prompt_tokens=PROMPT_TOKENS, first_tokens=rows))
 
