@@ -67,7 +67,9 @@ def _metric(url: str, name: str) -> float:
 
 def _configured(folder: Path) -> Path:
     path = folder / "offload.yaml"
-    path.write_text("lookup_timeout_seconds: 30\nbackends:\n  - {name: disk, type: disk, path: ./kv-cache}\n")
+    path.write_text(
+        "lookup_timeout_seconds: 30\nbackends:\n  - {name: disk, type: disk, path: ./kv-cache, capacity: 1GiB}\n"
+    )
     return path
 
 
@@ -106,7 +108,8 @@ def test_a_server_is_served_what_an_engine_has_stored_and_takes_hints(qwen3_next
     assert hinted.model_extra is not None
     (answered,) = hinted.model_extra["kv_transfer_params"]["hybrid_offload_hints"]
     retained, refused = answered["actions"]
-    assert (answered["message_id"], retained["status"], retained["tokens"]) == ("turn-17", "accepted", 1280)
+    expected = {"action_id": "1", "action_type": "kv.retain", "status": "accepted", "tokens": 1280}
+    assert (answered["message_id"], retained) == ("turn-17", expected)
     assert (refused["status"], "'kv.evict' is unknown" in refused["reason"]) == ("refused", True)
     assert len(objects(tmp_path / "kv-cache")) >= 2 * len(stored) > 0, "the server's shutdown finishes its stores"
     (tier,) = json.loads(view.stdout)["tiers"]

@@ -188,7 +188,10 @@ class NfsBackend(Backend[NfsOptions]):
                 names = (entry.name for entry in found if entry.is_folder and pattern.fullmatch(entry.name))
                 folders += [f"{folder}/{name}".lstrip("/") for name in names]
         for folder in folders:
-            yield layout.objects_in(folder, await self._entries(folder))
+            asked = time.monotonic()
+            objects = layout.objects_in(folder, await self._entries(folder))
+            self._lookup_cache.add_listed(objects, asked)
+            yield objects
 
     async def _entries(self, folder: str) -> Any:
         return await self.run_blocking(self._retrier.call, self.medium.entries, folder)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
-from offload_core.api import ObjectKey
+from offload_core.api import ObjectKey, StoredObject
 
 MAX_KEYS = 65_536
 
@@ -64,6 +64,18 @@ class LookupCache:
             changed = self._last_change(key)
             if asked_seconds >= changed:
                 self._add(key, _Answer(present, asked_seconds, changed, nbytes))
+
+    def add_listed(self, objects: Iterable[StoredObject], asked_seconds: float) -> None:
+        """Replace answers that say that a listed object is absent. A long listing drops no other answer.
+
+        Args:
+            asked_seconds: the time at which the listing of these objects began.
+        """
+        with self._lock:
+            for key, nbytes, _ in objects:
+                answer = self._answers.get(key)
+                if answer is not None and answer.present is False and asked_seconds >= answer.changed_seconds:
+                    self._add(key, _Answer(True, asked_seconds, answer.changed_seconds, nbytes))
 
     def add_change(self, key: ObjectKey, present: bool | None, began_seconds: float, nbytes: int | None = None) -> None:
         """Add the end of a store or deletion by this process that began at ``began_seconds``.

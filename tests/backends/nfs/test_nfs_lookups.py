@@ -14,7 +14,7 @@ import pytest
 from offload_backend_nfs import NfsBackend
 from offload_backend_nfs.lookup_cache import LookupCache
 
-from offload_core.api.backend import LoadOutcome
+from offload_core.api.backend import LoadOutcome, StoredObject
 from tests.backends.nfs.calls import contains, load, run, store
 from tests.backends.nfs.conftest import Nfs, key
 
@@ -35,6 +35,11 @@ def counted(backend: NfsBackend, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def remove_objects(root: Path) -> None:
     for path in root.rglob("*.kv"):
         path.unlink()
+
+
+def object_file(root: Path, number: int) -> Path:
+    (path,) = [path for path in root.rglob("*.kv") if path.stem == key(number).chunk_hash.hex()]
+    return path
 
 
 def test_lookups_are_answered_from_the_cache(nfs: Nfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +64,32 @@ def test_lookups_are_answered_from_the_cache(nfs: Nfs, tmp_path: Path, monkeypat
         assert len(asked) == 300
 
     run(nfs(url=f"file://{tmp_path}/kv", lookup_cache_seconds=60), work)
+
+
+def test_what_a_listing_names_is_no_longer_absent(nfs: Nfs, tmp_path: Path) -> None:
+    async def work(backend: NfsBackend) -> None:
+        await store(backend, (0, b"zero"), (1, b"one"))
+        there = object_file(tmp_path, 0)
+        there.rename(tmp_path / "away")
+        assert await load(backend, 0, 4) == (LoadOutcome.MISS, bytes(4))
+        assert await contains(backend, 0) == [False]
+        (tmp_path / "away").rename(there)  # as another host would store it
+        assert await contains(backend, 0) == [False], "the answer is cached"
+        await backend.delete([key(1)])
+        listed = [found.key async for batch in backend.list_objects() for found in batch]
+        assert listed == [key(0)]
+        assert await contains(backend, 0, 1) == [True, False]
+
+    run(nfs(url=f"file://{tmp_path}/kv", lookup_cache_seconds=60), work)
+
+
+def test_a_listing_says_nothing_about_a_later_deletion() -> None:
+    cache, began = LookupCache(), time.monotonic()
+    cache.add_change(key(0), present=False, began_seconds=began)
+    cache.add_listed([StoredObject(key(0), 5, 0.0)], began)
+    assert cache.presence([key(0), key(1)], 60) == [False, None]
+    cache.add_listed([StoredObject(key(0), 5, 0.0), StoredObject(key(1), 5, 0.0)], time.monotonic())
+    assert cache.presence([key(0), key(1)], 60) == [True, None], "a listing adds no answers"
 
 
 def test_a_cached_answer_expires(nfs: Nfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
