@@ -291,9 +291,10 @@ def test_deadlines_and_waiting_stores_take_no_task_and_no_thread_each(rig: Rig) 
     rig.start(staging_bytes=2 * 200 * LEASE)
     backend.gates["store"].shut()
     submit(rig, *[0] * 10)
-    before = (threading.active_count(), len(asyncio.all_tasks(rig.io.loop)))
+    threads, tasks = threading.active_count(), len(asyncio.all_tasks(rig.io.loop))
     submit(rig, *[0] * 150)
-    assert (threading.active_count(), len(asyncio.all_tasks(rig.io.loop))) == before
+    assert len(asyncio.all_tasks(rig.io.loop)) == tasks
+    assert threading.active_count() <= threads + 2, "a thread of the tier may have started late"
     assert timers(rig.io) == 1
     assert len(rig.engine._stores._running) <= 3
 
