@@ -27,7 +27,10 @@ _OUTPUT_SECONDS = 5.0
 _SERVER_VARIABLES = {"OPENBLAS_NUM_THREADS": "1"}
 
 # The server's imports have read every other variable already, and a fork cannot undo that.
-_VARIABLES_FREE_TO_DIFFER = {"PYTHONPATH", "PYTEST_CURRENT_TEST", "OFFLOAD_TEST_ORDER"}
+_VARIABLES_FREE_TO_DIFFER = {
+    "PYTHONPATH", "PYTEST_CURRENT_TEST", "OFFLOAD_TEST_ORDER",
+    "OFFLOAD_CORE_DISK_ENCRYPTION_KEYS",  # read with the configuration
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
