@@ -1,7 +1,7 @@
 """Draws the dashboard of ``examples/monitoring`` with the numbers of a served engine, by a real Prometheus.
 
 An API server has a small Gemma 3 with random weights, a small KV cache, and two tiers: ``ram`` and ``nvme``. Clients
-talk in conversations that grow turn by turn. At half time, bytes of some files of ``nvme`` are changed. Prometheus
+talk in conversations that grow turn by turn. At half time, a byte of some files of ``nvme`` is changed. Prometheus
 scrapes the server each second. At the end each panel's queries are sent to it, and the panels are drawn in their
 places.
 
@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import openai
 from matplotlib.axes import Axes
@@ -32,7 +32,7 @@ from benchmarks.reporting.style import BLUE, GREEN, GREY, ORANGE, RED, drawn, y_
 from tests.support import tiny_models
 from tests.support.engine.api_server import LEAN, SERVED_NAME, api_server
 from tests.support.engine.lab import Lab
-from tests.support.prometheus import DASHBOARD, Prometheus, as_grafana_sends_it, prometheus
+from tests.support.prometheus import DASHBOARD, MISSING, Prometheus, as_grafana_sends_it, find_program, prometheus
 
 CLIENTS, CONVERSATIONS = 2, 12
 TURN_WORDS, MAX_TURNS, PAUSE_SECONDS = 400, 7, 0.3
@@ -52,12 +52,12 @@ backends:
 """
 
 
-class Series:
+class Series(NamedTuple):
     """A line of a panel."""
 
-    def __init__(self, label: str, points: list[tuple[float, float]]) -> None:
-        self.label = label
-        self.points = points
+    label: str
+    points: list[tuple[float, float]]
+    """Seconds since the start, and values."""
 
 
 def series_of(panel: dict[str, Any], database: Prometheus, start: float, end: float) -> Iterator[Series]:
@@ -126,17 +126,14 @@ def talk(url: str, seed: int, over: threading.Event) -> None:
             client.completions.create(model=SERVED_NAME, prompt=" ".join(words), max_tokens=16, temperature=0.0)
 
 
-def damage(folder: Path) -> int:
-    """Change a byte in the middle of some objects' files; return how many there are."""
-    damaged = 0
+def damage(folder: Path) -> None:
+    """Change a byte in the middle of some objects' files."""
     for path in sorted(folder.rglob("*.kv"))[:DAMAGED_FILES]:
         with path.open("r+b") as file:
             file.seek(path.stat().st_size // 2)
             byte = file.read(1)
             file.seek(-1, 1)
             file.write(bytes([byte[0] ^ 1]))
-            damaged += 1
-    return damaged
 
 
 def record(folder: Path, seconds: float) -> dict[int, list[Series]]:
@@ -170,6 +167,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--svg", type=Path, default=Path("docs/pictures/dashboard.svg"))
     arguments = parser.parse_args()
+    if find_program("prometheus") is None:
+        parser.error(MISSING.format("prometheus"))
     with tempfile.TemporaryDirectory(prefix="offload-core-bench-") as folder:
         lines = record(Path(folder), arguments.seconds)
     console = Console(width=120)
@@ -178,7 +177,7 @@ def main() -> None:
     caption = (
         f"python -m benchmarks.dashboard --seconds {arguments.seconds:g}, {time.strftime('%Y-%m-%d', time.gmtime())}, "
         f"{this_machine().sentence()}. Rates are of {RATE_SECONDS} seconds. At half time, "
-        f"bytes of {DAMAGED_FILES} files were changed."
+        f"a byte of up to {DAMAGED_FILES} files was changed."
     )
     arguments.svg.write_text(dashboard(lines, caption))
 

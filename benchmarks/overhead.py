@@ -236,11 +236,10 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Speeds
                 contenders[name].compute(2 * turn + 1)
             if not turn:
                 writer.learn()
-            if turn:
-                medians = ", ".join(f"{name} {median(one.speeds.ratios):.3f}" for name, one in contenders.items())
-                console.print(f"round {turn} of {arguments.turns} computed; to opted out so far: {medians}")
-            else:
                 console.print("warmed up")
+                continue
+            medians = ", ".join(f"{name} {median(one.speeds.ratios):.3f}" for name, one in contenders.items())
+            console.print(f"round {turn} of {arguments.turns} computed; to opted out so far: {medians}")
         for contender in contenders.values():
             contender.end()
         return {name: contender.speeds for name, contender in contenders.items()}
