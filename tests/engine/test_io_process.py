@@ -130,12 +130,16 @@ def test_nothing_is_left_of_an_engine_that_is_killed_in_the_middle_of_its_work(
 ) -> None:
     folder = tmp_path / "kv"
     folder.mkdir()
-    keys = {"hybrid_chunk_size": 128, "io_process": "engine", "backends": backends(folder)}
+    keys = {
+        "hybrid_chunk_size": 128, "io_process": "engine", "backends": backends(folder), "placement": "everything",
+    }  # fmt: skip
+    whole = 2 * (700 // 128 + 1283 // 128)  # one of attention and one of windows for each chunk
     slow = dict.fromkeys(("load_timeout_seconds", "lookup_timeout_seconds", "store_timeout_seconds"), 60)
     env = installed(tmp_path, "stalled")
     script = Script(gemma3, ours(tmp_path, **keys, **slow), tmp_path / "errors", steps=100_000, env=env)
     with contextlib.closing(script):
         script.wait_for("stored")
+        wait_until(lambda: len(objects(folder)) >= whole, "the prompts are not stored")
         stored = len(objects(folder))
         helpers = io_process_ids(script.process.pid)
         assert len(helpers) == 1
