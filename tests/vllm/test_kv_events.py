@@ -261,6 +261,17 @@ def test_blocks_with_a_salt_or_an_adapter_say_so(rig: Rig) -> None:
     assert event.extra_keys == [("sql", "tenant"), ("sql",), ("sql",), ("sql",)]
 
 
+@pytest.mark.parametrize(("tokens", "expected"), [(37, ("sql",)), (13, ("sql",)), (5, ("sql", "tenant"))])
+def test_the_last_hash_of_a_tail_has_its_own_extra_keys(io: IoLoop, tokens: int, expected: tuple[str, ...]) -> None:
+    rig = Rig(io, tail_tokens=HASH)
+    lora = SimpleNamespace(adapter_id=7, name="sql", lora_name="sql", lora_path="adapters/sql")
+    rig.store(request(tokens, lora_request=lora, cache_salt="tenant"))
+    events = [event for event in rig.take_all() if event.group_idx == 0]
+    whole = [event.extra_keys for event in events if event.block_size == 16]
+    assert whole == ([[("sql", "tenant"), ("sql",)]] if tokens > 16 else [])
+    assert [event.extra_keys for event in events if event.block_size == HASH] == [[expected]]
+
+
 def test_an_idle_engine_steps_on_while_a_store_may_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     item = request(64)
     pack: Pack = rig.planner.packs[0]
