@@ -18,6 +18,19 @@ def process_state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+def thread_states(pid: int) -> Counter[str]:
+    """Return how many threads of a process are in which state; none if it is gone.
+
+    A process whose first thread has ended is a zombie by :func:`process_state`, however its other threads hang.
+    """
+    found: Counter[str] = Counter()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found[(task / "stat").read_text().rpartition(")")[2].split()[0]] += 1
+    return found
+
+
 def is_running(pid: int) -> bool:
     """Return whether a process exists and has not ended, reaped or not."""
     try:
