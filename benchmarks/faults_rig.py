@@ -44,12 +44,14 @@ class Order:
         fault: the fault of the victim's medium from now on: ``none``, ``hung``, ``slow`` with a number of seconds, or
             ``far`` with a number of seconds and one of bytes per second.
         prompts: requests to submit together, after emptying the engine's own prefix cache.
+        keeps_prefix_cache: whether ``prompts`` find the engine's own prefix cache as it is.
         workload: requests that arrive step by step, after emptying the engine's own prefix cache.
         metrics: whether the answer holds the present value of every metric.
     """
 
     fault: tuple[str, *tuple[float, ...]] | None = None
     prompts: Sequence[PromptSpec] = ()
+    keeps_prefix_cache: bool = False
     workload: Workload | None = None
     metrics: bool = False
 
@@ -172,7 +174,12 @@ def _do(session: Any, number: int, order: Order) -> Answer:
         faults_plugin.inject(*order.fault)
     prompts: Sequence[PromptResult] = ()
     if order.prompts:
-        batch = Round(name="batch", prompts=list(order.prompts), reset_prefix_cache_before=True, one_at_a_time=False)
+        batch = Round(
+            name="batch",
+            prompts=list(order.prompts),
+            reset_prefix_cache_before=not order.keeps_prefix_cache,
+            one_at_a_time=False,
+        )
         prompts = session.run_round(number, batch).prompts
     workload = None if order.workload is None else session.run_workload(order.workload)
     loads = [LoadBatch(one.tier, one.loaded, one.nbytes, one.seconds) for one in faults_plugin.take_loads()]

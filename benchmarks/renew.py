@@ -17,7 +17,7 @@ import sys
 from benchmarks.reporting.document import RESULTS_FOLDER, ROOT
 
 COMMANDS = {
-    "ttft": "ttft",
+    "ttft": "ttft --dtype float32",
     "crossover": "crossover --rounds 6",
     "scheduler": "scheduler",
     "scheduler_own": "scheduler --medium own",

@@ -1,9 +1,10 @@
 """Time to first token of long prompts: recompute, local prefix cache, our tiers, the stock connector from RAM.
 
 The model is a Gemma 3 of some 76 million parameters with seeded random weights. The prompts have 3,900 tokens and run
-one at a time. All rows come from one run on the same machine. "page cache" reads objects that the operating system
-still holds in memory. "cold" asks the operating system to drop them first. A ratio compares the median with that of the
-local prefix cache.
+one at a time. Four engines live at once and take turns with each prompt, in random order, so that all see the same
+machine. Before each turn the machine rests, and the engine computes a few tokens. The objects of the disk tier were
+stored by an engine that has ended. "page cache" reads objects that the operating system still holds in memory. "cold"
+asks the operating system to drop them first. A ratio compares the median with that of the local prefix cache.
 
     python -m benchmarks.ttft [--prompts 8] [--repeats 3] [--dtype float32] [--json FILE]
 """
@@ -12,21 +13,27 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.faults_rig import LiveEngine, Order
+from benchmarks.faults_setup import running
 from benchmarks.reporting.document import Run, add_json_option
 from benchmarks.reporting.options import add_dtype_option
 from benchmarks.reporting.rows import FirstToken, Ttft, percentile
 from tests.support import tiny_models
 from tests.support.engine.spec import (
+    PromptResult,
     PromptSpec,
     Round,
-    RunResult,
     RunSpec,
     disk_transfer_config,
     run_in_process,
@@ -37,7 +44,25 @@ PROMPT_TOKENS = 3900
 VOCABULARY = 4096
 RUN_TIMEOUT_SECONDS = 1800.0
 MAX_LOGPROB_GAP = 0.1
+WARM_UP_ROUNDS = 2
+WAKE_TOKENS = 16
+"""Tokens of the prompt before each measured one, too few for a block."""
+REST_SECONDS = 0.6
+"""Rest before each turn, so that no thread of another engine is still at work."""
 CPU_TIER = {"name": "cpu", "type": "cpu", "capacity": "2GiB"}
+SERVER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": str(os.cpu_count()),
+    "TORCHDYNAMO_DISABLE": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "auto",
+}
+"""Threads and compilation of a server."""
+LOCAL = "local prefix cache"
+DISK = "disk, page cache"
+
+
+def prompt_of(name: str, tokens: int, seed: int) -> PromptSpec:
+    token_ids = tiny_models.prompt_token_ids(tokens, seed=seed, vocab_size=VOCABULARY)
+    return PromptSpec(name=name, token_ids=token_ids, max_tokens=2)
 
 
 def drop_from_page_cache(folder: Path) -> None:
@@ -48,14 +73,53 @@ def drop_from_page_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def row_of(name: str, result: RunResult, rounds: slice, base_ms: float | None = None) -> FirstToken:
-    """Return the row of some rounds; its ratio is to the median ``base_ms``, by default to its own median."""
-    prompts = [prompt for item in result.rounds[rounds] for prompt in item.prompts]
-    p50, p90, p99 = (percentile([1e3 * prompt.ttft_seconds for prompt in prompts], at) for at in (50, 90, 99))
+class Turns:
+    """Engines that answer prompts in turns, and the answers that are measured.
+
+    The model may run in bfloat16. There a prefill from a prefix rounds differently from a whole one, with and without
+    offloading. So the log probabilities may differ by up to :data:`MAX_LOGPROB_GAP` from those of the recompute.
+    """
+
+    def __init__(self, live: Mapping[str, LiveEngine], wake: PromptSpec) -> None:
+        self._live = live
+        self._wake = wake
+        self._chance = random.Random(1)
+        self._computed: dict[str, PromptResult] = {}
+        self.answers: dict[str, list[PromptResult]] = defaultdict(list)
+
+    def ask(self, engine: str, row: str, prompt: PromptSpec) -> None:
+        """Let an engine answer a prompt, for a row of the table.
+
+        Raises:
+            SystemExit: the first token differs from the recomputed one: a fast wrong answer is no result.
+        """
+        keeps = engine == LOCAL
+        time.sleep(REST_SECONDS)
+        self._live[engine].tell(Order(prompts=[self._wake], keeps_prefix_cache=keeps))
+        (got,) = self._live[engine].tell(Order(prompts=[prompt], keeps_prefix_cache=keeps)).prompts
+        wanted = self._computed.setdefault(prompt.name, got)
+        if got.token_ids[0] != wanted.token_ids[0] or abs(got.logprobs[0] - wanted.logprobs[0]) > MAX_LOGPROB_GAP:
+            raise SystemExit(f"{row}: prompt {prompt.name} starts with another token or probability than recomputed")
+        self.answers[row].append(got)
+
+    def ask_all(self, rows: Mapping[str, str], prompts: Sequence[PromptSpec]) -> None:
+        """Let engines answer prompts in turns.
+
+        Args:
+            rows: the row of each engine that takes part.
+        """
+        for prompt in prompts:
+            for engine in self._chance.sample(list(rows), len(rows)):
+                self.ask(engine, rows[engine], prompt)
+
+
+def row_of(name: str, answers: Sequence[PromptResult], base_ms: float | None = None) -> FirstToken:
+    """Return the row of some answers; its ratio is to the median ``base_ms``, by default to its own median."""
+    p50, p90, p99 = (percentile([1e3 * answer.ttft_seconds for answer in answers], at) for at in (50, 90, 99))
     return FirstToken(
         name=name,
-        served_tokens=min(prompt.external_cached_tokens + prompt.local_cached_tokens for prompt in prompts),
-        samples=len(prompts),
+        served_tokens=min(answer.external_cached_tokens + answer.local_cached_tokens for answer in answers),
+        samples=len(answers),
         p50_ms=p50,
         p90_ms=p90,
         p99_ms=p99,
@@ -63,56 +127,47 @@ def row_of(name: str, result: RunResult, rounds: slice, base_ms: float | None = 
     )
 
 
-def check_outputs(what: str, result: RunResult, reference: RunResult) -> None:
-    """Stop if a first token differs from the recomputed one: a fast wrong answer is no result.
-
-    The model runs in bfloat16. There a prefill from a prefix rounds differently from a whole one, with and without
-    offloading. So the log probabilities may differ by up to :data:`MAX_LOGPROB_GAP`.
-    """
-    for item in result.rounds:
-        for got, wanted in zip(item.prompts, reference.rounds[0].prompts, strict=True):
-            if got.token_ids[0] != wanted.token_ids[0] or abs(got.logprobs[0] - wanted.logprobs[0]) > MAX_LOGPROB_GAP:
-                raise SystemExit(f"{what}: prompt {got.name} starts with another token or probability than recomputed")
-
-
-def measure(folder: Path, prompts: list[PromptSpec], repeats: int, dtype: str, console: Console) -> list[FirstToken]:
+def measure(
+    folder: Path, prompts: Sequence[PromptSpec], repeats: int, dtype: str, console: Console
+) -> list[FirstToken]:
     """Run every variant and return a row for each."""
     model = tiny_models.write_gemma3_75m(folder / "model", dtype=dtype)
-    once = [Round(name="once", prompts=prompts)]
-    again = [Round(name=f"again {index}", prompts=prompts) for index in range(repeats)]
-    reset = [Round(name=f"reset {index}", prompts=prompts, reset_prefix_cache_before=True) for index in range(repeats)]
+    disk = disk_transfer_config(folder / "kv")
 
-    def run(what: str, rounds: list[Round], transfer: dict[str, Any] | None) -> RunResult:
-        console.print(f"{what} …")
-        spec = RunSpec(
+    def spec(transfer: dict[str, Any] | None) -> RunSpec:
+        return RunSpec(
             model=str(model), dtype=dtype, max_model_len=4096, max_num_batched_tokens=4096,
-            kv_cache_memory_bytes=1 << 30, kv_transfer_config=transfer, rounds=rounds,
+            kv_cache_memory_bytes=1 << 30, kv_transfer_config=transfer,
         )  # fmt: skip
-        env = {  # the threads and compilation of a server
-            "OMP_NUM_THREADS": str(os.cpu_count()), "TORCHDYNAMO_DISABLE": "0", "VLLM_CPU_OMP_THREADS_BIND": "auto",
-        }  # fmt: skip
-        return run_in_process(spec, timeout_seconds=RUN_TIMEOUT_SECONDS, env=env, fresh_interpreter=True)
 
-    plain = run("recompute and local prefix cache", [*once, *again], None)
-    store = run("our connector, storing", once, disk_transfer_config(folder / "kv"))
-    warm = run("our connector, loading from the page cache", reset, disk_transfer_config(folder / "kv"))
-    drop_from_page_cache(folder / "kv")
-    cold = run("our connector, loading cold", once, disk_transfer_config(folder / "kv"))
-    memory = run("our connector, host memory", [*once, *reset], disk_transfer_config(folder, backends=[CPU_TIER]))
-    stock = run("stock connector with an in-RAM spec", [*once, *reset], stock_transfer_config())
-    results = {"local": plain, "storing": store, "memory": memory, "page cache": warm, "cold": cold, "stock": stock}
-    for what, result in results.items():
-        check_outputs(what, result, plain)
-    local = row_of("local prefix cache", plain, slice(1, None))
-    return [
-        local,
-        row_of("cpu", memory, slice(1, None), local.p50_ms),
-        row_of("disk, page cache", warm, slice(0, None), local.p50_ms),
-        row_of("disk, cold", cold, slice(0, None), local.p50_ms),
-        row_of("stock connector, RAM", stock, slice(1, None), local.p50_ms),
-        row_of("recompute", plain, slice(0, 1), local.p50_ms),
-        row_of("recompute while storing", store, slice(0, 1), local.p50_ms),
-    ]
+    os.environ.update(SERVER_ENVIRONMENT)
+    console.print("our connector, storing …")
+    stores = spec(disk).model_copy(update={"rounds": [Round(name="stores", prompts=list(prompts))]})
+    stored = run_in_process(stores, timeout_seconds=RUN_TIMEOUT_SECONDS, fresh_interpreter=True).rounds[0].prompts
+    specs = {
+        LOCAL: spec(None),
+        "cpu": spec(disk_transfer_config(folder, backends=[CPU_TIER])),
+        DISK: spec(disk),
+        "stock connector, RAM": spec(stock_transfer_config()),
+    }
+    with running(specs, folder) as live:
+        turns = Turns(live, prompt_of("wake", WAKE_TOKENS, seed=10_000))
+        console.print("recompute, and a first load that is not measured …")
+        for prompt in prompts:
+            turns.ask(LOCAL, "recompute", prompt)
+        for _ in range(WARM_UP_ROUNDS):  # the cpu tier and the stock connector compute and store in the first round
+            turns.ask_all(dict.fromkeys(specs, "warm-up"), prompts)
+        console.print("loads from memory and from the page cache, in turns …")
+        for _ in range(repeats):
+            turns.ask_all({name: name for name in specs}, prompts)
+        console.print("loads from a cold disk …")
+        for prompt in prompts:
+            drop_from_page_cache(folder / "kv")
+            turns.ask(DISK, "disk, cold", prompt)
+    answers = turns.answers | {"recompute while storing": stored}
+    local = row_of(LOCAL, answers[LOCAL])
+    rest = ("cpu", DISK, "disk, cold", "stock connector, RAM", "recompute", "recompute while storing")
+    return [local, *(row_of(name, answers[name], local.p50_ms) for name in rest)]
 
 
 def table_of(rows: list[FirstToken]) -> Table:
@@ -135,14 +190,7 @@ def main() -> None:
     arguments = parser.parse_args()
     run = Run(arguments)
     console = Console(width=120)
-    prompts = [
-        PromptSpec(
-            name=str(seed),
-            token_ids=tiny_models.prompt_token_ids(PROMPT_TOKENS, seed=seed, vocab_size=VOCABULARY),
-            max_tokens=2,
-        )
-        for seed in range(arguments.prompts)
-    ]
+    prompts = [prompt_of(str(seed), PROMPT_TOKENS, seed) for seed in range(arguments.prompts)]
     with tempfile.TemporaryDirectory(prefix="offload-core-bench-") as folder:
         rows = measure(Path(folder), prompts, arguments.repeats, arguments.dtype, console)
     console.print(table_of(rows))
