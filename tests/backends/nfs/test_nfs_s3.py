@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import re
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from fsspec.asyn import get_loop, sync
 from offload_backend_nfs import NfsBackend
 from offload_backend_nfs.storage.failures import ForeignFileError
 
@@ -188,6 +190,27 @@ def test_requests_to_a_hung_server_time_out_unless_it_continues_in_time(nfs: Nfs
     patient = options_of(own_server, bucket, retry_seconds=60)
     patient["storage_options"]["config_kwargs"] = {"read_timeout": 0.3}
     run(nfs(**patient), waits)
+
+
+@pytest.mark.parametrize(("error", "is_logged"), [(ConnectionResetError("lost"), False), (ValueError("defect"), True)])
+def test_a_lost_connection_that_nobody_waits_for_causes_no_traceback(
+    nfs: Nfs, s3_options: dict[str, Any], caplog: pytest.LogCaptureFixture, error: Exception, is_logged: bool
+) -> None:
+    async def fail() -> None:
+        raise error
+
+    async def start_and_forget() -> None:
+        task = asyncio.create_task(fail())
+        await asyncio.wait([task])
+
+    async def work(backend: NfsBackend) -> None:
+        assert await store(backend, (0, b"zero")) == [StoreOutcome.STORED]
+        sync(get_loop(), start_and_forget)
+        gc.collect()
+
+    run(nfs(**s3_options), work)
+    said = [record.getMessage() for record in caplog.records if record.name == "asyncio"]
+    assert [line.startswith("Task exception was never retrieved") for line in said] == [True] * is_logged
 
 
 def test_no_server_is_an_error_at_open(nfs: Nfs, credentials: None) -> None:

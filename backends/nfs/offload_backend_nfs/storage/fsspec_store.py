@@ -49,6 +49,8 @@ class ObjectStore(Medium):
     def __init__(self, fs: Any, root: str) -> None:
         self._fs = fs
         self._root = root.rstrip("/")
+        if isinstance(fs, AsyncFileSystem):
+            fs.loop.call_soon_threadsafe(fs.loop.set_exception_handler, _handle_lost_error)
 
     def open(self) -> None:
         """See :meth:`Medium.open`. The bucket must exist; the prefix need not."""
@@ -257,6 +259,16 @@ def _limited(data: bytes, max_bytes: int, path: str) -> bytes:
     if len(data) > max_bytes:
         raise ForeignFileError(errno.EINVAL, f"it has more than {max_bytes} bytes", path)
     return data
+
+
+def _handle_lost_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Handle an error on fsspec's event loop that nobody awaits; see :meth:`asyncio.loop.set_exception_handler`.
+
+    aiohttp sends a request's body in a task of its own. If the server dies, that task can fail after the request has
+    failed. The tier has counted the failure then, so a traceback would only alarm. asyncio logs all other errors.
+    """
+    if not isinstance(context.get("exception"), ConnectionError):
+        loop.default_exception_handler(context)
 
 
 def _copy_into(buffer: memoryview, data: memoryview) -> None:
