@@ -213,6 +213,17 @@ def test_a_lost_connection_that_nobody_waits_for_causes_no_traceback(
     assert [line.startswith("Task exception was never retrieved") for line in said] == [True] * is_logged
 
 
+def test_a_handler_of_lost_errors_that_is_there_stays(nfs: Nfs, s3_options: dict[str, Any]) -> None:
+    loop = get_loop()
+    before = loop.get_exception_handler()
+    loop.set_exception_handler(others := lambda *_: None)
+    try:
+        run(nfs(**s3_options), lambda backend: store(backend, (0, b"zero")))
+        assert loop.get_exception_handler() is others
+    finally:
+        loop.set_exception_handler(before)
+
+
 def test_no_server_is_an_error_at_open(nfs: Nfs, credentials: None) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))

@@ -49,7 +49,7 @@ class ObjectStore(Medium):
     def __init__(self, fs: Any, root: str) -> None:
         self._fs = fs
         self._root = root.rstrip("/")
-        if isinstance(fs, AsyncFileSystem):
+        if isinstance(fs, AsyncFileSystem) and fs.loop.get_exception_handler() is None:  # fsspec's other users' first
             fs.loop.call_soon_threadsafe(fs.loop.set_exception_handler, _handle_lost_error)
 
     def open(self) -> None:
