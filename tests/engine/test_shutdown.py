@@ -150,7 +150,7 @@ def test_script_ends_under_load(
     script = Script(gemma3, settings, tmp_path / "errors", steps=20)
     scripts.append(script)
     script.wait_for("stored")
-    (worker,) = io_process_ids(script.process.pid) or [script.process.pid]
+    (storage_process,) = io_process_ids(script.process.pid) or [script.process.pid]
     rule = None
     if hangs == "stopped":
         fault_fs.pause()
@@ -163,11 +163,13 @@ def test_script_ends_under_load(
 
     _ends_in_time(script)
     if rule is not None:
-        assert thread_states(worker)["D"], "none of its threads is in a call that not even SIGKILL ends"
+        assert thread_states(storage_process)["D"], "none of its threads is in a call that not even SIGKILL ends"
     fault_fs.clear()
     fault_fs.resume()
     wait_until(lambda: script.process.poll() is not None, "it is not gone although nothing hangs")
-    wait_until(lambda: set(thread_states(worker)) <= {"Z"}, "its I/O process is not gone although nothing hangs")
+    wait_until(
+        lambda: set(thread_states(storage_process)) <= {"Z"}, "its I/O process is not gone although nothing hangs"
+    )
     assert script.process.returncode == 0, script.errors[-3000:]
     assert "Traceback" not in script.errors
     assert "Exception" not in script.errors

@@ -15,7 +15,7 @@ _OWN_FILES = re.compile(r"/memfd:|anon_inode:\[(eventfd|eventpoll|pidfd)\]|(sock
 
 def process_state(pid: int) -> str:
     """Return a process's state letter, such as ``D`` for one that even SIGKILL does not end."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return _state_in(Path(f"/proc/{pid}"))
 
 
 def thread_states(pid: int) -> Counter[str]:
@@ -27,7 +27,7 @@ def thread_states(pid: int) -> Counter[str]:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                found[(task / "stat").read_text().rpartition(")")[2].split()[0]] += 1
+                found[_state_in(task)] += 1
     return found
 
 
@@ -111,3 +111,8 @@ def _bytes_read_so_far() -> int:
     found = re.search(r"^rchar: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1])
+
+
+def _state_in(folder: Path) -> str:
+    """Return the state letter in the folder of a process or a thread."""
+    return (folder / "stat").read_text().rpartition(")")[2].split()[0]
