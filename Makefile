@@ -85,7 +85,7 @@ format: $(STAMP)  ## mend style
 	$(BIN)/ruff format .
 
 bench: $(STAMP)  ## measure time to first token against recompute, local hits and the stock connector
-	$(BIN)/python -m benchmarks.ttft
+	$(BIN)/python -m benchmarks.ttft --dtype float32
 
 bench-scheduler: $(STAMP)  ## measure the scheduler half's lookups and steps against the stock connector's
 	$(BIN)/python -m benchmarks.scheduler

@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.faults_plugin import VICTIM
-from benchmarks.faults_rig import DISTRIBUTION, LiveEngine, Order
-from benchmarks.faults_setup import folder_with, running
+from benchmarks.faults_setup import folder_with
+from benchmarks.live_engines import DISTRIBUTION, LiveEngine, Order, running
 from benchmarks.reporting.document import Run, add_json_option
 from benchmarks.reporting.rows import Crossing, Crossover, percentile
 from tests.support import tiny_models

@@ -40,7 +40,7 @@ from typing import Literal, NamedTuple, get_args
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.faults_rig import LiveEngine, Order, prepare_environment
+from benchmarks.live_engines import LiveEngine, Order, prepare_environment
 from benchmarks.reporting.options import add_dtype_option
 from benchmarks.reporting.rows import percentile
 from tests.support import tiny_models

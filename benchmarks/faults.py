@@ -34,7 +34,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.faults_rig import LoadBatch, Order
 from benchmarks.faults_setup import (
     NEVER_OPENS,
     PROMPT_TOKENS,
@@ -44,10 +43,10 @@ from benchmarks.faults_setup import (
     folder_with,
     prompt,
     run_spec,
-    running,
     trip,
     victim,
 )
+from benchmarks.live_engines import LoadBatch, Order, running
 from benchmarks.reporting.document import Run, add_json_option
 from benchmarks.reporting.rows import BreakerRatio, Faults, FaultyFirstToken, TwoTiers, percentile
 from tests.support import tiny_models

@@ -1,7 +1,7 @@
 """Plugin of live engines in benchmarks: it injects faults into one tier's medium on command.
 
 The faults and the events are where the tiers run, by default in the I/O process. There a thread serves a socket, whose
-address is in an environment variable. The engine's process sends it the commands of :mod:`benchmarks.faults_rig`.
+address is in an environment variable. The engine's process sends it the commands of :mod:`benchmarks.live_engines`.
 """
 
 from __future__ import annotations

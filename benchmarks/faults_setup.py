@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.faults_plugin import VICTIM
-from benchmarks.faults_rig import DISTRIBUTION, LiveEngine, Order, prepare_environment, write_distribution
+from benchmarks.live_engines import DISTRIBUTION, LiveEngine, Order
 from tests.support import tiny_models
 from tests.support.engine.spec import PromptResult, PromptSpec, Round, RunSpec, disk_transfer_config, run_in_process
 
@@ -62,25 +61,6 @@ def folder_with(objects: Path, place: Path) -> Path:
     """Return a folder with links to the objects of another one, since no object's file is ever written again."""
     shutil.copytree(objects, place, copy_function=os.link)
     return place
-
-
-@contextmanager
-def running(specs: Mapping[str, RunSpec], folder: Path) -> Iterator[dict[str, LiveEngine]]:
-    """Start an engine for each spec, all at once, and stop them afterwards.
-
-    Args:
-        folder: a place for the plugin and the logs; one for each call.
-    """
-    site = folder / "site"
-    write_distribution(site)
-    prepare_environment(next(iter(specs.values())))
-    with ExitStack() as stack:
-        engines = {name: LiveEngine(name, spec, site) for name, spec in specs.items()}
-        for engine in engines.values():
-            stack.callback(engine.stop)
-        for engine in engines.values():
-            engine.wait_until_started()
-        yield engines
 
 
 def breaker_is_open(engine: LiveEngine) -> bool:

@@ -24,8 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.faults_rig import LiveEngine, Order
-from benchmarks.faults_setup import running
+from benchmarks.live_engines import LiveEngine, Order, running
 from benchmarks.reporting.document import Run, add_json_option
 from benchmarks.reporting.options import add_dtype_option
 from benchmarks.reporting.rows import FirstToken, Ttft, percentile
@@ -88,19 +87,24 @@ class Turns:
         self.answers: dict[str, list[PromptResult]] = defaultdict(list)
 
     def ask(self, engine: str, row: str, prompt: PromptSpec) -> None:
-        """Let an engine answer a prompt, for a row of the table.
+        """Let an engine answer a prompt, for a row of the table; see :meth:`add`."""
+        keeps = engine == LOCAL
+        time.sleep(REST_SECONDS)
+        self._live[engine].tell(Order(prompts=[self._wake], keeps_prefix_cache=keeps))
+        (answer,) = self._live[engine].tell(Order(prompts=[prompt], keeps_prefix_cache=keeps)).prompts
+        self.add(row, answer)
+
+    def add(self, row: str, answer: PromptResult) -> None:
+        """Add an answer to a row. The first answer to a prompt is the one that the others must match.
 
         Raises:
             SystemExit: the first token differs from the recomputed one: a fast wrong answer is no result.
         """
-        keeps = engine == LOCAL
-        time.sleep(REST_SECONDS)
-        self._live[engine].tell(Order(prompts=[self._wake], keeps_prefix_cache=keeps))
-        (got,) = self._live[engine].tell(Order(prompts=[prompt], keeps_prefix_cache=keeps)).prompts
-        wanted = self._computed.setdefault(prompt.name, got)
-        if got.token_ids[0] != wanted.token_ids[0] or abs(got.logprobs[0] - wanted.logprobs[0]) > MAX_LOGPROB_GAP:
-            raise SystemExit(f"{row}: prompt {prompt.name} starts with another token or probability than recomputed")
-        self.answers[row].append(got)
+        wanted = self._computed.setdefault(answer.name, answer)
+        gap = abs(answer.logprobs[0] - wanted.logprobs[0])
+        if answer.token_ids[0] != wanted.token_ids[0] or gap > MAX_LOGPROB_GAP:
+            raise SystemExit(f"{row}: prompt {answer.name} starts with another token or probability than recomputed")
+        self.answers[row].append(answer)
 
     def ask_all(self, rows: Mapping[str, str], prompts: Sequence[PromptSpec]) -> None:
         """Let engines answer prompts in turns.
@@ -155,6 +159,8 @@ def measure(
         console.print("recompute, and a first load that is not measured …")
         for prompt in prompts:
             turns.ask(LOCAL, "recompute", prompt)
+        for answer in stored:
+            turns.add("recompute while storing", answer)
         for _ in range(WARM_UP_ROUNDS):  # the cpu tier and the stock connector compute and store in the first round
             turns.ask_all(dict.fromkeys(specs, "warm-up"), prompts)
         console.print("loads from memory and from the page cache, in turns …")
@@ -164,10 +170,9 @@ def measure(
         for prompt in prompts:
             drop_from_page_cache(folder / "kv")
             turns.ask(DISK, "disk, cold", prompt)
-    answers = turns.answers | {"recompute while storing": stored}
-    local = row_of(LOCAL, answers[LOCAL])
+    local = row_of(LOCAL, turns.answers[LOCAL])
     rest = ("cpu", DISK, "disk, cold", "stock connector, RAM", "recompute", "recompute while storing")
-    return [local, *(row_of(name, answers[name], local.p50_ms) for name in rest)]
+    return [local, *(row_of(name, turns.answers[name], local.p50_ms) for name in rest)]
 
 
 def table_of(rows: list[FirstToken]) -> Table:

@@ -9,8 +9,8 @@ import itertools
 import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -43,8 +43,8 @@ class Order:
     Args:
         fault: the fault of the victim's medium from now on: ``none``, ``hung``, ``slow`` with a number of seconds, or
             ``far`` with a number of seconds and one of bytes per second.
-        prompts: requests to submit together, after emptying the engine's own prefix cache.
-        keeps_prefix_cache: whether ``prompts`` find the engine's own prefix cache as it is.
+        prompts: requests to submit together.
+        keeps_prefix_cache: leave the engine's own prefix cache as it is; by default it is emptied before ``prompts``.
         workload: requests that arrive step by step, after emptying the engine's own prefix cache.
         metrics: whether the answer holds the present value of every metric.
     """
@@ -132,6 +132,25 @@ def write_distribution(site: Path) -> None:
 def prepare_environment(spec: RunSpec) -> None:
     """Set the environment variables that the engines' processes need from their first import on."""
     os.environ.update({**run_environment(spec), **os.environ})
+
+
+@contextmanager
+def running(specs: Mapping[str, RunSpec], folder: Path) -> Iterator[dict[str, LiveEngine]]:
+    """Start an engine for each spec, all at once, and stop them afterwards.
+
+    Args:
+        folder: a place for the plugin and the logs; one for each call.
+    """
+    site = folder / "site"
+    write_distribution(site)
+    prepare_environment(next(iter(specs.values())))
+    with ExitStack() as stack:
+        engines = {name: LiveEngine(name, spec, site) for name, spec in specs.items()}
+        for engine in engines.values():
+            stack.callback(engine.stop)
+        for engine in engines.values():
+            engine.wait_until_started()
+        yield engines
 
 
 def _serve(connection: Connection, spec: RunSpec, site: str, log: str) -> None:
