@@ -30,6 +30,7 @@ if reason := lmcache.why_not():
 
 from offload_core.elsewhere import lmcache_l2
 from tests.elsewhere.lmcache_rig import NBYTES, Controllers, content, lm_key, make_adapter, memory, server
+from tests.support.damage import flipped
 
 DEADLINES = {"lookup_timeout_seconds": 0.3, "load_timeout_seconds": 0.3, "store_timeout_seconds": 0.3}
 LONG = dict.fromkeys(DEADLINES, 30)
@@ -258,7 +259,7 @@ def test_damage_is_a_miss_of_the_damaged_chunk_only(held: Any) -> None:
     one, backend = held()
     assert one.store(range(4))
     (damaged,) = (key for key in backend.objects if key.chunk_hash[-1] == 2)
-    backend.objects[damaged] = backend.objects[damaged][:-1] + b"\x99"
+    backend.objects[damaged] = flipped(backend.objects[damaged])
     expected = [None if number == 2 else content(number) for number in range(4)]
     assert one.fetch(range(4)) == expected
     assert damaged not in backend.objects

@@ -35,6 +35,7 @@ from tests.elsewhere.tiering_rig import (
     offload_key,
     offloading_config,
 )
+from tests.support.damage import flipped
 from tests.support.memory_backend import MemoryBackend, memory_config
 from tests.support.paths import ROOT
 from tests.support.polling import wait_until
@@ -236,7 +237,7 @@ def test_a_damaged_object_is_a_miss_and_the_others_of_its_job_are_hits(memory: A
     one.store(range(8))
     one.forget_primary()
     damaged = next(key for key in backend.objects if key.chunk_hash == offload_key(3)[:32])
-    backend.objects[damaged] = backend.objects[damaged][:-1] + b"\xff"
+    backend.objects[damaged] = flipped(backend.objects[damaged])
     assert one.fetch(range(8)) == [None if number == 3 else content(number) for number in range(8)]
     assert damaged not in backend.objects
     hits = one.tier.get_stats().data["data"]["vllm:hybrid_offload_load_hits"][("memory",)]

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from tests.support.damage import flipped
+
 Damage = Callable[[bytes, int], tuple[bytes, int]]
 """Gets the body of an answer and the number of damaged answers before; returns the body to send and its length."""
 
@@ -15,13 +17,9 @@ DAMAGE: dict[str, Damage] = {
     "cut with its length": lambda body, count: (body[: len(body) // 2], len(body) // 2),
     "cut without its length": lambda body, count: (body[: len(body) // 2], len(body)),
     "longer": lambda body, count: (body + b"x" * 1000, len(body) + 1000),
-    "a bit flipped": lambda body, count: (_flipped(body, len(body) // 2 + count), len(body)),
+    "a bit flipped": lambda body, count: (flipped(body, len(body) // 2 + count), len(body)),
     "a huge length": lambda body, count: (body, 1 << 40),
 }
-
-
-def _flipped(body: bytes, at: int) -> bytes:
-    return body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
 
 
 class MisbehavingProxy:

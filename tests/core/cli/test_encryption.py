@@ -14,6 +14,7 @@ from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
 from tests.core.cli.conftest import Site, key
 from tests.core.tiers.test_encryption import resealed
+from tests.support.damage import flipped
 
 KEYS = f"now:{base64.b64encode(os.urandom(32)).decode()}"
 OTHER = f"now:{base64.b64encode(os.urandom(32)).decode()}"
@@ -50,8 +51,8 @@ def test_verify_authenticates_with_the_key_and_says_so_without(site: Site, monke
     forged, damaged = put_encrypted(site, 1), put_encrypted(site, 2)
     put_encrypted(site, 3)
     site.put("nvme", key(3), PAYLOAD)  # a plain object of an engine without encryption
-    forged.write_bytes(resealed(forged.read_bytes()[:-1] + b"?"))
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    forged.write_bytes(resealed(flipped(forged.read_bytes())))
+    damaged.write_bytes(flipped(damaged.read_bytes()))
 
     done = site.invoke("verify", site.configure({"name": "nvme"}), "--json", "--delete")
     (tier,) = done.json["tiers"]

@@ -11,6 +11,7 @@ import torch
 from offload_core.memory.block_copier import BlockSlice
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.transfer.batches import TransferObject
+from tests.support.damage import flipped
 from tests.support.memory_backend import key
 from tests.support.transfer_rig import PACK, SECONDS, Rig, disk_tier, item
 
@@ -178,7 +179,7 @@ def test_i5_a_bad_object_never_reaches_its_block(rig: Rig) -> None:
     backend = rig.add_memory_tier()
     rig.start()
     rig.store_all(item(1, block=1))
-    backend.objects[key(1, PACK)] = backend.objects[key(1, PACK)][:-1] + b"!"
+    backend.objects[key(1, PACK)] = flipped(backend.objects[key(1, PACK)])
     expected = rig.kv_cache.clone()
     rig.load(item(1, block=3))
     assert rig.result().status == "failed"

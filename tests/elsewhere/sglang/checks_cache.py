@@ -20,6 +20,7 @@ from offload_core.plugins.registry import PluginRegistry, load_plugins
 from offload_core.testing.faults.script import FaultScript, ScriptSettings
 from tests.elsewhere.sglang.backends import DEADLINES, LONG, settings, use_memory
 from tests.elsewhere.sglang.machinery import MODELS, same, server
+from tests.support.damage import flipped
 from tests.support.polling import wait_until
 
 WAYS = [
@@ -80,7 +81,7 @@ def test_damage_ends_the_prefix_before_it(monkeypatch: pytest.MonkeyPatch) -> No
     with server(MODELS["full"], {}) as other:
         made[1].objects.update(objects)
         (damaged,) = (key for key in objects if key.chunk_hash == hashes[3])
-        made[1].objects[damaged] = objects[damaged][:-1] + b"\x99"
+        made[1].objects[damaged] = flipped(objects[damaged])
         assert other.prefetch(prompt) == 3 * other.cfg.page_size
         assert damaged not in made[1].objects
         start = [part[: 3 * other.cfg.page_size] for part in computed]

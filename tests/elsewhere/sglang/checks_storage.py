@@ -26,6 +26,7 @@ from offload_core.elsewhere import sglang_hicache
 from offload_core.elsewhere.host_pages import HostPages
 from tests.elsewhere.sglang.backends import DEADLINES, settings, use_memory
 from tests.elsewhere.sglang.pools import backend, content, kv_pool, latent_pool, rank, rows, state_pool
+from tests.support.damage import flipped
 
 MARGIN_SECONDS = 1.5
 """Time that a busy machine may take beyond a deadline."""
@@ -451,7 +452,7 @@ def test_damage_is_a_miss_of_the_damaged_page_only(held: Any) -> None:
     one, medium = held(kv)
     assert all(one.batch_set_v1(NAMES[:3], rows(0, 1, 2)))
     (damaged,) = (key for key in medium.objects if key.chunk_hash.hex() == NAMES[1])
-    medium.objects[damaged] = medium.objects[damaged][:-1] + b"\x99"
+    medium.objects[damaged] = flipped(medium.objects[damaged])
     before = content(kv, 5)
     assert one.batch_get_v1(NAMES[:3], rows(4, 5, 6)) == [True, False, True]
     assert content(kv, 5) == before
