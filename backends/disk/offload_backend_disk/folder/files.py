@@ -20,8 +20,10 @@ DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 Fsync = Literal["none", "data", "data and folder"]
 
 
-def open_to_read(path: str, *, direct: bool = False) -> int | None:
-    """Return a descriptor of a regular file, or ``None`` if there is none. An open file survives its removal.
+def open_to_read(path: str, *, direct: bool = False) -> tuple[int, int] | None:
+    """Return a descriptor of a regular file and its bytes, or ``None`` if there is none.
+
+    An open file survives its removal.
 
     Links are not followed, and the call waits for no writer of a FIFO.
     """
@@ -30,8 +32,9 @@ def open_to_read(path: str, *, direct: bool = False) -> int | None:
         descriptor = os.open(path, flags)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode):
+        return descriptor, found.st_size
     os.close(descriptor)
     return None
 
@@ -54,15 +57,15 @@ def read(descriptor: int, buffer: memoryview, *, direct: bool = False) -> LoadOu
     return LoadOutcome.HIT if done == len(buffer) else LoadOutcome.CORRUPT
 
 
-def read_and_check(descriptor: int, buffer: memoryview, check: LoadCheck) -> LoadOutcome:
-    """Read the whole file into ``buffer`` as :func:`read` does, in parts that are checked at once."""
-    if os.fstat(descriptor).st_size != len(buffer):
+def read_and_check(descriptor: int, nbytes: int, buffer: memoryview, check: LoadCheck) -> LoadOutcome:
+    """Read the whole file of ``nbytes`` bytes into ``buffer`` as :func:`read` does, in parts that are checked at once."""
+    if nbytes != len(buffer):
         return LoadOutcome.CORRUPT
     done = 0
     while left := len(buffer) - done:
         part = buffer[done:] if left < 2 * CHECK_BYTES else buffer[done : done + CHECK_BYTES]
         count = os.preadv(descriptor, [part], done)
-        if count == 0:  # truncated since the fstat
+        if count == 0:  # truncated since it was opened
             return LoadOutcome.CORRUPT
         check.filled(count)
         done += count

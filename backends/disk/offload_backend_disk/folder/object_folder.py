@@ -84,15 +84,16 @@ class ObjectFolder:
         direct = self.direct and is_aligned(buffer)
         path = self.layout.path_string(key)
         try:
-            descriptor = files.open_to_read(path, direct=direct) if self.layout.is_private(path) else None
+            opened = files.open_to_read(path, direct=direct) if self.layout.is_private(path) else None
         except OSError as error:
             self.layout.raise_unless_odd(error)
             return LoadOutcome.MISS
-        if descriptor is None:
+        if opened is None:
             return LoadOutcome.MISS
+        descriptor, nbytes = opened
         try:
             if check is not None and not direct:
-                return files.read_and_check(descriptor, buffer, check)
+                return files.read_and_check(descriptor, nbytes, buffer, check)
             return files.read(descriptor, buffer, direct=direct)
         finally:
             os.close(descriptor)
