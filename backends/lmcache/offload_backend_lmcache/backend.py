@@ -20,6 +20,7 @@ from offload_core.api import (
     Backend,
     BackendContext,
     Capabilities,
+    LoadCheck,
     LoadOutcome,
     LoadReservation,
     ObjectKey,
@@ -76,6 +77,12 @@ class LMCacheBackend(Backend[LMCacheOptions]):
         """See :meth:`Backend.load_into`. Cancelled, it waits for the requests that have begun."""
         return await self._spread(self._load, keys, buffers)
 
+    async def load_and_check(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
+    ) -> Sequence[LoadOutcome]:
+        """See :meth:`Backend.load_and_check`. It asks the server for nothing but the objects."""
+        return await self._spread(self._load, keys, buffers, checks)
+
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         """See :meth:`Backend.store`. ``REJECTED``: LMCache has no memory left and did not evict fast enough."""
         return await self._spread(self._store, keys, buffers)
@@ -119,17 +126,22 @@ class LMCacheBackend(Backend[LMCacheOptions]):
 
     async def _spread(
         self,
-        work: Callable[[Connection, Sequence[ObjectKey], Sequence[memoryview]], list[T]],
+        work: Callable[..., list[T]],
         keys: Sequence[ObjectKey],
         buffers: Sequence[memoryview],
+        *more: Sequence[LoadCheck],
     ) -> list[T]:
-        """Run ``work`` on parts of a batch, each on a connection of its own. The outcomes are in the batch's order."""
+        """Run ``work`` on parts of a batch, each on a connection of its own. The outcomes are in the batch's order.
+
+        Args:
+            work: gets the connection and its part of each of the other arguments, which have one value per object.
+        """
         if not keys:
             return []
         wanted = sum(map(len, buffers)) // _LANE_BYTES
         lanes = max(1, min(wanted, self.options.connections, len(keys)), -(-len(keys) // _BATCH_OBJECTS))
         done = await self._gather_to_the_end(
-            self._call(work, keys[lane::lanes], buffers[lane::lanes]) for lane in range(lanes)
+            self._call(work, *(values[lane::lanes] for values in (keys, buffers, *more))) for lane in range(lanes)
         )
         outcomes: list[T | None] = [None] * len(keys)
         for lane, part in enumerate(done):
@@ -147,9 +159,16 @@ class LMCacheBackend(Backend[LMCacheOptions]):
         return results
 
     def _load(
-        self, connection: Connection, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]
+        self,
+        connection: Connection,
+        keys: Sequence[ObjectKey],
+        buffers: Sequence[memoryview],
+        checks: Sequence[LoadCheck] = (),
     ) -> list[LoadOutcome]:
         statuses = _within_limit(connection, connection.load, self._names(keys), buffers, Status.ABSENT)
+        for check, buffer, status in zip(checks, buffers, statuses, strict=False):
+            if status is Status.HIT:
+                check.filled(len(buffer))
         return [_LOADED[status] for status in statuses]
 
     def _store(

@@ -10,7 +10,7 @@ from typing import Any
 from offload_backend_mooncake import codes as code_of
 from offload_backend_mooncake.client import Client
 from offload_backend_mooncake.frame import HEAD_BYTES, Frames, payload_bytes
-from offload_core.api import LoadOutcome, StoreOutcome
+from offload_core.api import LoadCheck, LoadOutcome, StoreOutcome
 
 OBJECTS_AT_ONCE = 16
 """Objects in one transfer. A transfer to a hung owner then ends well before Mooncake's own limit of a minute."""
@@ -65,8 +65,13 @@ class Objects:
             for name, is_there in zip(names, there, strict=True)
         ]
 
-    def load(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+    def load(
+        self, names: Sequence[str], buffers: Sequence[memoryview], checks: Sequence[LoadCheck] = ()
+    ) -> list[LoadOutcome]:
         """Fill each buffer with its object.
+
+        Args:
+            checks: one per object, or none. Each learns of its object once the object is whole.
 
         Raises:
             OSError: the master or an owner is gone.
@@ -76,6 +81,8 @@ class Objects:
             loaded = self._load([names[index] for index in batch], [buffers[index] for index in batch])
             for index, outcome in zip(batch, loaded, strict=True):
                 outcomes[index] = outcome
+                if checks and outcome is LoadOutcome.HIT:
+                    checks[index].filled(len(buffers[index]))
         return outcomes
 
     def store(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[StoreOutcome]:

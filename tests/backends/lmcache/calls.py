@@ -12,6 +12,7 @@ from offload_backend_lmcache import LMCacheBackend, LMCacheOptions
 from offload_core.api.backend import BackendContext, LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
+from offload_core.testing.rig.recording_check import RecordingCheck
 
 
 def key(number: int, pack: str = "full-u256") -> ObjectKey:
@@ -40,6 +41,13 @@ class Calls:
         keys, views = [key(number) for number, _ in buffers], [memoryview(buffer) for _, buffer in buffers]
         outcomes = self._runner.run(self.backend.load_into(keys, views))
         return [(outcome, bytes(buffer)) for outcome, (_, buffer) in zip(outcomes, buffers, strict=True)]
+
+    def load_and_check(self, *objects: tuple[int, int]) -> list[tuple[LoadOutcome, bytes]]:
+        """Load objects of these numbers and lengths in one call; returns what the check of each was told too."""
+        views = [memoryview(bytearray(nbytes)) for _, nbytes in objects]
+        checks = list(map(RecordingCheck, views))
+        loading = self.backend.load_and_check([key(number) for number, _ in objects], views, checks)
+        return [(got, bytes(check.told)) for got, check in zip(self._runner.run(loading), checks, strict=True)]
 
     def store(self, *objects: tuple[int, bytes]) -> list[StoreOutcome]:
         keys, views = [key(number) for number, _ in objects], [memoryview(content) for _, content in objects]

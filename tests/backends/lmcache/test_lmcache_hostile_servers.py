@@ -18,6 +18,7 @@ from offload_backend_lmcache.wire.handshake import ServerGreeting, Verdict
 
 from offload_core.api.backend import LoadOutcome
 from tests.backends.lmcache.calls import key, opened
+from tests.support.damage import flipped
 
 MIB = 1024**2
 PAYLOAD = b"\x5a" * 5000
@@ -161,6 +162,15 @@ def test_wrong_bytes_under_a_right_header_are_corrupt() -> None:
 
     with served(answers(lie)) as address:
         assert load(address)[0] is LoadOutcome.CORRUPT
+
+
+def test_a_check_is_told_of_whole_objects_only() -> None:
+    def lie(header: RequestHeader, entries: list[Entry]) -> bytes:
+        return hit(header, entries[0]) + flipped(hit(header, entries[1], index=1))
+
+    with served(answers(lie)) as address, opened(address) as calls:
+        outcomes = calls.load_and_check((1, len(PAYLOAD)), (2, len(PAYLOAD)))
+    assert outcomes == [(LoadOutcome.HIT, PAYLOAD), (LoadOutcome.CORRUPT, b"")]
 
 
 def test_a_miss_leaves_the_buffer_and_a_damaged_object_is_corrupt() -> None:

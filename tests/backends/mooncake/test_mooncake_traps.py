@@ -19,6 +19,7 @@ from offload_backend_mooncake.client import Client
 from offload_backend_mooncake.frame import HEAD_BYTES
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
+from offload_core.testing.rig.recording_check import RecordingCheck
 from tests.backends.mooncake.conftest import Mooncake, NewCluster, contains, key, load, load_all, run, store
 from tests.backends.mooncake.raw_client import RawClient
 from tests.support.clusters.mooncake import MooncakeCluster
@@ -155,6 +156,10 @@ def test_objects_that_were_changed_behind_our_back_are_corrupt(
         for number in range(5):
             outcome, _ = await load(backend, number, 5000 - number)
             assert outcome is CORRUPT, number
+        buffers = [memoryview(bytearray(5000 - number)) for number in range(6)]
+        checks = list(map(RecordingCheck, buffers))
+        assert await backend.load_and_check(list(map(key, range(6))), buffers, checks) == [CORRUPT] * 5 + [HIT]
+        assert [bytes(check.told) for check in checks] == [b""] * 5 + [data[5:]], "of whole objects only"
         reservation = await backend.prepare_load([key(number) for number in range(7)])
         assert reservation.present == (True,) * 6 + (False,)
         assert reservation.nbytes == (5000, 4998, 10_000 + HEAD_BYTES, None, 5000, 4995, None)
