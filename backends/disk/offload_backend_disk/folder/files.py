@@ -58,7 +58,7 @@ def read(descriptor: int, buffer: memoryview, *, direct: bool = False) -> LoadOu
 
 
 def read_and_check(descriptor: int, nbytes: int, buffer: memoryview, check: LoadCheck) -> LoadOutcome:
-    """Read the whole file of ``nbytes`` bytes into ``buffer`` as :func:`read` does, in parts that are checked at once."""
+    """Read the whole file of ``nbytes`` bytes as :func:`read` does, in parts that are checked at once."""
     if nbytes != len(buffer):
         return LoadOutcome.CORRUPT
     done = 0
