@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine.lab import Lab, count, objects, ours, served
+from tests.support.engine.lab import UNTIL_STORED, Lab, count, objects, ours, served
 from tests.support.engine.spec import Round, compare
 
 pytest.importorskip("vllm.v1.kv_hints", reason="vLLM has hints from 0.32 on")
@@ -47,7 +47,8 @@ def test_prefixes_survive_go_first_and_move_to_a_faster_tier(gemma3: Lab, tmp_pa
     ]
     disk = {"name": "disk", "type": "disk", "path": str(tmp_path / "small"), "capacity": int(3.2 * nbytes)}
     settings = {"hybrid_chunk_size": chunk, "retained_share_per_tenant": 0.5}
-    result = gemma3.run(rounds, ours(tmp_path / "small", backends=[disk], **settings))
+    transfer = ours(tmp_path / "small", backends=[disk], **settings)
+    result = gemma3.run(rounds, transfer, extra_engine_args=UNTIL_STORED)
 
     assert compare(gemma3.reference(rounds), result) == []
     tokens = {name: got for number in range(len(rounds)) for name, got in served(result, number).items()}

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from tests.support.engine.lab import Lab, count, installed, objects, ours, served
+from tests.support.engine.lab import UNTIL_STORED, Lab, count, installed, objects, ours, served
 from tests.support.engine.spec import RunResult, compare
 
 
@@ -16,7 +16,8 @@ def test_a_plugin_wraps_every_tier_and_observes_what_happens(gemma3: Lab, tmp_pa
     events = tmp_path / "events.jsonl"
 
     def run(**config: object) -> tuple[RunResult, Counter[str]]:
-        result = gemma3.run(rounds, ours(tmp_path / "kv", **config), plugin if config else None)
+        transfer = ours(tmp_path / "kv", **config)
+        result = gemma3.run(rounds, transfer, plugin if config else None, extra_engine_args=UNTIL_STORED)
         assert compare(gemma3.alone(rounds), result) == []
         told: Counter[str] = Counter()
         for line in events.read_text().splitlines() if events.exists() else ():

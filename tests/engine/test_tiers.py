@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engine.lab import Lab, count, objects, ours, served
+from tests.support.engine.lab import UNTIL_STORED, Lab, count, objects, ours, served
 from tests.support.engine.spec import Round, compare
 
 
@@ -25,8 +25,8 @@ def test_what_was_loaded_from_disk_is_served_from_memory_the_next_time(gemma3: L
     ]
     transfer = ours(tmp_path / "kv", hybrid_chunk_size=gemma3.block_size, backends=backends)
 
-    first = gemma3.run(first_rounds, transfer)
-    second = gemma3.run(rounds, transfer)
+    first = gemma3.run(first_rounds, transfer, extra_engine_args=UNTIL_STORED)
+    second = gemma3.run(rounds, transfer, extra_engine_args=UNTIL_STORED)
 
     assert compare(gemma3.reference(rounds), second) == []
     assert count(first, "stores", "ram") == count(first, "stores", "disk") > 0

@@ -23,6 +23,11 @@ from tests.support.paths import ROOT
 RUN_TIMEOUT_SECONDS = 240.0
 VOCABULARY = 1024
 STANDARD_LENGTHS = (700, 1283, 2500)
+UNTIL_STORED: dict[str, Any] = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
+"""Extra engine arguments: an idle engine steps on until its stores have ended, since events of them are to come.
+
+Otherwise it does not wait, so that the last store may end after the last step, and the next prompt may be faster.
+"""
 
 
 class Lab:
