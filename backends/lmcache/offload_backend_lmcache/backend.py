@@ -166,9 +166,10 @@ class LMCacheBackend(Backend[LMCacheOptions]):
         checks: Sequence[LoadCheck] = (),
     ) -> list[LoadOutcome]:
         statuses = _within_limit(connection, connection.load, self._names(keys), buffers, Status.ABSENT)
-        for check, buffer, status in zip(checks, buffers, statuses, strict=False):
-            if status is Status.HIT:
-                check.filled(len(buffer))
+        if checks:
+            for check, buffer, status in zip(checks, buffers, statuses, strict=True):
+                if status is Status.HIT and buffer:
+                    check.filled(len(buffer))
         return [_LOADED[status] for status in statuses]
 
     def _store(

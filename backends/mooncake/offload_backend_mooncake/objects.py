@@ -81,7 +81,7 @@ class Objects:
             loaded = self._load([names[index] for index in batch], [buffers[index] for index in batch])
             for index, outcome in zip(batch, loaded, strict=True):
                 outcomes[index] = outcome
-                if checks and outcome is LoadOutcome.HIT:
+                if checks and outcome is LoadOutcome.HIT and buffers[index]:
                     checks[index].filled(len(buffers[index]))
         return outcomes
 

@@ -47,7 +47,9 @@ class Calls:
         views = [memoryview(bytearray(nbytes)) for _, nbytes in objects]
         checks = list(map(RecordingCheck, views))
         loading = self.backend.load_and_check([key(number) for number, _ in objects], views, checks)
-        return [(got, bytes(check.told)) for got, check in zip(self._runner.run(loading), checks, strict=True)]
+        outcomes = self._runner.run(loading)
+        assert [check.problem for check in checks] == [None] * len(checks)
+        return [(outcome, bytes(check.told)) for outcome, check in zip(outcomes, checks, strict=True)]
 
     def store(self, *objects: tuple[int, bytes]) -> list[StoreOutcome]:
         keys, views = [key(number) for number, _ in objects], [memoryview(content) for _, content in objects]

@@ -166,11 +166,12 @@ def test_wrong_bytes_under_a_right_header_are_corrupt() -> None:
 
 def test_a_check_is_told_of_whole_objects_only() -> None:
     def lie(header: RequestHeader, entries: list[Entry]) -> bytes:
-        return hit(header, entries[0]) + flipped(hit(header, entries[1], index=1))
+        damaged, empty = flipped(hit(header, entries[1], index=1)), hit(header, entries[2], b"", index=2)
+        return hit(header, entries[0]) + damaged + empty
 
     with served(answers(lie)) as address, opened(address) as calls:
-        outcomes = calls.load_and_check((1, len(PAYLOAD)), (2, len(PAYLOAD)))
-    assert outcomes == [(LoadOutcome.HIT, PAYLOAD), (LoadOutcome.CORRUPT, b"")]
+        outcomes = calls.load_and_check((1, len(PAYLOAD)), (2, len(PAYLOAD)), (3, 0))
+    assert outcomes == [(LoadOutcome.HIT, PAYLOAD), (LoadOutcome.CORRUPT, b""), (LoadOutcome.HIT, b"")]
 
 
 def test_a_miss_leaves_the_buffer_and_a_damaged_object_is_corrupt() -> None:

@@ -156,10 +156,13 @@ def test_objects_that_were_changed_behind_our_back_are_corrupt(
         for number in range(5):
             outcome, _ = await load(backend, number, 5000 - number)
             assert outcome is CORRUPT, number
-        buffers = [memoryview(bytearray(5000 - number)) for number in range(6)]
+        await store(backend, (7, b""))
+        buffers = [memoryview(bytearray(nbytes)) for nbytes in (*range(5000, 4994, -1), 0)]
         checks = list(map(RecordingCheck, buffers))
-        assert await backend.load_and_check(list(map(key, range(6))), buffers, checks) == [CORRUPT] * 5 + [HIT]
-        assert [bytes(check.told) for check in checks] == [b""] * 5 + [data[5:]], "of whole objects only"
+        names = [key(number) for number in (*range(6), 7)]
+        assert await backend.load_and_check(names, buffers, checks) == [CORRUPT] * 5 + [HIT] * 2
+        assert [bytes(check.told) for check in checks] == [b""] * 5 + [data[5:], b""], "of whole objects only"
+        assert [check.problem for check in checks] == [None] * 7
         reservation = await backend.prepare_load([key(number) for number in range(7)])
         assert reservation.present == (True,) * 6 + (False,)
         assert reservation.nbytes == (5000, 4998, 10_000 + HEAD_BYTES, None, 5000, 4995, None)
