@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.opening import close_tiers
 from offload_core.tiers.tier import Tier
+from tests.support import damage
 from tests.support.memory_backend import LIMITS, MemoryBackend, key, memory_tier
 from tests.support.staged_objects import StagedObjects
 
@@ -37,10 +39,7 @@ def sound(content: bytes) -> bytes:
 
 
 def flipped(at: int) -> Read:
-    def read(content: bytes) -> bytes:
-        return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
-
-    return read
+    return partial(damage.flipped, at=at)
 
 
 def of_another_length(content: bytes) -> None:
