@@ -26,7 +26,8 @@ STANDARD_LENGTHS = (700, 1283, 2500)
 UNTIL_STORED: dict[str, Any] = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
 """Extra engine arguments: an idle engine steps on until its stores have ended, since events of them are to come.
 
-Otherwise it does not wait, so that the last store may end after the last step, and the next prompt may be faster.
+It does so for five seconds at most. Without events it stops at once. The next prompt may then be looked up before a
+store ends, and no counter has a store that ends after the last step.
 """
 
 
