@@ -159,8 +159,8 @@ def test_objects_that_were_changed_behind_our_back_are_corrupt(
         await store(backend, (7, b""))
         buffers = [memoryview(bytearray(nbytes)) for nbytes in (*range(5000, 4994, -1), 0)]
         checks = list(map(RecordingCheck, buffers))
-        names = [key(number) for number in (*range(6), 7)]
-        assert await backend.load_and_check(names, buffers, checks) == [CORRUPT] * 5 + [HIT] * 2
+        keys = [key(number) for number in (*range(6), 7)]
+        assert await backend.load_and_check(keys, buffers, checks) == [CORRUPT] * 5 + [HIT] * 2
         assert [bytes(check.told) for check in checks] == [b""] * 5 + [data[5:], b""], "of whole objects only"
         assert [check.problem for check in checks] == [None] * 7
         reservation = await backend.prepare_load([key(number) for number in range(7)])
