@@ -36,7 +36,7 @@ class ArrivingBytes(LoadCheck):
         self._is_in_order = True
         self.passed = False
 
-    def filled(self, nbytes: int) -> None:
+    def filled(self, nbytes: int) -> bool:
         """See :meth:`LoadCheck.filled`."""
         start = self._arrived
         self._arrived = end = start + nbytes
@@ -45,6 +45,7 @@ class ArrivingBytes(LoadCheck):
         if self._is_in_order:
             self.take(start, end)
             self.passed = end == len(self.view) and self.is_valid()
+        return self.passed
 
     @abstractmethod
     def take(self, start: int, end: int) -> None:

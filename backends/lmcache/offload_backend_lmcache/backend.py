@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from offload_backend_lmcache.client.connection import Connection, Target
+from offload_backend_lmcache.client.first_read import FirstRead
 from offload_backend_lmcache.client.pool import ConnectionPool
 from offload_backend_lmcache.options import LMCacheOptions
 from offload_backend_lmcache.wire.frames import MAX_ENTRIES, Found, Status
@@ -81,7 +82,7 @@ class LMCacheBackend(Backend[LMCacheOptions]):
         self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
     ) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_and_check`. It asks the server for nothing but the objects."""
-        return await self._spread(self._load, keys, buffers, checks)
+        return await self._spread(self._load, keys, buffers, [FirstRead(check) for check in checks])
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         """See :meth:`Backend.store`. ``REJECTED``: LMCache has no memory left and did not evict fast enough."""
@@ -129,7 +130,7 @@ class LMCacheBackend(Backend[LMCacheOptions]):
         work: Callable[..., list[T]],
         keys: Sequence[ObjectKey],
         buffers: Sequence[memoryview],
-        *more: Sequence[LoadCheck],
+        *more: Sequence[FirstRead],
     ) -> list[T]:
         """Run ``work`` on parts of a batch, each on a connection of its own. The outcomes are in the batch's order.
 
@@ -163,19 +164,15 @@ class LMCacheBackend(Backend[LMCacheOptions]):
         connection: Connection,
         keys: Sequence[ObjectKey],
         buffers: Sequence[memoryview],
-        checks: Sequence[LoadCheck] = (),
+        checks: Sequence[FirstRead] = (),
     ) -> list[LoadOutcome]:
-        statuses = _within_limit(connection, connection.load, self._names(keys), buffers, Status.ABSENT)
-        if checks:
-            for check, buffer, status in zip(checks, buffers, statuses, strict=True):
-                if status is Status.HIT and buffer:
-                    check.filled(len(buffer))
+        statuses = _within_limit(connection, connection.load, Status.ABSENT, self._names(keys), buffers, checks)
         return [_LOADED[status] for status in statuses]
 
     def _store(
         self, connection: Connection, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]
     ) -> list[StoreOutcome]:
-        statuses = _within_limit(connection, connection.store, self._names(keys), buffers, Status.FULL)
+        statuses = _within_limit(connection, connection.store, Status.FULL, self._names(keys), buffers)
         if Status.DAMAGED in statuses:
             raise OSError(errno.EIO, f"an object was damaged on its way to {self.options.address}; it was not stored")
         return [_STORED[status] for status in statuses]
@@ -192,16 +189,18 @@ class LMCacheBackend(Backend[LMCacheOptions]):
 
 def _within_limit(
     connection: Connection,
-    work: Callable[[Sequence[bytes], Sequence[memoryview]], list[Status]],
+    work: Callable[..., list[Status]],
+    too_large: Status,
     names: Sequence[bytes],
     buffers: Sequence[memoryview],
-    too_large: Status,
+    checks: Sequence[FirstRead] = (),
 ) -> list[Status]:
     """Run ``work`` on the objects that are not too large for the server. The others get the status ``too_large``."""
     statuses = [too_large] * len(names)
     small = [index for index, buffer in enumerate(buffers) if len(buffer) <= connection.max_object_bytes]
     if small:
-        done = work([names[index] for index in small], [buffers[index] for index in small])
+        values = (names, buffers, checks) if checks else (names, buffers)
+        done = work(*([value[index] for index in small] for value in values))
         for index, status in zip(small, done, strict=True):
             statuses[index] = status
     return statuses

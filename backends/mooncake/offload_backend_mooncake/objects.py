@@ -71,18 +71,18 @@ class Objects:
         """Fill each buffer with its object.
 
         Args:
-            checks: one per object, or none. Each learns of its object once the object is whole.
+            checks: one per object, or none. Each is told of its object after the transfer, in one part. If it finds
+                the object right, the checksum of the head is not needed.
 
         Raises:
             OSError: the master or an owner is gone.
         """
         outcomes = [LoadOutcome.MISS] * len(names)
         for batch in rounds(names, [len(buffer) for buffer in buffers]):
-            loaded = self._load([names[index] for index in batch], [buffers[index] for index in batch])
+            told = [checks[index] for index in batch] if checks else []
+            loaded = self._load([names[index] for index in batch], [buffers[index] for index in batch], told)
             for index, outcome in zip(batch, loaded, strict=True):
                 outcomes[index] = outcome
-                if checks and outcome is LoadOutcome.HIT and buffers[index]:
-                    checks[index].filled(len(buffers[index]))
         return outcomes
 
     def store(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
@@ -132,13 +132,13 @@ class Objects:
                 if left:
                     time.sleep(_RETRY_SECONDS)
 
-    def _load(self, names: list[str], buffers: list[memoryview]) -> list[LoadOutcome]:
+    def _load(self, names: list[str], buffers: list[memoryview], checks: Sequence[LoadCheck]) -> list[LoadOutcome]:
         """Load objects of distinct names in one transfer, and those again that may have changed meanwhile.
 
         A deletion frees the memory of an object that others read, and a new object may come to the same place. Such a
         load gets other bytes; the next try gets the new object, or none.
         """
-        outcomes = self._load_once(names, buffers)
+        outcomes = self._load_once(names, buffers, checks)
         for _ in range(_TRIES - 1):
             again = [index for index, outcome in enumerate(outcomes) if outcome is LoadOutcome.CORRUPT]
             if not again:
@@ -148,7 +148,9 @@ class Objects:
                 outcomes[index] = outcome
         return outcomes
 
-    def _load_once(self, names: list[str], buffers: list[memoryview]) -> list[LoadOutcome]:
+    def _load_once(
+        self, names: list[str], buffers: list[memoryview], checks: Sequence[LoadCheck] = ()
+    ) -> list[LoadOutcome]:
         frames = Frames(names, buffers)
 
         def get(store: Any) -> Sequence[int]:
@@ -163,7 +165,7 @@ class Objects:
             if code in code_of.ABSENT:
                 outcomes.append(LoadOutcome.MISS)
             elif code >= 0:
-                whole = code == HEAD_BYTES + len(buffer) and frames.is_whole(index)
+                whole = code == HEAD_BYTES + len(buffer) and frames.is_whole(index, checks[index] if checks else None)
                 outcomes.append(LoadOutcome.HIT if whole else LoadOutcome.CORRUPT)
             elif nbytes.get(name, HEAD_BYTES + len(buffer)) != HEAD_BYTES + len(buffer):
                 outcomes.append(LoadOutcome.CORRUPT)

@@ -8,19 +8,25 @@ from offload_core.api.checked_loads import LoadCheck
 class RecordingCheck(LoadCheck):
     """Copies each part of the buffer when it is told of it.
 
+    Args:
+        buffer: the object's buffer.
+        right: the object's bytes; by default the check finds no object right, so that a backend's own checks are tried.
+
     Attributes:
         told: the bytes of all parts so far.
         problem: the first call that was wrong.
     """
 
-    def __init__(self, buffer: memoryview) -> None:
+    def __init__(self, buffer: memoryview, right: bytes | None = None) -> None:
         self._buffer = buffer
+        self._right = right
         self.told = bytearray()
         self.problem: str | None = None
 
-    def filled(self, nbytes: int) -> None:
+    def filled(self, nbytes: int) -> bool:
         """See :meth:`LoadCheck.filled`."""
         left = len(self._buffer) - len(self.told)
         if not 0 < nbytes <= left:
             self.problem = self.problem or f"filled({nbytes}) with {left} of {len(self._buffer)} bytes left"
         self.told += self._buffer[len(self.told) :][: max(0, nbytes)]
+        return self._right is not None and bytes(self.told) == self._right

@@ -31,9 +31,9 @@ class Watched(RecordingCheck):
         super().__init__(buffer)
         self._steps = steps
 
-    def filled(self, nbytes: int) -> None:
-        super().filled(nbytes)
+    def filled(self, nbytes: int) -> bool:
         self._steps.append(("filled", nbytes, threading.get_ident()))
+        return super().filled(nbytes)
 
 
 async def stored(backend: DiskBackend, content: bytes) -> None:

@@ -42,10 +42,14 @@ class Calls:
         outcomes = self._runner.run(self.backend.load_into(keys, views))
         return [(outcome, bytes(buffer)) for outcome, (_, buffer) in zip(outcomes, buffers, strict=True)]
 
-    def load_and_check(self, *objects: tuple[int, int]) -> list[tuple[LoadOutcome, bytes]]:
-        """Load objects of these numbers and lengths in one call; returns what the check of each was told too."""
+    def load_and_check(self, *objects: tuple[int, int], right: bytes | None = None) -> list[tuple[LoadOutcome, bytes]]:
+        """Load objects of these numbers and lengths in one call; returns what the check of each was told too.
+
+        Args:
+            right: the bytes that the checks find right, if any.
+        """
         views = [memoryview(bytearray(nbytes)) for _, nbytes in objects]
-        checks = list(map(RecordingCheck, views))
+        checks = [RecordingCheck(view, right) for view in views]
         loading = self.backend.load_and_check([key(number) for number, _ in objects], views, checks)
         outcomes = self._runner.run(loading)
         assert [check.problem for check in checks] == [None] * len(checks)

@@ -164,14 +164,40 @@ def test_wrong_bytes_under_a_right_header_are_corrupt() -> None:
         assert load(address)[0] is LoadOutcome.CORRUPT
 
 
-def test_a_check_is_told_of_whole_objects_only() -> None:
+@pytest.mark.parametrize("is_found_right", [True, False])
+def test_a_check_that_finds_an_object_right_stands_for_its_checksum(is_found_right: bool) -> None:
+    changed = flipped(PAYLOAD)
+
     def lie(header: RequestHeader, entries: list[Entry]) -> bytes:
         damaged, empty = flipped(hit(header, entries[1], index=1)), hit(header, entries[2], b"", index=2)
         return hit(header, entries[0]) + damaged + empty
 
     with served(answers(lie)) as address, opened(address) as calls:
-        outcomes = calls.load_and_check((1, len(PAYLOAD)), (2, len(PAYLOAD)), (3, 0))
-    assert outcomes == [(LoadOutcome.HIT, PAYLOAD), (LoadOutcome.CORRUPT, b""), (LoadOutcome.HIT, b"")]
+        right = changed if is_found_right else None
+        outcomes = calls.load_and_check((1, len(PAYLOAD)), (2, len(PAYLOAD)), (3, 0), right=right)
+    found = LoadOutcome.HIT if is_found_right else LoadOutcome.CORRUPT
+    assert outcomes == [(LoadOutcome.HIT, PAYLOAD), (found, changed), (LoadOutcome.HIT, b"")]
+
+
+def test_a_check_is_told_of_the_first_read_only() -> None:
+    connections = []
+
+    def script(peer: Peer) -> None:
+        connections.append(peer)
+        peer.shake_hands()
+        header, entries = peer.request()
+        peer.socket.sendall(hit(header, entries[0]))
+        if len(connections) == 1:
+            header, entries = peer.request()
+            peer.socket.sendall(hit(header, entries[0]) + hit(header, entries[1], index=1)[:-1000])
+        else:
+            peer.socket.sendall(hit(header, entries[1], index=1))
+
+    with served(script) as address, opened(address, connections=1) as calls:
+        assert calls.load(3, len(PAYLOAD)) == (LoadOutcome.HIT, PAYLOAD)
+        outcomes = calls.load_and_check((1, len(PAYLOAD)), (2, len(PAYLOAD)), right=PAYLOAD)
+    assert len(connections) == 2
+    assert outcomes == [(LoadOutcome.HIT, PAYLOAD), (LoadOutcome.HIT, b"")]
 
 
 def test_a_miss_leaves_the_buffer_and_a_damaged_object_is_corrupt() -> None:

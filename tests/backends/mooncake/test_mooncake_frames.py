@@ -16,6 +16,7 @@ from offload_backend_mooncake.frame import HEAD_BYTES, Frames, payload_bytes
 from offload_backend_mooncake.objects import BYTES_AT_ONCE, OBJECTS_AT_ONCE, Objects, rounds
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
+from offload_core.testing.rig.recording_check import RecordingCheck
 
 CODES = st.sampled_from([0, 1, 40, 41, 45, 2**40, -1, -200, -600, -702, -703, -704, -705, -706, -707, -714, -800, -801])
 
@@ -27,12 +28,17 @@ def stored_bytes(name: str, payload: bytes) -> bytes:
     return head + payload
 
 
-def is_whole(name: str, stored: bytes, nbytes: int) -> bool:
-    """Scatter a stored object of the right size, as Mooncake does, and check it."""
+def is_whole(name: str, stored: bytes, nbytes: int, right: bytes | None = None) -> bool:
+    """Scatter a stored object of the right size, as Mooncake does, and check it.
+
+    Args:
+        right: the payload that the core's check finds right, if any.
+    """
     assert len(stored) == HEAD_BYTES + nbytes
-    frames = Frames([name], [memoryview(bytearray(stored[HEAD_BYTES:]))])
+    buffer = memoryview(bytearray(stored[HEAD_BYTES:]))
+    frames = Frames([name], [buffer])
     frames._heads[0] = np.frombuffer(stored[:HEAD_BYTES], np.uint8)
-    return frames.is_whole(0)
+    return frames.is_whole(0, None if right is None else RecordingCheck(buffer, right))
 
 
 @given(st.text(max_size=20), st.binary(max_size=200))
@@ -49,6 +55,18 @@ def test_a_changed_byte_anywhere_is_seen(payload: bytes, data: st.DataObject) ->
     place = data.draw(st.integers(0, len(stored) - 1))
     stored[place] ^= data.draw(st.integers(1, 255))
     assert not is_whole("a/b", bytes(stored), len(payload))
+
+
+@given(st.binary(min_size=1, max_size=100), st.data())
+def test_a_check_that_finds_the_payload_right_stands_for_its_checksum_alone(
+    payload: bytes, data: st.DataObject
+) -> None:
+    stored = bytearray(stored_bytes("a/b", payload))
+    assert is_whole("a/b", bytes(stored), len(payload), right=payload[:-1]), "the checksum is right"
+    place = data.draw(st.integers(0, len(stored) - 1))
+    stored[place] ^= data.draw(st.integers(1, 255))
+    is_in_checksum_or_payload = place >= HEAD_BYTES - 8
+    assert is_whole("a/b", bytes(stored), len(payload), right=bytes(stored[HEAD_BYTES:])) is is_in_checksum_or_payload
 
 
 @given(st.binary(min_size=HEAD_BYTES, max_size=200))

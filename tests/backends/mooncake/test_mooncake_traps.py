@@ -23,6 +23,7 @@ from offload_core.testing.rig.recording_check import RecordingCheck
 from tests.backends.mooncake.conftest import Mooncake, NewCluster, contains, key, load, load_all, run, store
 from tests.backends.mooncake.raw_client import RawClient
 from tests.support.clusters.mooncake import MooncakeCluster
+from tests.support.damage import flipped
 from tests.support.polling import wait_until
 
 HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
@@ -158,10 +159,11 @@ def test_objects_that_were_changed_behind_our_back_are_corrupt(
             assert outcome is CORRUPT, number
         await store(backend, (7, b""))
         buffers = [memoryview(bytearray(nbytes)) for nbytes in (*range(5000, 4994, -1), 0)]
-        checks = list(map(RecordingCheck, buffers))
+        checks = [RecordingCheck(buffer, data) for buffer in buffers]
         keys = [key(number) for number in (*range(6), 7)]
         assert await backend.load_and_check(keys, buffers, checks) == [CORRUPT] * 5 + [HIT] * 2
-        assert [bytes(check.told) for check in checks] == [b""] * 5 + [data[5:], b""], "of whole objects only"
+        told = [flipped(data, 3000 - HEAD_BYTES), b"", b"", b"", b"", data[5:], b""]
+        assert [bytes(check.told) for check in checks] == told, "of objects of the right name and size, once"
         assert [check.problem for check in checks] == [None] * 7
         reservation = await backend.prepare_load([key(number) for number in range(7)])
         assert reservation.present == (True,) * 6 + (False,)

@@ -40,7 +40,7 @@ def test_a_whole_object_passes_in_any_parts(places: set[int]) -> None:
         assert not arriving.passed
         buffer[start : start + nbytes] = content[start : start + nbytes]
         start += nbytes
-        arriving.filled(nbytes)
+        assert arriving.filled(nbytes) is (start == SIZE)
     assert arriving.passed
 
 
@@ -49,8 +49,7 @@ def test_a_flipped_bit_does_not_pass(places: set[int], at: int, bit: int) -> Non
     buffer = sealed()
     buffer[at] ^= 1 << bit
     arriving = ArrivingObject(memoryview(buffer), KEY)
-    for nbytes in cuts(places):
-        arriving.filled(nbytes)
+    assert not any(arriving.filled(nbytes) for nbytes in cuts(places))
     assert not arriving.passed
 
 

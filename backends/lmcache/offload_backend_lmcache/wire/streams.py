@@ -6,7 +6,7 @@ import contextlib
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import xxhash
 
@@ -54,16 +54,21 @@ class Stream:
             buffer = buffer[self._receive_some(buffer, wait, deadline) :]
 
     def receive_summed(self, buffer: memoryview) -> int:
-        """Fill a buffer and return its checksum. Parts are summed while they are in the processor's cache."""
-        deadline = self._deadline(self.timeout_seconds, len(buffer))
+        """Fill a buffer and return its checksum."""
         total = xxhash.xxh3_64()
-        received = summed = 0
+        for part in self.receive_parts(buffer):
+            total.update(part)
+        return total.intdigest()
+
+    def receive_parts(self, buffer: memoryview) -> Iterator[memoryview]:
+        """Fill a buffer, and yield each part that has arrived while it is in the processor's cache."""
+        deadline = self._deadline(self.timeout_seconds, len(buffer))
+        received = yielded = 0
         while received < len(buffer):
             received += self._receive_some(buffer[received:], self.timeout_seconds, deadline)
-            if received - summed >= _SUMMED_BYTES or received == len(buffer):
-                total.update(buffer[summed:received])
-                summed = received
-        return total.intdigest()
+            if received - yielded >= _PART_BYTES or received == len(buffer):
+                yield buffer[yielded:received]
+                yielded = received
 
     def send(self, *parts: bytes | memoryview) -> None:
         """Send all parts, without joining them.
@@ -115,7 +120,7 @@ class Stream:
 
 
 _MAX_PARTS = 512
-_SUMMED_BYTES = 256 * 1024
+_PART_BYTES = 256 * 1024
 
 
 def _rest(views: Sequence[memoryview], sent: int) -> list[memoryview]:
