@@ -2,7 +2,8 @@
 
 - "ours" uses a tier as the engine does, in the engine's batches. A store adds a header and a checksum to every object,
   and a load checks both.
-- "I/O process" uses the same tier in the I/O process, as engines do by default.
+- "I/O process" uses the same tier in the I/O process, as engines do by default. "Lent memory" is a ``cpu`` tier whose
+  memory is copied to and from directly: the copies of the other rows end in staging memory.
 - vLLM's helpers (``vllm.fs_io_C``) check nothing. They get as many plain threads as our tier has, and 16 MiB per call.
 - The plain loop moves files of one object with system calls and XXH3 alone, and checks as we do. Its CPU seconds per
   GiB are the floor: "/ plain" is the ratio of ours to them. At 256 KiB its files hold one page.
@@ -41,6 +42,7 @@ from rich.table import Table
 
 from benchmarks.backends_distributed import DISTRIBUTED, alone, running_stores
 from benchmarks.backends_growth import growth_of, peaks_of
+from benchmarks.backends_lent import OurLentMemory
 from benchmarks.backends_loop import PlainLoop
 from benchmarks.backends_process import OurProcess
 from benchmarks.backends_rig import (
@@ -56,7 +58,7 @@ from benchmarks.backends_rig import (
 )
 from benchmarks.reporting.document import Run, add_json_option
 from benchmarks.reporting.rows import Backends, Calls, Operation, Peak, Speed, percentile
-from benchmarks.reporting.tables import IO_PROCESS, OURS
+from benchmarks.reporting.tables import IO_PROCESS, LENT, OURS
 from offload_core.plugins.registry import load_plugins
 
 PAGE_BYTES = 256 * 1024
@@ -142,6 +144,7 @@ def contenders_of(
         yield lambda: OurTier(packed + ENCRYPTED, memory, chunks, CHUNK_BYTES, options | AES)
         yield lambda: OurProcess(IO_PROCESS + ENCRYPTED, memory, chunks, CHUNK_BYTES, options | AES)
     elif cell.backend == "cpu":
+        yield lambda: OurLentMemory(LENT, memory, chunks, CHUNK_BYTES, options)
         yield lambda: OurTier("ours, no checksum", memory, chunks, CHUNK_BYTES, options, checked=False)
     if own is not None:
         yield lambda: alone(cell.backend, memory, chunks, cell.page_bytes, cell.threads, own, folder)
@@ -222,7 +225,7 @@ def speeds_of(cell: Cell, rows: list[Measured]) -> Iterator[Speed]:
         limit = next(p50(speed) for name, speed in speeds.items() if name.startswith("limit"))
         for row in rows:
             speed = speeds[row.name]
-            ours = row.name in (*OURS, IO_PROCESS)
+            ours = row.name in (*OURS, IO_PROCESS, LENT)
             yield Speed(
                 backend=cell.backend,
                 medium=cell.medium,

@@ -148,6 +148,8 @@ OURS = ("ours", "ours, pack of 8")
 """Names of our contenders in the benchmark's process, in an engine's configuration."""
 IO_PROCESS = "I/O process"
 """Name of our contender in the I/O process, as engines use it by default."""
+LENT = "I/O process, lent memory"
+"""Name of the contender that copies to and from the tier's own memory, as engines with a ``cpu`` tier do."""
 
 
 def ours(rows: Sequence[Speed]) -> list[Speed]:
