@@ -71,6 +71,7 @@ class MooncakeCluster:
             "--logtostderr",
             f"--default_kv_lease_ttl={lease_milliseconds}",
             f"--client_ttl={forget_seconds}",
+            "--put_start_discard_timeout_sec=2",  # 30 by default: so long a half object cannot be stored again
             *master_flags,
         ]
         master = ServerProcess(command, self._master_answers, folder / "master.log", environment)
