@@ -45,8 +45,9 @@ def under_pressure(lab: Lab, workloads: list[Workload], tmp_path_factory: pytest
 
 
 def test_outputs_are_those_without_offloading(lab: Lab, workloads: list[Workload], under_pressure: RunResult) -> None:
+    # Which workload is preempted depends on the time that its loads take.
+    assert sum(result.preemptions for result in under_pressure.workloads) > 0
     for result in under_pressure.workloads:
-        assert result.preemptions > 0
         assert any(request.external_cached_tokens for request in result.requests)
     check_outputs(lab, workloads, under_pressure)
 
