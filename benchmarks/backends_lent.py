@@ -32,7 +32,7 @@ class OurLentMemory(OurProcess):
         super().__init__(name, memory, chunks, payload_bytes, backend)
         self._copiers = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
         self._copying: deque[tuple[Future[None], Callable[[], None]]] = deque()
-        self._failures: list[object] = []
+        self._failures: list[bool] = []
 
     def _store_objects(self, objects: list[StagedObject]) -> None:
         """Reserve lent memory, fill it, and store it where it is."""
@@ -46,7 +46,7 @@ class OurLentMemory(OurProcess):
                 done()
 
             if not self._tier.start_store(filled, ended):
-                self._failures.append("refused")
+                raise SystemExit(f"{self.name}: the tier refused a call")
 
         def reserved(batch: list[StagedObject], lent: list[LentObject], done: Callable[[], None]) -> None:
             copies = [(at.view, one.lease.view) for one, at in zip(batch, lent, strict=True)]
