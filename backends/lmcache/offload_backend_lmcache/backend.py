@@ -164,9 +164,9 @@ class LMCacheBackend(Backend[LMCacheOptions]):
         connection: Connection,
         keys: Sequence[ObjectKey],
         buffers: Sequence[memoryview],
-        checks: Sequence[FirstRead] = (),
+        *checks: Sequence[FirstRead],
     ) -> list[LoadOutcome]:
-        statuses = _within_limit(connection, connection.load, Status.ABSENT, self._names(keys), buffers, checks)
+        statuses = _within_limit(connection, connection.load, Status.ABSENT, self._names(keys), buffers, *checks)
         return [_LOADED[status] for status in statuses]
 
     def _store(
@@ -193,14 +193,13 @@ def _within_limit(
     too_large: Status,
     names: Sequence[bytes],
     buffers: Sequence[memoryview],
-    checks: Sequence[FirstRead] = (),
+    *more: Sequence[FirstRead],
 ) -> list[Status]:
     """Run ``work`` on the objects that are not too large for the server. The others get the status ``too_large``."""
     statuses = [too_large] * len(names)
     small = [index for index, buffer in enumerate(buffers) if len(buffer) <= connection.max_object_bytes]
     if small:
-        values = (names, buffers, checks) if checks else (names, buffers)
-        done = work(*([value[index] for index in small] for value in values))
+        done = work(*([values[index] for index in small] for values in (names, buffers, *more)))
         for index, status in zip(small, done, strict=True):
             statuses[index] = status
     return statuses
