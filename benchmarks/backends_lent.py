@@ -32,7 +32,6 @@ class OurLentMemory(OurProcess):
         super().__init__(name, memory, chunks, payload_bytes, backend)
         self._copiers = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
         self._copying: deque[tuple[Future[None], Callable[[], None]]] = deque()
-        self._failures: list[bool] = []
 
     def _store_objects(self, objects: list[StagedObject]) -> None:
         """Reserve lent memory, fill it, and store it where it is."""
@@ -41,7 +40,8 @@ class OurLentMemory(OurProcess):
             filled = [StagedObject(one.key, at, unsealed=True) for one, at in zip(batch, lent, strict=True)]
 
             def ended(stored: Sequence[bool]) -> None:
-                self._failures += [end for end in stored if not end]
+                if not all(stored):
+                    raise SystemExit(f"{self.name}: the tier did not store some objects")
                 _release(lent)
                 done()
 
@@ -109,8 +109,6 @@ class OurLentMemory(OurProcess):
             self._end_copies()
             if unfinished and not (left and running < self._load_slots.slots):
                 self._wait()
-        if self._failures:
-            raise SystemExit(f"{self.name}: the tier did not store some objects: {self._failures}")
 
     def _copy(self, copies: Copies, then: Callable[[], None]) -> None:
         """Copy now, or divide the copies among the threads that copy."""
