@@ -9,12 +9,13 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from offload_backend_mooncake import MooncakeBackend
+from offload_backend_mooncake.client import Client
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from tests.backends.mooncake.conftest import Mooncake, NewCluster, contains, key, load, run, store
@@ -182,3 +183,29 @@ def test_a_late_write_of_a_failed_store_is_never_a_hit(new_cluster: NewCluster, 
     run(mooncake(cluster, full_wait_seconds=0.1), work)
     assert set(seen) <= {HIT, CORRUPT}, seen
     print(f"outcomes: {dict(seen)}")
+
+
+@pytest.mark.long
+def test_a_store_that_a_hung_master_takes_up_late_blocks_its_object_for_a_while(
+    new_cluster: NewCluster, mooncake: Mooncake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = new_cluster(forget_seconds=60, master_flags=["--put_start_discard_timeout_sec=5"])
+    master, transfer, data = cluster.parts["master"], Client.transfer, os.urandom(MIB)
+
+    def hang(client: Client, call: Callable[[Any], Sequence[int]]) -> Sequence[int]:
+        """Let the master hang after the question whether the object is there."""
+        master.pause()
+        return transfer(client, call)
+
+    async def work(backend: MooncakeBackend) -> None:
+        await store(backend, (1, data))
+        with monkeypatch.context() as patch:
+            patch.setattr(Client, "transfer", hang)
+            await fails_within(TRANSFER_LIMIT_SECONDS, store(backend, (0, data)), "cannot store objects")
+        master.resume()
+        assert await store(backend, (0, data)) == [REJECTED], "the master has begun the store that its client gave up"
+        assert await contains(backend, 0) == [False]
+        await until_stored(backend, 0, data)
+        assert await load(backend, 0, MIB) == (HIT, data)
+
+    run(mooncake(cluster, full_wait_seconds=0), work)
