@@ -1,1 +1,1 @@
-"""Tests on the simulated accelerator. ``tests/core/memory/test_simulated_accelerator.py`` runs them in a process."""
+"""Tests on an accelerator. ``tests/core/memory/test_on_an_accelerator.py`` runs them in a process for each device."""

@@ -1,4 +1,4 @@
-"""These tests need a process of their own: a device stays registered with torch for good."""
+"""These tests need a process of their own: the simulated device stays registered with torch for good."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from tests.standin.conftest import (  # noqa: F401 - fixtures
     model_folder,
     rig,
 )
-from tests.support import simulated_accelerator
-from tests.support.simulated_accelerator import Control
+from tests.support import accelerator
+from tests.support.accelerator import OWN_PROCESS, StreamControl
 
-OWN_PROCESS = "OFFLOAD_CORE_TEST_ACCELERATOR"
 collect_ignore_glob = [] if OWN_PROCESS in os.environ else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")
-def registered() -> Control:
-    return simulated_accelerator.register()
+def registered() -> StreamControl:
+    return accelerator.start()
 
 
 @pytest.fixture
-def control(registered: Control) -> Iterator[Control]:
+def control(registered: StreamControl) -> Iterator[StreamControl]:
     yield registered
     torch.accelerator.synchronize()

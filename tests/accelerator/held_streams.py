@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from offload_core.memory.stream_copier import StreamBlockCopier
-from tests.support.simulated_accelerator import Control
+from tests.support.accelerator import StreamControl
 from tests.support.standin.engine import StandInEngine
 
 
@@ -17,7 +17,7 @@ class HeldStreams:
     its stream in each step.
     """
 
-    def __init__(self, engine: StandInEngine, control: Control, generator: random.Random) -> None:
+    def __init__(self, engine: StandInEngine, control: StreamControl, generator: random.Random) -> None:
         self._control = control
         self._generator = generator
         self._held: set[int] = set()

@@ -34,8 +34,8 @@ from offload_core.objects.format import HEADER_BYTES, seal
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.tiers.opening import close_tiers
 from offload_core.vllm.worker.batched_copy import SwapBlocksBatch
+from tests.support.accelerator import DEVICE, StreamControl
 from tests.support.memory_backend import key
-from tests.support.simulated_accelerator import DEVICE, Control
 from tests.support.transfer_rig import PACK, SECONDS, Rig, item, number_of
 
 PAGE_BYTES = 512
@@ -76,7 +76,7 @@ class Schedule:
         batched: use batched copies, or torch's.
     """
 
-    def __init__(self, io: IoLoop, control: Control, seed: int, *, batched: bool) -> None:
+    def __init__(self, io: IoLoop, control: StreamControl, seed: int, *, batched: bool) -> None:
         self.draw = random.Random(seed)
         self._control = control
         self._io = io
@@ -327,7 +327,7 @@ class Schedule:
         close_tiers(self.rig.tiers, self._io, SECONDS)
 
 
-def run(io: IoLoop, control: Control, seed: int, steps: int = 30) -> Counter[str]:
+def run(io: IoLoop, control: StreamControl, seed: int, steps: int = 30) -> Counter[str]:
     """Run the schedule of a seed; return its loads by status."""
     schedule = Schedule(io, control, seed, batched=bool(seed % 2))
     schedule.run(steps)

@@ -14,13 +14,14 @@ from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.stream_copier import StreamBlockCopier, lowest_priority
 from offload_core.planning.planner import GroupGeometry, HitPolicy, Pack
 from offload_core.vllm.worker.batched_copy import SwapBlocksBatch
-from tests.support.simulated_accelerator import DEVICE, Control
+from tests.support.accelerator import DEVICE, StreamControl, only_simulated
+from tests.support.simulated_accelerator import Control
 
 ROW_BYTES, PAGE_BYTES, NUM_BLOCKS = 768, 512, 9
 
 
 @pytest.fixture
-def batched(control: Control) -> BatchedCopy:
+def batched(control: StreamControl) -> BatchedCopy:
     return SwapBlocksBatch(control.swap_blocks_batch, torch.int64, 3)
 
 
@@ -54,6 +55,7 @@ def test_padded_pages_come_and_go_and_their_padding_stays(batched: BatchedCopy, 
     assert torch.equal(memory.cpu(), before)
 
 
+@only_simulated
 def test_the_moves_of_a_step_leave_by_one_call_and_its_descriptors_live_until_their_end(
     control: Control, batched: BatchedCopy
 ) -> None:
@@ -96,14 +98,14 @@ def test_a_copy_that_brings_wrong_bytes_or_fails_is_not_used(
         raise RuntimeError("no such call")
 
     _, caches = padded_caches()
-    for copy, message in ((wrong, "brings wrong bytes on simulated"), (failing, "torch copies page by page: no such")):
+    for copy, message in ((wrong, f"brings wrong bytes on {DEVICE}"), (failing, "torch copies page by page: no such")):
         copier = block_copier(caches, PAGE_BYTES, batched_copy=copy)
         assert isinstance(copier, StreamBlockCopier)
         assert copier._batched_copy is None
         assert message in caplog.text
 
 
-def test_the_buffer_on_the_device_has_the_configured_size_or_is_refused(control: Control) -> None:
+def test_the_buffer_on_the_device_has_the_configured_size_or_is_refused(control: StreamControl) -> None:
     _, caches = padded_caches()
     copier = block_copier(caches, 1000, device_buffer_bytes=1000)
     assert isinstance(copier, StreamBlockCopier)
@@ -112,6 +114,7 @@ def test_the_buffer_on_the_device_has_the_configured_size_or_is_refused(control:
         block_copier(caches, 1000, device_buffer_bytes=999)
 
 
+@only_simulated
 def test_the_store_stream_has_the_lowest_priority(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [lowest_priority(torch.device(kind)) for kind in ("cuda", "xpu", DEVICE)] == [0, 1, 0]
     monkeypatch.setattr("offload_core.memory.stream_copier.lowest_priority", lambda device: 1)

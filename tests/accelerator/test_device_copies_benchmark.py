@@ -17,14 +17,16 @@ from benchmarks.device_copies_stock import StockCopies
 from benchmarks.reporting.document import read
 from benchmarks.reporting.rows import DeviceCopies
 from offload_core.vllm.worker.batched_copy import SwapBlocksBatch
-from tests.support.simulated_accelerator import DEVICE, Control
+from tests.support.accelerator import DEVICE, StreamControl, only_simulated
+
+pytestmark = only_simulated
 
 WAYS = {"bus to host", "bus to device", "gather", "gather to host", "scatter", "store", "load"}
 
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_it_writes_a_row_for_every_way(
-    control: Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, batched: bool
+    control: StreamControl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, batched: bool
 ) -> None:
     copy = SwapBlocksBatch(control.swap_blocks_batch, torch.int64) if batched else None
     monkeypatch.setattr(device_copies, "pinning_in_use", lambda: control)
@@ -50,7 +52,7 @@ class OfTheGpu(torch.Tensor):
     is_cuda = True
 
 
-def vllm_on_device(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+def vllm_on_device(control: StreamControl, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let vLLM's handlers use the simulated device's streams and its batched copy."""
 
     def stream(entered: Any) -> Any:
@@ -65,7 +67,7 @@ def vllm_on_device(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_worker.ops, "swap_blocks_batch", control.swap_blocks_batch)
 
 
-def test_the_handlers_of_vllm_copy_the_same_blocks(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_handlers_of_vllm_copy_the_same_blocks(control: StreamControl, monkeypatch: pytest.MonkeyPatch) -> None:
     vllm_on_device(control, monkeypatch)
     memory = torch.arange(40, dtype=torch.int8).view(5, 8).to(DEVICE)
     assert StockCopies.of(memory, torch.zeros(5, 8, dtype=torch.int8).pin_memory()) is None

@@ -18,7 +18,7 @@ from offload_core.runtime.io_loop import IoLoop
 from offload_core.vllm.worker import half
 from tests.standin.rig import Rig
 from tests.support import transfer_rig
-from tests.support.simulated_accelerator import DEVICE, Control
+from tests.support.accelerator import DEVICE, StreamControl
 from tests.support.standin.geometries import MODELS
 from tests.support.standin.workload import reference
 from tests.support.transfer_rig import item, number_of
@@ -30,7 +30,7 @@ LEASE_BYTES = 2 * PAGE_BYTES
 
 
 @contextmanager
-def held(control: Control, *streams: Any) -> Iterator[None]:
+def held(control: StreamControl, *streams: Any) -> Iterator[None]:
     """Hold streams; a call that waits for one of them ends after a time, and the test fails."""
     waited = threading.Event()
 
@@ -50,7 +50,7 @@ def held(control: Control, *streams: Any) -> Iterator[None]:
 
 
 @pytest.fixture
-def engine_of(control: Control) -> Iterator[Callable[..., transfer_rig.Rig]]:
+def engine_of(control: StreamControl) -> Iterator[Callable[..., transfer_rig.Rig]]:
     io = IoLoop.acquire()
     rigs: list[transfer_rig.Rig] = []
 
@@ -75,7 +75,7 @@ def engine_of(control: Control) -> Iterator[Callable[..., transfer_rig.Rig]]:
 )
 def test_stores_are_dropped_where_a_budget_is_used_up_and_only_there(
     engine_of: Callable[..., transfer_rig.Rig],
-    control: Control,
+    control: StreamControl,
     buffer_objects: int,
     staging_objects: int,
     kept: int,
@@ -103,7 +103,7 @@ def test_stores_are_dropped_where_a_budget_is_used_up_and_only_there(
 
 
 def test_an_engine_goes_on_while_all_copies_stand_still(
-    rig: Rig, control: Control, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, control: StreamControl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request waits for its load, others compute and finish, and stores without room are dropped."""
     monkeypatch.setattr(half, "pinning_in_use", lambda: control)

@@ -14,7 +14,7 @@ from tests.accelerator.held_streams import HeldStreams
 from tests.standin.rig import Rig
 from tests.standin.scripted_disk import Script
 from tests.standin.test_geometries import slow_and_unreliable
-from tests.support.simulated_accelerator import DEVICE, Control
+from tests.support.accelerator import DEVICE, StreamControl
 from tests.support.standin.geometries import MODELS, StandInModel
 from tests.support.standin.workload import Workload, make_workload
 
@@ -29,12 +29,12 @@ def model(request: pytest.FixtureRequest) -> StandInModel:
 
 
 @pytest.fixture(autouse=True)
-def pinned_staging(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+def pinned_staging(control: StreamControl, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the worker pin its staging memory for the simulated device, as it does for CUDA."""
     monkeypatch.setattr(half, "pinning_in_use", lambda: control)
 
 
-def drive(rig: Rig, model: StandInModel, control: Control, script: Script, work: Workload, **changes: Any) -> int:
+def drive(rig: Rig, model: StandInModel, control: StreamControl, script: Script, work: Workload, **changes: Any) -> int:
     """Run an engine's lifetime while streams are held; return the prompt tokens that came from the tier."""
     engine = rig.engine(model, script, device=DEVICE, **changes)
     streams = HeldStreams(engine, control, random.Random(work.seed))
@@ -50,7 +50,7 @@ def drive(rig: Rig, model: StandInModel, control: Control, script: Script, work:
 )
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_work(
-    rig: Rig, model: StandInModel, control: Control, seed: int, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, model: StandInModel, control: StreamControl, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With batched copies; the other test has torch's."""
     batched = SwapBlocksBatch(control.swap_blocks_batch, torch.int64, 5)
@@ -65,7 +65,7 @@ def test_random_work(
 def test_random_work_with_aborts_resets_and_an_unreliable_disk(
     rig: Rig,
     model: StandInModel,
-    control: Control,
+    control: StreamControl,
     seed: int,
 ) -> None:
     work = make_workload(model, seed, aborts=8, resets=4, salts=2)

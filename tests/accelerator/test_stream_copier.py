@@ -17,7 +17,7 @@ from offload_core.memory.copiers import block_copier
 from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.stream_copier import StreamBlockCopier
 from offload_core.planning.planner import GroupGeometry, HitPolicy, Pack
-from tests.support.simulated_accelerator import DEVICE, Control
+from tests.support.accelerator import DEVICE, StreamControl
 
 NUM_BLOCKS = 12
 PAGE_BYTES = 512
@@ -84,14 +84,14 @@ def within(call: Callable[[], object]) -> None:
     assert not thread.is_alive(), "the call waits for a stream"
 
 
-def test_the_copier_of_a_device_has_streams(control: Control) -> None:
+def test_the_copier_of_a_device_has_streams(control: StreamControl) -> None:
     memory = torch.zeros(4, 8, dtype=torch.int8, device=DEVICE)
     caches = CanonicalKVCaches.build([[LayerPages("layer", memory, 4, 8, 8)]])
     assert isinstance(block_copier(caches, 8), StreamBlockCopier)
 
 
 @pytest.mark.parametrize("ids", [(4, 5, 6), (6, 5, 4), (1, 7, 3), (0, 1, 11)])
-def test_blocks_come_and_go(control: Control, ids: tuple[int, ...]) -> None:
+def test_blocks_come_and_go(control: StreamControl, ids: tuple[int, ...]) -> None:
     case = Case()
     expected = case.blocks_of(ids)
     payload = case.payload()
@@ -105,7 +105,7 @@ def test_blocks_come_and_go(control: Control, ids: tuple[int, ...]) -> None:
     assert bool((case.blocks_of((0, 1, 3)) == 0x11).all())
 
 
-def test_no_call_waits_while_all_streams_are_held(control: Control) -> None:
+def test_no_call_waits_while_all_streams_are_held(control: StreamControl) -> None:
     case = Case()
     payloads = [case.payload(), case.payload()]
     with control.held(*case.streams):
@@ -121,7 +121,7 @@ def test_no_call_waits_while_all_streams_are_held(control: Control) -> None:
     assert loaded.has_passed()
 
 
-def test_the_engine_may_reuse_blocks_while_their_bytes_are_still_on_the_device(control: Control) -> None:
+def test_the_engine_may_reuse_blocks_while_their_bytes_are_still_on_the_device(control: StreamControl) -> None:
     case = Case()
     expected = case.blocks_of((0, 1, 2))
     payload = case.payload()
@@ -134,7 +134,7 @@ def test_the_engine_may_reuse_blocks_while_their_bytes_are_still_on_the_device(c
     assert torch.equal(payload, expected)
 
 
-def test_a_gather_follows_the_work_that_fills_its_blocks(control: Control) -> None:
+def test_a_gather_follows_the_work_that_fills_its_blocks(control: StreamControl) -> None:
     case = Case()
     payload = case.payload()
     with control.held(torch.accelerator.current_stream()):
@@ -144,7 +144,7 @@ def test_a_gather_follows_the_work_that_fills_its_blocks(control: Control) -> No
     assert bool((payload == 0x11).all())
 
 
-def test_a_scatter_follows_the_work_that_still_uses_its_blocks(control: Control) -> None:
+def test_a_scatter_follows_the_work_that_still_uses_its_blocks(control: StreamControl) -> None:
     case = Case()
     payload = case.payload(0x22)
     with control.held(torch.accelerator.current_stream()):
@@ -154,7 +154,7 @@ def test_a_scatter_follows_the_work_that_still_uses_its_blocks(control: Control)
     assert bool((case.blocks_of((0, 1, 2)) == 0x22).all())
 
 
-def test_work_after_a_verdict_follows_the_scatters(control: Control) -> None:
+def test_work_after_a_verdict_follows_the_scatters(control: StreamControl) -> None:
     case = Case()
     with control.held(case.copier._load_stream):
         case.scatter((0, 1, 2), case.payload(0x22))
@@ -163,7 +163,7 @@ def test_work_after_a_verdict_follows_the_scatters(control: Control) -> None:
     assert bool((case.blocks_of((0, 1, 2)) == 0x11).all())
 
 
-def test_a_full_device_buffer_refuses_a_gather_and_is_free_again(control: Control) -> None:
+def test_a_full_device_buffer_refuses_a_gather_and_is_free_again(control: StreamControl) -> None:
     case = Case(payloads_on_device=2)
     payloads = [case.payload() for _ in range(4)]
     with control.held(case.copier._store_stream):
@@ -175,7 +175,7 @@ def test_a_full_device_buffer_refuses_a_gather_and_is_free_again(control: Contro
     assert torch.equal(payloads[3], case.blocks_of((3, 4, 5)))
 
 
-def test_a_gather_of_too_many_blocks_is_refused_and_takes_no_room(control: Control) -> None:
+def test_a_gather_of_too_many_blocks_is_refused_and_takes_no_room(control: StreamControl) -> None:
     case = Case(payloads_on_device=1)
     for _ in range(2):
         with pytest.raises(ValueError, match="slots are 0 to 2"):
@@ -188,7 +188,7 @@ def test_a_gather_of_too_many_blocks_is_refused_and_takes_no_room(control: Contr
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_order_of_held_streams_moves_the_right_bytes(control: Control, data: st.DataObject) -> None:
+def test_any_order_of_held_streams_moves_the_right_bytes(control: StreamControl, data: st.DataObject) -> None:
     """Random work of the engine, gathers and scatters, beside an oracle in the order of the calls."""
     case = Case(payloads_on_device=2)
     expected = [memory.cpu().clone() for memory in case.memories]

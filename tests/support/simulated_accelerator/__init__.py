@@ -15,16 +15,14 @@ import os
 import shutil
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.support.accelerator import SIMULATED as DEVICE
+from tests.support.accelerator import StreamControl
 from tests.support.paths import ROOT
-
-DEVICE = "simulated"
 
 
 def why_not() -> str | None:
@@ -64,8 +62,8 @@ def register() -> Control:
     return Control(compiled)
 
 
-class Control:
-    """The control of the device's streams."""
+class Control(StreamControl):
+    """The control of the simulated device's streams."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
@@ -77,17 +75,6 @@ class Control:
     def release(self, stream: Any) -> None:
         """Let the stream work again."""
         self._compiled.hold(stream.device_index, stream.stream_id, False)
-
-    @contextmanager
-    def held(self, *streams: Any) -> Iterator[None]:
-        """Hold streams for the time of a block."""
-        for stream in streams:
-            self.hold(stream)
-        try:
-            yield
-        finally:
-            for stream in streams:
-                self.release(stream)
 
     def register(self, address: int, nbytes: int) -> None:
         """Pin host memory; see :class:`~offload_core.api.memory.pinned_memory.HostPinning`."""
