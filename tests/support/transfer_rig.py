@@ -80,7 +80,7 @@ class Rig:
         planner = HybridOffloadPlanner.build(
             [GroupGeometry(0, 16, HitPolicy("full"))],
             hash_block_size=16,
-            max_model_len=max(1024, 16 * blocks_per_object),
+            max_model_len=max(1024, 2 * 16 * blocks_per_object),
             hybrid_chunk_size=16 * blocks_per_object,
         )
         self.layouts = {pack.name: PackLayout.build(pack, caches, [0]) for pack in planner.packs}
