@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from offload_core.memory.block_copier import BlockSlice, check_slots, consecutive_blocks
+from offload_core.memory.payload_layout import GroupRuns, PackLayout
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +29,67 @@ class CopyPieces(NamedTuple):
     def of(cls, pieces: Iterable[tuple[int, int, int]]) -> CopyPieces:
         """Return the pieces of ``(source, target, bytes)``."""
         return cls(*np.array(list(pieces), dtype=np.uint64).reshape(-1, 3).T.copy())
+
+
+class CacheAddresses(NamedTuple):
+    """The address of each tensor of a KV cache, and the bytes from a block to the next one."""
+
+    starts: npt.NDArray[np.uint64]
+    strides: npt.NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> CacheAddresses:
+        """Return the addresses of int8 tensors of shape ``(num_blocks, page_size_bytes)``."""
+        return cls(
+            np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64),
+            np.array([tensor.stride(0) for tensor in tensors], dtype=np.uint64),
+        )
+
+
+def pieces_to_blocks(
+    layout: PackLayout, blocks: Sequence[BlockSlice], payload: int, caches: CacheAddresses
+) -> CopyPieces:
+    """Return the copies from the payload at an address to blocks.
+
+    Consecutive blocks are one piece where no padding lies between their pages. The time grows with the number of
+    groups, and hardly with that of pages, since the engine's thread makes this call.
+
+    Raises:
+        ValueError: a slice has more blocks than the payload has slots from its first one on.
+    """
+    check_slots(layout, blocks)
+    pieces = [
+        _pieces_of_runs(some, padded, blocks[runs.group], payload, caches)
+        for runs in layout.group_runs
+        if blocks[runs.group].block_ids
+        for padded, some in _by_padding(runs, caches)
+    ]
+    return CopyPieces(*map(np.concatenate, zip(*pieces, strict=True))) if pieces else CopyPieces.of([])
+
+
+def _by_padding(runs: GroupRuns, caches: CacheAddresses) -> Iterator[tuple[bool, GroupRuns]]:
+    """Yield the runs with padding between their pages, and those without, if there are any."""
+    is_padded = caches.strides[runs.tensor_indices] != runs.page_bytes
+    for padded, chosen in ((True, is_padded), (False, ~is_padded)):
+        if chosen.any():
+            tensors, page_bytes, offsets = runs.tensor_indices[chosen], runs.page_bytes[chosen], runs.offsets[chosen]
+            yield padded, GroupRuns(runs.group, tensors, page_bytes, offsets)
+
+
+def _pieces_of_runs(
+    runs: GroupRuns, padded: bool, part: BlockSlice, payload: int, caches: CacheAddresses
+) -> CopyPieces:
+    """Return the copies to a group's blocks in the tensors of these runs."""
+    each = ((position, block_id, 1) for position, block_id in enumerate(part.block_ids))
+    spans = each if padded else consecutive_blocks(part.block_ids)
+    positions, ids, counts = np.array(list(spans), dtype=np.uint64).T
+    page_bytes, offsets = runs.page_bytes[:, None], runs.offsets[:, None]
+    starts, strides = caches.starts[runs.tensor_indices, None], caches.strides[runs.tensor_indices, None]
+    return CopyPieces(
+        (payload + offsets + (part.first_slot + positions) * page_bytes).ravel(),
+        (starts + ids * strides).ravel(),
+        (counts * page_bytes).ravel(),
+    )
 
 
 class BatchedCopy(Protocol):

@@ -189,25 +189,36 @@ class CopySpan(NamedTuple):
     offset_bytes: int
 
 
+def check_slots(layout: PackLayout, blocks: Sequence[BlockSlice]) -> None:
+    """Raise unless a payload of ``layout`` has a slot for each block.
+
+    Raises:
+        ValueError: a slice has more blocks than the payload has slots from its first one on.
+    """
+    for run in layout.runs:
+        part = blocks[run.group]
+        if part.first_slot + len(part.block_ids) > run.blocks:
+            raise ValueError(
+                f"pack {layout.name}: slots {part.first_slot} to {part.first_slot + len(part.block_ids) - 1} do not "
+                f"all exist; slots are 0 to {run.blocks - 1}"
+            )
+
+
 def copy_spans(layout: PackLayout, blocks: Sequence[BlockSlice]) -> Iterator[CopySpan]:
     """Yield the copies between blocks and a payload of ``layout``.
 
     Raises:
         ValueError: a slice has more blocks than the payload has slots from its first one on.
     """
-    consecutive = [tuple(_consecutive(part.block_ids)) for part in blocks]
+    check_slots(layout, blocks)
+    consecutive = [tuple(consecutive_blocks(part.block_ids)) for part in blocks]
     for run in layout.runs:
         for position, block_id, count in consecutive[run.group]:
             slot = blocks[run.group].first_slot + position
-            if slot + count > run.blocks:
-                raise ValueError(
-                    f"pack {layout.name}: slots {slot} to {slot + count - 1} do not all exist; "
-                    f"slots are 0 to {run.blocks - 1}"
-                )
             yield CopySpan(run.tensor_index, run.page_bytes, block_id, count, run.offset_bytes + slot * run.page_bytes)
 
 
-def _consecutive(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def consecutive_blocks(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Yield ``(position in block_ids, first block id, number of blocks)`` for each run of consecutive ids."""
     start = 0
     for position in range(1, len(block_ids) + 1):

@@ -10,6 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.planning.planner import Pack
@@ -25,6 +30,15 @@ class PageRun:
     page_bytes: int
     blocks: int
     offset_bytes: int
+
+
+class GroupRuns(NamedTuple):
+    """The page runs of one group, as arrays with one value per run."""
+
+    group: int
+    tensor_indices: npt.NDArray[np.intp]
+    page_bytes: npt.NDArray[np.uint64]
+    offsets: npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -55,3 +69,17 @@ class PackLayout:
                 runs.append(PageRun(position, ref.tensor_index, ref.page_size_bytes, blocks, offset))
                 offset += ref.page_size_bytes * blocks
         return cls(pack.name, tuple(runs), offset)
+
+    @cached_property
+    def group_runs(self) -> tuple[GroupRuns, ...]:
+        """The page runs of each group as arrays, for the arithmetic of many copies at once."""
+        by_group = {run.group: [other for other in self.runs if other.group == run.group] for run in self.runs}
+        return tuple(
+            GroupRuns(
+                group,
+                np.array([run.tensor_index for run in runs], dtype=np.intp),
+                np.array([run.page_bytes for run in runs], dtype=np.uint64),
+                np.array([run.offset_bytes for run in runs], dtype=np.uint64),
+            )
+            for group, runs in by_group.items()
+        )

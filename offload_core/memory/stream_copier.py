@@ -1,7 +1,8 @@
 """Copies of KV cache blocks on an accelerator, by streams of their own.
 
 - A gather copies blocks into a buffer on the device, on the engine's stream. So later work may reuse the blocks at
-  once, and no work waits for the bus. The store stream then moves the buffer to host memory.
+  once, and no work waits for the bus. The store stream then moves the buffer to host memory. A gather takes one call
+  per reference, wherever its blocks lie: the device gets their ids and selects their rows.
 - A scatter copies host memory into blocks on the load stream, after all work that is on the engine's stream by then.
 
 :mod:`offload_core.memory.stream_waits` has the waits between the streams. Copies between host and device are torch's,
@@ -10,19 +11,31 @@ or batched ones where the engine's installation has them.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from offload_core.memory.batched_copy import BatchedCopy, CopyPieces
-from offload_core.memory.block_copier import BlockSlice, CopySpan, check_attached, copy_spans
+from offload_core.memory.batched_copy import BatchedCopy, CacheAddresses, CopyPieces, pieces_to_blocks
+from offload_core.memory.block_copier import (
+    BlockSlice,
+    CopySpan,
+    check_attached,
+    check_slots,
+    consecutive_blocks,
+    copy_spans,
+)
+from offload_core.memory.block_id_buffer import BlockIdBuffer
 from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.memory.device_buffer import DeviceBuffer
-from offload_core.memory.payload_layout import PackLayout
+from offload_core.memory.payload_layout import PackLayout, PageRun
 from offload_core.memory.stream_waits import StreamWaits
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+"""Types of the elements by which a device copies pages, by their bytes: the wider, the faster."""
 
 
 class StreamEnd:
@@ -47,12 +60,23 @@ class _Copies:
 
     Args:
         slots: number of slots of the device buffer that they leave.
+        id_lists: number of lists in the buffer of block ids that they leave.
         descriptors: the descriptors that the device reads meanwhile.
     """
 
     end: torch.Event
     slots: int
+    id_lists: int
     descriptors: Sequence[object]
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """A gather whose move has not begun."""
+
+    slot: torch.Tensor
+    payload: torch.Tensor
+    id_lists: int
 
 
 class StreamBlockCopier:
@@ -76,15 +100,16 @@ class StreamBlockCopier:
 
     def __init__(self, caches: CanonicalKVCaches, buffer_bytes: int, batched_copy: BatchedCopy | None = None) -> None:
         self._tensors: list[torch.Tensor] = []
-        self._addresses: list[int] = []
-        self._strides: list[int] = []
+        self._addresses = CacheAddresses.of([])
+        self._rows: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        """Per tensor, page size and type of its elements, the pages of all blocks as rows."""
         self.attach(caches)
         self._device = self._tensors[0].device
         self._memory = torch.empty(buffer_bytes, dtype=torch.int8, device=self._device)
         self._buffer = DeviceBuffer(buffer_bytes)
+        self._ids = BlockIdBuffer(self._device)
         self._batched_copy = batched_copy
-        self._gathered: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Per gather whose move has not begun, its slot and its payload."""
+        self._gathered: list[_Gathered] = []
         self._moves: deque[_Copies] = deque()
         self._scatters: deque[_Copies] = deque()
         """Batched scatters whose descriptors the device may still read."""
@@ -98,15 +123,20 @@ class StreamBlockCopier:
         """Copy blocks from the KV cache into ``payload``; see :class:`BlockCopier`."""
         if not self._tensors:
             return False
-        spans = list(copy_spans(layout, blocks))  # before the slot: an error must not leave it without its move
+        check_slots(layout, blocks)  # before the slot: an error must not leave it without its move
         self._free_moved()
         start = self._buffer.try_take(len(payload))
         if start is None:
             return False
         slot = self._memory[start : start + len(payload)]
-        for span in spans:
+        ids = self._put_ids(blocks)
+        for run in layout.runs:
+            if run.group in ids:
+                self._select(run, blocks[run.group].first_slot, ids[run.group], slot)
+        others = [BlockSlice(0, ()) if group in ids else part for group, part in enumerate(blocks)]
+        for span in copy_spans(layout, others):
             _pages(slot, span).copy_(self._blocks(span))
-        self._gathered.append((slot, payload))
+        self._gathered.append(_Gathered(slot, payload, len(ids)))
         return True
 
     def gathers_end(self) -> StreamEnd | None:
@@ -116,7 +146,8 @@ class StreamBlockCopier:
             self._waits.move_follows_gathers()
             with self._store_stream:
                 descriptors = self._move(gathered)
-            self._moves.append(_Copies(self._store_stream.record_event(), len(gathered), descriptors))
+            id_lists = sum(gather.id_lists for gather in gathered)
+            self._moves.append(_Copies(self._store_stream.record_event(), len(gathered), id_lists, descriptors))
         return StreamEnd(self._moves[-1].end, self._waits.store_follows_move) if self._moves else None
 
     def scatter(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> None:
@@ -129,14 +160,14 @@ class StreamBlockCopier:
                 for span in copy_spans(layout, blocks):
                     self._blocks(span).copy_(_pages(payload, span), non_blocking=True)
                 return
-            pieces = CopyPieces.of(self._pieces(copy_spans(layout, blocks), payload.data_ptr()))
+            pieces = pieces_to_blocks(layout, blocks, payload.data_ptr(), self._addresses)
             self._descriptors.append(self._batched_copy(pieces, from_host=True))
 
     def scatters_end(self) -> StreamEnd:
         """Return the end of all scatters so far; see :class:`BlockCopier`."""
         end = self._load_stream.record_event()
         if self._descriptors:
-            self._scatters.append(_Copies(end, 0, self._descriptors))
+            self._scatters.append(_Copies(end, 0, 0, self._descriptors))
             self._descriptors = []
         return StreamEnd(end, self._waits.verdict_follows_scatter)
 
@@ -155,7 +186,8 @@ class StreamBlockCopier:
         self._free_moved()
         self._descriptors.clear()
         self._free_descriptors()
-        self._tensors, self._addresses, self._strides = [], [], []
+        self._tensors = []
+        self._rows.clear()
 
     def attach(self, caches: CanonicalKVCaches) -> None:
         """Copy from and to these tensors from now on; see :class:`CacheCopier`."""
@@ -164,39 +196,54 @@ class StreamBlockCopier:
         if len(devices) != 1:
             raise ValueError(f"the KV cache is on several devices ({', '.join(map(str, devices))}); it must be on one")
         self._tensors = tensors
-        self._addresses = [tensor.data_ptr() for tensor in tensors]
-        self._strides = [tensor.stride(0) for tensor in tensors]
+        self._addresses = CacheAddresses.of(tensors)
 
-    def _move(self, gathered: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[object]:
+    def _put_ids(self, blocks: Sequence[BlockSlice]) -> dict[int, torch.Tensor]:
+        """Return, on the device, the block ids of each group whose blocks lie apart, as far as there is room."""
+        ids = {}
+        for group, part in enumerate(blocks):
+            if len(list(consecutive_blocks(part.block_ids))) > 1:
+                there = self._ids.try_put(part.block_ids)
+                if there is not None:
+                    ids[group] = there
+        return ids
+
+    def _select(self, run: PageRun, first_slot: int, ids: torch.Tensor, payload: torch.Tensor) -> None:
+        """Copy the pages of blocks into a payload on the device by one call."""
+        tensor = self._tensors[run.tensor_index]
+        first = run.offset_bytes + first_slot * run.page_bytes
+        word = _WORDS[math.gcd(8, run.page_bytes, tensor.stride(0), tensor.data_ptr(), tensor.storage_offset(), first)]
+        rows = self._rows.get((run.tensor_index, run.page_bytes, word))
+        if rows is None:
+            rows = tensor[:, : run.page_bytes].view(word)
+            self._rows[run.tensor_index, run.page_bytes, word] = rows
+        pages = payload[first : first + len(ids) * run.page_bytes].view(word).view(len(ids), -1)
+        torch.index_select(rows, 0, ids, out=pages)
+
+    def _move(self, gathered: Sequence[_Gathered]) -> list[object]:
         """Begin the copies from the device buffer, on the current stream; return their descriptors."""
         if self._batched_copy is None:
-            for slot, payload in gathered:
-                payload.copy_(slot, non_blocking=True)
+            for gather in gathered:
+                gather.payload.copy_(gather.slot, non_blocking=True)
             return []
-        pieces = CopyPieces.of((slot.data_ptr(), payload.data_ptr(), len(payload)) for slot, payload in gathered)
+        pieces = CopyPieces.of(
+            (gather.slot.data_ptr(), gather.payload.data_ptr(), len(gather.payload)) for gather in gathered
+        )
         return [self._batched_copy(pieces, from_host=False)]
 
     def _free_moved(self) -> None:
         """Free the slots whose bytes are in host memory, in the order in which they were taken."""
         while self._moves and self._waits.gather_follows_move(self._moves[0].end):
-            for _ in range(self._moves.popleft().slots):
+            moved = self._moves.popleft()
+            for _ in range(moved.slots):
                 self._buffer.free_oldest()
+            for _ in range(moved.id_lists):
+                self._ids.free_oldest()
 
     def _free_descriptors(self) -> None:
         """Free the descriptors of the scatters that have ended."""
         while self._scatters and self._waits.descriptors_follow_copy(self._scatters[0].end):
             self._scatters.popleft()
-
-    def _pieces(self, spans: Iterator[CopySpan], payload: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the copies of spans as (address in the payload, address in the KV cache, bytes)."""
-        for tensor, page_bytes, block_id, blocks, offset in spans:
-            source, stride = payload + offset, self._strides[tensor]
-            target = self._addresses[tensor] + block_id * stride
-            if stride == page_bytes:
-                yield source, target, blocks * page_bytes
-                continue
-            for block in range(blocks):
-                yield source + block * page_bytes, target + block * stride, page_bytes
 
     def _blocks(self, span: CopySpan) -> torch.Tensor:
         return self._tensors[span.tensor_index][span.block_id : span.block_id + span.blocks, : span.page_bytes]

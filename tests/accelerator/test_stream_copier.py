@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_core.memory.block_copier import BlockSlice, DetachedError
+from offload_core.memory.block_id_buffer import BlockIdBuffer
 from offload_core.memory.canonical import CanonicalKVCaches, LayerPages
 from offload_core.memory.copiers import block_copier
 from offload_core.memory.payload_layout import PackLayout
@@ -110,6 +113,7 @@ def test_no_call_waits_while_all_streams_are_held(control: StreamControl) -> Non
     payloads = [case.payload(), case.payload()]
     with control.held(*case.streams):
         within(lambda: case.gather((0, 1, 2), payloads[0]))
+        within(lambda: case.gather((8, 0, 11), payloads[0]))
         within(lambda: case.scatter((3, 4, 5), payloads[1]))
         stored, loaded = case.copier.gathers_end(), case.copier.scatters_end()
         within(case.copier.let_engine_follow_scatters)
@@ -186,6 +190,63 @@ def test_a_gather_of_too_many_blocks_is_refused_and_takes_no_room(control: Strea
     assert torch.equal(payload, case.blocks_of((0, 1, 2)))
 
 
+class Calls(TorchDispatchMode):
+    """The operators that torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gather_takes_one_call_for_a_layer_wherever_its_blocks_lie(control: StreamControl) -> None:
+    case = Case()
+    with Calls() as calls:
+        assert case.gather((0, 2, 4), case.payload())
+    assert calls.names.count("aten.index_select.out") == len(case.memories)
+    assert calls.names.count("aten.copy_.default") == 2, "the ids to the device, and the payload from it"
+    case.copier.wait()
+
+
+@pytest.mark.parametrize("page_bytes", [1, 6, 20, 64])
+@pytest.mark.parametrize("padding", [0, 2, 8])
+@pytest.mark.parametrize("before", [0, 3])
+def test_pages_of_any_size_are_gathered(control: StreamControl, page_bytes: int, padding: int, before: int) -> None:
+    """A device copies words; the pages may begin and end within them."""
+    row_bytes = page_bytes + padding
+    memory = torch.randint(-128, 128, (before + NUM_BLOCKS * row_bytes,), dtype=torch.int8)
+    there = memory.to(DEVICE)[before:].view(NUM_BLOCKS, row_bytes)
+    pages = LayerPages("layer", there[:, :page_bytes], NUM_BLOCKS, page_bytes, page_bytes)
+    caches = CanonicalKVCaches.build([[pages]])
+    policy = HitPolicy("full")
+    layout = PackLayout.build(Pack("full", UNIT, policy, UNIT, (GroupGeometry(0, 1, policy),)), caches, [0])
+    payload = torch.zeros(layout.payload_bytes, dtype=torch.int8, pin_memory=True)
+    copier = StreamBlockCopier(caches, layout.payload_bytes)
+    assert copier.gather(layout, [BlockSlice(0, (9, 0, 4))], payload)
+    copier.wait()
+    rows = memory[before:].view(NUM_BLOCKS, row_bytes)
+    assert torch.equal(payload.view(UNIT, page_bytes), rows[[9, 0, 4], :page_bytes])
+
+
+def test_blocks_are_gathered_without_room_for_their_ids(control: StreamControl) -> None:
+    case = Case(payloads_on_device=8)
+    case.copier._ids = BlockIdBuffer(torch.device(DEVICE), ids=32)
+    payloads = [case.payload() for _ in range(6)]
+    orders = [tuple(random.Random(seed).sample(range(NUM_BLOCKS), UNIT)) for seed in range(6)]
+    for _ in range(2):
+        with control.held(case.copier._store_stream), Calls() as calls:
+            for ids, payload in zip(orders, payloads, strict=True):
+                assert case.gather(ids, payload)
+        assert calls.names.count("aten.index_select.out") == len(case.memories)
+        case.copier.wait()
+        for ids, payload in zip(orders, payloads, strict=True):
+            assert torch.equal(payload, case.blocks_of(ids))
+            payload.zero_()
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_order_of_held_streams_moves_the_right_bytes(control: StreamControl, data: st.DataObject) -> None:
@@ -235,23 +296,23 @@ def test_any_order_of_held_streams_moves_the_right_bytes(control: StreamControl,
 def test_a_copier_lets_go_of_its_memory_when_its_copies_have_ended_and_takes_other_memory() -> None:
     case = Case()
     payload, late = case.payload(), case.payload(0x11)
-    expected = case.blocks_of((1, 2, 3))
-    assert case.gather((1, 2, 3), payload)
-    case.scatter((4, 5, 6), late)
+    expected = case.blocks_of((3, 1, 7))
+    assert case.gather((3, 1, 7), payload)
+    case.scatter((4, 5, 11), late)
 
     case.copier.detach()
     assert torch.equal(payload, expected)
-    assert torch.equal(case.blocks_of((4, 5, 6)), late)
+    assert torch.equal(case.blocks_of((4, 5, 11)), late)
     kept = [memory.cpu() for memory in case.memories]
-    assert not case.gather((1, 2, 3), payload)
+    assert not case.gather((3, 1, 7), payload)
     with pytest.raises(DetachedError):
-        case.scatter((1, 2, 3), late)
+        case.scatter((3, 1, 7), late)
 
     old, case.memories = case.memories, [torch.zeros_like(memory) for memory in case.memories]
     case.copier.attach(case.caches())
-    case.scatter((1, 2, 3), payload)
-    assert torch.equal(case.blocks_of((1, 2, 3)), expected)
-    assert case.gather((1, 2, 3), late)
+    case.scatter((8, 0, 2), payload)
+    assert torch.equal(case.blocks_of((8, 0, 2)), expected)
+    assert case.gather((8, 0, 2), late)
     case.copier.wait()
     assert torch.equal(late, expected)
     assert all(torch.equal(one.cpu(), other) for one, other in zip(old, kept, strict=True))

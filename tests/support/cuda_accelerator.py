@@ -83,6 +83,11 @@ def _warm_up() -> None:
     pages[1:4, :512].copy_(pages[4:7, :512])
     pages[:, 5:7].copy_(pages[:, 1:3])
     torch.zeros((8, 64), dtype=torch.int64, device="cuda").copy_(torch.zeros((8, 64), dtype=torch.int64, device="cuda"))
+    for word in (torch.int8, torch.int16, torch.int32, torch.int64):
+        rows = pages[:, :512].view(word)
+        for count_of_ids in (3, 17):
+            ids = torch.zeros(count_of_ids, dtype=torch.int64, device="cuda")
+            torch.index_select(rows, 0, ids, out=torch.empty_like(rows[ids]))
     kept = [torch.zeros(512 * 1024, dtype=torch.int8, device="cuda") for _ in range(64)]
     kept += [torch.zeros(size, dtype=torch.int8).pin_memory() for size in (512, 4096) for _ in range(_CACHED_TENSORS)]
     torch.cuda.synchronize()
