@@ -1,7 +1,7 @@
 """vLLM's own batched copy, ``swap_blocks_batch``, where it is installed: on CUDA, ROCm and Intel's GPUs.
 
 It takes tensors of addresses and sizes in host memory, and copies on the current stream. On CUDA 12.8 and newer that is
-one call of the driver. It has run on no GPU in this project: a trial at the start of the engine checks its bytes.
+one call of the driver. A trial at the start of the engine checks its bytes.
 """
 
 from __future__ import annotations
