@@ -42,9 +42,9 @@ from benchmarks.reporting.rows import DeviceCopies, DeviceCopy, TokensPerSecond,
 from offload_core.api.backend import BackendType
 from offload_core.api.memory.pinned_memory import HostPinning, pinning_in_use
 from offload_core.config.model import BackendConfig, TierConfig
-from offload_core.memory.batched_copy import BatchedCopy
 from offload_core.memory.block_copier import BlockSlice
 from offload_core.memory.copiers import block_copier
+from offload_core.memory.device.batched_copy import BatchedCopy
 from offload_core.memory.staging_pool import StagingPool
 from offload_core.memory.staging_size import STORE_SHARE, lease_bytes
 from offload_core.objects.format import object_bytes

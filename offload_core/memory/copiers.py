@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from offload_core.api.errors import ConfigError
-from offload_core.memory.batched_copy import BatchedCopy, copies_right
 from offload_core.memory.block_copier import CacheCopier, CpuBlockCopier
 from offload_core.memory.canonical import CanonicalKVCaches
-from offload_core.memory.stream_copier import StreamBlockCopier
+from offload_core.memory.device.batched_copy import BatchedCopy, copies_right
+from offload_core.memory.device.stream_copier import StreamBlockCopier
 
 _BUFFER_BYTES = 64 * 1024 * 1024
 _BUFFER_PAYLOADS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from offload_core.memory.stream_copier import StreamBlockCopier
+from offload_core.memory.device.stream_copier import StreamBlockCopier
 from tests.support.accelerator import StreamControl
 from tests.support.standin.engine import StandInEngine
 

@@ -27,9 +27,9 @@ import torch
 
 from offload_core.api.keys import ObjectKey
 from offload_core.memory.canonical import CanonicalKVCaches
+from offload_core.memory.device.stream_copier import StreamBlockCopier
 from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_size import STORE_SHARE
-from offload_core.memory.stream_copier import StreamBlockCopier
 from offload_core.objects.format import HEADER_BYTES, seal
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.tiers.opening import close_tiers

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from offload_core.api.errors import ConfigError
-from offload_core.memory.batched_copy import BatchedCopy, CopyPieces, copies_right
 from offload_core.memory.block_copier import BlockSlice
 from offload_core.memory.canonical import CanonicalKVCaches, LayerPages
 from offload_core.memory.copiers import block_copier
+from offload_core.memory.device.batched_copy import BatchedCopy, CopyPieces, copies_right
+from offload_core.memory.device.stream_copier import StreamBlockCopier, lowest_priority
 from offload_core.memory.payload_layout import PackLayout
-from offload_core.memory.stream_copier import StreamBlockCopier, lowest_priority
 from offload_core.planning.planner import GroupGeometry, HitPolicy, Pack
 from offload_core.vllm.worker.batched_copy import SwapBlocksBatch
 from tests.support.accelerator import DEVICE, StreamControl, only_simulated
@@ -117,7 +117,7 @@ def test_the_buffer_on_the_device_has_the_configured_size_or_is_refused(control:
 @only_simulated
 def test_the_store_stream_has_the_lowest_priority(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [lowest_priority(torch.device(kind)) for kind in ("cuda", "xpu", DEVICE)] == [0, 1, 0]
-    monkeypatch.setattr("offload_core.memory.stream_copier.lowest_priority", lambda device: 1)
+    monkeypatch.setattr("offload_core.memory.device.stream_copier.lowest_priority", lambda device: 1)
     _, caches = padded_caches()
     copier = StreamBlockCopier(caches, PAGE_BYTES)
     assert [control.priority(stream) for stream in (copier._store_stream, copier._load_stream)] == [1, 0]

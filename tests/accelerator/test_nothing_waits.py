@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from offload_core.memory.canonical import CanonicalKVCaches
+from offload_core.memory.device.stream_copier import StreamBlockCopier
 from offload_core.memory.staging_pool import StagingPool
 from offload_core.memory.staging_size import STORE_SHARE
-from offload_core.memory.stream_copier import StreamBlockCopier
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.vllm.worker import half
 from tests.standin.rig import Rig

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from offload_core.memory import stream_waits
-from offload_core.memory.stream_waits import StreamWaits
+from offload_core.memory.device import stream_waits
+from offload_core.memory.device.stream_waits import StreamWaits
 from offload_core.runtime.io_loop import IoLoop
 from tests.accelerator.schedules import run
 from tests.support.accelerator import StreamControl, only_simulated

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_core.memory.block_copier import BlockSlice, DetachedError
-from offload_core.memory.block_id_buffer import BlockIdBuffer
 from offload_core.memory.canonical import CanonicalKVCaches, LayerPages
 from offload_core.memory.copiers import block_copier
+from offload_core.memory.device.block_id_buffer import BlockIdBuffer
+from offload_core.memory.device.stream_copier import StreamBlockCopier
 from offload_core.memory.payload_layout import PackLayout
-from offload_core.memory.stream_copier import StreamBlockCopier
 from offload_core.planning.planner import GroupGeometry, HitPolicy, Pack
 from tests.support.accelerator import DEVICE, StreamControl
 

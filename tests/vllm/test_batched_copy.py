@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm import _custom_ops
 
-from offload_core.memory.batched_copy import CopyPieces
+from offload_core.memory.device.batched_copy import CopyPieces
 from offload_core.vllm.worker.batched_copy import SwapBlocksBatch, batched_copy_for, installed_batched_copy
 
 HIGH = 2**63 + 4096

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from offload_core.memory.batched_copy import BatchedCopy, CopyPieces
+from offload_core.memory.device.batched_copy import BatchedCopy, CopyPieces
 
 ROCM_DESCRIPTORS = 8192
 """Descriptors of a call on ROCm, whose batched copy faults on more."""
 
 
 class SwapBlocksBatch:
-    """A :class:`~offload_core.memory.batched_copy.BatchedCopy` by vLLM's function.
+    """A :class:`~offload_core.memory.device.batched_copy.BatchedCopy` by vLLM's function.
 
     Args:
         swap: ``vllm._custom_ops.swap_blocks_batch``.

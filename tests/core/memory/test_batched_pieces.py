@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_core.memory.batched_copy import CacheAddresses, pieces_to_blocks
 from offload_core.memory.block_copier import BlockSlice
+from offload_core.memory.device.batched_copy import CacheAddresses, pieces_to_blocks
 from offload_core.memory.payload_layout import PackLayout, PageRun
 
 NUM_BLOCKS = 9

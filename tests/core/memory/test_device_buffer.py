@@ -7,7 +7,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_core.memory.device_buffer import DeviceBuffer
+from offload_core.memory.device.device_buffer import DeviceBuffer
 
 FREE = "free"
 ALIGNMENT_BYTES = 256

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from offload_core.memory.device_buffer import DeviceBuffer
+from offload_core.memory.device.device_buffer import DeviceBuffer
 
 _IDS = 64 * 1024
 _ID_BYTES = 8

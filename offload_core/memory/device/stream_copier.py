@@ -5,8 +5,8 @@
   per reference, wherever its blocks lie: the device gets their ids and selects their rows.
 - A scatter copies host memory into blocks on the load stream, after all work that is on the engine's stream by then.
 
-:mod:`offload_core.memory.stream_waits` has the waits between the streams. Copies between host and device are torch's,
-or batched ones where the engine's installation has them.
+:mod:`offload_core.memory.device.stream_waits` has the waits between the streams. Copies between host and device are
+torch's, or batched ones where the engine's installation has them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from offload_core.memory.batched_copy import BatchedCopy, CacheAddresses, CopyPieces, pieces_to_blocks
 from offload_core.memory.block_copier import (
     BlockSlice,
     CopySpan,
@@ -28,11 +27,12 @@ from offload_core.memory.block_copier import (
     consecutive_blocks,
     copy_spans,
 )
-from offload_core.memory.block_id_buffer import BlockIdBuffer
 from offload_core.memory.canonical import CanonicalKVCaches
-from offload_core.memory.device_buffer import DeviceBuffer
+from offload_core.memory.device.batched_copy import BatchedCopy, CacheAddresses, CopyPieces, pieces_to_blocks
+from offload_core.memory.device.block_id_buffer import BlockIdBuffer
+from offload_core.memory.device.device_buffer import DeviceBuffer
+from offload_core.memory.device.stream_waits import StreamWaits
 from offload_core.memory.payload_layout import PackLayout, PageRun
-from offload_core.memory.stream_waits import StreamWaits
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 """Types of the elements by which a device copies pages, by their bytes: the wider, the faster."""

@@ -1,0 +1,1 @@
+"""Copies between the KV cache on an accelerator and host memory, which nobody waits for."""
