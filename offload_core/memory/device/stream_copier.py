@@ -1,8 +1,8 @@
 """Copies of KV cache blocks on an accelerator, by streams of their own.
 
 - A gather copies blocks into a buffer on the device, on the engine's stream. So later work may reuse the blocks at
-  once, and no work waits for the bus. The store stream then moves the buffer to host memory. A gather takes one call
-  per reference, wherever its blocks lie: the device gets their ids and selects their rows.
+  once, and waits for no payload on the bus. The store stream then moves the buffer to host memory. If the blocks lie
+  apart, their ids go to the device, and one call per reference selects their rows.
 - A scatter copies host memory into blocks on the load stream, after all work that is on the engine's stream by then.
 
 :mod:`offload_core.memory.device.stream_waits` has the waits between the streams. Copies between host and device are
