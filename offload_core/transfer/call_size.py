@@ -1,9 +1,10 @@
 """The size of a tier's calls, in batches.
 
-On a remote medium each call costs round trips, so that one call takes several batches. In host memory and on a local
-disk a call takes one batch: small calls let reads, checks and copies overlap. If the tier is in another process, a call
-is a message. Each message wakes four threads, so that one message takes many batches, which the process divides among
-its threads.
+If the tier is in another process, a call is a message. Each message wakes four threads, so that one message takes many
+batches, on which several threads of that process work.
+
+In the engine's process, a call in host memory and on a local disk takes one batch: small calls let reads, checks and
+copies overlap. On a remote medium each call costs round trips, so that it takes several batches there too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ CALL_BATCHES = 8
 CALL_BYTES = CALL_BATCHES * (BATCH_BYTES + BATCH_OBJECTS * HEADER_BYTES)
 """Maximum number of bytes in a large call of so many batches, with headers. A call of one batch may have more."""
 MESSAGE_BATCHES = 16
-"""Maximum number of batches in a call to a tier in another process, unless its medium is remote."""
+"""Maximum number of batches in a call to a tier in another process."""
 SHARE_OF_CALLS = 0.5
 """Part of a tier's share of the staging memory that all its large calls together may hold, from 0 to 1.
 
@@ -50,7 +51,7 @@ def load_slots_of(tier: Tier) -> int:
     another process, a message has work for several threads, and half as many messages may be larger.
     """
     threads = tier.config.io_threads
-    return max(2, threads) if _takes_messages(tier) else 2 * threads
+    return max(2, threads) if tier.is_elsewhere else 2 * threads
 
 
 def load_size_of(tier: Tier, share_bytes: int) -> CallSize:
@@ -60,7 +61,7 @@ def load_size_of(tier: Tier, share_bytes: int) -> CallSize:
         share_bytes: size of the share of the staging memory for these loads.
     """
     calls = load_slots_of(tier) + tier.config.io_threads  # with the overdue calls, whose slots other calls may use
-    return _call_size(tier, int(share_bytes * (1 if _takes_messages(tier) else SHARE_OF_CALLS)), calls)
+    return _call_size(tier, int(share_bytes * (1 if tier.is_elsewhere else SHARE_OF_CALLS)), calls)
 
 
 def store_size_of(tier: Tier, share_bytes: int) -> CallSize:
@@ -73,12 +74,8 @@ def store_size_of(tier: Tier, share_bytes: int) -> CallSize:
 
 
 def _call_size(tier: Tier, bytes_of_calls: int, calls: int) -> CallSize:
-    most = MESSAGE_BATCHES if _takes_messages(tier) else CALL_BATCHES if tier.capabilities.medium == "remote" else 1
+    most = MESSAGE_BATCHES if tier.is_elsewhere else CALL_BATCHES if tier.capabilities.medium == "remote" else 1
     return CallSize(most, max_call_bytes(bytes_of_calls, calls, 1 + tier.encodes, most) if most > 1 else 0)
-
-
-def _takes_messages(tier: Tier) -> bool:
-    return tier.is_elsewhere and tier.capabilities.medium != "remote"
 
 
 class CallSize:

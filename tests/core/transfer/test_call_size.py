@@ -6,6 +6,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from offload_core.objects.format import object_bytes
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.call_size import (
     CALL_BYTES,
+    MESSAGE_BATCHES,
     QUICK_SECONDS,
     CallSize,
     load_size_of,
@@ -53,19 +55,23 @@ def test_all_large_calls_together_hold_no_more_than_they_may(
 def test_large_calls_leave_half_of_the_share_unless_they_load_by_messages(
     share_bytes: int, threads: int, encodes: bool, is_elsewhere: bool, medium: str, sizes: list[int]
 ) -> None:
-    config, capabilities = SimpleNamespace(io_threads=threads), SimpleNamespace(medium=medium)
-    fake = SimpleNamespace(config=config, capabilities=capabilities, encodes=encodes, is_elsewhere=is_elsewhere)
-    tier = cast("Tier", fake)
-    by_messages = is_elsewhere and medium == "disk"
+    tier = tier_of(medium, threads=threads, encodes=encodes, is_elsewhere=is_elsewhere)
     load, store = grown(load_size_of(tier, share_bytes)), grown(store_size_of(tier, share_bytes))
     loaded, stored = (size.take(iter(sizes), 20) for size in (load, store))
     if loaded > 1:
         calls = load_slots_of(tier) + threads
-        assert calls * sum(sizes[:loaded]) <= (share_bytes if by_messages else share_bytes // 2)
+        assert calls * sum(sizes[:loaded]) <= (share_bytes if is_elsewhere else share_bytes // 2)
     if stored > 1:
         assert (2 * threads + 1) * sum(sizes[:stored]) <= share_bytes // 2
     if medium == "disk" and not is_elsewhere:
         assert loaded == stored == 1
+
+
+@pytest.mark.parametrize("medium", ["host", "disk", "remote"])
+def test_messages_are_equally_large_on_every_medium(medium: str) -> None:
+    tier = tier_of(medium, threads=4, is_elsewhere=True)
+    assert grown(load_size_of(tier, 1024 * MIB)).batches == MESSAGE_BATCHES
+    assert load_slots_of(tier) == 4
 
 
 @given(st.integers(1, 8), st.lists(st.integers(1, 4 * MIB), min_size=1, max_size=20))
@@ -132,6 +138,13 @@ def test_the_size_stays_within_its_bounds(most: int, calls: list[tuple[int, floa
     for wanted, seconds, worked in calls:
         size.ended(min(wanted, size.batches), seconds, worked=worked)
         assert 1 <= size.batches <= most
+
+
+def tier_of(medium: str, *, threads: int, encodes: bool = False, is_elsewhere: bool) -> Tier:
+    """Return the part of a tier that the sizes of its calls depend on."""
+    config, capabilities = SimpleNamespace(io_threads=threads), SimpleNamespace(medium=medium)
+    fake = SimpleNamespace(config=config, capabilities=capabilities, encodes=encodes, is_elsewhere=is_elsewhere)
+    return cast("Tier", fake)
 
 
 def grown(size: CallSize) -> CallSize:
