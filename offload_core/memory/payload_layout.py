@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -73,13 +75,15 @@ class PackLayout:
     @cached_property
     def group_runs(self) -> tuple[GroupRuns, ...]:
         """The page runs of each group as arrays, for the arithmetic of many copies at once."""
-        by_group = {run.group: [other for other in self.runs if other.group == run.group] for run in self.runs}
-        return tuple(
-            GroupRuns(
-                group,
-                np.array([run.tensor_index for run in runs], dtype=np.intp),
-                np.array([run.page_bytes for run in runs], dtype=np.uint64),
-                np.array([run.offset_bytes for run in runs], dtype=np.uint64),
+        groups: list[GroupRuns] = []
+        for group, grouped in groupby(self.runs, key=attrgetter("group")):
+            runs = list(grouped)
+            groups.append(
+                GroupRuns(
+                    group,
+                    np.array([run.tensor_index for run in runs], dtype=np.intp),
+                    np.array([run.page_bytes for run in runs], dtype=np.uint64),
+                    np.array([run.offset_bytes for run in runs], dtype=np.uint64),
+                )
             )
-            for group, runs in by_group.items()
-        )
+        return tuple(groups)
