@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from offload_core.memory.block_copier import (
     CopySpan,
     check_attached,
     check_slots,
-    consecutive_blocks,
     copy_spans,
 )
 from offload_core.memory.canonical import CanonicalKVCaches
@@ -101,6 +101,8 @@ class StreamBlockCopier:
     def __init__(self, caches: CanonicalKVCaches, buffer_bytes: int, batched_copy: BatchedCopy | None = None) -> None:
         self._tensors: list[torch.Tensor] = []
         self._addresses = CacheAddresses.of([])
+        self._alignments: list[int] = []
+        """Per tensor, the largest word of up to 8 bytes by which its rows can be copied."""
         self._rows: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         """Per tensor, page size and type of its elements, the pages of all blocks as rows."""
         self.attach(caches)
@@ -197,12 +199,13 @@ class StreamBlockCopier:
             raise ValueError(f"the KV cache is on several devices ({', '.join(map(str, devices))}); it must be on one")
         self._tensors = tensors
         self._addresses = CacheAddresses.of(tensors)
+        self._alignments = [math.gcd(8, one.stride(0), one.data_ptr(), one.storage_offset()) for one in tensors]
 
     def _put_ids(self, blocks: Sequence[BlockSlice]) -> dict[int, torch.Tensor]:
         """Return, on the device, the block ids of each group whose blocks lie apart, as far as there is room."""
         ids = {}
         for group, part in enumerate(blocks):
-            if len(list(consecutive_blocks(part.block_ids))) > 1:
+            if any(later != earlier + 1 for earlier, later in pairwise(part.block_ids)):
                 there = self._ids.try_put(part.block_ids)
                 if there is not None:
                     ids[group] = there
@@ -210,12 +213,11 @@ class StreamBlockCopier:
 
     def _select(self, run: PageRun, first_slot: int, ids: torch.Tensor, payload: torch.Tensor) -> None:
         """Copy the pages of blocks into a payload on the device by one call."""
-        tensor = self._tensors[run.tensor_index]
         first = run.offset_bytes + first_slot * run.page_bytes
-        word = _WORDS[math.gcd(8, run.page_bytes, tensor.stride(0), tensor.data_ptr(), tensor.storage_offset(), first)]
+        word = _WORDS[math.gcd(self._alignments[run.tensor_index], run.page_bytes, first)]
         rows = self._rows.get((run.tensor_index, run.page_bytes, word))
         if rows is None:
-            rows = tensor[:, : run.page_bytes].view(word)
+            rows = self._tensors[run.tensor_index][:, : run.page_bytes].view(word)
             self._rows[run.tensor_index, run.page_bytes, word] = rows
         pages = payload[first : first + len(ids) * run.page_bytes].view(word).view(len(ids), -1)
         torch.index_select(rows, 0, ids, out=pages)
