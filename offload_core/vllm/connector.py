@@ -258,9 +258,10 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Take the engine's block pool, to see where its full attention is deeper than its states, and its tails."""
+        """Take the engine's block pool, to see its tails, its attention beyond its states, and its free blocks."""
         backfills = can_report_attention_alone(self._kv_cache_config)
-        self._scheduler.bind_block_pool(gpu_block_pool, backfills=backfills)
+        num_groups = len(self._kv_cache_config.kv_cache_groups)
+        self._scheduler.bind_block_pool(gpu_block_pool, num_groups, backfills=backfills)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:

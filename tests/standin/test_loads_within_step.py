@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 
 from tests.standin.rig import Rig
+from tests.support.standin.engine import StandInEngine
 from tests.support.standin.geometries import MODELS
-from tests.support.standin.workload import repeated_work
+from tests.support.standin.workload import reference, repeated_work
 
 RAM = {"name": "ram", "type": "cpu", "capacity": "64MiB"}
 
@@ -72,3 +73,43 @@ def test_random_work_with_aborts_resets_and_preemptions(rig: Rig, name: str) -> 
         counters += engine.counters
         rig.end(engine)
     assert counters["loads_within_step|ram"] > 10, counters
+
+
+def _run_with_few_free_blocks(rig: Rig, engine: StandInEngine, prompt: list[int], free_blocks: int) -> str:
+    """Run a prompt that has left the prefix cache; others hold all but ``free_blocks`` blocks for three steps."""
+    assert engine.scheduler.reset_prefix_cache()
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    others = pool.get_new_blocks(pool.get_num_free_blocks() - free_blocks)
+    request = engine.add(prompt, 4)
+    for _ in range(3):
+        engine.step()
+        rig.tick()
+    pool.free_blocks(others)
+    rig.drain(engine)
+    return request
+
+
+@pytest.mark.parametrize("free_blocks", range(5, 20))
+def test_a_load_within_the_step_leaves_room_for_the_states_to_go_on(rig: Rig, free_blocks: int) -> None:
+    """vLLM expects one block per group of states, and such a request takes two: without it the engine would end."""
+    model = MODELS["qwen3_next"]()
+    prompt = list(range(3, 3 + 2 * model.chunk_tokens + 5))
+    engine = rig.engine(model, backends=[RAM])
+    rig.run(engine, prompt)
+    assert rig.run_again(engine, prompt) > 0
+    request = _run_with_few_free_blocks(rig, engine, prompt, free_blocks)
+    assert engine.outputs[request] == reference(tuple(prompt), 4)
+    assert engine.served[request].external_tokens == 2 * model.chunk_tokens
+
+
+def test_states_are_loaded_within_the_step_if_the_whole_prompt_has_room(rig: Rig) -> None:
+    model = MODELS["qwen3_next"]()
+    prompt = list(range(3, 3 + 2 * model.chunk_tokens + 5))
+    engine = rig.engine(model, backends=[RAM])
+    rig.run(engine, prompt)
+    assert rig.run_again(engine, prompt) > 0
+    limit = 4 * (3 + 3)  # each of the four groups: three blocks for the tokens, and three more
+    _run_with_few_free_blocks(rig, engine, prompt, limit - 1)
+    assert engine.counters["loads_within_step|ram"] == 0
+    _run_with_few_free_blocks(rig, engine, prompt, limit)
+    assert engine.counters["loads_within_step|ram"] == 1

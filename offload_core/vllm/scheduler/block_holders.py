@@ -86,8 +86,17 @@ class BlockHolders:
 
 
 def held_and_needed_blocks(planner: HybridOffloadPlanner, request: Request, blocks: KVCacheBlocks) -> tuple[int, int]:
-    """Return the number of blocks that a request holds, and an upper limit of those it needs for all its tokens."""
+    """Return the number of blocks that a request holds, and the result of :func:`needed_blocks`."""
     held = sum(not block.is_null for table in blocks.blocks for block in table)
+    return held, needed_blocks(planner, request, len(blocks.blocks))
+
+
+def needed_blocks(planner: HybridOffloadPlanner, request: Request, num_groups: int) -> int:
+    """Return an upper limit of the blocks that a request needs for all its tokens.
+
+    Args:
+        num_groups: the engine's groups, also those that nothing is offloaded of.
+    """
     tokens = sum(-(-request.num_tokens // group.block_size_tokens) for group in planner.groups)
     # Three more per group, for the engine's additions: states under way, speculated tokens, rings.
-    return held, tokens + 3 * len(blocks.blocks)
+    return tokens + 3 * num_groups

@@ -148,10 +148,11 @@ class SchedulerHalf:
         self._ended.start([worker.object_bytes for worker in workers.values()])
         self._namespaces.clear()
 
-    def bind_block_pool(self, block_pool: BlockPool, *, backfills: bool) -> None:
+    def bind_block_pool(self, block_pool: BlockPool, num_groups: int, *, backfills: bool) -> None:
         """Use the engine's block pool, if this engine loads: with ``backfills`` to load states alone."""
         if self._engine_options.load:
             self._offers.bind(block_pool, backfills=backfills)
+            self._new_loads.bind(block_pool, num_groups)
 
     def announce_content(self, kv_cache_config: KVCacheConfig, resync_seconds: float | None) -> None:
         """Make KV cache events from now on. Without this call they cost nothing."""

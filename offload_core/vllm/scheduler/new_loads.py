@@ -11,12 +11,13 @@ from offload_core.lookup.kept_loads import KeptLoads
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.metrics import Counters
 from offload_core.vllm.metadata import RequestLoad
-from offload_core.vllm.scheduler.block_holders import BlockHolders, held_and_needed_blocks
+from offload_core.vllm.scheduler.block_holders import BlockHolders, held_and_needed_blocks, needed_blocks
 from offload_core.vllm.scheduler.load_offers import LoadOffers
 from offload_core.vllm.scheduler.load_plan import plan_load
 from offload_core.vllm.scheduler.request_state import RequestState
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 
@@ -41,16 +42,27 @@ class NewLoads:
         self._job_ids = count(1)
         self._loads: list[RequestLoad] = []
         self._within_step: list[RequestState] = []
+        self._has_states = any(pack.policy.kind == "state" for pack in planner.packs)
+        self._block_pool: BlockPool | None = None
+        self._num_groups = 0
+
+    def bind(self, block_pool: BlockPool, num_groups: int) -> None:
+        """Use the engine's block pool, which all its groups share, to see whether a load within the step has room."""
+        self._block_pool, self._num_groups = block_pool, num_groups
 
     def may_load_within_step(self, state: RequestState) -> bool:
         """Return whether the load that was just offered takes place in the step that runs its request.
 
-        All its objects are pinned and at hand on all ranks. For vLLM has no way back from such a load.
+        All its objects are pinned and at hand on all ranks. For vLLM has no way back from such a load. With recurrent
+        states, the pool has free blocks for all tokens of the request too. vLLM expects one new block per group of
+        states, but such a request takes two: one for the loaded state and one to go on. Without a block for it, the
+        engine ends (seen with 0.32).
         """
         offer = state.offer
         assert offer is not None, "the engine asks after an offer"
         refs = state.needed_refs(self._planner, offer.computed_tokens, offer.boundary_tokens)
-        state.within_step = not offer.backfill and self._kept_loads.try_use(offer.tier, refs)
+        has_room = not self._has_states or self._has_free_blocks(state)
+        state.within_step = not offer.backfill and has_room and self._kept_loads.try_use(offer.tier, refs)
         return state.within_step
 
     def add(self, state: RequestState, blocks: KVCacheBlocks, external_tokens: int) -> None:
@@ -89,3 +101,9 @@ class NewLoads:
         self._within_step.clear()
         loads, self._loads = self._loads, []
         return loads
+
+    def _has_free_blocks(self, state: RequestState) -> bool:
+        pool = self._block_pool
+        if pool is None:
+            return False
+        return pool.get_num_free_blocks() >= needed_blocks(self._planner, state.request, self._num_groups)
