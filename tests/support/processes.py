@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from io import TextIOWrapper
 from multiprocessing.connection import Connection
 
-_TAIL_LINES = 60
+_TAIL_LINES = 200
 _OUTPUT_SECONDS = 5.0
 
 # An OpenBLAS with more threads starts them when numpy is imported; a process must be forked from a single thread.
@@ -64,7 +64,7 @@ class Program:
 
 
 def run_program(program: Program, timeout_seconds: float, on_line: Callable[[str], bool]) -> str | None:
-    """Run ``program`` to its end and return its failure with its last 60 lines of output, or ``None``.
+    """Run ``program`` to its end and return its failure with its last 200 lines of output, or ``None``.
 
     ``on_line`` is called from another thread with each printed line; it returns true to leave the line out of the
     failure. No process of the run's session is left when this function returns.

@@ -286,7 +286,7 @@ def run_in_process(
         fresh_interpreter: start a fresh interpreter in place of a fork.
 
     Raises:
-        RunFailedError: the child failed or took longer than ``timeout_seconds``; with its last 60 lines of output. No
+        RunFailedError: the child failed or took longer than ``timeout_seconds``; with its last 200 lines of output. No
             process of the run is left.
     """
     search_path = os.pathsep.join(entry for entry in sys.path if entry)
