@@ -97,6 +97,7 @@ def needed_blocks(planner: HybridOffloadPlanner, request: Request, num_groups: i
     Args:
         num_groups: the engine's groups, also those that nothing is offloaded of.
     """
-    tokens = sum(-(-request.num_tokens // group.block_size_tokens) for group in planner.groups)
+    num_tokens: int = request.num_tokens
+    tokens = sum(-(-num_tokens // group.block_size_tokens) for group in planner.groups)
     # Three more per group, for the engine's additions: states under way, speculated tokens, rings.
     return tokens + 3 * num_groups

@@ -106,4 +106,5 @@ class NewLoads:
         pool = self._block_pool
         if pool is None:
             return False
-        return pool.get_num_free_blocks() >= needed_blocks(self._planner, state.request, self._num_groups)
+        free_blocks: int = pool.get_num_free_blocks()
+        return free_blocks >= needed_blocks(self._planner, state.request, self._num_groups)
