@@ -80,7 +80,7 @@ def names_on_media(folder: Path) -> dict[str, Any]:
             medium: {name: _object_of(key, names) for name, key in KEYS.items()} for medium, names in found.items()
         },
         "other files": {
-            medium: sorted({re.sub(r"\d{9,}", "<number>", name) for name in names if not name.endswith(".kv")})
+            medium: sorted({_without_chance(name) for name in names if not name.endswith(".kv")})
             for medium, names in found.items()
         },
         "account on disk": _tables(folder / "bounded" / ".offload-core" / "account.sqlite"),
@@ -97,6 +97,10 @@ def _object_of(key: ObjectKey, names: list[str]) -> str:
     begin, end = f"{key.namespace}/{key.pack}/", f"/{key.chunk_hash.hex()}.kv"
     (name,) = (name for name in names if name.startswith(begin) and name.endswith(end))
     return name
+
+
+def _without_chance(name: str) -> str:
+    return re.sub(r"\d{9,}", "<number>", re.sub(r"folder-[0-9a-f]{32}", "folder-<random>", name))
 
 
 def _tables(database: Path) -> list[str]:

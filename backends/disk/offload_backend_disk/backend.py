@@ -54,7 +54,7 @@ class DiskBackend(Backend[DiskOptions]):
         super().__init__(options, context)
         self._log = log = context.logger(__name__)
         self._processes = Processes(options.path, secrets.token_hex(8), log)
-        self._mount_guard = MountGuard(options.path, self._processes.own_lock_file)
+        self._mount_guard = MountGuard(options.path, self._processes.recognise_folder)
         self._folder = ObjectFolder(self._mount_guard, self._processes, options.fsync, log, options.keep_free)
         self._bounded: BoundedFolder | None = None
         account: Account | None = None

@@ -22,6 +22,8 @@ from offload_backend_disk.scan import Scan
 from offload_core.api.backend import BackendContext, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
+from tests.media.fuse.fixtures import _session_fault_fs as _session_fault_fs
+from tests.media.fuse.fixtures import fault_fs as fault_fs
 from tests.support.tier_log import LOG
 
 Disk = Callable[..., DiskBackend]

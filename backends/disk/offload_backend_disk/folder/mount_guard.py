@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from offload_backend_disk.folder import files
@@ -21,14 +22,14 @@ class MountGuard:
 
     Args:
         root: the folder.
-        own_file: a file in it that only this process creates. If it is present, the folder is the same one. Some mounts
-            need this proof, such as those of FUSE: they do not tell the identity of their file system.
+        is_recognised: returns whether the folder has a file by which this process knows it. Some mounts need this
+            proof, such as those of FUSE: they do not tell the identity of their file system.
     """
 
-    def __init__(self, root: Path, own_file: Path | None = None) -> None:
+    def __init__(self, root: Path, is_recognised: Callable[[], bool] | None = None) -> None:
         self.root = root
         self._root = os.fspath(root)
-        self._own_file = own_file
+        self._is_recognised = is_recognised
         self._device: int | None = None
         self._file_system = 0
 
@@ -68,7 +69,7 @@ class MountGuard:
         # Mounted again, it may be another device.
         if self._file_system and os.statvfs(self.root).f_fsid == self._file_system:
             return
-        if self._own_file is not None and self._own_file.exists():
+        if self._is_recognised is not None and self._is_recognised():
             return
         raise OSError(
             errno.ENODEV,

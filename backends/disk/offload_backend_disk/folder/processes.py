@@ -1,6 +1,8 @@
 """The processes that write to a folder, and the dead ones among them.
 
 A process is alive while it holds the lock on a file of its own. The kernel releases the lock however the process ends.
+An unmount releases it too: the first process that is back takes the others for dead, until they lock their files again.
+So the folder also has a mark, a file with a random name that nobody removes. By it, a process knows the folder again.
 Two backends of one process count as two. Everything here blocks, on any thread.
 """
 
@@ -31,6 +33,7 @@ STATE_FOLDER = ".offload-core"
 _LOCK_FILES = "owners"
 _PROCESS = re.compile(r"[0-9a-z]{1,64}")
 _UNFINISHED = "starting-"
+_MARK = re.compile(r"folder-[0-9a-f]{32}")
 
 
 class Processes:
@@ -51,6 +54,7 @@ class Processes:
         self.state_folder = root / STATE_FOLDER
         self._lock_files = self.state_folder / _LOCK_FILES
         self._descriptor = -1
+        self._mark: Path | None = None
         self._lock = threading.Lock()
 
     def check_folders(self) -> None:
@@ -80,7 +84,17 @@ class Processes:
             make_control_folder(self._lock_files)
             self._descriptor = self._create_lock_file()
             self._remove_unfinished()
+            if self._mark is None or not self._mark.exists():
+                self._mark = self._find_mark()
             return is_first
+
+    def recognise_folder(self) -> bool:
+        """Return whether the folder is the one in which this process was registered, even if it is mounted anew.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        return self.own_lock_file.exists() or (self._mark is not None and self._mark.exists())
 
     def unregister(self) -> None:
         """Release this process's lock and remove its file, if that is possible. Idempotent."""
@@ -148,6 +162,13 @@ class Processes:
                 close_control_file(descriptor)
                 unfinished.unlink(missing_ok=True)
                 raise
+
+    def _find_mark(self) -> Path:
+        """Return a mark of the folder; make one if there is none. Two processes may make one each, which is right."""
+        found = (path for path in self.state_folder.iterdir() if _MARK.fullmatch(path.name))
+        mark = next(found, self.state_folder / f"folder-{secrets.token_hex(16)}")
+        close_control_file(open_control_file(mark, self._log))
+        return mark
 
     def _remove_unfinished(self) -> None:
         """Remove lock files of processes that were killed before the file had its name."""
