@@ -147,7 +147,7 @@ def contenders_of(
         yield lambda: OurLentMemory(LENT, memory, chunks, CHUNK_BYTES, options)
         yield lambda: OurTier("ours, no checksum", memory, chunks, CHUNK_BYTES, options, checked=False)
     if own is not None:
-        yield lambda: alone(cell.backend, memory, chunks, cell.page_bytes, cell.threads, own, folder)
+        yield from alone(cell.backend, memory, chunks, cell.page_bytes, cell.threads, own, folder)
         return
     if cell.backend == "cpu":
         yield lambda: CopyOfMemory("limit: memcpy", memory, chunks, cell.threads)

@@ -1,11 +1,13 @@
 """Contenders of ``benchmarks/backends.py`` for distributed stores: the client of each engine alone, without us.
 
-Mooncake's client and NIXL move the same objects between the same memory and the same store. LMCache has no client for
-opaque objects, so its limit is a plain TCP connection to a process that keeps the bytes in memory.
+Mooncake's client and NIXL move the same objects between the same memory and the same store. The server of LMCache that
+our module is loaded into has no client for opaque objects. LMCache's older one has (``lm://``), so the two move the
+same objects from and to that server. Plain TCP to a process that keeps the bytes in memory is a further row there.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -13,15 +15,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.backends_rig import CHUNK_BYTES, Memory, PlainThreads
 from tests.support.clusters import lmcache, mooncake, nixl
-from tests.support.server_process import free_port
+from tests.support.server_process import ServerProcess, accepts, free_port
 
 DISTRIBUTED: dict[str, Callable[[], str | None]] = {
     "lmcache": lmcache.why_not,
@@ -56,13 +61,17 @@ def running_stores(backends: Sequence[str], folder: Path, nbytes: int) -> Iterat
 
 def alone(
     backend: str, memory: Memory, chunks: int, page_bytes: int, threads: int, tier: dict[str, Any], folder: Path
-) -> PlainThreads:
-    """Return the contender that uses a backend's engine without us."""
+) -> list[Callable[[], PlainThreads]]:
+    """Return factories of the contenders that move a backend's objects without us, the engine's client first."""
     if backend == "mooncake":
-        return MooncakeAlone("limit: Mooncake's client", memory, chunks, threads, page_bytes, tier["master"])
+        name = "limit: Mooncake's client"
+        return [partial(MooncakeAlone, name, memory, chunks, threads, page_bytes, tier["master"])]
     if backend == "nixl":
-        return NixlAlone("limit: NIXL", memory, chunks, 1, page_bytes, folder / "nixl-alone")
-    return PlainTcp("limit: plain TCP", memory, chunks, threads)
+        return [partial(NixlAlone, "limit: NIXL", memory, chunks, 1, page_bytes, folder / "nixl-alone")]
+    return [
+        partial(LMCacheAlone, "limit: LMCache's client", memory, chunks, threads, page_bytes, folder),
+        partial(PlainTcp, "plain TCP", memory, chunks, threads),
+    ]
 
 
 class _Pages(PlainThreads):
@@ -164,6 +173,101 @@ class NixlAlone(_Pages):
     def clean(self, number: int) -> None:
         for path in self._folder.iterdir():
             path.unlink()
+
+
+@dataclass(frozen=True)
+class _Page:
+    """A page as LMCache's client sees a memory object."""
+
+    byte_array: memoryview
+
+    def get_shape(self) -> Any:
+        return torch.Size([len(self.byte_array), 1, 1, 1])
+
+    def get_dtype(self) -> Any:
+        return torch.uint8
+
+    def get_memory_format(self) -> Any:
+        from lmcache.v1.memory_management import MemoryFormat
+
+        return MemoryFormat.BINARY
+
+
+class _OldLMCacheClient:
+    """LMCache's client of its older server, on a connection and an event loop of its own."""
+
+    def __init__(self, port: int) -> None:
+        from lmcache.v1.config import LMCacheEngineConfig
+        from lmcache.v1.metadata import LMCacheMetadata
+        from lmcache.v1.storage_backend.connector.lm_connector import LMCServerConnector
+
+        self.loop = asyncio.new_event_loop()
+        self._page: _Page | None = None
+        memory = SimpleNamespace(
+            config=LMCacheEngineConfig.from_defaults(),
+            metadata=LMCacheMetadata("bench", 1, 1, 0, 0, torch.uint8, (1, 2, 256, 1, 1), chunk_size=256),
+            allocate=lambda *_: self._page,
+        )
+        self._connector = LMCServerConnector("127.0.0.1", port, self.loop, memory)
+
+    def put(self, names: list[str], pages: list[memoryview]) -> None:
+        """Store pages. The server answers no store, so a question after the last one waits for it."""
+        for name, page in zip(names, pages, strict=True):
+            self.loop.run_until_complete(self._connector.put(self._key(name), _Page(page)))
+        if not self.loop.run_until_complete(self._connector.exists(self._key(names[-1]))):
+            raise SystemExit(f"LMCache's server has not stored {names[-1]}")
+
+    def get(self, names: list[str], pages: list[memoryview]) -> None:
+        for name, page in zip(names, pages, strict=True):
+            self._page = _Page(page)
+            if self.loop.run_until_complete(self._connector.get(self._key(name))) is None:
+                raise SystemExit(f"LMCache's server has not found {name}")
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self._connector.close())
+        self.loop.close()
+
+    @staticmethod
+    def _key(name: str) -> Any:
+        from lmcache.utils import CacheEngineKey
+
+        return CacheEngineKey("bench", 1, 0, int(name.rsplit("/", 1)[1]), torch.uint8)
+
+
+class LMCacheAlone(_Pages):
+    """LMCache's own client for bytes (``lm://``), a connection for each thread, to a server of its own.
+
+    The server cannot delete, so each round overwrites the objects of the one before.
+    """
+
+    def __init__(self, name: str, memory: Memory, chunks: int, threads: int, page_bytes: int, folder: Path) -> None:
+        super().__init__(name, memory, chunks, threads, page_bytes)
+        port = free_port()
+        os.environ |= {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}  # of the client too
+        command = [sys.executable, "-m", "lmcache.v1.server", "127.0.0.1", str(port)]
+        self._server = ServerProcess(command, lambda: accepts(port), folder / "old-lmcache.log")
+        self._server.start()
+        self._idle = [_OldLMCacheClient(port) for _ in range(threads)]
+        self._lock = threading.Lock()
+
+    def _call(self, method: str, names: list[str], pages: list[memoryview]) -> None:
+        with self._lock:
+            client = self._idle.pop()
+        getattr(client, method)(names, pages)
+        with self._lock:
+            self._idle.append(client)
+
+    def _store_calls(self, number: int) -> list[Callable[[], Any]]:
+        return [partial(self._call, "put", *batch) for batch in self._batches(number)]
+
+    def _load_calls(self, number: int) -> list[Callable[[], Any]]:
+        return [partial(self._call, "get", *batch) for batch in self._batches(number)]
+
+    def close(self) -> None:
+        super().close()
+        for client in self._idle:
+            client.close()
+        self._server.stop()
 
 
 _SERVER = """

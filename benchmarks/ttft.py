@@ -13,55 +13,24 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import tempfile
-import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.live_engines import LiveEngine, Order, running
+from benchmarks.first_tokens import LOCAL, PROMPT_TOKENS, WARM_UP_ROUNDS, Turns, prepare, prompts_of, row_of, run_spec
+from benchmarks.live_engines import running
 from benchmarks.reporting.document import Run, add_json_option
 from benchmarks.reporting.options import add_dtype_option
-from benchmarks.reporting.rows import FirstToken, Ttft, percentile
+from benchmarks.reporting.rows import FirstToken, Ttft
 from tests.support import tiny_models
-from tests.support.engine.spec import (
-    PromptResult,
-    PromptSpec,
-    Round,
-    RunSpec,
-    disk_transfer_config,
-    run_in_process,
-    stock_transfer_config,
-)
+from tests.support.engine.spec import PromptSpec, Round, disk_transfer_config, run_in_process, stock_transfer_config
 
-PROMPT_TOKENS = 3900
-VOCABULARY = 4096
 RUN_TIMEOUT_SECONDS = 1800.0
-MAX_LOGPROB_GAP = 0.1
-WARM_UP_ROUNDS = 2
-WAKE_TOKENS = 16
-"""Tokens of the prompt before each measured one, too few for a block."""
-REST_SECONDS = 0.6
-"""Rest before each turn, so that no thread of another engine is still at work."""
 CPU_TIER = {"name": "cpu", "type": "cpu", "capacity": "2GiB"}
-SERVER_ENVIRONMENT = {
-    "OMP_NUM_THREADS": str(os.cpu_count()),
-    "TORCHDYNAMO_DISABLE": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "auto",
-}
-"""Threads and compilation of a server."""
-LOCAL = "local prefix cache"
 DISK = "disk, page cache"
-
-
-def prompt_of(name: str, tokens: int, seed: int) -> PromptSpec:
-    token_ids = tiny_models.prompt_token_ids(tokens, seed=seed, vocab_size=VOCABULARY)
-    return PromptSpec(name=name, token_ids=token_ids, max_tokens=2)
 
 
 def drop_from_page_cache(folder: Path) -> None:
@@ -72,65 +41,6 @@ def drop_from_page_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-class Turns:
-    """Engines that answer prompts in turns, and the answers that are measured.
-
-    The model may run in bfloat16. There a prefill from a prefix rounds differently from a whole one, with and without
-    offloading. So the log probabilities may differ by up to :data:`MAX_LOGPROB_GAP` from those of the recompute.
-    """
-
-    def __init__(self, live: Mapping[str, LiveEngine], wake: PromptSpec) -> None:
-        self._live = live
-        self._wake = wake
-        self._chance = random.Random(1)
-        self._computed: dict[str, PromptResult] = {}
-        self.answers: dict[str, list[PromptResult]] = defaultdict(list)
-
-    def ask(self, engine: str, row: str, prompt: PromptSpec) -> None:
-        """Let an engine answer a prompt, for a row of the table; see :meth:`add`."""
-        keeps = engine == LOCAL
-        time.sleep(REST_SECONDS)
-        self._live[engine].tell(Order(prompts=[self._wake], keeps_prefix_cache=keeps))
-        (answer,) = self._live[engine].tell(Order(prompts=[prompt], keeps_prefix_cache=keeps)).prompts
-        self.add(row, answer)
-
-    def add(self, row: str, answer: PromptResult) -> None:
-        """Add an answer to a row. The first answer to a prompt is the one that the others must match.
-
-        Raises:
-            SystemExit: the first token differs from the recomputed one: a fast wrong answer is no result.
-        """
-        wanted = self._computed.setdefault(answer.name, answer)
-        gap = abs(answer.logprobs[0] - wanted.logprobs[0])
-        if answer.token_ids[0] != wanted.token_ids[0] or gap > MAX_LOGPROB_GAP:
-            raise SystemExit(f"{row}: prompt {answer.name} starts with another token or probability than recomputed")
-        self.answers[row].append(answer)
-
-    def ask_all(self, rows: Mapping[str, str], prompts: Sequence[PromptSpec]) -> None:
-        """Let engines answer prompts in turns.
-
-        Args:
-            rows: the row of each engine that takes part.
-        """
-        for prompt in prompts:
-            for engine in self._chance.sample(list(rows), len(rows)):
-                self.ask(engine, rows[engine], prompt)
-
-
-def row_of(name: str, answers: Sequence[PromptResult], base_ms: float | None = None) -> FirstToken:
-    """Return the row of some answers; its ratio is to the median ``base_ms``, by default to its own median."""
-    p50, p90, p99 = (percentile([1e3 * answer.ttft_seconds for answer in answers], at) for at in (50, 90, 99))
-    return FirstToken(
-        name=name,
-        served_tokens=min(answer.external_cached_tokens + answer.local_cached_tokens for answer in answers),
-        samples=len(answers),
-        p50_ms=p50,
-        p90_ms=p90,
-        p99_ms=p99,
-        ratio=p50 / (base_ms or p50),
-    )
-
-
 def measure(
     folder: Path, prompts: Sequence[PromptSpec], repeats: int, dtype: str, console: Console
 ) -> list[FirstToken]:
@@ -138,24 +48,21 @@ def measure(
     model = tiny_models.write_gemma3_75m(folder / "model", dtype=dtype)
     disk = disk_transfer_config(folder / "kv")
 
-    def spec(transfer: dict[str, Any] | None) -> RunSpec:
-        return RunSpec(
-            model=str(model), dtype=dtype, max_model_len=4096, max_num_batched_tokens=4096,
-            kv_cache_memory_bytes=1 << 30, kv_transfer_config=transfer,
-        )  # fmt: skip
-
-    os.environ.update(SERVER_ENVIRONMENT)
+    prepare()
     console.print("our connector, storing …")
-    stores = spec(disk).model_copy(update={"rounds": [Round(name="stores", prompts=list(prompts))]})
+    stores = run_spec(model, dtype, disk).model_copy(update={"rounds": [Round(name="stores", prompts=list(prompts))]})
     stored = run_in_process(stores, timeout_seconds=RUN_TIMEOUT_SECONDS, fresh_interpreter=True).rounds[0].prompts
     specs = {
-        LOCAL: spec(None),
-        "cpu": spec(disk_transfer_config(folder, backends=[CPU_TIER])),
-        DISK: spec(disk),
-        "stock connector, RAM": spec(stock_transfer_config()),
+        name: run_spec(model, dtype, transfer)
+        for name, transfer in {
+            LOCAL: None,
+            "cpu": disk_transfer_config(folder, backends=[CPU_TIER]),
+            DISK: disk,
+            "stock connector, RAM": stock_transfer_config(),
+        }.items()
     }
     with running(specs, folder) as live:
-        turns = Turns(live, prompt_of("wake", WAKE_TOKENS, seed=10_000))
+        turns = Turns(live)
         console.print("recompute, and a first load that is not measured …")
         for prompt in prompts:
             turns.ask(LOCAL, "recompute", prompt)
@@ -195,7 +102,7 @@ def main() -> None:
     arguments = parser.parse_args()
     run = Run(arguments)
     console = Console(width=120)
-    prompts = [prompt_of(str(seed), PROMPT_TOKENS, seed) for seed in range(arguments.prompts)]
+    prompts = prompts_of(arguments.prompts)
     with tempfile.TemporaryDirectory(prefix="offload-core-bench-") as folder:
         rows = measure(Path(folder), prompts, arguments.repeats, arguments.dtype, console)
     console.print(table_of(rows))

@@ -55,6 +55,25 @@ class Ttft(Results):
     first_tokens: list[FirstToken]
 
 
+class FirstTokenFromLMCache(FirstToken):
+    """Time to first token of one model in one way, where a load is the time beyond that of the local prefix cache."""
+
+    model: str
+    transfer_mode: str | None
+    """Mode of LMCache's connector."""
+    load_ms: Figure | None
+    speed_beside_lmcache: Figure | None
+    """Time of a load by LMCache's connector in relation to ours."""
+
+
+class LMCacheConnector(Results):
+    """Results of ``benchmarks.lmcache_connector``."""
+
+    benchmark = "lmcache_connector"
+    prompt_tokens: int
+    first_tokens: list[FirstTokenFromLMCache]
+
+
 class Crossing(Row):
     """Time to first token of a stored prompt from one tier; the ratio compares ours with the better of the others."""
 

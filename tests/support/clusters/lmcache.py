@@ -40,6 +40,7 @@ class LMCacheCluster:
         module: keys of the module's config, besides ``address``.
         environment: additional environment variables of the server.
         host: the address of offload-core's module. LMCache's own ports are on the loopback address.
+        flags: further flags of ``lmcache server``.
     """
 
     def __init__(
@@ -50,12 +51,13 @@ class LMCacheCluster:
         module: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         host: str = LOOPBACK,
+        flags: Sequence[str] = (),
     ) -> None:
         self.port, self.zmq_port, self.http_port = free_port(host), free_port(), free_port()
         self.address = f"{host}:{self.port}"
         self.l2 = l2
         config = {"address": self.address, **(module or {})}
-        flags = ["--server-module", json.dumps({"module_path": SERVER_MODULE, "config": config})]
+        flags = [*flags, "--server-module", json.dumps({"module_path": SERVER_MODULE, "config": config})]
         if l2 is not None:
             flags += ["--l2-adapter", json.dumps(dict(l2))]
         self.server = ServerProcess(

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -227,6 +227,26 @@ def stock_transfer_config() -> dict[str, Any]:
         "kv_connector_extra_config": {
             "spec_name": "RamOffloadingSpec",
             "spec_module_path": "tests.support.engine.stock_ram_spec",
+        },
+    }
+
+
+def lmcache_transfer_config(port: int, mode: Literal["engine_driven", "lmcache_driven"]) -> dict[str, Any]:
+    """Return a ``kv_transfer_config`` of LMCache's own connector: a peer.
+
+    Args:
+        port: that of the LMCache server's own protocol, on the loopback address.
+        mode: the process that copies: the engine's, which is LMCache's default on CPUs and serves models of one group,
+            or the server, from KV caches in shared memory.
+    """
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "tcp://127.0.0.1",
+            "lmcache.mp.port": port,
+            "lmcache.mp.mp_transfer_mode": mode,
         },
     }
 
