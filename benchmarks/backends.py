@@ -81,7 +81,7 @@ PLAIN_CPU_AIM = 1.3
 PEER, PLAIN = "vLLM's helpers", "plain loop"
 ENCRYPTED = ", encrypted"
 AES = {"name": "encrypted", "encryption": "aes-256-gcm"}
-LIMIT_AIMS = {"cpu": 0.8, "lmcache": None, "mooncake": 0.8, "nixl": 0.8}
+LIMIT_AIMS = dict.fromkeys(("cpu", "lmcache", "mooncake", "nixl"), 0.8)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from benchmarks.reporting.document import RESULTS_FOLDER, ROOT
 
 COMMANDS = {
     "ttft": "ttft --dtype float32",
+    "lmcache_connector": "lmcache_connector --dtype float32",
     "crossover": "crossover --rounds 6",
     "scheduler": "scheduler",
     "scheduler_own": "scheduler --medium own",

@@ -84,6 +84,10 @@ class Entry:
 
 CATALOGUE = (
     Entry("ttft", rows.Ttft, tables.ttft, findings.ttft, drawings.ttft, 3.2),
+    Entry(
+        "lmcache_connector", rows.LMCacheConnector, tables.lmcache_connector, findings.lmcache_connector,
+        drawings.lmcache_connector, 2.8,
+    ),
     Entry("crossover", rows.Crossover, tables.crossover, findings.crossover, drawings.crossover, 4.2),
     Entry("scheduler", rows.Scheduler, tables.scheduler, findings.scheduler, drawings.scheduler, 3.7),
     Entry("scheduler_own", rows.Scheduler, tables.scheduler, findings.scheduler, drawings.scheduler, 3.7),

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from benchmarks.reporting.rows import Crossover, Faults, FaultyFirstToken, Scheduler, Ttft
+from benchmarks.reporting.rows import Crossover, Faults, FaultyFirstToken, LMCacheConnector, Scheduler, Ttft
 from benchmarks.reporting.style import BLUE, GREEN, GREY, ORANGE, RED, x_grid, y_grid
 from benchmarks.reporting.tables import cold_lookups, tokens
 
@@ -33,6 +33,25 @@ def ttft(figure: Figure, results: Ttft) -> None:
         f"time to first token, ms, prompts of {results.prompt_tokens:,} tokens\n"
         "bar: p50, line: to p99; in brackets: p50 beside the local prefix cache"
     )
+
+
+def lmcache_connector(figure: Figure, results: LMCacheConnector) -> None:
+    """Draw a panel for each model, with a bar to the median and a line to p99 for each cache."""
+    models = list(dict.fromkeys(row.model for row in results.first_tokens))
+    panels: Sequence[Axes] = np.atleast_1d(figure.subplots(1, len(models))).tolist()
+    for axes, model in zip(panels, models, strict=True):
+        rows = [row for row in results.first_tokens if row.model == model and row.served_tokens][::-1]
+        names = [row.name if row.transfer_mode is None else f"{row.name},\n{row.transfer_mode}" for row in rows]
+        colours = [BLUE if row.speed_beside_lmcache is not None else GREY for row in rows]
+        axes.barh(names, [row.p50_ms for row in rows], color=colours, height=0.6)
+        for place, row in enumerate(rows):
+            axes.plot([row.p50_ms, row.p99_ms], [place, place], color="black", linewidth=1.2, marker="|", markersize=7)
+            load = "" if row.load_ms is None else f" (+{row.load_ms:,.0f})"
+            label = f"{row.p50_ms:,.0f} ms{load}"
+            axes.annotate(label, (row.p99_ms, place), xytext=(6, 0), textcoords="offset points", va="center")
+        axes.set_xlim(0, 2 * max(row.p99_ms for row in rows))
+        axes.set_title(model)
+        axes.set_xlabel("time to first token (load), ms\nbar: p50, line: to p99")
 
 
 def crossover(figure: Figure, results: Crossover) -> None:

@@ -13,6 +13,7 @@ from benchmarks.reporting.rows import (
     DiskCapacity,
     DiskScan,
     Faults,
+    LMCacheConnector,
     Scheduler,
     Ttft,
 )
@@ -33,6 +34,14 @@ def ttft(results: Ttft) -> str:
     return (
         f"From a cold disk the first token comes {p50['recompute'] / cold:.0f} times sooner than by recompute; "
         f"it takes {cold / p50['local prefix cache']:.2f} times as long as from the local prefix cache"
+    )
+
+
+def lmcache_connector(results: LMCacheConnector) -> str:
+    """Compare the loads of LMCache's connector with ours."""
+    speeds = [row.speed_beside_lmcache for row in results.first_tokens if row.speed_beside_lmcache is not None]
+    return (
+        f"LMCache's own connector takes {span(speeds, '.1f')} times as long as our tier to load from an LMCache server"
     )
 
 

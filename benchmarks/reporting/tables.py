@@ -12,6 +12,7 @@ from benchmarks.reporting.rows import (
     DiskCapacity,
     DiskScan,
     Faults,
+    LMCacheConnector,
     Lookup,
     Operation,
     Scheduler,
@@ -46,6 +47,33 @@ def ttft(results: Ttft) -> str:
                 str(row.samples),
                 *(f"{n:,.1f}" for n in (row.p50_ms, row.p90_ms, row.p99_ms)),
                 f"{row.ratio:.2f}",
+            )
+            for row in results.first_tokens
+        ],
+    )
+
+
+def lmcache_connector(results: LMCacheConnector) -> str:
+    """Return the times to first token from an LMCache server."""
+    return table(
+        (
+            "model",
+            "way to the first token",
+            "samples",
+            "p50 ms",
+            "p90 ms",
+            "p99 ms",
+            "load ms",
+            "LMCache's load / ours",
+        ),
+        [
+            (
+                row.model,
+                row.name if row.transfer_mode is None else f"{row.name}, `{row.transfer_mode}`",
+                str(row.samples),
+                *(f"{n:,.1f}" for n in (row.p50_ms, row.p90_ms, row.p99_ms)),
+                "" if row.load_ms is None else f"{row.load_ms:,.1f}",
+                "" if row.speed_beside_lmcache is None else f"{row.speed_beside_lmcache:.1f}",
             )
             for row in results.first_tokens
         ],
