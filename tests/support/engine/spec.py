@@ -236,8 +236,8 @@ def lmcache_transfer_config(port: int, mode: Literal["engine_driven", "lmcache_d
 
     Args:
         port: that of the LMCache server's own protocol, on the loopback address.
-        mode: the process that copies: the engine's, which is LMCache's default on CPUs and serves models of one group,
-            or the server, from KV caches in shared memory.
+        mode: the process that copies. The engine's is LMCache's default on CPUs, and serves models of one group. The
+            server copies from and to KV caches in shared memory.
     """
     return {
         "kv_connector": "LMCacheMPConnector",
