@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -113,3 +114,16 @@ def test_states_are_loaded_within_the_step_if_the_whole_prompt_has_room(rig: Rig
     assert engine.counters["loads_within_step|ram"] == 0
     _run_with_few_free_blocks(rig, engine, prompt, limit)
     assert engine.counters["loads_within_step|ram"] == 1
+
+
+@pytest.mark.parametrize("num_blocks", [18, 24])
+def test_random_work_in_a_cache_that_is_almost_full(rig: Rig, num_blocks: int) -> None:
+    """With fewer than 28 blocks, loads within the step without regard to free blocks end the engine."""
+    model = replace(MODELS["qwen3_next"](), num_blocks=num_blocks)
+    counters: Counter[str] = Counter()
+    for seed in range(4):
+        engine = rig.engine(model, backends=[RAM], async_scheduling=bool(seed % 2))
+        rig.drive(engine, repeated_work(model, seed))
+        counters += engine.counters
+        rig.end(engine)
+    assert counters["load_hits|ram"] > 50, counters
