@@ -67,9 +67,9 @@ class MountGuard:
         if self._device is None or device == self._device:
             return
         # Mounted again, it may be another device.
-        if self._file_system and os.statvfs(self.root).f_fsid == self._file_system:
-            return
-        if self._is_recognised is not None and self._is_recognised():
+        is_same = bool(self._file_system) and os.statvfs(self.root).f_fsid == self._file_system
+        if is_same or (self._is_recognised is not None and self._is_recognised()):
+            self._device = device
             return
         raise OSError(
             errno.ENODEV,

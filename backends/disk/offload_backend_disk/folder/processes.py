@@ -85,7 +85,8 @@ class Processes:
             self._descriptor = self._create_lock_file()
             self._remove_unfinished()
             if self._mark is None or not self._mark.exists():
-                self._mark = self._find_mark()
+                with suppress(OSError):  # without a mark, this process knows the folder by its lock file
+                    self._mark = self._find_mark()
             return is_first
 
     def recognise_folder(self) -> bool:

@@ -1,6 +1,6 @@
 """A process that pins an object, reserves capacity, and then forks a child that does nothing with the folder.
 
-python forking_owner.py FOLDER: prints the child's process id, then sleeps. The child ends when its stdin ends.
+python forking_owner.py FOLDER: the child prints its process id and ends when its stdin ends; the parent sleeps.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ async def main(folder: str) -> None:
     reserved = await backend.prepare_store([key(1)], [50 * 1024])
     assert held.present == (True,)
     assert list(reserved.outcomes) == [None]
-    child = os.fork()
-    if not child:
+    if not os.fork():
+        print(os.getpid(), flush=True)  # by the child, which has closed the control files by now
         sys.stdin.read()
         os._exit(0)
-    print(child, flush=True)
     await asyncio.sleep(600)
 
 
