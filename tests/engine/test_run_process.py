@@ -36,7 +36,7 @@ def main(arguments):
         child = subprocess.Popen(["sleep", "1000"])
         print("pids", os.getpid(), child.pid, flush=True)
         child.wait()
-    for number in range(100):
+    for number in range(300):
         print("line", number)
     raise ValueError("the reason")
 
@@ -122,9 +122,9 @@ def test_failed_run_tells_its_last_lines(module_folder: Path, forked: bool) -> N
     assert problem is not None
     first, *rest = problem.splitlines()
     assert first == "the engine run failed: exit code 1"
-    assert "line 99" in rest
+    assert "line 299" in rest
     assert rest[-1] == "ValueError: the reason"
-    assert len(rest) == 60 < len(lines)
+    assert len(rest) == 200 < len(lines)
 
 
 @pytest.mark.parametrize("forked", [True, False], ids=["forked", "fresh"])
