@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -201,31 +202,31 @@ class _OldLMCacheClient:
         from lmcache.v1.metadata import LMCacheMetadata
         from lmcache.v1.storage_backend.connector.lm_connector import LMCServerConnector
 
-        self.loop = asyncio.new_event_loop()
+        self._loop = asyncio.new_event_loop()
         self._page: _Page | None = None
         memory = SimpleNamespace(
             config=LMCacheEngineConfig.from_defaults(),
             metadata=LMCacheMetadata("bench", 1, 1, 0, 0, torch.uint8, (1, 2, 256, 1, 1), chunk_size=256),
             allocate=lambda *_: self._page,
         )
-        self._connector = LMCServerConnector("127.0.0.1", port, self.loop, memory)
+        self._connector = LMCServerConnector("127.0.0.1", port, self._loop, memory)
 
     def put(self, names: list[str], pages: list[memoryview]) -> None:
         """Store pages. The server answers no store, so a question after the last one waits for it."""
         for name, page in zip(names, pages, strict=True):
-            self.loop.run_until_complete(self._connector.put(self._key(name), _Page(page)))
-        if not self.loop.run_until_complete(self._connector.exists(self._key(names[-1]))):
+            self._loop.run_until_complete(self._connector.put(self._key(name), _Page(page)))
+        if not self._loop.run_until_complete(self._connector.exists(self._key(names[-1]))):
             raise SystemExit(f"LMCache's server has not stored {names[-1]}")
 
     def get(self, names: list[str], pages: list[memoryview]) -> None:
         for name, page in zip(names, pages, strict=True):
             self._page = _Page(page)
-            if self.loop.run_until_complete(self._connector.get(self._key(name))) is None:
+            if self._loop.run_until_complete(self._connector.get(self._key(name))) is None:
                 raise SystemExit(f"LMCache's server has not found {name}")
 
     def close(self) -> None:
-        self.loop.run_until_complete(self._connector.close())
-        self.loop.close()
+        self._loop.run_until_complete(self._connector.close())
+        self._loop.close()
 
     @staticmethod
     def _key(name: str) -> Any:
@@ -247,15 +248,15 @@ class LMCacheAlone(_Pages):
         command = [sys.executable, "-m", "lmcache.v1.server", "127.0.0.1", str(port)]
         self._server = ServerProcess(command, lambda: accepts(port), folder / "old-lmcache.log")
         self._server.start()
-        self._idle = [_OldLMCacheClient(port) for _ in range(threads)]
-        self._lock = threading.Lock()
+        self._clients = [_OldLMCacheClient(port) for _ in range(threads)]
+        self._idle: queue.SimpleQueue[_OldLMCacheClient] = queue.SimpleQueue()
+        for client in self._clients:
+            self._idle.put(client)
 
     def _call(self, method: str, names: list[str], pages: list[memoryview]) -> None:
-        with self._lock:
-            client = self._idle.pop()
+        client = self._idle.get()
         getattr(client, method)(names, pages)
-        with self._lock:
-            self._idle.append(client)
+        self._idle.put(client)
 
     def _store_calls(self, number: int) -> list[Callable[[], Any]]:
         return [partial(self._call, "put", *batch) for batch in self._batches(number)]
@@ -265,7 +266,7 @@ class LMCacheAlone(_Pages):
 
     def close(self) -> None:
         super().close()
-        for client in self._idle:
+        for client in self._clients:
             client.close()
         self._server.stop()
 

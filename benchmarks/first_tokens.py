@@ -5,6 +5,7 @@ Before each turn the machine rests, and the engine computes a few tokens.
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import time
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.live_engines import LiveEngine, Order
+from benchmarks.reporting.document import add_json_option
+from benchmarks.reporting.options import add_dtype_option
 from benchmarks.reporting.rows import FirstToken, percentile
 from tests.support import tiny_models
 from tests.support.engine.spec import PromptResult, PromptSpec, RunSpec
@@ -38,6 +41,14 @@ LOCAL = "local prefix cache"
 def prepare() -> None:
     """Set the environment of the engines of this process: threads and compilation as of a server."""
     os.environ.update(SERVER_ENVIRONMENT)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a benchmark of first tokens."""
+    parser.add_argument("--prompts", type=int, default=8, help="number of different prompts")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of each prompt that a cache serves")
+    add_dtype_option(parser)
+    add_json_option(parser)
 
 
 def run_spec(model: Path, dtype: str, transfer: dict[str, Any] | None) -> RunSpec:

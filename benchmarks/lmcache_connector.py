@@ -15,23 +15,31 @@ import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.first_tokens import LOCAL, PROMPT_TOKENS, WARM_UP_ROUNDS, Turns, prepare, prompts_of, row_of, run_spec
+from benchmarks.first_tokens import (
+    LOCAL,
+    PROMPT_TOKENS,
+    WARM_UP_ROUNDS,
+    Turns,
+    add_options,
+    prepare,
+    prompts_of,
+    row_of,
+    run_spec,
+)
 from benchmarks.live_engines import running
-from benchmarks.reporting.document import Run, add_json_option
-from benchmarks.reporting.options import add_dtype_option
+from benchmarks.reporting.document import Run
 from benchmarks.reporting.rows import FirstTokenFromLMCache, LMCacheConnector
 from tests.support import tiny_models
-from tests.support.clusters.lmcache import LMCacheCluster, why_not
-from tests.support.engine.spec import PromptSpec, disk_transfer_config, lmcache_transfer_config
+from tests.support.clusters.lmcache import FOR_OWN_CONNECTOR, LMCacheCluster, why_not
+from tests.support.engine.spec import LMCacheMode, PromptSpec, disk_transfer_config, lmcache_transfer_config
 
 OURS = "offload-core's tier"
 THEIRS = "LMCache's connector"
-SERVER_FLAGS = ("--supported-transfer-mode", "auto", "--separate-object-groups")
 L1_GIB = 4.0
 
 
@@ -40,7 +48,7 @@ class Subject(NamedTuple):
 
     name: str
     full_every: int
-    mode: Literal["engine_driven", "lmcache_driven"]
+    mode: LMCacheMode
 
 
 SUBJECTS = (
@@ -56,7 +64,7 @@ def measure(
     console.print(f"{subject.name}: computing and storing …")
     folder.mkdir()
     model = tiny_models.write_gemma3_75m(folder / "model", dtype=dtype, full_every=subject.full_every)
-    cluster = LMCacheCluster(folder / "lmcache.log", l1_gib=L1_GIB, flags=SERVER_FLAGS)
+    cluster = LMCacheCluster(folder / "lmcache.log", l1_gib=L1_GIB, flags=FOR_OWN_CONNECTOR)
     cluster.start()
     try:
         specs = {
@@ -107,10 +115,7 @@ def table_of(rows: Sequence[FirstTokenFromLMCache]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=8, help="number of different prompts")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of each prompt that a cache serves")
-    add_dtype_option(parser)
-    add_json_option(parser)
+    add_options(parser)
     arguments = parser.parse_args()
     if reason := why_not():
         raise SystemExit(f"LMCache cannot run here: {reason}")

@@ -2,8 +2,8 @@
 
     python -m benchmarks.renew [NAME …]
 
-Each result is a file in ``benchmarks/results``. Without names, the command renews all of them, which takes about half
-an hour on two cores. The machine should do nothing else meanwhile. Run ``make plots`` afterwards to redraw the plots
+Each result is a file in ``benchmarks/results``. Without names, the command renews all of them, which takes about 40
+minutes on two cores. The machine should do nothing else meanwhile. Run ``make plots`` afterwards to redraw the plots
 and rewrite the tables.
 """
 

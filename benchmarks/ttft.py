@@ -20,10 +20,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.first_tokens import LOCAL, PROMPT_TOKENS, WARM_UP_ROUNDS, Turns, prepare, prompts_of, row_of, run_spec
+from benchmarks.first_tokens import (
+    LOCAL,
+    PROMPT_TOKENS,
+    WARM_UP_ROUNDS,
+    Turns,
+    add_options,
+    prepare,
+    prompts_of,
+    row_of,
+    run_spec,
+)
 from benchmarks.live_engines import running
-from benchmarks.reporting.document import Run, add_json_option
-from benchmarks.reporting.options import add_dtype_option
+from benchmarks.reporting.document import Run
 from benchmarks.reporting.rows import FirstToken, Ttft
 from tests.support import tiny_models
 from tests.support.engine.spec import PromptSpec, Round, disk_transfer_config, run_in_process, stock_transfer_config
@@ -95,10 +104,7 @@ def table_of(rows: list[FirstToken]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=8, help="number of different prompts")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of each prompt that a cache serves")
-    add_dtype_option(parser)
-    add_json_option(parser)
+    add_options(parser)
     arguments = parser.parse_args()
     run = Run(arguments)
     console = Console(width=120)

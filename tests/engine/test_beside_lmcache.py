@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.clusters import lmcache
-from tests.support.clusters.lmcache import LMCacheCluster
+from tests.support.clusters.lmcache import FOR_OWN_CONNECTOR, LMCacheCluster
 from tests.support.engine.lab import Lab, ours, served
 from tests.support.engine.spec import Round, compare, lmcache_transfer_config
 from tests.support.polling import wait_until
@@ -17,9 +17,6 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(lmcache.why_not() is not None, reason=str(lmcache.why_not())),
 ]
-
-BOTH_WAYS = ("--supported-transfer-mode", "auto", "--separate-object-groups")
-"""The server copies from and to KV caches in shared memory, as models of several groups need on CPUs."""
 
 CHUNK_TOKENS = 256
 """LMCache's default."""
@@ -34,7 +31,7 @@ def rounds_of(lab: Lab) -> list[Round]:
 
 def test_our_tier_and_lmcaches_connector_use_one_server(gemma3: Lab, tmp_path: Path) -> None:
     rounds = rounds_of(gemma3)
-    cluster = LMCacheCluster(tmp_path / "server.log", l1_gib=0.5, flags=BOTH_WAYS)
+    cluster = LMCacheCluster(tmp_path / "server.log", l1_gib=0.5, flags=FOR_OWN_CONNECTOR)
     cluster.start()
     try:
         theirs = gemma3.run(rounds, lmcache_transfer_config(cluster.zmq_port, "lmcache_driven"))
@@ -57,7 +54,7 @@ def test_lmcaches_connector_is_served_from_our_tiers_after_its_server_has_ended(
         "class_name": "OffloadCoreL2Adapter",
         "adapter_params": tiers,
     }
-    cluster = LMCacheCluster(tmp_path / "server.log", l1_gib=0.5, l2=l2, flags=BOTH_WAYS)
+    cluster = LMCacheCluster(tmp_path / "server.log", l1_gib=0.5, l2=l2, flags=FOR_OWN_CONNECTOR)
     cluster.start()
     try:
         stores = gemma3.run([first], lmcache_transfer_config(cluster.zmq_port, "lmcache_driven"))

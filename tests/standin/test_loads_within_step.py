@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from tests.standin.rig import Rig
 from tests.support.standin.engine import StandInEngine
-from tests.support.standin.geometries import MODELS
+from tests.support.standin.geometries import MODELS, StandInModel
 from tests.support.standin.workload import reference, repeated_work
 
 RAM = {"name": "ram", "type": "cpu", "capacity": "64MiB"}
@@ -64,15 +65,20 @@ def test_a_reset_between_two_loads_gives_the_objects_back(rig: Rig) -> None:
     assert engine.counters["loads_within_step|ram"] == 0
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
-def test_random_work_with_aborts_resets_and_preemptions(rig: Rig, name: str) -> None:
-    model = MODELS[name]()
+def _random_work(rig: Rig, model: StandInModel, ranks: Sequence[int]) -> Counter[str]:
+    """Run work on an engine for each number of ranks, and return the sums of their counters."""
     counters: Counter[str] = Counter()
-    for seed in range(4):
-        engine = rig.engine(model, backends=[RAM], async_scheduling=bool(seed % 2), ranks=1 + seed // 2)
+    for seed, number in enumerate(ranks):
+        engine = rig.engine(model, backends=[RAM], async_scheduling=bool(seed % 2), ranks=number)
         rig.drive(engine, repeated_work(model, seed))
         counters += engine.counters
         rig.end(engine)
+    return counters
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+def test_random_work_with_aborts_resets_and_preemptions(rig: Rig, name: str) -> None:
+    counters = _random_work(rig, MODELS[name](), ranks=(1, 1, 2, 2))
     assert counters["loads_within_step|ram"] > 10, counters
 
 
@@ -119,11 +125,5 @@ def test_states_are_loaded_within_the_step_if_the_whole_prompt_has_room(rig: Rig
 @pytest.mark.parametrize("num_blocks", [18, 24])
 def test_random_work_in_a_cache_that_is_almost_full(rig: Rig, num_blocks: int) -> None:
     """With fewer than 28 blocks, loads within the step without regard to free blocks end the engine."""
-    model = replace(MODELS["qwen3_next"](), num_blocks=num_blocks)
-    counters: Counter[str] = Counter()
-    for seed in range(4):
-        engine = rig.engine(model, backends=[RAM], async_scheduling=bool(seed % 2))
-        rig.drive(engine, repeated_work(model, seed))
-        counters += engine.counters
-        rig.end(engine)
+    counters = _random_work(rig, replace(MODELS["qwen3_next"](), num_blocks=num_blocks), ranks=(1, 1, 1, 1))
     assert counters["load_hits|ram"] > 50, counters

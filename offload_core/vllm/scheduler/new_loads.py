@@ -60,9 +60,11 @@ class NewLoads:
         """
         offer = state.offer
         assert offer is not None, "the engine asks after an offer"
-        refs = state.needed_refs(self._planner, offer.computed_tokens, offer.boundary_tokens)
-        has_room = not self._has_states or self._has_free_blocks(state)
-        state.within_step = not offer.backfill and has_room and self._kept_loads.try_use(offer.tier, refs)
+        if offer.backfill or not self._has_room(state):
+            state.within_step = False
+        else:
+            refs = state.needed_refs(self._planner, offer.computed_tokens, offer.boundary_tokens)
+            state.within_step = self._kept_loads.try_use(offer.tier, refs)
         return state.within_step
 
     def add(self, state: RequestState, blocks: KVCacheBlocks, external_tokens: int) -> None:
@@ -102,9 +104,11 @@ class NewLoads:
         loads, self._loads = self._loads, []
         return loads
 
-    def _has_free_blocks(self, state: RequestState) -> bool:
-        pool = self._block_pool
-        if pool is None:
+    def _has_room(self, state: RequestState) -> bool:
+        """Return whether the engine has blocks for the request, as far as vLLM does not check that itself."""
+        if not self._has_states:
+            return True
+        if self._block_pool is None:
             return False
-        free_blocks: int = pool.get_num_free_blocks()
+        free_blocks: int = self._block_pool.get_num_free_blocks()
         return free_blocks >= needed_blocks(self._planner, state.request, self._num_groups)

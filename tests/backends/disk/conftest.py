@@ -42,6 +42,12 @@ async def store(backend: DiskBackend, number: int = 0, data: bytes = b"data") ->
         await reservation.release()
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for background work; otherwise the test's time limit ends it."""
+    while not condition():  # noqa: ASYNC110 - the work signals no end
+        await asyncio.sleep(0.01)
+
+
 def files_under(folder: Path) -> list[Path]:
     """Return all files except those of the state folder."""
     return sorted(path for path in folder.rglob("*") if STATE_FOLDER not in path.parts and not path.is_dir())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from offload_backend_disk.scan import Scan
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
-from tests.backends.disk.conftest import Disk, files_under, key, mount, open_account, used
+from tests.backends.disk.conftest import Disk, files_under, key, mount, open_account, until, used
 from tests.support.tier_log import LOG
 
 KIB = 1024
@@ -41,12 +40,6 @@ def die(root: Path, process: str) -> None:
     folder = root / STATE_FOLDER / "owners"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / process).touch()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for background work; otherwise the test's time limit ends it."""
-    while not condition():  # noqa: ASYNC110 - the work signals no end
-        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("options", [{}, {"capacity": 100 * KIB}], ids=["without a limit", "with a limit"])

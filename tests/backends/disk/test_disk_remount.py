@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from offload_backend_disk import DiskBackend
 from offload_backend_disk.folder.processes import STATE_FOLDER
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
-from tests.backends.disk.conftest import Disk, key, store
+from tests.backends.disk.conftest import Disk, key, store, until
 from tests.media.fuse.mount import FaultFs
 
 OPTIONS = pytest.mark.parametrize("options", [{}, {"capacity": "10MiB"}], ids=["without a limit", "with a limit"])
@@ -23,11 +22,6 @@ def mount_again(fault_fs: FaultFs) -> None:
     fault_fs.abort()
     fault_fs.mount()
     assert fault_fs.path.stat().st_dev != device, "this kernel gives the new mount the old number"
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - the work signals no end
-        await asyncio.sleep(0.01)
 
 
 async def is_served(backend: DiskBackend, number: int) -> bool:

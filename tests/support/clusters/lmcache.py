@@ -15,6 +15,8 @@ from offload_backend_lmcache.client.problems import SERVER_MODULE
 from tests.support.server_process import LOOPBACK, ServerProcess, accepts, free_port
 
 _MAIN = "import sys; from lmcache.cli.main import main; sys.argv[0] = 'lmcache'; main()"
+FOR_OWN_CONNECTOR = ("--supported-transfer-mode", "auto", "--separate-object-groups")
+"""Flags for LMCache's own connector on CPUs, in both its modes, also with models of several groups."""
 _NEEDED = ("lmcache", "opentelemetry.exporter.prometheus", "sortedcontainers")
 
 

@@ -231,7 +231,10 @@ def stock_transfer_config() -> dict[str, Any]:
     }
 
 
-def lmcache_transfer_config(port: int, mode: Literal["engine_driven", "lmcache_driven"]) -> dict[str, Any]:
+LMCacheMode = Literal["engine_driven", "lmcache_driven"]
+
+
+def lmcache_transfer_config(port: int, mode: LMCacheMode) -> dict[str, Any]:
     """Return a ``kv_transfer_config`` of LMCache's own connector: a peer.
 
     Args:

@@ -85,7 +85,7 @@ class Processes:
             self._descriptor = self._create_lock_file()
             self._remove_unfinished()
             if self._mark is None or not self._mark.exists():
-                with suppress(OSError):  # without a mark, this process knows the folder by its lock file
+                with suppress(OSError):  # without a mark, the folder is not known again after a remount
                     self._mark = self._find_mark()
             return is_first
 
@@ -95,7 +95,7 @@ class Processes:
         Raises:
             OSError: the folder cannot be read.
         """
-        return self.own_lock_file.exists() or (self._mark is not None and self._mark.exists())
+        return self._mark is not None and self._mark.exists()
 
     def unregister(self) -> None:
         """Release this process's lock and remove its file, if that is possible. Idempotent."""
