@@ -13,7 +13,8 @@ in the KV cache. Times end when the bytes are there.
 * vLLM store, vLLM load: vLLM's own handlers of CPU offloading with the same pages, where it has them for the device.
 
 The ratio is the speed in relation to the large copy of the same round and direction. Then an engine computes new
-prompts with a ``cpu`` tier and without one, as in ``benchmarks.overhead``.
+prompts with a ``cpu`` tier and without one, as in ``benchmarks.overhead``. Its model is a Gemma 3 of some 700 million
+parameters, and "to none" is the ratio to the speed without a connector in the same turn.
 
     python -m benchmarks.device_copies [--page-kib 4,16,64,256,1024,4096] [--pages 1,16,128] [--round-mib 128]
                                        [--rounds 20] [--turns 6] [--json FILE]
@@ -36,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.device_copies_stock import StockCopies
-from benchmarks.overhead import Contender
+from benchmarks.overhead import Contender, Speeds
 from benchmarks.reporting.document import Run, add_json_option
 from benchmarks.reporting.rows import DeviceCopies, DeviceCopy, TokensPerSecond, percentile
 from offload_core.api.backend import BackendType
@@ -58,6 +59,13 @@ from tests.support.transfer_rig import Rig
 
 KIB, MIB = 1024, 1024 * 1024
 MAX_OBJECTS = 64
+NONE = "none"
+ENGINE_ARGS = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    "max_num_batched_tokens": 8192,
+}
+"""Decoding is by graphs, so that the accelerator is the limit; no minutes of compilation."""
 TO_HOST = ("bus to host", "gather", "gather to host", "store", "vLLM store")
 
 
@@ -266,25 +274,35 @@ def tokens_per_second(turns: int) -> Iterator[TokensPerSecond]:
     ram = {"name": "ram", "type": "cpu", "capacity": "3GiB", "prefault": True}
     with tempfile.TemporaryDirectory(prefix="offload-core-bench-") as name:
         folder = Path(name)
-        model = tiny_models.write_gemma3_75m(folder / "model")
-        transfers = {"none": None, "cpu": disk_transfer_config(folder, backends=[ram])}
+        model = tiny_models.write_gemma3_700m(folder / "model")
+        transfers = {NONE: None, "cpu": disk_transfer_config(folder, backends=[ram])}
         engines = {
-            name: Contender(model, transfer, folder / f"files of {name}", arguments)
+            name: Contender(model, transfer, folder / f"files of {name}", arguments, engine_args=ENGINE_ARGS)
             for name, transfer in transfers.items()
         }
+        draw = random.Random(turns)
         for batch in range(2 * (1 + turns)):
-            for engine in engines.values():
+            for engine in draw.sample(list(engines.values()), len(engines)):
                 engine.compute(batch)
-        for name, engine in engines.items():
+        for engine in engines.values():
             engine.end()
-            speeds = engine.speeds
-            yield TokensPerSecond(
-                name=name,
-                turns=turns,
-                stored_p50=percentile(speeds.stored, 50),
-                opted_out_p50=percentile(speeds.opted_out, 50),
-                ratio_p50=percentile(speeds.ratios, 50),
-            )
+        yield from (tokens_row(name, engine.speeds, engines[NONE].speeds) for name, engine in engines.items())
+
+
+def tokens_row(name: str, speeds: Speeds, none: Speeds) -> TokensPerSecond:
+    """Return the row of an engine, beside the speeds of the one without a connector."""
+    without = [(one + other) / 2 for one, other in zip(none.stored, none.opted_out, strict=True)]
+    to_none = [stored / other for stored, other in zip(speeds.stored, without, strict=True)]
+    return TokensPerSecond(
+        name=name,
+        turns=len(speeds.stored),
+        stored_p50=percentile(speeds.stored, 50),
+        opted_out_p50=percentile(speeds.opted_out, 50),
+        to_opted_out_p50=percentile(speeds.ratios, 50),
+        to_none_p10=percentile(to_none, 10),
+        to_none_p50=percentile(to_none, 50),
+        to_none_p90=percentile(to_none, 90),
+    )
 
 
 def show(rows: Sequence[DeviceCopy], console: Console) -> None:
@@ -328,7 +346,8 @@ def main() -> None:
     for row in tokens:
         console.print(
             f"{row.name}: {row.stored_p50:.0f} tokens per second stored, {row.opted_out_p50:.0f} opted out, "
-            f"ratio {row.ratio_p50:.3f}"
+            f"ratio {row.to_opted_out_p50:.3f}; to none {row.to_none_p50:.3f} "
+            f"({row.to_none_p10:.3f} to {row.to_none_p90:.3f})"
         )
     name = str(getattr(torch.get_device_module(device), "get_device_name", lambda: device.type)())
     run.write(DeviceCopies(device=name, batched=batched_copy is not None, copies=found, tokens=tokens))

@@ -29,6 +29,7 @@ import os
 import random
 import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -124,6 +125,7 @@ class Contender:
         transfer: the engine's ``kv_transfer_config``.
         folder: a new one, for the files that begin and end the batches.
         writer: writes beside the batches that are "stored".
+        engine_args: of vLLM, beside and in place of those of this benchmark.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class Contender:
         folder: Path,
         arguments: argparse.Namespace,
         writer: PlainWriter | None = None,
+        engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         folder.mkdir()
         self._writer = writer
@@ -147,7 +150,7 @@ class Contender:
         """Those of each turn but the first, prompts and outputs together."""
         spec = RunSpec(
             model=str(model), dtype=arguments.dtype, max_model_len=4096, max_num_batched_tokens=2048,
-            kv_cache_memory_bytes=1 << 30, kv_transfer_config=transfer,
+            kv_cache_memory_bytes=1 << 30, kv_transfer_config=transfer, extra_engine_args=dict(engine_args or {}),
             rounds=[
                 Round(
                     name=str(number), prompts=prompts(*shape, 1 + number, self.is_stored(number)), one_at_a_time=False,

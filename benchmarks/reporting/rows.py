@@ -459,8 +459,12 @@ class TokensPerSecond(Row):
     turns: int
     stored_p50: Figure
     opted_out_p50: Figure
-    ratio_p50: Figure
+    to_opted_out_p50: Figure
     """Ratio of a stored batch to the other one of its turn."""
+    to_none_p10: Figure
+    """Ratio of a stored batch to the speed of the engine without a connector in the same turn."""
+    to_none_p50: Figure
+    to_none_p90: Figure
 
 
 class DeviceCopies(Results):

@@ -103,6 +103,18 @@ def write_gemma3_75m(folder: Path, *, seed: int = 0, dtype: str = "bfloat16", **
     return write_gemma3(folder, seed=seed, dtype=dtype, shape=big, **sizes)
 
 
+def write_gemma3_700m(folder: Path, *, seed: int = 0, dtype: str = "bfloat16", **sizes: int) -> Path:
+    """Write a Gemma 3 of about 700 million parameters for benchmarks on accelerators.
+
+    Its layers have the sizes of Gemma 3 1B (https://huggingface.co/google/gemma-3-1b-pt). Its vocabulary is small.
+    """
+    big = Gemma3Shape(
+        hidden_size=1152, num_layers=26, num_heads=4, num_kv_heads=1, head_dim=256,
+        intermediate_size=6912, vocab_size=4096, sliding_window=512,
+    )  # fmt: skip
+    return write_gemma3(folder, seed=seed, dtype=dtype, shape=big, **sizes)
+
+
 def write_mistral(
     folder: Path, *, seed: int = 0, dtype: str = "float32", shape: MistralShape | None = None, **sizes: int
 ) -> Path:
