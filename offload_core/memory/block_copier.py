@@ -55,7 +55,7 @@ class BlockCopier(Protocol):
     def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:
         """Copy blocks (one slice per group of the pack) from the KV cache into ``payload``.
 
-        The engine may write to the blocks after this call, since its device runs that work after the copy.
+        The engine may write to the blocks after :meth:`gathers_end`, since its device runs that work after the copy.
 
         Returns:
             ``False`` if there is no memory for the copy on its way. Nothing is copied then.
@@ -65,14 +65,15 @@ class BlockCopier(Protocol):
     def gathers_end(self) -> CopyEnd | None:
         """Return the end of all gathers so far; ``None`` if they are complete.
 
-        Call it after the gathers of a step. A device may move their bytes to host memory only then.
+        Call it after the gathers of a step. A device may begin them only then, all together.
         """
         ...
 
     def scatter(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> None:
         """Copy blocks (one slice per group of the pack) from ``payload`` into the KV cache.
 
-        The copy begins after all work that the engine has given to its device so far.
+        Call :meth:`scatters_end` after some scatters. A device may begin them only then, all together, after all work
+        that the engine has given to it by then.
         """
         ...
 
@@ -195,12 +196,12 @@ def check_slots(layout: PackLayout, blocks: Sequence[BlockSlice]) -> None:
     Raises:
         ValueError: a slice has more blocks than the payload has slots from its first one on.
     """
-    for run in layout.runs:
-        part = blocks[run.group]
-        if part.first_slot + len(part.block_ids) > run.blocks:
+    for group, slots in layout.group_slots:
+        part = blocks[group]
+        if part.first_slot + len(part.block_ids) > slots:
             raise ValueError(
                 f"pack {layout.name}: slots {part.first_slot} to {part.first_slot + len(part.block_ids) - 1} do not "
-                f"all exist; slots are 0 to {run.blocks - 1}"
+                f"all exist; slots are 0 to {slots - 1}"
             )
 
 

@@ -73,6 +73,11 @@ class PackLayout:
         return cls(pack.name, tuple(runs), offset)
 
     @cached_property
+    def group_slots(self) -> tuple[tuple[int, int], ...]:
+        """Each group with the number of its slots, if it has references."""
+        return tuple({run.group: run.blocks for run in self.runs}.items())
+
+    @cached_property
     def group_runs(self) -> tuple[GroupRuns, ...]:
         """The page runs of each group as arrays, for the arithmetic of many copies at once."""
         groups: list[GroupRuns] = []

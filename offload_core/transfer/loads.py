@@ -226,6 +226,7 @@ class Loads:
         lent = [self._kept.get(tier, item.key) for item in objects]
         for item, one in zip(objects, lent, strict=True):
             self._copier.scatter(self._layouts.of(item), item.blocks, one.tensor[HEADER_BYTES:])
+        self._copier.let_engine_follow_scatters()
         self._counters.add("load_kept", tier, len(objects))
 
     def give_back(self, job_ids: Iterable[int]) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload_core.memory.block_copier import BlockSlice, check_slots, consecutive_blocks
+from offload_core.memory.block_copier import BlockSlice
 from offload_core.memory.payload_layout import GroupRuns, PackLayout
 
 logger = logging.getLogger(__name__)
@@ -46,25 +48,41 @@ class CacheAddresses(NamedTuple):
         )
 
 
-def pieces_to_blocks(
-    layout: PackLayout, blocks: Sequence[BlockSlice], payload: int, caches: CacheAddresses
-) -> CopyPieces:
-    """Return the copies from the payload at an address to blocks.
+@dataclass(frozen=True)
+class Scatter:
+    """One object on its way into its blocks.
+
+    Args:
+        blocks: one slice per group of the pack.
+        payload: its host memory.
+    """
+
+    layout: PackLayout
+    blocks: Sequence[BlockSlice]
+    payload: torch.Tensor
+
+
+def pieces_to_blocks(scatters: Sequence[Scatter], caches: CacheAddresses) -> CopyPieces:
+    """Return the copies from payloads to their blocks.
 
     Consecutive blocks are one piece where no padding lies between their pages. The time grows with the number of
-    groups, and hardly with that of pages, since the engine's thread makes this call.
-
-    Raises:
-        ValueError: a slice has more blocks than the payload has slots from its first one on.
+    layouts and groups, and hardly with those of objects and pages, since the engine's thread makes this call.
     """
-    check_slots(layout, blocks)
     pieces = [
-        _pieces_of_runs(some, padded, blocks[runs.group], payload, caches)
-        for runs in layout.group_runs
-        if blocks[runs.group].block_ids
+        _pieces_of_runs(some, padded, [(one.blocks[runs.group], one.payload) for one in alike], caches)
+        for alike in _by_layout(scatters)
+        for runs in alike[0].layout.group_runs
         for padded, some in _by_padding(runs, caches)
     ]
     return CopyPieces(*map(np.concatenate, zip(*pieces, strict=True))) if pieces else CopyPieces.of([])
+
+
+def _by_layout(scatters: Sequence[Scatter]) -> list[list[Scatter]]:
+    """Return the scatters of each layout."""
+    layouts: dict[str, list[Scatter]] = {}
+    for scatter in scatters:
+        layouts.setdefault(scatter.layout.name, []).append(scatter)
+    return list(layouts.values())
 
 
 def _by_padding(runs: GroupRuns, caches: CacheAddresses) -> Iterator[tuple[bool, GroupRuns]]:
@@ -77,16 +95,28 @@ def _by_padding(runs: GroupRuns, caches: CacheAddresses) -> Iterator[tuple[bool,
 
 
 def _pieces_of_runs(
-    runs: GroupRuns, padded: bool, part: BlockSlice, payload: int, caches: CacheAddresses
+    runs: GroupRuns, padded: bool, parts: Sequence[tuple[BlockSlice, torch.Tensor]], caches: CacheAddresses
 ) -> CopyPieces:
-    """Return the copies to a group's blocks in the tensors of these runs."""
-    each = ((position, block_id, 1) for position, block_id in enumerate(part.block_ids))
-    spans = each if padded else consecutive_blocks(part.block_ids)
-    positions, ids, counts = np.array(list(spans), dtype=np.uint64).T
+    """Return the copies from each payload to a group's blocks in the tensors of these runs."""
+    lengths = [len(part.block_ids) for part, _ in parts]
+    ids = np.fromiter(chain.from_iterable(part.block_ids for part, _ in parts), np.uint64, sum(lengths))
+    payloads = np.repeat(np.array([payload.data_ptr() for _, payload in parts], dtype=np.uint64), lengths)
+    slots = np.fromiter(
+        chain.from_iterable(range(part.first_slot, part.first_slot + len(part.block_ids)) for part, _ in parts),
+        np.uint64,
+        len(ids),
+    )
+    counts = np.ones(len(ids), dtype=np.uint64)
+    if not padded and len(ids):
+        one = np.uint64(1)
+        follows = (ids[1:] == ids[:-1] + one) & (slots[1:] == slots[:-1] + one) & (payloads[1:] == payloads[:-1])
+        firsts = np.flatnonzero(np.concatenate([[True], ~follows]))
+        counts = np.diff(firsts, append=len(ids)).astype(np.uint64)
+        ids, payloads, slots = ids[firsts], payloads[firsts], slots[firsts]
     page_bytes, offsets = runs.page_bytes[:, None], runs.offsets[:, None]
     starts, strides = caches.starts[runs.tensor_indices, None], caches.strides[runs.tensor_indices, None]
     return CopyPieces(
-        (payload + offsets + (part.first_slot + positions) * page_bytes).ravel(),
+        (payloads + offsets + slots * page_bytes).ravel(),
         (starts + ids * strides).ravel(),
         (counts * page_bytes).ravel(),
     )

@@ -8,6 +8,11 @@ _ALIGNMENT_BYTES = 256
 """Devices copy fastest from addresses that are multiples of this."""
 
 
+def slot_bytes(nbytes: int) -> int:
+    """Return the bytes of a slot for ``nbytes`` bytes."""
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
 class DeviceBuffer:
     """Slots in ``nbytes`` bytes. A slot is one piece: if it does not fit before the end, it is at the beginning."""
 
@@ -17,7 +22,7 @@ class DeviceBuffer:
 
     def try_take(self, nbytes: int) -> int | None:
         """Return the first byte of a new slot, or ``None`` if there is no room for it now."""
-        needed = -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        needed = slot_bytes(nbytes)
         for start, end in self._free_pieces():
             if end - start >= needed or (end == self._nbytes and end - start >= nbytes):
                 self._slots.append((start, start + needed))

@@ -1,9 +1,11 @@
 """Copies of KV cache blocks on an accelerator, by streams of their own.
 
 - A gather copies blocks into a buffer on the device, on the engine's stream. So later work may reuse the blocks at
-  once, and waits for no payload on the bus. The store stream then moves the buffer to host memory. If the blocks lie
-  apart, their ids go to the device, and one call per reference selects their rows.
+  once, and waits for no payload on the bus. The store stream then moves the buffer to host memory.
 - A scatter copies host memory into blocks on the load stream, after all work that is on the engine's stream by then.
+
+The copies of a step begin together, since each call of a device takes time of the engine's thread. For gathers the
+block ids go to the device, and :mod:`offload_core.memory.device.gather_plan` has the calls that select their pages.
 
 :mod:`offload_core.memory.device.stream_waits` has the waits between the streams. Copies between host and device are
 torch's, or batched ones where the engine's installation has them.
@@ -15,7 +17,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,9 +29,16 @@ from offload_core.memory.block_copier import (
     copy_spans,
 )
 from offload_core.memory.canonical import CanonicalKVCaches
-from offload_core.memory.device.batched_copy import BatchedCopy, CacheAddresses, CopyPieces, pieces_to_blocks
+from offload_core.memory.device.batched_copy import (
+    BatchedCopy,
+    CacheAddresses,
+    CopyPieces,
+    Scatter,
+    pieces_to_blocks,
+)
 from offload_core.memory.device.block_id_buffer import BlockIdBuffer
-from offload_core.memory.device.device_buffer import DeviceBuffer
+from offload_core.memory.device.device_buffer import DeviceBuffer, slot_bytes
+from offload_core.memory.device.gather_plan import Gather, GatherPlan
 from offload_core.memory.device.stream_waits import StreamWaits
 from offload_core.memory.payload_layout import PackLayout, PageRun
 
@@ -70,15 +78,6 @@ class _Copies:
     descriptors: Sequence[object]
 
 
-@dataclass(frozen=True)
-class _Gathered:
-    """A gather whose move has not begun."""
-
-    slot: torch.Tensor
-    payload: torch.Tensor
-    id_lists: int
-
-
 class StreamBlockCopier:
     """A :class:`~offload_core.memory.block_copier.CacheCopier` for the memory of one accelerator.
 
@@ -107,16 +106,17 @@ class StreamBlockCopier:
         """Per tensor, page size and type of its elements, the pages of all blocks as rows."""
         self.attach(caches)
         self._device = self._tensors[0].device
-        self._memory = torch.empty(buffer_bytes, dtype=torch.int8, device=self._device)
+        self._memory = torch.empty(slot_bytes(buffer_bytes), dtype=torch.int8, device=self._device)
         self._buffer = DeviceBuffer(buffer_bytes)
         self._ids = BlockIdBuffer(self._device)
         self._batched_copy = batched_copy
-        self._gathered: list[_Gathered] = []
+        self._gathers: list[Gather] = []
+        """Gathers that have not begun."""
+        self._new_scatters: list[Scatter] = []
+        """Scatters that have not begun."""
         self._moves: deque[_Copies] = deque()
         self._scatters: deque[_Copies] = deque()
         """Batched scatters whose descriptors the device may still read."""
-        self._descriptors: list[object] = []
-        """Descriptors of scatters that no event has followed so far."""
         self._store_stream: Any = torch.Stream(device=self._device, priority=lowest_priority(self._device))
         self._load_stream: Any = torch.Stream(device=self._device)
         self._waits = StreamWaits(self._device, self._store_stream, self._load_stream)
@@ -126,67 +126,64 @@ class StreamBlockCopier:
         if not self._tensors:
             return False
         check_slots(layout, blocks)  # before the slot: an error must not leave it without its move
-        self._free_moved()
         start = self._buffer.try_take(len(payload))
         if start is None:
+            self._free_moved()
+            start = self._buffer.try_take(len(payload))
+        if start is None:
             return False
-        slot = self._memory[start : start + len(payload)]
-        ids = self._put_ids(blocks)
-        for run in layout.runs:
-            if run.group in ids:
-                self._select(run, blocks[run.group].first_slot, ids[run.group], slot)
-        others = [BlockSlice(0, ()) if group in ids else part for group, part in enumerate(blocks)]
-        for span in copy_spans(layout, others):
-            _pages(slot, span).copy_(self._blocks(span))
-        self._gathered.append(_Gathered(slot, payload, len(ids)))
+        self._gathers.append(Gather(layout, blocks, payload, start))
         return True
 
     def gathers_end(self) -> StreamEnd | None:
-        """Begin the moves of all gathers so far, and return their end; see :class:`BlockCopier`."""
-        if self._gathered:
-            gathered, self._gathered = self._gathered, []
+        """Begin all gathers so far and their moves, and return their end; see :class:`BlockCopier`."""
+        if self._gathers:
+            self._free_moved()
+            gathers, self._gathers = self._gathers, []
+            plan = GatherPlan.of(gathers)
+            has_ids = self._select(plan)
+            if not has_ids:
+                self._copy_pages(gathers)
             self._waits.move_follows_gathers()
             with self._store_stream:
-                descriptors = self._move(gathered)
-            id_lists = sum(gather.id_lists for gather in gathered)
-            self._moves.append(_Copies(self._store_stream.record_event(), len(gathered), id_lists, descriptors))
+                descriptors = self._move(plan.slots if has_ids else [(one.start, one.payload) for one in gathers])
+            self._moves.append(_Copies(self._store_stream.record_event(), len(gathers), int(has_ids), descriptors))
         return StreamEnd(self._moves[-1].end, self._waits.store_follows_move) if self._moves else None
 
     def scatter(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> None:
         """Copy blocks from ``payload`` into the KV cache; see :class:`BlockCopier`."""
         check_attached(self._tensors)
-        self._free_descriptors()
-        self._waits.scatter_follows_engine()
-        with self._load_stream:
-            if self._batched_copy is None:
-                for span in copy_spans(layout, blocks):
-                    self._blocks(span).copy_(_pages(payload, span), non_blocking=True)
-                return
-            pieces = pieces_to_blocks(layout, blocks, payload.data_ptr(), self._addresses)
-            self._descriptors.append(self._batched_copy(pieces, from_host=True))
+        check_slots(layout, blocks)
+        self._new_scatters.append(Scatter(layout, blocks, payload))
 
     def scatters_end(self) -> StreamEnd:
-        """Return the end of all scatters so far; see :class:`BlockCopier`."""
+        """Begin all scatters so far, and return their end; see :class:`BlockCopier`."""
+        self._free_descriptors()
+        scatters, self._new_scatters = self._new_scatters, []
+        if not scatters:
+            return self._end_of(self._load_stream.record_event())
+        self._waits.scatter_follows_engine()
+        with self._load_stream:
+            descriptors = self._fill(scatters)
         end = self._load_stream.record_event()
-        if self._descriptors:
-            self._scatters.append(_Copies(end, 0, 0, self._descriptors))
-            self._descriptors = []
-        return StreamEnd(end, self._waits.verdict_follows_scatter)
+        self._scatters.append(_Copies(end, 0, 0, descriptors))
+        return self._end_of(end)
 
     def let_engine_follow_scatters(self) -> None:
         """Let later work of the engine begin after the scatters so far; see :class:`BlockCopier`."""
+        self.scatters_end()
         self._waits.engine_follows_scatters()
 
     def wait(self) -> None:
         """Wait for the end of all copies."""
         self.gathers_end()
+        self.scatters_end()
         self._waits.shutdown_follows_copies()
 
     def detach(self) -> None:
         """Wait for the end of all copies and let go of the KV cache; see :class:`CacheCopier`."""
         self.wait()
         self._free_moved()
-        self._descriptors.clear()
         self._free_descriptors()
         self._tensors = []
         self._rows.clear()
@@ -201,37 +198,57 @@ class StreamBlockCopier:
         self._addresses = CacheAddresses.of(tensors)
         self._alignments = [math.gcd(8, one.stride(0), one.data_ptr(), one.storage_offset()) for one in tensors]
 
-    def _put_ids(self, blocks: Sequence[BlockSlice]) -> dict[int, torch.Tensor]:
-        """Return, on the device, the block ids of each group whose blocks lie apart, as far as there is room."""
-        ids = {}
-        for group, part in enumerate(blocks):
-            if any(later != earlier + 1 for earlier, later in pairwise(part.block_ids)):
-                there = self._ids.try_put(part.block_ids)
-                if there is not None:
-                    ids[group] = there
-        return ids
+    def _select(self, plan: GatherPlan) -> bool:
+        """Copy pages into the device buffer by one call per selection; false if there is no room for the block ids."""
+        there = self._ids.try_put(plan.block_ids)
+        if there is None:
+            return False
+        for run, first_id, objects, pages, start, stride in plan.selections:
+            word_bytes = math.gcd(self._alignments[run.tensor_index], run.page_bytes, start)  # a stride is a multiple
+            word = _WORDS[word_bytes]
+            ids = there[first_id : first_id + objects * pages].view(objects, pages)
+            shape = objects, pages, run.page_bytes // word_bytes
+            strides = stride // word_bytes, shape[2], 1
+            target = self._memory.view(word).as_strided(shape, strides, start // word_bytes)
+            torch.ops.aten.index.Tensor_out(self._rows_of(run, word), [ids], out=target)
+        return True
 
-    def _select(self, run: PageRun, first_slot: int, ids: torch.Tensor, payload: torch.Tensor) -> None:
-        """Copy the pages of blocks into a payload on the device by one call."""
-        first = run.offset_bytes + first_slot * run.page_bytes
-        word = _WORDS[math.gcd(self._alignments[run.tensor_index], run.page_bytes, first)]
+    def _rows_of(self, run: PageRun, word: torch.dtype) -> torch.Tensor:
+        """Return the pages of all blocks in a reference, as rows of words."""
         rows = self._rows.get((run.tensor_index, run.page_bytes, word))
         if rows is None:
             rows = self._tensors[run.tensor_index][:, : run.page_bytes].view(word)
             self._rows[run.tensor_index, run.page_bytes, word] = rows
-        pages = payload[first : first + len(ids) * run.page_bytes].view(word).view(len(ids), -1)
-        torch.index_select(rows, 0, ids, out=pages)
+        return rows
 
-    def _move(self, gathered: Sequence[_Gathered]) -> list[object]:
-        """Begin the copies from the device buffer, on the current stream; return their descriptors."""
+    def _copy_pages(self, gathers: Sequence[Gather]) -> None:
+        """Copy pages into the device buffer by one call per piece."""
+        for gather in gathers:
+            slot = self._memory[gather.start : gather.start + len(gather.payload)]
+            for span in copy_spans(gather.layout, gather.blocks):
+                _pages(slot, span).copy_(self._blocks(span))
+
+    def _move(self, slots: Sequence[tuple[int, torch.Tensor]]) -> list[object]:
+        """Begin the copies from the device buffer to payloads, on the current stream; return their descriptors."""
         if self._batched_copy is None:
-            for gather in gathered:
-                gather.payload.copy_(gather.slot, non_blocking=True)
+            for start, payload in slots:
+                payload.copy_(self._memory[start : start + len(payload)], non_blocking=True)
             return []
-        pieces = CopyPieces.of(
-            (gather.slot.data_ptr(), gather.payload.data_ptr(), len(gather.payload)) for gather in gathered
-        )
+        memory = self._memory.data_ptr()
+        pieces = CopyPieces.of((memory + start, payload.data_ptr(), len(payload)) for start, payload in slots)
         return [self._batched_copy(pieces, from_host=False)]
+
+    def _fill(self, scatters: Sequence[Scatter]) -> list[object]:
+        """Begin the copies from payloads to blocks, on the current stream; return their descriptors."""
+        if self._batched_copy is not None:
+            return [self._batched_copy(pieces_to_blocks(scatters, self._addresses), from_host=True)]
+        for scatter in scatters:
+            for span in copy_spans(scatter.layout, scatter.blocks):
+                self._blocks(span).copy_(_pages(scatter.payload, span), non_blocking=True)
+        return []
+
+    def _end_of(self, scatters: torch.Event) -> StreamEnd:
+        return StreamEnd(scatters, self._waits.verdict_follows_scatter)
 
     def _free_moved(self) -> None:
         """Free the slots whose bytes are in host memory, in the order in which they were taken."""
