@@ -53,7 +53,8 @@ from offload_core.runtime.io_loop import IoLoop
 from offload_core.transfer.batches import TransferObject
 from offload_core.vllm.worker.batched_copy import installed_batched_copy
 from tests.support import tiny_models
-from tests.support.engine.spec import disk_transfer_config
+from tests.support.engine.lab import count
+from tests.support.engine.spec import RunResult, disk_transfer_config
 from tests.support.memory_backend import key
 from tests.support.transfer_rig import Rig
 
@@ -284,12 +285,12 @@ def tokens_per_second(turns: int) -> Iterator[TokensPerSecond]:
         for batch in range(2 * (1 + turns)):
             for engine in draw.sample(list(engines.values()), len(engines)):
                 engine.compute(batch)
-        for engine in engines.values():
-            engine.end()
-        yield from (tokens_row(name, engine.speeds, engines[NONE].speeds) for name, engine in engines.items())
+        for name, engine in engines.items():
+            result = engine.end()
+            yield tokens_row(name, engine.speeds, engines[NONE].speeds, result)
 
 
-def tokens_row(name: str, speeds: Speeds, none: Speeds) -> TokensPerSecond:
+def tokens_row(name: str, speeds: Speeds, none: Speeds, result: RunResult) -> TokensPerSecond:
     """Return the row of an engine, beside the speeds of the one without a connector."""
     without = [(one + other) / 2 for one, other in zip(none.stored, none.opted_out, strict=True)]
     to_none = [stored / other for stored, other in zip(speeds.stored, without, strict=True)]
@@ -302,6 +303,8 @@ def tokens_row(name: str, speeds: Speeds, none: Speeds) -> TokensPerSecond:
         to_none_p10=percentile(to_none, 10),
         to_none_p50=percentile(to_none, 50),
         to_none_p90=percentile(to_none, 90),
+        stored_objects=count(result, "stores", "ram"),
+        dropped_objects=count(result, "store_dropped", "ram"),
     )
 
 
@@ -347,7 +350,8 @@ def main() -> None:
         console.print(
             f"{row.name}: {row.stored_p50:.0f} tokens per second stored, {row.opted_out_p50:.0f} opted out, "
             f"ratio {row.to_opted_out_p50:.3f}; to none {row.to_none_p50:.3f} "
-            f"({row.to_none_p10:.3f} to {row.to_none_p90:.3f})"
+            f"({row.to_none_p10:.3f} to {row.to_none_p90:.3f}); "
+            f"{row.stored_objects} objects stored, {row.dropped_objects} dropped"
         )
     name = str(getattr(torch.get_device_module(device), "get_device_name", lambda: device.type)())
     run.write(DeviceCopies(device=name, batched=batched_copy is not None, copies=found, tokens=tokens))

@@ -197,10 +197,11 @@ class Contender:
             speeds = self.speeds.stored if self.is_stored(batch) else self.speeds.opted_out
             speeds.append(self._tokens / max(one.total_seconds for one in result.prompts))
 
-    def end(self) -> None:
-        """Wait until the engine has ended."""
-        self._run.result()
+    def end(self) -> RunResult:
+        """Wait until the engine has ended, and return its report."""
+        result = self._run.result()
         self._pool.shutdown()
+        return result
 
     def is_stored(self, batch: int) -> bool:
         """Return whether a batch is stored, or its requests opt out."""

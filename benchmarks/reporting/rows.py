@@ -465,6 +465,9 @@ class TokensPerSecond(Row):
     """Ratio of a stored batch to the speed of the engine without a connector in the same turn."""
     to_none_p50: Figure
     to_none_p90: Figure
+    stored_objects: int
+    dropped_objects: int
+    """Objects that the buffer on the device, or staging memory, had no room for."""
 
 
 class DeviceCopies(Results):

@@ -31,6 +31,10 @@ class HostCopier:
     def __init__(self, view_of: PlaceView) -> None:
         self._view_of = view_of
 
+    def has_room(self, payload_bytes: int) -> bool:
+        """Return ``True``: a gather needs no memory beside the payload."""
+        return True
+
     def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:
         """Copy a place into ``payload``."""
         for part, place in self._parts(blocks, payload):

@@ -93,7 +93,7 @@ class DirectCalls:
 
     def receive(self) -> None:
         """Take the answers that are there. If another thread does so at this moment, nothing happens."""
-        if self._lock.acquire(blocking=False):
+        if (self._calls or self._unsent) and self._lock.acquire(blocking=False):
             try:
                 answers, damage = self._read()
             finally:

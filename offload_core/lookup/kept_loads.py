@@ -156,9 +156,10 @@ class KeptLoads:
     def end_step(self) -> list[int]:
         """End a step: renew the budget, and return the loads whose objects the workers give back."""
         self._left_bytes = self._budget_bytes
-        oldest = self._clock() - _UNUSED_SECONDS
-        while self._kept and next(iter(self._kept.values())).used < oldest:
-            self._give_back(next(iter(self._kept)))
+        if self._kept:
+            oldest = self._clock() - _UNUSED_SECONDS
+            while self._kept and next(iter(self._kept.values())).used < oldest:
+                self._give_back(next(iter(self._kept)))
         given_back, self._given_back = self._given_back, []
         return given_back
 

@@ -52,6 +52,10 @@ class BlockCopier(Protocol):
         """True if payloads may be in any host memory; false if they should be pinned, so that no call waits."""
         ...
 
+    def has_room(self, payload_bytes: int) -> bool:
+        """Return whether there is memory for the gather of a payload on its way."""
+        ...
+
     def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:
         """Copy blocks (one slice per group of the pack) from the KV cache into ``payload``.
 
@@ -117,6 +121,10 @@ class CpuBlockCopier:
     def __init__(self, caches: CanonicalKVCaches) -> None:
         self._arrays: list[npt.NDArray[np.int8]] = []
         self.attach(caches)
+
+    def has_room(self, payload_bytes: int) -> bool:
+        """Return whether there is a KV cache; see :class:`BlockCopier`."""
+        return bool(self._arrays)
 
     def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:
         """Copy blocks from the KV cache into ``payload``; see :class:`BlockCopier`."""

@@ -192,12 +192,16 @@ class Counters:
 
     def take(self) -> dict[tuple[str, str], float]:
         """Return the counts since the last call, and start again from zero. The count of a gauge is its change."""
+        if not self._counts:
+            return {}
         with self._lock:
             counts, self._counts = self._counts, defaultdict(int)
         return {key: count for key, count in counts.items() if count}
 
     def take_histograms(self) -> dict[tuple[str, str], float]:
         """Return the counts of the histograms' buckets since the last call, and start again from zero."""
+        if not self._values:
+            return {}
         with self._lock:
             values, self._values = self._values, defaultdict(int)
         return dict(values)

@@ -26,7 +26,7 @@ class LiveCurves:
     A tier has a capacity if its backend is bounded and has an option ``capacity``, as the bundled ones do. There is no
     curve for a tier that stores nothing, and none with ``placement: everything``.
 
-    An error ends the estimates and nothing else. All methods run on the engine's thread.
+    An error ends the estimates and nothing else. All calls but :meth:`start` come from one thread.
     """
 
     def __init__(
@@ -48,6 +48,11 @@ class LiveCurves:
         self._curves: dict[str, HitCurve] = {}
         self._shown: dict[tuple[str, str], float] = {}
         self._salt = 0
+
+    @property
+    def exist(self) -> bool:
+        """True if there is a curve."""
+        return bool(self._curves)
 
     def start(self, ranks: Sequence[Mapping[str, int]]) -> None:
         """Begin the estimates.

@@ -235,6 +235,8 @@ class Loads:
 
     def scatter_arrivals(self) -> None:
         """Copy all arrived objects into the KV cache, and use the staging memory that they leave."""
+        if not (self._active or self._arrivals or self._copying):
+            return
         self._arrived.clear()
         copied = []
         while self._arrivals:
@@ -253,6 +255,8 @@ class Loads:
 
     def take_ended(self) -> list[LoadResult]:
         """Return the loads that ended since the last call."""
+        if not self._active:
+            return []
         now = time.monotonic()
         ended = []
         for load in list(self._active.values()):

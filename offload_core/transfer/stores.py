@@ -145,6 +145,10 @@ class Stores:
                     new.append((store, willing))
                 continue
             may_drop = not item.spare or not all(writer.limits_spares for writer in willing)
+            if not self._copier.has_room(layout.payload_bytes):  # before an object that waits is dropped for it
+                self._choice.count(willing, "store_dropped")
+                self._results.append(StoreResult(item.key, stored=False))
+                continue
             writers = self._choice.charge(willing, nbytes, "store_dropped", may_drop=may_drop)
             lease = self._lease_to_gather(nbytes, may_drop=may_drop) if writers else None
             if lease is not None and not self._copier.gather(layout, item.blocks, lease.tensor[HEADER_BYTES:]):
@@ -221,8 +225,9 @@ class Stores:
 
     def start_promotions(self) -> None:
         """Start the stores of promoted objects."""
-        promotions, self._promotions = self._promotions, []
-        self._begin(promotions, time.monotonic(), sealed=True)
+        if self._promotions:
+            promotions, self._promotions = self._promotions, []
+            self._begin(promotions, time.monotonic(), sealed=True)
 
     def take_results(self) -> list[StoreResult]:
         """Return the results of submitted objects since the last call. Each object has one result.

@@ -61,4 +61,9 @@ class WriterChoice:
         """Undo :meth:`charge` for an object that is dropped, and count it."""
         for writer in writers:
             writer.discharge(nbytes)
+        self.count(writers, counter)
+
+    def count(self, writers: Sequence[TierWriter], counter: str) -> None:
+        """Count an object at some tiers."""
+        for writer in writers:
             self._counters.add(counter, writer.name)

@@ -97,6 +97,13 @@ class StepMetadata(KVConnectorMetadata):
     idle: bool = False
     """True if the step has no forward pass, so that a brief wait for an arrival delays no request."""
 
+    @property
+    def is_quiet(self) -> bool:
+        """True if the workers have nothing to begin or to end."""
+        if self.loads or self.stores or self.touches or self.prefetches:
+            return False
+        return not (self.cancelled_jobs or self.failures_to_report or self.given_back)
+
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
@@ -124,6 +131,14 @@ class StepReport(KVConnectorWorkerMetadata):
     """Per tier, the change in the number of ranks that refuse loads from it and so need no lookups; may be negative."""
     ranks_storing: int = 0
     """The change in the number of ranks whose stores go on at some tier; counted for KV events only."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if it has nothing to say."""
+        if self.failed_chunks or self.failed_requests or self.partial_requests or self.stores_ended:
+            return False
+        changes = self.changes or self.ranks_refusing_loads or self.ranks_storing
+        return not (changes or self.kept_jobs or self.prefetches_ended)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         """Combine two ranks' reports: a chunk is stored only if every rank has stored its part."""

@@ -72,8 +72,11 @@ class HeldCopier(WatchedCopier):
         self.stores = Stream()
         self.loads = Stream()
 
+    def has_room(self, payload_bytes: int) -> bool:
+        return super().has_room(payload_bytes) and self.stores.length < self.room
+
     def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:
-        if self.stores.length >= self.room:
+        if not self.has_room(len(payload)):
             return False
         copied = torch.empty_like(payload)
         if not super().gather(layout, blocks, copied):

@@ -13,6 +13,7 @@ from offload_core.vllm.metadata import WorkerIdentity
 from offload_core.vllm.scheduler.half import SchedulerHalf
 from tests.vllm.test_scheduler_half import BLOCK, request
 
+SECONDS = 20
 RAM = {"name": "ram", "type": "cpu", "capacity": "1MiB"}
 
 
@@ -37,6 +38,7 @@ class CurvedHalf:
 
     def shown(self) -> tuple[float, int]:
         """The hit ratio that the gauge shows, and the prompt tokens behind it."""
+        self.half._ended.settle(SECONDS)
         counts = self.half.counters.take()
         self._ratio += counts.get(("estimated_hit_ratio", "ram"), 0.0)
         self._tokens += counts.get(("estimated_prompt_tokens", "ram"), 0.0)

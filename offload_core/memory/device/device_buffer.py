@@ -22,16 +22,26 @@ class DeviceBuffer:
 
     def try_take(self, nbytes: int) -> int | None:
         """Return the first byte of a new slot, or ``None`` if there is no room for it now."""
-        needed = slot_bytes(nbytes)
-        for start, end in self._free_pieces():
-            if end - start >= needed or (end == self._nbytes and end - start >= nbytes):
-                self._slots.append((start, start + needed))
-                return start
-        return None
+        start = self._start_of(nbytes)
+        if start is not None:
+            self._slots.append((start, start + slot_bytes(nbytes)))
+        return start
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether there is room for a new slot now."""
+        return self._start_of(nbytes) is not None
 
     def free_oldest(self) -> None:
         """Free the slot that was taken first."""
         self._slots.popleft()
+
+    def _start_of(self, nbytes: int) -> int | None:
+        """Return the first byte of a slot that could be taken now."""
+        needed = slot_bytes(nbytes)
+        for start, end in self._free_pieces():
+            if end - start >= needed or (end == self._nbytes and end - start >= nbytes):
+                return start
+        return None
 
     def _free_pieces(self) -> tuple[tuple[int, int], ...]:
         """Return the free pieces that the next slot may use, in the order of their use."""

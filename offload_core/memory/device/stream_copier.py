@@ -121,16 +121,18 @@ class StreamBlockCopier:
         self._load_stream: Any = torch.Stream(device=self._device)
         self._waits = StreamWaits(self._device, self._store_stream, self._load_stream)
 
-    def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:
-        """Copy blocks from the KV cache into ``payload``; see :class:`BlockCopier`."""
+    def has_room(self, payload_bytes: int) -> bool:
+        """Return whether the device buffer has room; see :class:`BlockCopier`."""
         if not self._tensors:
             return False
-        check_slots(layout, blocks)  # before the slot: an error must not leave it without its move
-        start = self._buffer.try_take(len(payload))
-        if start is None:
+        if not self._buffer.has_room(payload_bytes):
             self._free_moved()
-            start = self._buffer.try_take(len(payload))
-        if start is None:
+        return self._buffer.has_room(payload_bytes)
+
+    def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:
+        """Copy blocks from the KV cache into ``payload``; see :class:`BlockCopier`."""
+        check_slots(layout, blocks)  # before the slot: an error must not leave it without its move
+        if not self.has_room(len(payload)) or (start := self._buffer.try_take(len(payload))) is None:
             return False
         self._gathers.append(Gather(layout, blocks, payload, start))
         return True

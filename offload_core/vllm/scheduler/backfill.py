@@ -94,6 +94,8 @@ class Backfill:
 
     def end_step(self) -> None:
         """End an engine step. A request that the engine does not ask about for some steps holds up no other."""
+        if not self._expected:
+            return
         self._expected = {request_id: steps - 1 for request_id, steps in self._expected.items() if steps > 1}
 
     def forget(self, request_id: str) -> None:

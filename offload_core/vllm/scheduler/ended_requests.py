@@ -1,17 +1,24 @@
-"""The requests that have ended, for the trace and for the live curves."""
+"""The requests that have ended, for the trace and for the live curves.
+
+The curves have a thread of their own: a request takes them a large part of a millisecond.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 
 from offload_core.config.model import OffloadConfig
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.metrics import Counters
+from offload_core.runtime.threads import DaemonExecutor
 from offload_core.simulation.trace_recorder import TraceRecorder
 from offload_core.tiers.live_curves import LiveCurves
 from offload_core.tiers.tier import Tier
 from offload_core.vllm.scheduler.placement_plan import PlacementPlan
 from offload_core.vllm.scheduler.request_state import RequestState
+
+_CLOSE_SECONDS = 1.0
 
 
 class EndedRequests:
@@ -29,6 +36,10 @@ class EndedRequests:
         self._placement = placement
         self._prompt_only = settings.offload_prompt_only
         self._curves = LiveCurves(config, planner, tiers, counters)
+        self._curves_thread = DaemonExecutor(1, "offload-curves")
+        self._last_call: Future[None] | None = None
+        """The curves' latest call."""
+        self._is_closed = False
         self._trace: TraceRecorder | None = None
         if settings.trace_file is not None:
             self._trace = TraceRecorder(settings.trace_file, planner.boundary_tokens, settings.trace_file_bytes)
@@ -44,10 +55,19 @@ class EndedRequests:
 
     def reset(self) -> None:
         """Forget the requests of the curves, since the names of chunks change."""
-        self._curves.reset()
+        if self._curves.exist:
+            self._last_call = self._curves_thread.submit(self._curves.reset)
+
+    def settle(self, seconds: float) -> None:
+        """Wait until the curves have all requests, at most some seconds."""
+        if self._last_call is not None:
+            wait([self._last_call], seconds)
 
     def close(self) -> None:
-        """End the trace."""
+        """End the curves and the trace."""
+        self._is_closed = True
+        self.settle(_CLOSE_SECONDS)
+        self._curves_thread.shutdown()
         if self._trace is not None:
             self._trace.close()
 
@@ -60,7 +80,11 @@ class EndedRequests:
     def _estimate(self, state: RequestState) -> None:
         """Add a request to the live curves, if it loads and stores and its prompt was computed."""
         request, options = state.request, state.options
+        if self._is_closed or not self._curves.exist:
+            return
         if options.load and options.store and request.num_computed_tokens >= request.num_prompt_tokens:
             tokens = request.num_prompt_tokens if self._prompt_only else request.num_computed_tokens
             hashes = self._placement.boundary_names(state, tokens)
-            self._curves.add(hashes, request.num_prompt_tokens, state.seen_boundaries)
+            self._last_call = self._curves_thread.submit(
+                self._curves.add, hashes, request.num_prompt_tokens, state.seen_boundaries
+            )

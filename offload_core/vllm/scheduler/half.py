@@ -19,6 +19,7 @@ from offload_core.lookup.load_choice import LoadChoice
 from offload_core.lookup.service import LookupService
 from offload_core.lookup.tier_index import TierIndex
 from offload_core.objects.fingerprint import Json, fingerprint
+from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.placement import PathPlacement
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.io_loop import IoLoop
@@ -232,16 +233,20 @@ class SchedulerHalf:
         loads = self._new_loads.take()
         again = [ChunkTouch(*touch) for touch in self._kept_loads.take_touches()]
         touches = [*again, *self._placement.take_touches()]
-        transfers = chain(stores, *(load.chunks for load in loads))
-        renewed = [item.chunk for item in transfers] + [touch.chunk for touch in touches]
+        renewed: list[ChunkRef] = []
+        if stores or loads or touches:
+            transfers = chain(stores, *(load.chunks for load in loads))
+            renewed = [item.chunk for item in transfers] + [touch.chunk for touch in touches]
         retaining, prefetches = self._hints.take_step(renewed, idle=idle)
-        touches = self._hints.protected([*touches, *retaining])
-        self._kept_loads.touched(touches)
-        prefetched = chain.from_iterable(prefetch.chunks for prefetch in prefetches)
-        chunks = chain(renewed, (touch.chunk for touch in retaining), prefetched)
-        adapters = {chunk.adapter for chunk in chunks}
+        namespaces: dict[str, tuple[str, ...]] = {}
+        if renewed or retaining or prefetches:
+            touches = self._hints.protected([*touches, *retaining])
+            self._kept_loads.touched(touches)
+            prefetched = chain.from_iterable(prefetch.chunks for prefetch in prefetches)
+            chunks = chain(renewed, (touch.chunk for touch in retaining), prefetched)
+            namespaces = {adapter: self._ranks_namespaces(adapter) for adapter in {chunk.adapter for chunk in chunks}}
         metadata = StepMetadata(
-            {adapter: self._ranks_namespaces(adapter) for adapter in adapters},
+            namespaces,
             loads=loads,
             stores=stores,
             prefetches=prefetches,
@@ -280,9 +285,10 @@ class SchedulerHalf:
                 self._offers.load_complete(state)
             self._kept_loads.ended(state.job_id)
             self._offers.load_ended(state)
-        self._offers.recompute(request_id for request_id in failed if request_id in self._block_holders)
-        self._block_holders.remove(failed)
-        self.counters.add("recomputed_requests", ALL_TIERS, len(failed))
+        if failed:
+            self._offers.recompute(request_id for request_id in failed if request_id in self._block_holders)
+            self._block_holders.remove(failed)
+            self.counters.add("recomputed_requests", ALL_TIERS, len(failed))
 
     def request_finished(self, request: Request) -> list[dict[str, Any]] | None:
         """Forget a request and cancel its load, if any; the engine frees its blocks after the load has ended.

@@ -157,7 +157,8 @@ class LoadOffers:
 
     def no_longer_recomputed(self, request_ids: Iterable[str]) -> None:
         """Note requests that run now, or have finished."""
-        self._recomputing.difference_update(request_ids)
+        if self._recomputing:
+            self._recomputing.difference_update(request_ids)
 
     def end_step(self, *, may_wait: bool) -> None:
         """End an engine step.

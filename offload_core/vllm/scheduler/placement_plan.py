@@ -116,6 +116,8 @@ class PlacementPlan:
 
         Of several touches of one chunk, only the last counts.
         """
+        if not self._planned:
+            return []
         now = time.monotonic()
         touches: dict[ChunkRef, ChunkTouch] = {}
         waiting: list[_PlannedTouches] = []

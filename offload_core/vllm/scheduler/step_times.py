@@ -39,9 +39,9 @@ class StepTimes:
         """Note the begin of a step."""
         if not self._pipelined:
             self._under_way.clear()
-        prefills = max(output.num_scheduled_tokens.values(), default=0) >= MIN_PREFILL_TOKENS
-        parts = _parts(output) if prefills else []
-        self._under_way.append(_Step(time.monotonic(), output.total_num_scheduled_tokens, parts))
+        tokens = output.total_num_scheduled_tokens
+        prefills = tokens >= MIN_PREFILL_TOKENS and max(output.num_scheduled_tokens.values()) >= MIN_PREFILL_TOKENS
+        self._under_way.append(_Step(time.monotonic(), tokens, _parts(output) if prefills else []))
 
     def end(self) -> None:
         """Note the end of the first step under way."""

@@ -181,6 +181,8 @@ class WorkerHalf:
 
     def load_states(self, metadata: StepMetadata) -> None:
         """Copy the recurrent states of loads within this step. Call it before vLLM moves states between blocks."""
+        if not metadata.loads:
+            return
         self._take_namespaces(metadata)
         self._states_loaded_for = metadata
         for load in metadata.loads:
@@ -190,6 +192,9 @@ class WorkerHalf:
 
     def announce_stores(self, metadata: StepMetadata) -> None:
         """Let the tiers prepare for this step's stores. Call it before everything else of a step, but the states."""
+        self._stores = ()
+        if metadata.is_quiet:  # nearly always while decoding: keep it cheap
+            return
         self._take_namespaces(metadata)
         if metadata.touches:  # before the stores, which may evict
             keys = [self._key(touch.chunk) for touch in metadata.touches]
@@ -204,6 +209,8 @@ class WorkerHalf:
         Raises:
             RuntimeError: the request of a load within the step would run without its recurrent states.
         """
+        if metadata.is_quiet:
+            return
         engine = self._transfer_engine
         for load in metadata.loads:
             if load.impossible:
@@ -264,6 +271,8 @@ class WorkerHalf:
             self._report.changes += tier.take_changes()
             if change := tier.health.take_refusal_change():
                 self._report.ranks_refusing_loads[tier.name] += change
+        if not self._ended_requests:
+            return set(), set()
         ended, self._ended_requests = self._ended_requests, []
         return {request for request, _ in ended}, {request for request, failed in ended if failed}
 
@@ -274,10 +283,10 @@ class WorkerHalf:
 
     def take_report(self) -> StepReport | None:
         """Return the report for the scheduler half, or ``None`` if it would be empty."""
+        if self._report.is_empty:  # in most steps
+            return None
         report, self._report = self._report, StepReport()
-        failures = report.failed_chunks or report.failed_requests or report.partial_requests
-        changes = report.ranks_refusing_loads or report.changes or report.kept_jobs or report.ranks_storing
-        return report if failures or changes or report.stores_ended or report.prefetches_ended else None
+        return report
 
     def shutdown(self) -> None:
         """Wait for pending stores, at most ``shutdown_timeout_seconds``, and release the tiers.

@@ -10,6 +10,7 @@ import torch
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.transfer.loads import LoadResult
+from tests.core.transfer.test_stores import LEASE, submit
 from tests.support.held_copier import HeldCopier, copier
 from tests.support.memory_backend import key
 from tests.support.transfer_rig import PACK, SECONDS, Rig, item, number_of
@@ -77,6 +78,21 @@ def test_a_store_without_room_on_the_device_is_dropped_and_gives_its_memory_back
     assert rig.store_results() == {1: True}
     rig.all_leases_are_back()
     assert engine._stores.budget.held_bytes == 0, "the refused gathers count towards the limit of stores"
+
+
+def test_a_full_device_buffer_drops_no_store_that_waits(rig: Rig) -> None:
+    backend = rig.add_memory_tier(io_threads=1)
+    engine = rig.start(staging_bytes=2 * 5 * LEASE)
+    copier(rig).let_go()
+    backend.gates["store"].shut()
+    submit(rig, *range(5))  # two are in calls of the tier, three wait
+    copier(rig).room = 0
+    engine.submit_stores([item(5, block=5)])
+    assert rig.store_results() == {5: False}
+    assert rig.counted("store_dropped") == 1
+    backend.gates["store"].open()
+    assert engine.drain_stores(SECONDS)
+    assert rig.store_results() == dict.fromkeys(range(5), True)
 
 
 def test_a_load_has_its_verdict_when_its_blocks_are_written(rig: Rig) -> None:
