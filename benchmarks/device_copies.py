@@ -93,9 +93,9 @@ class Seconds(NamedTuple):
 def shapes(page_bytes: Sequence[int], pages: Sequence[int], round_bytes: int) -> Iterator[Shape]:
     """Yield the shapes whose objects fit into a round."""
     for size in page_bytes:
-        for count in pages:
-            if size * count <= round_bytes:
-                yield Shape(size, count, min(MAX_OBJECTS, round_bytes // (size * count)))
+        for pages_each in pages:
+            if size * pages_each <= round_bytes:
+                yield Shape(size, pages_each, min(MAX_OBJECTS, round_bytes // (size * pages_each)))
 
 
 class Bench:
@@ -342,7 +342,7 @@ def main() -> None:
     torch.zeros(1, device=device)  # CUDA starts with its first use
     batched_copy = installed_batched_copy()
     sizes = [int(float(size) * KIB) for size in arguments.page_kib.split(",")]
-    some = list(shapes(sizes, [int(count) for count in arguments.pages.split(",")], arguments.round_mib * MIB))
+    some = list(shapes(sizes, [int(pages) for pages in arguments.pages.split(",")], arguments.round_mib * MIB))
     found = list(copies(device, pinning_in_use(), batched_copy, some, arguments.rounds))
     show(found, console)
     tokens = list(tokens_per_second(arguments.turns)) if arguments.turns else []
