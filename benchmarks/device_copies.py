@@ -13,8 +13,8 @@ in the KV cache. Times end when the bytes are there.
 * vLLM store, vLLM load: vLLM's own handlers of CPU offloading with the same pages, where it has them for the device.
 
 The ratio is the speed in relation to the large copy of the same round and direction. Then an engine computes new
-prompts with a ``cpu`` tier and without one, as in ``benchmarks.overhead``. Its model is a Gemma 3 of some 700 million
-parameters, and "to none" is the ratio to the speed without a connector in the same turn.
+prompts with a ``cpu`` tier and without one, as in ``benchmarks.overhead``. The model is a Gemma 3 of some 700 million
+parameters. "To none" is the ratio to the speed without a connector in the same turn.
 
     python -m benchmarks.device_copies [--page-kib 4,16,64,256,1024,4096] [--pages 1,16,128] [--round-mib 128]
                                        [--rounds 20] [--turns 6] [--json FILE]
@@ -345,6 +345,7 @@ def main() -> None:
     some = list(shapes(sizes, [int(pages) for pages in arguments.pages.split(",")], arguments.round_mib * MIB))
     found = list(copies(device, pinning_in_use(), batched_copy, some, arguments.rounds))
     show(found, console)
+    torch.accelerator.empty_cache()  # for the engines, which want most of the memory
     tokens = list(tokens_per_second(arguments.turns)) if arguments.turns else []
     for row in tokens:
         console.print(
