@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -27,6 +28,7 @@ class HostCopier:
     """
 
     takes_pageable_memory = True
+    gather_bytes = math.inf
 
     def __init__(self, view_of: PlaceView) -> None:
         self._view_of = view_of

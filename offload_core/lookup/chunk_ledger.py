@@ -48,6 +48,10 @@ class ChunkLedger:
         """Return whether the store of ``ref`` has begun and not ended on every rank."""
         return ref in self._pending
 
+    def pending_packs(self) -> list[str]:
+        """Return the name of the pack of each chunk whose store has begun and not ended on every rank."""
+        return [ref.pack for ref in self._pending]
+
     @property
     def has_pending(self) -> bool:
         """True if some store has begun and not ended on every rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -50,6 +51,11 @@ class BlockCopier(Protocol):
     @property
     def takes_pageable_memory(self) -> bool:
         """True if payloads may be in any host memory; false if they should be pinned, so that no call waits."""
+        ...
+
+    @property
+    def gather_bytes(self) -> float:
+        """The bytes of gathers that may be on their way at once; infinite if each is complete when its call returns."""
         ...
 
     def has_room(self, payload_bytes: int) -> bool:
@@ -117,6 +123,7 @@ class CpuBlockCopier:
     """
 
     takes_pageable_memory = True
+    gather_bytes = math.inf
 
     def __init__(self, caches: CanonicalKVCaches) -> None:
         self._arrays: list[npt.NDArray[np.int8]] = []

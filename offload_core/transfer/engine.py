@@ -10,6 +10,7 @@ it polls. While it is busy or idle, the I/O loop does.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -63,6 +64,7 @@ class TransferEngine:
         self._copier = copier
         self._attached = True
         self._counters = counters
+        self._tiers = tiers
         self._touches: dict[str, Future[None]] = {}
         """Per tier, its last touch."""
         self._touched_tiers = [tier for tier in tiers if tier.capabilities.spares]
@@ -168,6 +170,17 @@ class TransferEngine:
         self._loads.scatter_arrivals()
         self._stores.start_promotions()
         return self._loads.take_ended()
+
+    @property
+    def store_room(self) -> tuple[float, float]:
+        """The bytes of stores that may be on their way at once to some tier, and those of the gathers among them.
+
+        Both are infinite if a tier may lend its memory.
+        """
+        if self._copier.takes_pageable_memory and any(tier.capabilities.lends for tier in self._tiers):
+            return math.inf, math.inf
+        largest_share = max(share.stores.limit_bytes for share in self._shares.values())
+        return min(self._stores.budget.limit_bytes, largest_share), self._copier.gather_bytes
 
     def take_store_results(self) -> list[StoreResult]:
         """Return the results of stores since the last call: whether a tier has the object, as soon as that is known."""

@@ -185,7 +185,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Send the layout of this worker's KV cache, and its objects' sizes, to the scheduler half."""
-        return WorkerIdentity(self._worker.layout, self._worker.object_bytes)
+        return WorkerIdentity(self._worker.layout, self._worker.object_bytes, *self._worker.store_room)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Load the recurrent states of requests that run in this step, before vLLM moves states between blocks."""

@@ -6,6 +6,7 @@ each worker completes the key with its own namespace.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -167,10 +168,14 @@ class WorkerIdentity(KVConnectorHandshakeMetadata):
     Args:
         layout: the layout of its KV cache, part of the rank's fingerprint.
         object_bytes: per pack name, the bytes of one of its objects, uncompressed.
+        store_bytes: bytes of stores that may be on their way at once.
+        step_store_bytes: bytes of stores that may begin in one step.
     """
 
     layout: dict[str, Json]
     object_bytes: dict[str, int]
+    store_bytes: float = math.inf
+    step_store_bytes: float = math.inf
 
 
 def largest_objects(workers: Iterable[WorkerIdentity]) -> dict[str, int]:

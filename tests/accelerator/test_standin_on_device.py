@@ -14,13 +14,16 @@ from tests.accelerator.held_streams import HeldStreams
 from tests.standin.rig import Rig
 from tests.standin.scripted_disk import Script
 from tests.standin.test_geometries import slow_and_unreliable
+from tests.standin.test_tails import prompt_of
 from tests.support.accelerator import DEVICE, StreamControl
 from tests.support.standin.geometries import MODELS, StandInModel
-from tests.support.standin.workload import Workload, make_workload
+from tests.support.standin.workload import Workload, make_workload, reference
 
 long = pytest.mark.long
 SEEDS = [0, *(pytest.param(seed, marks=long) for seed in range(1, 10))]
 QUICK = ("gemma3", "qwen3_next")
+LARGEST_PAYLOAD = 80 * 1024
+"""Bytes of the largest payload of Gemma 3's stand-in."""
 
 
 @pytest.fixture(params=list(MODELS))
@@ -71,3 +74,19 @@ def test_random_work_with_aborts_resets_and_an_unreliable_disk(
     work = make_workload(model, seed, aborts=8, resets=4, salts=2)
     for life in range(2):
         drive(rig, model, control, slow_and_unreliable(10 * seed + life), work, async_scheduling=bool(life))
+
+
+@pytest.mark.parametrize("model", QUICK[:1], indirect=True)
+def test_a_prompt_that_the_device_buffer_cannot_hold_is_stored_while_its_request_runs(
+    rig: Rig, model: StandInModel
+) -> None:
+    prompt = prompt_of(6 * model.chunk_tokens + 1)
+    first = rig.engine(model, device=DEVICE, device_buffer_bytes=2 * LARGEST_PAYLOAD)
+    rig.run(first, prompt, max_tokens=20)
+    rig.end(first)
+
+    second = rig.engine(model, device=DEVICE)
+    (request,) = rig.run(second, prompt)
+
+    assert second.served[request].external_tokens == 6 * model.chunk_tokens
+    assert second.outputs[request] == reference(tuple(prompt), 4)

@@ -108,6 +108,7 @@ class StreamBlockCopier:
         self._device = self._tensors[0].device
         self._memory = torch.empty(slot_bytes(buffer_bytes), dtype=torch.int8, device=self._device)
         self._buffer = DeviceBuffer(buffer_bytes)
+        self.gather_bytes = float(buffer_bytes)
         self._ids = BlockIdBuffer(self._device)
         self._batched_copy = batched_copy
         self._gathers: list[Gather] = []

@@ -142,8 +142,8 @@ class SchedulerHalf:
         if self._workers:
             self.reset()
         self._workers = workers
-        self._choice.object_bytes = largest_objects(workers.values())
-        self._kept_loads.object_bytes = self._choice.object_bytes
+        self._choice.object_bytes = self._kept_loads.object_bytes = largest_objects(workers.values())
+        self._store_plan.set_workers(workers.values())
         self._placement.set_object_bytes(self._choice.object_bytes)
         self._hints.set_object_bytes(self._choice.object_bytes)
         self._ended.start([worker.object_bytes for worker in workers.values()])
@@ -229,7 +229,7 @@ class SchedulerHalf:
         idle = output.total_num_scheduled_tokens == 0
         self._offers.no_longer_recomputed(output.num_scheduled_tokens.keys())
         self._block_holders.remove(output.num_scheduled_tokens.keys())
-        stores = list(self._store_plan.stores(output, self._requests))
+        stores = self._store_plan.stores(output, self._requests)
         loads = self._new_loads.take()
         again = [ChunkTouch(*touch) for touch in self._kept_loads.take_touches()]
         touches = [*again, *self._placement.take_touches()]

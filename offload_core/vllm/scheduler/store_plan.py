@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from offload_core.lookup.chunk_ledger import ChunkLedger
 from offload_core.memory.block_copier import BlockSlice
+from offload_core.memory.staging_size import lease_bytes
 from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.packs import Pack
 from offload_core.planning.planner import HybridOffloadPlanner
+from offload_core.planning.store_pace import StorePace
 from offload_core.vllm.kv_events.events import KvEvents
-from offload_core.vllm.metadata import ChunkTransfer
+from offload_core.vllm.metadata import ChunkTransfer, WorkerIdentity, largest_objects
 from offload_core.vllm.scheduler.load_plan import NULL_BLOCK_ID
 from offload_core.vllm.scheduler.placement_plan import PlacementPlan
 from offload_core.vllm.scheduler.request_state import RequestState
@@ -25,9 +27,9 @@ if TYPE_CHECKING:
 class StorePlan:
     """Finds the chunks to store in each step.
 
-    Workers copy blocks right after the step's forward pass, so a chunk must be stored in the step that completes it.
-    The engine may reuse a sliding-window block in the next step. It guarantees a recurrent state's block only until the
-    end of this step.
+    Workers copy blocks right after the step's forward pass. The engine may reuse a sliding-window block in the next
+    step. It guarantees a recurrent state's block only until the end of this step. So both are stored in the step that
+    completes them. The blocks of full attention stay while the request runs, so they wait while there is no room.
 
     Args:
         prompt_only: store no chunk with generated tokens.
@@ -42,8 +44,15 @@ class StorePlan:
         self._prompt_only = prompt_only
         self.kv_events: KvEvents | None = None
         """The events for which each chunk is described when its store begins."""
+        self._pace = StorePace(ledger.pending_packs)
         self._attention_packs = tuple(pack for pack in planner.packs if pack.policy.kind != "state")
         self._state_packs = tuple(pack for pack in planner.packs if pack.policy.kind == "state")
+
+    def set_workers(self, workers: Collection[WorkerIdentity]) -> None:
+        """Take the sizes of the workers' objects, and the room that their stores have."""
+        sizes = {pack: lease_bytes(nbytes) for pack, nbytes in largest_objects(workers).items()}
+        total_bytes = min(worker.store_bytes for worker in workers)
+        self._pace.set_limits(sizes, total_bytes, min(worker.step_store_bytes for worker in workers))
 
     def start_over(self, state: RequestState) -> None:
         """Examine all units of a request: at its start, and again after a failed load, since they are computed then."""
@@ -51,11 +60,17 @@ class StorePlan:
         state.tail_tokens = self._planner.tail_end(state.request.num_prompt_tokens)
         self._set_next_tokens(state)
 
-    def stores(self, output: SchedulerOutput, requests: Mapping[str, RequestState]) -> Iterator[ChunkTransfer]:
-        """Yield the chunks that this step completes, except for those that the ledger knows."""
+    def stores(self, output: SchedulerOutput, requests: Mapping[str, RequestState]) -> list[ChunkTransfer]:
+        """Return the chunks that this step stores, the spare ones last: they find no room if the others need it."""
+        found = list(self._stores(output, requests))
+        return sorted(found, key=_is_spare) if found else found
+
+    def _stores(self, output: SchedulerOutput, requests: Mapping[str, RequestState]) -> Iterator[ChunkTransfer]:
+        """Yield the chunks to store, except for those that the ledger knows."""
         block_state = output.kv_connector_block_state
         if block_state is None:
             return
+        self._pace.begin_step()
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
             state = requests.get(request_id)
             if state is None:
@@ -80,22 +95,41 @@ class StorePlan:
     def _complete_units(
         self, state: RequestState, tokens: int, tables: Sequence[Sequence[int]]
     ) -> Iterator[ChunkTransfer]:
+        perishable: list[ChunkTransfer] = []
         for pack in self._attention_packs:
-            named = pack.named_units(len(state.request.block_hashes))
-            end = min(tokens // pack.unit_tokens, named)
-            for unit in range(state.next_unit[pack.name], end):
-                ref = state.ref(pack, unit)
-                if self._ledger.is_present(ref) or not self._is_wanted(state, pack, unit):
-                    continue
-                slices = _stored_slices(pack, unit, tables)
-                if slices is not None:
-                    self._store_starts(state, pack, unit, ref)
-                    yield ChunkTransfer(ref, slices, self._placement.is_spare(state, pack, unit))
-            state.next_unit[pack.name] = max(state.next_unit[pack.name], end)
+            if pack.policy.kind != "full":
+                perishable += self._units_of(state, pack, tokens, tables)
+        for pack in self._attention_packs:
+            if pack.policy.kind == "full":
+                yield from self._units_of(state, pack, tokens, tables)
+        yield from perishable
         if 0 < state.tail_tokens <= tokens:
             yield from self._attention_tail(state, state.tail_tokens, tables)
             state.tail_tokens = 0
         self._set_next_tokens(state)
+
+    def _units_of(
+        self, state: RequestState, pack: Pack, tokens: int, tables: Sequence[Sequence[int]]
+    ) -> Iterator[ChunkTransfer]:
+        """Yield the complete units of one pack. Those of full attention wait for a later step if there is no room."""
+        end = min(tokens // pack.unit_tokens, pack.named_units(len(state.request.block_hashes)))
+        for unit in range(state.next_unit[pack.name], end):
+            ref = state.ref(pack, unit)
+            if self._ledger.is_present(ref) or not self._is_wanted(state, pack, unit):
+                continue
+            slices = _stored_slices(pack, unit, tables)
+            if slices is None:
+                continue
+            spare = self._placement.is_spare(state, pack, unit)
+            if pack.policy.kind != "full":
+                if not spare:  # a spare one is the first to be dropped
+                    self._pace.take(pack.name)
+            elif not self._pace.admits(pack.name):
+                end = unit
+                break
+            self._store_starts(state, pack, unit, ref)
+            yield ChunkTransfer(ref, slices, spare)
+        state.next_unit[pack.name] = max(state.next_unit[pack.name], end)
 
     def _attention_tail(
         self, state: RequestState, end: int, tables: Sequence[Sequence[int]]
@@ -174,6 +208,10 @@ def _stored_slices(pack: Pack, unit: int, tables: Sequence[Sequence[int]]) -> tu
         ids += ids[-1:] * (pack.stored_blocks(group) - len(ids))
         slices.append(BlockSlice(0, tuple(ids)))
     return tuple(slices)
+
+
+def _is_spare(transfer: ChunkTransfer) -> bool:
+    return transfer.spare
 
 
 def _may_store(state: RequestState) -> bool:

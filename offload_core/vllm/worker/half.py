@@ -317,6 +317,11 @@ class WorkerHalf:
         return caches, {"layers": worker_identity(self._vllm_config, self._kv_caches), "pages": caches.describe()}
 
     @property
+    def store_room(self) -> tuple[float, float]:
+        """The bytes of stores that may be on their way at once, and those that may begin in one step."""
+        return self._transfer_engine.store_room
+
+    @property
     def _waits_for_storage(self) -> bool:
         engine = self._transfer_engine
         return engine.has_active_loads or (self._prefetches.is_storing and engine.has_pending_stores)

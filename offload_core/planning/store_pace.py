@@ -1,0 +1,57 @@
+"""The pace of stores: how many objects a step may begin to store, so that the workers need not drop any.
+
+A fast engine completes more bytes in one step than staging memory, or the buffer on its device, has room for. Objects
+of full attention can wait: their blocks stay as long as their request runs. Pure arithmetic, for the engine thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+
+class StorePace:
+    """The room that one step's stores have.
+
+    Args:
+        pending: returns the name of the pack of each object whose store has begun and not ended.
+    """
+
+    def __init__(self, pending: Callable[[], Iterable[str]]) -> None:
+        self._pending = pending
+        self._object_bytes: Mapping[str, int] = {}
+        self._total_bytes = self._step_bytes = math.inf
+        self._left_bytes = math.inf
+        self._is_empty = True
+        """True if no store is on its way."""
+
+    def set_limits(self, object_bytes: Mapping[str, int], total_bytes: float, step_bytes: float) -> None:
+        """Set the limits of the rank with the least room; infinite by default.
+
+        Args:
+            object_bytes: per name of a pack, the bytes that one of its objects takes.
+            total_bytes: bytes of all stores on their way.
+            step_bytes: bytes of the stores that begin in one step.
+        """
+        self._object_bytes = object_bytes
+        self._total_bytes, self._step_bytes = total_bytes, step_bytes
+
+    def begin_step(self) -> None:
+        """Begin a step. Call it before the step's first store begins."""
+        if self._total_bytes == self._step_bytes == math.inf:
+            return
+        pending = [self._object_bytes.get(pack, 0) for pack in self._pending()]
+        self._is_empty = not pending
+        self._left_bytes = min(self._step_bytes, self._total_bytes - sum(pending))
+
+    def take(self, pack: str) -> None:
+        """Count an object that cannot wait."""
+        self._left_bytes -= self._object_bytes.get(pack, 0)
+        self._is_empty = False
+
+    def admits(self, pack: str) -> bool:
+        """Count an object if there is room for it. One object alone always has room."""
+        if self._left_bytes < self._object_bytes.get(pack, 0) and not self._is_empty:
+            return False
+        self.take(pack)
+        return True

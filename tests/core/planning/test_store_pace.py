@@ -1,0 +1,57 @@
+"""The pace of stores, beside an oracle that knows the bytes of every object on its way."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload_core.planning.store_pace import StorePace
+
+SIZES = {"small": 3, "large": 10}
+
+steps = st.lists(
+    st.tuples(
+        st.lists(st.tuples(st.sampled_from(("take", "admit")), st.sampled_from(sorted(SIZES))), max_size=6),
+        st.integers(0, 6),  # stores that end after the step
+    ),
+    max_size=12,
+)
+
+
+@given(steps=steps, total_bytes=st.integers(10, 60), step_bytes=st.integers(10, 40))
+def test_objects_are_admitted_while_they_fit_and_one_alone_always(
+    steps: list[tuple[list[tuple[str, str]], int]], total_bytes: int, step_bytes: int
+) -> None:
+    pending: list[str] = []
+    pace = StorePace(lambda: list(pending))
+    pace.set_limits(SIZES, total_bytes, step_bytes)
+    for objects, ended in steps:
+        pace.begin_step()
+        begun: list[str] = []
+        for way, pack in objects:
+            held = sum(SIZES[one] for one in (*pending, *begun))
+            fits = held + SIZES[pack] <= total_bytes and sum(SIZES[one] for one in begun) + SIZES[pack] <= step_bytes
+            if way == "take":
+                pace.take(pack)
+            elif pace.admits(pack):
+                assert fits or not (pending or begun), "an object without room was admitted"
+            else:
+                assert not fits, "an object with room has to wait"
+                continue
+            begun.append(pack)
+        pending = (pending + begun)[ended:]
+
+
+def test_without_limits_every_object_is_admitted_and_nobody_counts() -> None:
+    def unasked() -> list[str]:
+        raise AssertionError("the stores on their way do not matter")
+
+    pace = StorePace(unasked)
+    for _ in range(2):
+        pace.begin_step()
+        assert all(pace.admits("any") for _ in range(1000))
+    pace.set_limits({"any": 1}, math.inf, math.inf)
+    pace.begin_step()
+    assert pace.admits("any")
