@@ -21,10 +21,10 @@ def test_selections_bring_the_bytes_of_single_pages(case: Case, slots_in_use: in
         tensor.random_(-128, 128, generator=generator)
     buffer_bytes = sum(slot_bytes(layout.payload_bytes) for layout, _ in objects) + 3 * 256 + spare_bytes
     buffer = DeviceBuffer(buffer_bytes)
-    for _ in range(slots_in_use):  # the next slots begin behind these, and go on at the beginning
-        buffer.try_take(256 + spare_bytes // 2)
-    for _ in range(slots_in_use):
-        buffer.free_oldest()
+    taken = [buffer.try_take(256 + spare_bytes // 2) for _ in range(slots_in_use)]
+    for start in taken[:-1]:  # the next slots begin behind the one that stays, and go on at the beginning
+        if start is not None:
+            buffer.free_oldest()
     gathers: list[Gather] = []
     for layout, blocks in objects:
         if (start := buffer.try_take(layout.payload_bytes)) is not None:
