@@ -20,7 +20,7 @@ steps = st.lists(
 )
 
 
-@given(steps=steps, total_bytes=st.integers(10, 60), step_bytes=st.integers(10, 40))
+@given(steps=steps, total_bytes=st.integers(1, 60), step_bytes=st.integers(1, 40))
 def test_objects_are_admitted_while_they_fit_and_one_alone_always(
     steps: list[tuple[list[tuple[str, str]], int]], total_bytes: int, step_bytes: int
 ) -> None:
@@ -39,6 +39,7 @@ def test_objects_are_admitted_while_they_fit_and_one_alone_always(
                 assert fits or not (pending or begun), "an object without room was admitted"
             else:
                 assert not fits, "an object with room has to wait"
+                assert pending or begun, "an object alone has to wait"
                 continue
             begun.append(pack)
         pending = (pending + begun)[ended:]
