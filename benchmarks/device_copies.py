@@ -345,6 +345,9 @@ def main() -> None:
     some = list(shapes(sizes, [int(pages) for pages in arguments.pages.split(",")], arguments.round_mib * MIB))
     found = list(copies(device, pinning_in_use(), batched_copy, some, arguments.rounds))
     show(found, console)
+    name = str(getattr(torch.get_device_module(device), "get_device_name", lambda: device.type)())
+    results = DeviceCopies(device=name, batched=batched_copy is not None, copies=found, tokens=[])
+    run.write(results)  # the engines may fail
     torch.accelerator.empty_cache()  # for the engines, which want most of the memory
     tokens = list(tokens_per_second(arguments.turns)) if arguments.turns else []
     for row in tokens:
@@ -354,8 +357,7 @@ def main() -> None:
             f"({row.to_none_p10:.3f} to {row.to_none_p90:.3f}); "
             f"{row.stored_objects} objects stored, {row.dropped_objects} dropped"
         )
-    name = str(getattr(torch.get_device_module(device), "get_device_name", lambda: device.type)())
-    run.write(DeviceCopies(device=name, batched=batched_copy is not None, copies=found, tokens=tokens))
+    run.write(results.model_copy(update={"tokens": tokens}))
 
 
 if __name__ == "__main__":

@@ -45,13 +45,10 @@ class StorePace:
         self._left_bytes = min(self._step_bytes, self._total_bytes - sum(pending))
 
     def take(self, pack: str) -> None:
-        """Count an object that cannot wait."""
+        """Count an object whose store begins in this step."""
         self._left_bytes -= self._object_bytes.get(pack, 0)
         self._is_empty = False
 
     def admits(self, pack: str) -> bool:
-        """Count an object if there is room for it. One object alone always has room."""
-        if self._left_bytes < self._object_bytes.get(pack, 0) and not self._is_empty:
-            return False
-        self.take(pack)
-        return True
+        """Return whether there is room for an object. One object alone always has room."""
+        return self._is_empty or self._object_bytes.get(pack, 0) <= self._left_bytes

@@ -184,7 +184,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.restore_kv_caches()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Send the layout of this worker's KV cache, and its objects' sizes, to the scheduler half."""
+        """Send the scheduler half the layout of this worker's KV cache, its objects' sizes, and the room for stores."""
         return WorkerIdentity(self._worker.layout, self._worker.object_bytes, *self._worker.store_room)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -137,7 +137,7 @@ class KvHints:
         Args:
             renewed: the chunks that this step stores, loads or touches. They become more recent than protected chunks.
         """
-        if not (self._prefetches.is_active or self._retentions or self._shown_bytes):  # no request has had hints
+        if not (self._prefetches.is_active or self._retentions or self._shown_bytes):  # nothing to do
             return [], []
         batch = self._prefetches.take(idle=idle) if self._prefetches.is_active else None
         touches: list[ChunkTouch] = []

@@ -17,7 +17,6 @@ OBJECT_BYTES = 10_000
 @pytest.fixture
 def half() -> Iterator[Half]:
     made = Half(policies=(HitPolicy("full"), HitPolicy("window", 16)))
-    made.half._workers = {}  # other workers report
     yield made
     made.half.shutdown()
 
@@ -70,3 +69,14 @@ def test_a_request_that_has_ended_leaves_no_store_behind(half: Half) -> None:
     half.half.request_finished(prompt)
     other = half.follow(request("b", family=1))
     assert units(half.step(b=80), "full")[0] == other.block_hashes[0]
+
+
+def test_a_recurrent_state_has_its_room_before_full_attention() -> None:
+    half = Half(policies=(HitPolicy("full"), HitPolicy("state")))
+    has_room_for(half, 100, step_objects=3)
+    half.follow(request("a"))
+    half.states = {"a": [(1, 7, 80)]}
+    step = half.step(a=80)
+    half.half.shutdown()
+    assert len(units(step, "state")) == 1
+    assert len(units(step, "full")) == 2, "the rest waits for the next step"

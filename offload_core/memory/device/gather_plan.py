@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -77,9 +76,12 @@ class GatherPlan:
         """Plan gathers, which exchange their slots with each other where that makes neighbours of objects alike."""
         plan = cls()
         for some in _neighbours(gathers):
+            kinds: dict[object, list[Gather]] = {}
+            for gather in some:
+                kinds.setdefault(gather.kind, []).append(gather)
             start = some[0].start
-            for _, alike in groupby(sorted(some, key=lambda gather: gather.kind), key=lambda gather: gather.kind):
-                start = plan._add(list(alike), start)
+            for alike in kinds.values():
+                start = plan._add(alike, start)
         return plan
 
     def _add(self, alike: Sequence[Gather], start: int) -> int:

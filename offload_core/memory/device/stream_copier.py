@@ -126,8 +126,9 @@ class StreamBlockCopier:
         """Return whether the device buffer has room; see :class:`BlockCopier`."""
         if not self._tensors:
             return False
-        if not self._buffer.has_room(payload_bytes):
-            self._free_moved()
+        if self._buffer.has_room(payload_bytes):
+            return True
+        self._free_moved()
         return self._buffer.has_room(payload_bytes)
 
     def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:

@@ -5,8 +5,9 @@ The curves have a thread of their own: a request takes them a large part of a mi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 
 from offload_core.config.model import OffloadConfig
 from offload_core.planning.planner import HybridOffloadPlanner
@@ -55,8 +56,7 @@ class EndedRequests:
 
     def reset(self) -> None:
         """Forget the requests of the curves, since the names of chunks change."""
-        if self._curves.exist:
-            self._last_call = self._curves_thread.submit(self._curves.reset)
+        self._call(self._curves.reset)
 
     def settle(self, seconds: float) -> None:
         """Wait until the curves have all requests, at most some seconds."""
@@ -80,11 +80,12 @@ class EndedRequests:
     def _estimate(self, state: RequestState) -> None:
         """Add a request to the live curves, if it loads and stores and its prompt was computed."""
         request, options = state.request, state.options
-        if self._is_closed or not self._curves.exist:
-            return
         if options.load and options.store and request.num_computed_tokens >= request.num_prompt_tokens:
             tokens = request.num_prompt_tokens if self._prompt_only else request.num_computed_tokens
             hashes = self._placement.boundary_names(state, tokens)
-            self._last_call = self._curves_thread.submit(
-                self._curves.add, hashes, request.num_prompt_tokens, state.seen_boundaries
-            )
+            self._call(partial(self._curves.add, hashes, request.num_prompt_tokens, state.seen_boundaries))
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Call a function of the curves on their thread, after those before."""
+        if self._curves.exist and not self._is_closed:
+            self._last_call = self._curves_thread.submit(function)

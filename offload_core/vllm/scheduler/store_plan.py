@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from offload_core.lookup.chunk_ledger import ChunkLedger
@@ -22,6 +23,10 @@ from offload_core.vllm.scheduler.request_state import RequestState
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+
+_Complete = tuple[RequestState, int, Sequence[Sequence[int]]]
+"""A request, the number of its tokens that are computed after the step, and its block table of each group."""
 
 
 class StorePlan:
@@ -46,6 +51,8 @@ class StorePlan:
         """The events for which each chunk is described when its store begins."""
         self._pace = StorePace(ledger.pending_packs)
         self._attention_packs = tuple(pack for pack in planner.packs if pack.policy.kind != "state")
+        self._lasting_packs = tuple(pack for pack in self._attention_packs if pack.policy.kind == "full")
+        self._window_packs = tuple(pack for pack in self._attention_packs if pack.policy.kind != "full")
         self._state_packs = tuple(pack for pack in planner.packs if pack.policy.kind == "state")
 
     def set_workers(self, workers: Collection[WorkerIdentity]) -> None:
@@ -61,16 +68,34 @@ class StorePlan:
         self._set_next_tokens(state)
 
     def stores(self, output: SchedulerOutput, requests: Mapping[str, RequestState]) -> list[ChunkTransfer]:
-        """Return the chunks that this step stores, the spare ones last: they find no room if the others need it."""
-        found = list(self._stores(output, requests))
-        return sorted(found, key=_is_spare) if found else found
+        """Return the chunks that this step stores, but for those that the ledger knows.
 
-    def _stores(self, output: SchedulerOutput, requests: Mapping[str, RequestState]) -> Iterator[ChunkTransfer]:
-        """Yield the chunks to store, except for those that the ledger knows."""
+        What cannot wait is counted first, and full attention gets the room that is left. Spare chunks come last and are
+        not counted: they find no room if the others need it.
+        """
         block_state = output.kv_connector_block_state
         if block_state is None:
-            return
+            return []
+        complete = list(self._complete(output, requests))
+        if not complete and not block_state.boundary_state_offloads:
+            return []
         self._pace.begin_step()
+        states: list[ChunkTransfer] = []
+        for request_id, handed_over in block_state.boundary_state_offloads.items():
+            state = requests.get(request_id)
+            if state is not None and _may_store(state):
+                states += self._boundary_states(state, handed_over)
+        perishable = [list(self._perishable(*request)) for request in complete]
+        stores: list[ChunkTransfer] = []
+        for request, others in zip(complete, perishable, strict=True):
+            for pack in self._lasting_packs:
+                stores += self._units_of(pack, *request)
+            stores += others
+            self._set_next_tokens(request[0])
+        return sorted([*stores, *states], key=attrgetter("spare"))
+
+    def _complete(self, output: SchedulerOutput, requests: Mapping[str, RequestState]) -> Iterator[_Complete]:
+        """Yield each request of which this step completes units, or of which complete units wait."""
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
             state = requests.get(request_id)
             if state is None:
@@ -80,36 +105,24 @@ class StorePlan:
                 continue
             tokens = min(tokens, self._storable_tokens(state.request))
             if tokens >= state.next_store_tokens and _may_store(state):
-                tables = block_state.get_block_ids(request_id)
+                tables = output.kv_connector_block_state.get_block_ids(request_id)
                 assert tables is not None, "a scheduled request has a block table"
-                yield from self._complete_units(state, tokens, tables)
-        for request_id, states in block_state.boundary_state_offloads.items():
-            state = requests.get(request_id)
-            if state is not None and _may_store(state):
-                yield from self._boundary_states(state, states)
+                yield state, tokens, tables
 
     def _storable_tokens(self, request: Request) -> int:
         """Return the token count that may be stored; speculated tokens past ``num_tokens`` may still be rejected."""
         return int(request.num_prompt_tokens if self._prompt_only else request.num_tokens)
 
-    def _complete_units(
-        self, state: RequestState, tokens: int, tables: Sequence[Sequence[int]]
-    ) -> Iterator[ChunkTransfer]:
-        perishable: list[ChunkTransfer] = []
-        for pack in self._attention_packs:
-            if pack.policy.kind != "full":
-                perishable += self._units_of(state, pack, tokens, tables)
-        for pack in self._attention_packs:
-            if pack.policy.kind == "full":
-                yield from self._units_of(state, pack, tokens, tables)
-        yield from perishable
+    def _perishable(self, state: RequestState, tokens: int, tables: Sequence[Sequence[int]]) -> Iterator[ChunkTransfer]:
+        """Yield the windows that are complete, and the tail of the prompt."""
+        for pack in self._window_packs:
+            yield from self._units_of(pack, state, tokens, tables)
         if 0 < state.tail_tokens <= tokens:
             yield from self._attention_tail(state, state.tail_tokens, tables)
             state.tail_tokens = 0
-        self._set_next_tokens(state)
 
     def _units_of(
-        self, state: RequestState, pack: Pack, tokens: int, tables: Sequence[Sequence[int]]
+        self, pack: Pack, state: RequestState, tokens: int, tables: Sequence[Sequence[int]]
     ) -> Iterator[ChunkTransfer]:
         """Yield the complete units of one pack. Those of full attention wait for a later step if there is no room."""
         end = min(tokens // pack.unit_tokens, pack.named_units(len(state.request.block_hashes)))
@@ -120,15 +133,10 @@ class StorePlan:
             slices = _stored_slices(pack, unit, tables)
             if slices is None:
                 continue
-            spare = self._placement.is_spare(state, pack, unit)
-            if pack.policy.kind != "full":
-                if not spare:  # a spare one is the first to be dropped
-                    self._pace.take(pack.name)
-            elif not self._pace.admits(pack.name):
+            if pack.policy.kind == "full" and not self._pace.admits(pack.name):
                 end = unit
                 break
-            self._store_starts(state, pack, unit, ref)
-            yield ChunkTransfer(ref, slices, spare)
+            yield self._begin(state, pack, unit, ref, slices, spare=self._placement.is_spare(state, pack, unit))
         state.next_unit[pack.name] = max(state.next_unit[pack.name], end)
 
     def _attention_tail(
@@ -141,8 +149,7 @@ class StorePlan:
             for unit in pack.needed_units(0, end):
                 ref, slices = state.ref(pack, unit), _stored_slices(pack, unit, tables)
                 if slices is not None and not self._ledger.is_present(ref):
-                    self._store_starts(state, pack, unit, ref)
-                    yield ChunkTransfer(ref, slices, self._placement.is_spare_tail(state))
+                    yield self._begin(state, pack, unit, ref, slices, spare=self._placement.is_spare_tail(state))
 
     def _boundary_states(self, state: RequestState, states: Sequence[tuple[int, int, int]]) -> Iterator[ChunkTransfer]:
         """Yield recurrent states that the engine hands over, if all states of a pack are at one boundary."""
@@ -161,9 +168,8 @@ class StorePlan:
                 ids = [block_ids.get(group.index, NULL_BLOCK_ID) for group in pack.groups]
                 ref = state.ref(pack, unit)
                 if NULL_BLOCK_ID not in ids and not self._ledger.is_present(ref):
-                    self._store_starts(state, pack, unit, ref)
                     slices = tuple(BlockSlice(0, (block_id,)) for block_id in ids)
-                    yield ChunkTransfer(ref, slices, self._placement.is_spare(state, pack, unit))
+                    yield self._begin(state, pack, unit, ref, slices, spare=self._placement.is_spare(state, pack, unit))
 
     def _state_tail(self, state: RequestState, end: int, block_ids: Mapping[int, int]) -> Iterator[ChunkTransfer]:
         for pack in self._planner.tail_packs:
@@ -173,14 +179,19 @@ class StorePlan:
             for unit in pack.needed_units(0, end):
                 ref = state.ref(pack, unit)
                 if not self._ledger.is_present(ref):
-                    self._store_starts(state, pack, unit, ref)
                     slices = tuple(BlockSlice(0, (block_id,)) for block_id in ids)
-                    yield ChunkTransfer(ref, slices, self._placement.is_spare_tail(state))
+                    yield self._begin(state, pack, unit, ref, slices, spare=self._placement.is_spare_tail(state))
 
-    def _store_starts(self, state: RequestState, pack: Pack, unit: int, ref: ChunkRef) -> None:
+    def _begin(
+        self, state: RequestState, pack: Pack, unit: int, ref: ChunkRef, slices: tuple[BlockSlice, ...], *, spare: bool
+    ) -> ChunkTransfer:
+        """Note the begin of a store, and return it."""
+        if not spare:
+            self._pace.take(pack.name)
         self._ledger.store_started(ref)
         if self.kv_events is not None:
             self.kv_events.storing(state.request, pack, unit, ref)
+        return ChunkTransfer(ref, slices, spare)
 
     def _is_wanted(self, state: RequestState, pack: Pack, unit: int) -> bool:
         return self._planner.ever_needed(pack, unit) and self._placement.stores(state, pack, unit)
@@ -208,10 +219,6 @@ def _stored_slices(pack: Pack, unit: int, tables: Sequence[Sequence[int]]) -> tu
         ids += ids[-1:] * (pack.stored_blocks(group) - len(ids))
         slices.append(BlockSlice(0, tuple(ids)))
     return tuple(slices)
-
-
-def _is_spare(transfer: ChunkTransfer) -> bool:
-    return transfer.spare
 
 
 def _may_store(state: RequestState) -> bool:
