@@ -70,8 +70,8 @@ class StorePlan:
     def stores(self, output: SchedulerOutput, requests: Mapping[str, RequestState]) -> list[ChunkTransfer]:
         """Return the chunks that this step stores, but for those that the ledger knows.
 
-        What cannot wait is counted first, and full attention gets the room that is left. Spare chunks come last and are
-        not counted: they find no room if the others need it.
+        Windows, states and tails are counted first, and full attention gets the room that is left. Spare chunks come
+        last and are not counted: they find no room if the others need it.
         """
         block_state = output.kv_connector_block_state
         if block_state is None:
