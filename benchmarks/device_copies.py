@@ -9,20 +9,23 @@ in the KV cache. Times end when the bytes are there.
 * gather: the pages into the buffer on the device, on the engine's stream. The engine's work waits for this alone.
 * gather to host: the same, and the move to pinned memory.
 * scatter: pinned memory into the pages.
-* store, load: the whole way of the connector's worker, with a ``cpu`` tier in this process, checksums included.
+* store, load: the whole way of the connector's worker, with a ``cpu`` tier in an I/O process, checksums included. The
+  tier lends its memory. As in an engine, it has reserved that of the stores before their step ends.
 * vLLM store, vLLM load: vLLM's own handlers of CPU offloading with the same pages, where it has them for the device.
 
 The ratio is the speed in relation to the large copy of the same round and direction. Then an engine computes new
-prompts with a ``cpu`` tier and without one, as in ``benchmarks.overhead``. The model is a Gemma 3 of some 700 million
-parameters. "To none" is the ratio to the speed without a connector in the same turn.
+prompts with a ``cpu`` tier and without one, as in ``benchmarks.overhead``. "To none" is the ratio to the speed without
+a connector in the same turn. The models are Gemma 3 with layers as those of 1B, whose steps wait for the processor, and
+as those of 12B, whose steps wait for the accelerator. The second has dummy weights; two engines need 70 GiB.
 
     python -m benchmarks.device_copies [--page-kib 4,16,64,256,1024,4096] [--pages 1,16,128] [--round-mib 128]
-                                       [--rounds 20] [--turns 6] [--json FILE]
+                                       [--rounds 20] [--turns 6] [--models 0.7B,12B] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import tempfile
 import time
@@ -32,7 +35,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from offload_backend_cpu import CpuBackend, CpuOptions
 from rich.console import Console
 from rich.table import Table
 
@@ -40,14 +42,11 @@ from benchmarks.device_copies_stock import StockCopies
 from benchmarks.overhead import Contender, Speeds
 from benchmarks.reporting.document import Run, add_json_option
 from benchmarks.reporting.rows import DeviceCopies, DeviceCopy, TokensPerSecond, percentile
-from offload_core.api.backend import BackendType
 from offload_core.api.memory.pinned_memory import HostPinning, pinning_in_use
-from offload_core.config.model import BackendConfig, TierConfig
 from offload_core.memory.block_copier import BlockSlice
 from offload_core.memory.copiers import block_copier
 from offload_core.memory.device.batched_copy import BatchedCopy
-from offload_core.memory.staging_pool import StagingPool
-from offload_core.memory.staging_size import STORE_SHARE, lease_bytes
+from offload_core.memory.staging_size import lease_bytes
 from offload_core.objects.format import object_bytes
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.transfer.batches import TransferObject
@@ -55,8 +54,8 @@ from offload_core.vllm.worker.batched_copy import installed_batched_copy
 from tests.support import tiny_models
 from tests.support.engine.lab import count
 from tests.support.engine.spec import RunResult, disk_transfer_config
+from tests.support.lending_rig import LendingRig
 from tests.support.memory_backend import key
-from tests.support.transfer_rig import Rig
 
 KIB, MIB = 1024, 1024 * 1024
 MAX_OBJECTS = 64
@@ -65,9 +64,30 @@ ENGINE_ARGS = {
     "enforce_eager": False,
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     "max_num_batched_tokens": 8192,
+    "gpu_memory_utilization": 0.45,
 }
-"""Decoding is by graphs, so that the accelerator is the limit; no minutes of compilation."""
+"""Decoding is by graphs, as on a server; no minutes of compilation. Two engines share the accelerator."""
 TO_HOST = ("bus to host", "gather", "gather to host", "store", "vLLM store")
+
+
+class Model(NamedTuple):
+    """A model whose tokens are counted.
+
+    Args:
+        write: writes its folder.
+        cpu_capacity: of the ``cpu`` tier.
+        engine_args: of vLLM, beside :data:`ENGINE_ARGS`.
+    """
+
+    write: Callable[[Path], Path]
+    cpu_capacity: str
+    engine_args: dict[str, Any]
+
+
+MODELS = {
+    "0.7B": Model(tiny_models.write_gemma3_700m, "3GiB", {}),
+    "12B": Model(tiny_models.write_gemma3_12b, "16GiB", {"load_format": "dummy", "kv_cache_memory_bytes": 8 << 30}),
+}
 
 
 class Shape(NamedTuple):
@@ -102,13 +122,15 @@ class Bench:
     """A worker's engine with a ``cpu`` tier, and the memory of one shape.
 
     Args:
-        pinning: pins the staging memory.
+        folder: gives the I/O process its name.
+        pinning: pins the tier's memory and the staging memory.
         batched_copy: the engine's; ``None`` for torch's copies.
     """
 
     def __init__(
         self,
         io: IoLoop,
+        folder: Path,
         device: torch.device,
         shape: Shape,
         pinning: HostPinning | None,
@@ -118,25 +140,18 @@ class Bench:
         self._draw = random.Random(3)
         self._round_bytes = shape.objects * shape.object_bytes
         blocks = 2 * shape.objects * shape.pages
-        self._rig = Rig(
-            io,
-            page_bytes=shape.page_bytes,
-            num_blocks=blocks,
-            blocks_per_object=shape.pages,
-            device=device,
+        lease = lease_bytes(object_bytes(shape.object_bytes))
+        self._rig = LendingRig(
+            io, folder, "engine", capacity_objects=4 * shape.objects, num_blocks=blocks, page_bytes=shape.page_bytes,
+            blocks_per_object=shape.pages, device=device, pinning=pinning, prefault=True, io_threads=2,
+            staging_bytes=4 * shape.objects * lease + 4 * MIB,
             make_copier=lambda caches: block_copier(
                 caches, shape.object_bytes, device_buffer_bytes=2 * self._round_bytes, batched_copy=batched_copy
             ),
-        )
+        )  # fmt: skip
         ((self._pack, self._layout),) = self._rig.layouts.items()
-        stored = object_bytes(shape.object_bytes)
-        options = CpuOptions.model_validate(
-            {"capacity": 4 * shape.objects * lease_bytes(stored) + 16 * MIB, "pin": "off", "prefault": True}
-        )
-        common = BackendConfig.model_validate({"name": "ram", "type": "cpu", "staging_share": 1.0, "io_threads": 2})
-        self._rig.add_tier(TierConfig(common, BackendType("cpu", CpuBackend, CpuOptions), options))
-        staging = StagingPool(4 * shape.objects * lease_bytes(stored) + 4 * MIB, STORE_SHARE, pinning)
-        self._rig.start_with(staging)
+        if pinning is not None:
+            self._rig.step_until(lambda: self._rig.tiers[0].lending.is_possible)
         self._copier = self._rig.copier
         self._large = torch.empty(self._round_bytes, dtype=torch.int8, device=device)
         self._host = torch.ones(self._round_bytes, dtype=torch.int8).pin_memory()
@@ -162,6 +177,7 @@ class Bench:
         self._copier.wait()
         seconds["gather to host"] = self._timed(lambda: self._gather(parts, payloads), self._copier.wait)
         seconds["scatter"] = self._timed(lambda: self._scatter(parts, payloads), self._copier.wait)
+        self._rig.announce(*objects)
         seconds["store"] = self._timed(lambda: self._rig.engine.submit_stores(objects), self._stored)
         seconds["load"] = self._timed(lambda: self._load(objects), self._loaded)
         if self._stock is not None:
@@ -173,8 +189,7 @@ class Bench:
 
     def close(self) -> None:
         """Close the engine and its tier."""
-        self._rig.finish()
-        self._rig.staging.close()
+        self._rig.close()
 
     @property
     def _compute_stream(self) -> Any:
@@ -212,7 +227,7 @@ class Bench:
         assert all(result.stored for result in results), "a store was dropped"
 
     def _load(self, objects: Sequence[TransferObject]) -> None:
-        self._rig.load(*objects, tier="ram")
+        self._rig.load(*objects, tier="cpu")
 
     def _loaded(self) -> None:
         assert self._rig.result().status == "loaded"
@@ -259,26 +274,29 @@ def copies(
     """Yield a row for each shape and way; the first round of each shape warms up."""
     io = IoLoop.acquire()
     try:
-        for shape in some:
-            bench = Bench(io, device, shape, pinning, batched_copy)
-            try:
-                yield from rows_of(shape, [bench.round() for _ in range(1 + rounds)][1:])
-            finally:
-                bench.close()
+        with tempfile.TemporaryDirectory(prefix="offload-core-bench-") as name:
+            for shape in some:
+                bench = Bench(io, Path(name), device, shape, pinning, batched_copy)
+                try:
+                    yield from rows_of(shape, [bench.round() for _ in range(1 + rounds)][1:])
+                finally:
+                    bench.close()
     finally:
         io.release()
 
 
-def tokens_per_second(turns: int) -> Iterator[TokensPerSecond]:
+def tokens_per_second(model_name: str, turns: int) -> Iterator[TokensPerSecond]:
     """Yield a row for an engine without a connector and for one with a ``cpu`` tier, which take turns."""
+    chosen = MODELS[model_name]
     arguments = argparse.Namespace(turns=turns, prompts=8, prompt_tokens=1500, output_tokens=64, dtype="bfloat16")
-    ram = {"name": "ram", "type": "cpu", "capacity": "3GiB", "prefault": True}
+    ram = {"name": "ram", "type": "cpu", "capacity": chosen.cpu_capacity, "prefault": True}
     with tempfile.TemporaryDirectory(prefix="offload-core-bench-") as name:
         folder = Path(name)
-        model = tiny_models.write_gemma3_700m(folder / "model")
+        model = chosen.write(folder / "model")
         transfers = {NONE: None, "cpu": disk_transfer_config(folder, backends=[ram])}
+        engine_args = ENGINE_ARGS | chosen.engine_args
         engines = {
-            name: Contender(model, transfer, folder / f"files of {name}", arguments, engine_args=ENGINE_ARGS)
+            name: Contender(model, transfer, folder / f"files of {name}", arguments, engine_args=engine_args)
             for name, transfer in transfers.items()
         }
         draw = random.Random(turns)
@@ -287,14 +305,15 @@ def tokens_per_second(turns: int) -> Iterator[TokensPerSecond]:
                 engine.compute(batch)
         for name, engine in engines.items():
             result = engine.end()
-            yield tokens_row(name, engine.speeds, engines[NONE].speeds, result)
+            yield tokens_row(model_name, name, engine.speeds, engines[NONE].speeds, result)
 
 
-def tokens_row(name: str, speeds: Speeds, none: Speeds, result: RunResult) -> TokensPerSecond:
+def tokens_row(model: str, name: str, speeds: Speeds, none: Speeds, result: RunResult) -> TokensPerSecond:
     """Return the row of an engine, beside the speeds of the one without a connector."""
     without = [(one + other) / 2 for one, other in zip(none.stored, none.opted_out, strict=True)]
     to_none = [stored / other for stored, other in zip(speeds.stored, without, strict=True)]
     return TokensPerSecond(
+        model=model,
         name=name,
         turns=len(speeds.stored),
         stored_p50=percentile(speeds.stored, 50),
@@ -329,6 +348,7 @@ def main() -> None:
     parser.add_argument("--round-mib", type=int, default=128, help="MiB that a round copies in each way, at most")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--turns", type=int, default=6, help="measured turns of each engine; 0 for no engine")
+    parser.add_argument("--models", default=",".join(MODELS), help="models of the engines, with commas between them")
     add_json_option(parser)
     arguments = parser.parse_args()
     if not torch.accelerator.is_available():
@@ -348,16 +368,18 @@ def main() -> None:
     name = str(getattr(torch.get_device_module(device), "get_device_name", lambda: device.type)())
     results = DeviceCopies(device=name, batched=batched_copy is not None, copies=found, tokens=[])
     run.write(results)  # the engines may fail
+    gc.collect()
     torch.accelerator.empty_cache()  # for the engines, which want most of the memory
-    tokens = list(tokens_per_second(arguments.turns)) if arguments.turns else []
-    for row in tokens:
+    for model in arguments.models.split(",") if arguments.turns else ():
+        results.tokens.extend(tokens_per_second(model, arguments.turns))
+        run.write(results)
+    for row in results.tokens:
         console.print(
-            f"{row.name}: {row.stored_p50:.0f} tokens per second stored, {row.opted_out_p50:.0f} opted out, "
-            f"ratio {row.to_opted_out_p50:.3f}; to none {row.to_none_p50:.3f} "
+            f"{row.model}, {row.name}: {row.stored_p50:.0f} tokens per second stored, "
+            f"{row.opted_out_p50:.0f} opted out, ratio {row.to_opted_out_p50:.3f}; to none {row.to_none_p50:.3f} "
             f"({row.to_none_p10:.3f} to {row.to_none_p90:.3f}); "
             f"{row.stored_objects} objects stored, {row.dropped_objects} dropped"
         )
-    run.write(results.model_copy(update={"tokens": tokens}))
 
 
 if __name__ == "__main__":

@@ -455,6 +455,8 @@ class DeviceCopy(Row):
 class TokensPerSecond(Row):
     """Tokens per second of an engine, prompts and outputs together, of new prompts that are stored or not."""
 
+    model: str
+    """Its parameters, as "12B"."""
     name: str
     turns: int
     stored_p50: Figure

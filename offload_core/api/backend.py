@@ -238,6 +238,14 @@ class Backend(ABC, Generic[OptionsT]):
         """
         return None
 
+    @property
+    def pins_lent_memory(self) -> bool:
+        """``True``, the default, if a process with a GPU may page-lock all of :attr:`lent_memory`.
+
+        The system then gives the memory at once. Without it, a GPU copies through staging memory.
+        """
+        return True
+
     async def prepare_store(
         self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
     ) -> StoreReservation:

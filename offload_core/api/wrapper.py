@@ -76,6 +76,11 @@ class BackendWrapper(Backend[BackendOptions]):
         """See :attr:`Backend.lent_memory`."""
         return self.inner.lent_memory
 
+    @property
+    def pins_lent_memory(self) -> bool:
+        """See :attr:`Backend.pins_lent_memory`."""
+        return self.inner.pins_lent_memory
+
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         """See :meth:`Backend.store`."""
         return await self.inner.store(keys, buffers)

@@ -196,7 +196,7 @@ class _ChunkSettings(BaseModel):
         Field(
             ge=1,
             description="Memory of an accelerator for stores on their way to host memory, beside the KV cache. If "
-            "unset, 64 MiB, or room for four of the largest objects.",
+            "unset, a 256th of the accelerator's memory, but at least 64 MiB and room for four of the largest objects.",
             examples=["256MiB"],
         ),
     ] = None

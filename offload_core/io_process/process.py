@@ -17,6 +17,7 @@ from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.config.limits import Limits
 from offload_core.config.model import OffloadConfig, TierConfig
 from offload_core.io_process.direct_calls import DirectCalls
+from offload_core.io_process.lent_mapping import LentMapping
 from offload_core.io_process.protocol import Kind, Message, Reader, pack_event
 from offload_core.io_process.remote_storage import RemoteStorage, pack_objects
 from offload_core.io_process.session import Session
@@ -248,10 +249,10 @@ class IoProcess:
         if (direct := self.direct) is not None:
             direct.tell(kind, tier, body)
 
-    async def _lent_memory(self, tier: int) -> SharedMemory | None:
+    async def _lent_memory(self, tier: int) -> LentMapping | None:
         if (session := self._session) is None:
             raise StorageAwayError("the I/O process has ended and is being replaced")
-        memory = await session.lent_memory(tier)
+        memory = await session.lent_memory(tier, self._storages[tier].label)
         if memory is not None and session is not self._session:  # its last answer may come with the news of its end
             memory.close()
             raise StorageAwayError("the I/O process has ended and is being replaced")

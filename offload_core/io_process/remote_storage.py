@@ -12,9 +12,10 @@ from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.context import tier_label
 from offload_core.api.keys import ObjectKey
-from offload_core.api.memory.shared_memory import SharedMemory
+from offload_core.api.memory.pinned_memory import HostPinning
 from offload_core.io_process import protocol
 from offload_core.io_process.direct_calls import DirectCalls
+from offload_core.io_process.lent_mapping import LentMapping
 from offload_core.io_process.protocol import NO_PIECE, Kind, Message, Piece
 from offload_core.tiers.calls.lent_objects import LendingEnd, LendingEnded, LentObject, OutcomeT, WantedObject, lend
 from offload_core.tiers.staged_object import StagedObject
@@ -62,7 +63,7 @@ class RemoteStorage:
         call: Call,
         direct: Callable[[], DirectCalls],
         tell: Tell,
-        lent_memory: Callable[[int], Awaitable[SharedMemory | None]],
+        lent_memory: Callable[[int], Awaitable[LentMapping | None]],
         *,
         half: str,
         encodes: bool,
@@ -82,7 +83,9 @@ class RemoteStorage:
         self._fetch_lent_memory = lent_memory
         self._encodes = encodes
         self._may_lend = lends
-        self._lent_memory: SharedMemory | None = None
+        self._lent_memory: LentMapping | None = None
+        self._needs_pinned = False
+        self._pinning: HostPinning | None = None
         self._lendings = count(1)
         self._stuck_threads = 0
         self._is_here = True
@@ -101,8 +104,14 @@ class RemoteStorage:
 
     @property
     def lends(self) -> bool:
-        """True if the tier lends memory that this process has mapped."""
-        return self._lent_memory is not None and self._is_here
+        """True if the tier lends memory that this process has mapped, and pinned if it must be."""
+        memory = self._lent_memory
+        return memory is not None and self._is_here and (memory.is_pinned or not self._needs_pinned)
+
+    def lend_pinned_only(self, pinning: HostPinning | None) -> None:
+        """Lend memory only while it is pinned; see :class:`TierStorage`."""
+        self._needs_pinned, self._pinning = True, pinning
+        self._pin(self._lent_memory)
 
     async def open(self) -> None:
         """Open the backend."""
@@ -182,7 +191,7 @@ class RemoteStorage:
                 views.append(None if offset == NO_PIECE else view[offset : offset + one.nbytes])
                 if offset != NO_PIECE and offset + one.nbytes > len(view):
                     raise protocol.ProtocolError(f"an object ends behind the {len(view)} bytes of the lent memory")
-            give_back = partial(self._tell, Kind.GIVE_BACK, self.number, number_bytes)
+            give_back = memory.use(partial(self._tell, Kind.GIVE_BACK, self.number, number_bytes))
             return LendingEnd(outcomes, lend(views, give_back, number, offsets))
 
         self._send_direct(kind, number_bytes + protocol.pack_wanted(wanted), read_end, on_end, direct)
@@ -214,7 +223,8 @@ class RemoteStorage:
         if not self._may_lend:
             return
         try:
-            self._lent_memory = await self._fetch_lent_memory(self.number)
+            self._lent_memory = memory = await self._fetch_lent_memory(self.number)
+            self._pin(memory)
             if not self.wants_open:  # closed meanwhile
                 self._forget_lent_memory()
         except StorageAwayError:
@@ -223,6 +233,11 @@ class RemoteStorage:
             logger.warning(
                 "%s: its memory cannot be mapped, so objects are copied through staging memory: %s", self.label, error
             )
+
+    def _pin(self, memory: LentMapping | None) -> None:
+        """Begin to pin lent memory if it must be. Called by both threads that may be the later one."""
+        if memory is not None and self._pinning is not None:
+            memory.pin(self._pinning)
 
     def _forget_lent_memory(self) -> None:
         memory, self._lent_memory = self._lent_memory, None

@@ -23,6 +23,7 @@ from offload_core.io_process import protocol
 from offload_core.io_process.control import BELLS, JOIN_DESCRIPTORS, ControlSocket, Record
 from offload_core.io_process.control_channel import ControlChannel
 from offload_core.io_process.direct_calls import DirectCalls
+from offload_core.io_process.lent_mapping import LentMapping
 from offload_core.io_process.log_relay import relay
 from offload_core.io_process.messages import Lane, MessageChannel, RingPair, make_rings
 from offload_core.io_process.protocol import Kind, Message
@@ -233,22 +234,26 @@ class Session:
             raise StorageAwayError("the I/O process has ended and is being replaced")
         return await self._control.ask(record, descriptors)
 
-    async def lent_memory(self, tier: int) -> SharedMemory | None:
+    async def lent_memory(self, tier: int, label: str) -> LentMapping | None:
         """Map the memory that a tier lends; ``None`` if it lends none to other processes.
+
+        Args:
+            label: the words for the tier in log lines.
 
         Raises:
             OSError: the process is gone, or the memory cannot be mapped.
         """
         if self._is_over or self._control is None:
             raise StorageAwayError("the I/O process has ended and is being replaced")
-        _, descriptors = await self._control.ask_for_descriptors({"lent": tier})
+        answer, descriptors = await self._control.ask_for_descriptors({"lent": tier})
         if not descriptors:
             return None
         try:
-            return SharedMemory.from_descriptor(descriptors[0])
+            memory = SharedMemory.from_descriptor(descriptors[0])
         except BaseException:
             os.close(descriptors[0])
             raise
+        return LentMapping(memory, may_be_pinned=answer["pin"], label=label)
 
     def kill(self) -> None:
         """Kill the process. :attr:`on_end` follows once it is gone."""

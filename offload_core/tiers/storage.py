@@ -17,6 +17,7 @@ from offload_core.api.capabilities import Capabilities
 from offload_core.api.context import tier_label
 from offload_core.api.errors import BackendError
 from offload_core.api.keys import ObjectKey
+from offload_core.api.memory.pinned_memory import HostPinning
 from offload_core.config.limits import Limits
 from offload_core.config.model import TierConfig
 from offload_core.plugins.registry import PluginRegistry
@@ -100,6 +101,16 @@ class TierStorage(Protocol):
     @property
     def lends(self) -> bool:
         """True if the backend lends memory that this process can use now."""
+        ...
+
+    def lend_pinned_only(self, pinning: HostPinning | None) -> None:
+        """Lend memory only while it is pinned in this process, since a device copies to and from it.
+
+        The pinning goes on after this call. Call it once, before or after ``open``.
+
+        Args:
+            pinning: the means of pinning; ``None`` if there is none.
+        """
         ...
 
     async def open(self) -> None:
@@ -194,6 +205,7 @@ class LocalStorage:
         self.backend: Backend[Any] = self._shared.backend
         self._objects = ObjectIO(label, self.backend, self.codec, limits, changes.evicted)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._lends_pinned_only = False
         self._is_closed = False
 
     @property
@@ -209,7 +221,12 @@ class LocalStorage:
     @property
     def lends(self) -> bool:
         """True if the backend lends its memory. Objects that others may change, or that are encoded, are loaded."""
-        return self.backend.lends and not self.backend.capabilities.shared and not self._encodes
+        capable = self.backend.lends and not self.backend.capabilities.shared and not self._encodes
+        return capable and not self._lends_pinned_only
+
+    def lend_pinned_only(self, pinning: HostPinning | None) -> None:
+        """Lend nothing: no backend tells this process which memory it has pinned."""
+        self._lends_pinned_only = True
 
     async def open(self) -> None:
         """Open the backend."""

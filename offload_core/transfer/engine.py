@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 from offload_core.api.keys import ObjectKey
+from offload_core.api.memory.pinned_memory import HostPinning
 from offload_core.memory.block_copier import BlockCopier
 from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import StagingPool
@@ -44,6 +45,7 @@ class TransferEngine:
         layouts: per pack name, the payload's layout. Objects of other packs bring their own.
         largest_payload_bytes: size of the largest payload; by default that of the packs.
         processes: the processes of the tiers; ``None`` if the tiers are in this process.
+        pinning: pins the memory that tiers lend, if a device copies to and from it.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class TransferEngine:
         counters: Counters,
         largest_payload_bytes: int | None = None,
         processes: TierProcesses | None = None,
+        pinning: HostPinning | None = None,
     ) -> None:
         self._io = io
         self._processes = processes
@@ -78,6 +81,8 @@ class TransferEngine:
         )
         for tier in tiers:
             tier.staging = self._shares[tier.name]
+            if not copier.takes_pageable_memory:
+                tier.lending.lend_pinned_only(pinning)
         self._stores = Stores(
             io=io,
             tiers=tiers,
@@ -175,7 +180,7 @@ class TransferEngine:
     def store_room(self) -> tuple[float, float]:
         """The bytes of stores that may be on their way at once to some tier, and those of the gathers among them.
 
-        Both are infinite if a tier may lend its memory.
+        Both are infinite if a tier may lend its memory at once. A device's copies wait for the memory to be pinned.
         """
         if self._copier.takes_pageable_memory and any(tier.capabilities.lends for tier in self._tiers):
             return math.inf, math.inf

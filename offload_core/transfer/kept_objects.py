@@ -40,8 +40,9 @@ class KeptObjects:
             raise KeyError(f"{key} of tier {tier!r} is not at hand, and its request runs already; please report it")
         return next(iter(holders.values()))
 
-    def give_back(self, job_ids: Iterable[int]) -> None:
-        """Release the objects of some loads. Loads that keep nothing are ignored."""
+    def take(self, job_ids: Iterable[int]) -> list[LentObject]:
+        """Keep the objects of some loads no longer, and return them. Loads that keep nothing are ignored."""
+        taken = []
         for job_id in job_ids:
             tier, objects = self._loads.pop(job_id, ("", {}))
             for key, lent in objects.items():
@@ -49,8 +50,9 @@ class KeptObjects:
                 del holders[job_id]
                 if not holders:
                     del self._by_key[tier, key]
-                lent.release()
+                taken.append(lent)
+        return taken
 
-    def give_all_back(self) -> None:
-        """Release all objects."""
-        self.give_back(list(self._loads))
+    def take_all(self) -> list[LentObject]:
+        """Keep nothing any longer, and return all objects."""
+        return self.take(list(self._loads))

@@ -122,7 +122,9 @@ class _Copying:
     """Objects on their way into their blocks, each with its load."""
 
     end: CopyEnd
-    objects: tuple[tuple[_ActiveLoad, ObjectKey, Lease | LentObject], ...]
+    objects: tuple[tuple[_ActiveLoad, ObjectKey, Lease | LentObject], ...] = ()
+    given_back: tuple[LentObject, ...] = ()
+    """Objects that were kept at hand, and that these copies or earlier ones may still read."""
 
 
 class Loads:
@@ -166,7 +168,6 @@ class Loads:
                 layouts=layouts,
                 jobs=jobs,
                 counters=counters,
-                borrows=copier.takes_pageable_memory,
                 on_end=self._hand_over,
             )
             for tier in tiers
@@ -226,12 +227,18 @@ class Loads:
         lent = [self._kept.get(tier, item.key) for item in objects]
         for item, one in zip(objects, lent, strict=True):
             self._copier.scatter(self._layouts.of(item), item.blocks, one.tensor[HEADER_BYTES:])
+        if (end := self._copier.scatters_end()) is not None:
+            self._copying.append(_Copying(end))
         self._copier.let_engine_follow_scatters()
         self._counters.add("load_kept", tier, len(objects))
 
     def give_back(self, job_ids: Iterable[int]) -> None:
         """Keep the objects of some loads no longer. Unknown loads are ignored."""
-        self._kept.give_back(job_ids)
+        objects = self._kept.take(job_ids)
+        if self._copying and objects:  # copies begin in order, so the last one's end is that of all
+            self._copying.append(_Copying(self._copying[-1].end, given_back=tuple(objects)))
+        else:
+            _release(objects)
 
     def scatter_arrivals(self) -> None:
         """Copy all arrived objects into the KV cache, and use the staging memory that they leave."""
@@ -249,7 +256,9 @@ class Loads:
             copied = []
         self._end_copies(copied)
         while self._copying and self._copying[0].end.has_passed():
-            self._end_copies(self._copying.popleft().objects)
+            copied_before = self._copying.popleft()
+            self._end_copies(copied_before.objects)
+            _release(copied_before.given_back)
         for reader in self._readers.values():  # memory may be free now
             reader.start_calls()
 
@@ -282,14 +291,14 @@ class Loads:
         for load in self._active.values():
             if not load.job.ended:
                 self._jobs.end(load.job, JobState.CANCELLED)
-            _release(load.lent)
+            _release(load.lent.values())
         self._active.clear()
-        self._kept.give_all_back()
+        _release(self._kept.take_all())
         while self._arrivals:
             self._scatter(self._arrivals.popleft())
         while self._copying:
-            for _, _, lease in self._copying.popleft().objects:
-                lease.release()
+            copied = self._copying.popleft()
+            _release([*(lease for _, _, lease in copied.objects), *copied.given_back])
 
     def _publish(self, load: _ActiveLoad, verdict: JobState) -> LoadResult:
         """End a load, unless it has been cancelled, and return its result."""
@@ -303,7 +312,7 @@ class Loads:
             self._kept.add(load.job_id, load.job.tier, load.lent)
             result = replace(result, kept=True)
         else:
-            _release(load.lent)
+            _release(load.lent.values())
         if verdict is JobState.TIMED_OUT:
             self._counters.add("load_timeouts", load.job.tier)
             if not load.waited_seconds:  # a load with less than the tier's own time says little about the tier
@@ -351,6 +360,6 @@ class Loads:
         self._arrived.set()
 
 
-def _release(lent: Mapping[ObjectKey, LentObject]) -> None:
-    for one in lent.values():
+def _release(memory: Iterable[Lease | LentObject]) -> None:
+    for one in memory:
         one.release()

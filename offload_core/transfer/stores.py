@@ -100,7 +100,6 @@ class Stores:
         self._choice = WriterChoice(self._writers, counters)
         self._staging = staging
         self._copier = copier
-        self._borrows = copier.takes_pageable_memory
         self._layouts = layouts
         self._counters = counters
         self.budget = ByteBudget(gather_limit_bytes)
@@ -140,15 +139,17 @@ class Stores:
             if isinstance(granted, StoreOutcome):
                 self._ended_before_copy(item.key, willing, granted)
                 continue
+            if not self._copier.has_room(layout.payload_bytes):  # before an object that waits is dropped for it
+                if granted is not None:
+                    granted.release()
+                self._choice.count(willing, "store_dropped")
+                self._results.append(StoreResult(item.key, stored=False))
+                continue
             if granted is not None:
                 if (store := self._fill_lent(item, layout, willing, granted)) is not None:
                     new.append((store, willing))
                 continue
             may_drop = not item.spare or not all(writer.limits_spares for writer in willing)
-            if not self._copier.has_room(layout.payload_bytes):  # before an object that waits is dropped for it
-                self._choice.count(willing, "store_dropped")
-                self._results.append(StoreResult(item.key, stored=False))
-                continue
             writers = self._choice.charge(willing, nbytes, "store_dropped", may_drop=may_drop)
             lease = self._lease_to_gather(nbytes, may_drop=may_drop) if writers else None
             if lease is not None and not self._copier.gather(layout, item.blocks, lease.tensor[HEADER_BYTES:]):
@@ -179,7 +180,7 @@ class Stores:
         for item in objects:
             if item.key not in self._announced:
                 willing = self._announced[item.key] = self._choice.for_offered(item, busy)
-                if len(willing) == 1 and self._borrows and willing[0].tier.lending.is_possible and willing[0].admits():
+                if len(willing) == 1 and willing[0].tier.lending.is_possible and willing[0].admits():
                     nbytes = self._layouts.stored_bytes(item)
                     wanted.setdefault(willing[0], []).append(WantedObject(item.key, nbytes, item.spare))
         for writer, some in wanted.items():

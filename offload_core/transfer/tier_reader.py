@@ -87,7 +87,6 @@ class TierReader:
         layouts: Layouts,
         jobs: JobTable,
         counters: Counters,
-        borrows: bool,
         on_end: ReadsEnded,
     ) -> None:
         self._tier = tier
@@ -96,7 +95,6 @@ class TierReader:
         self._layouts = layouts
         self._jobs = jobs
         self._counters = counters
-        self._borrows = borrows
         self._on_end = on_end
         self._slots = load_slots_of(tier)
         self._spare_slots = tier.config.io_threads
@@ -142,7 +140,7 @@ class TierReader:
             while self._waiting and self._has_free_slot():
                 first = self._waiting[0]
                 if self._jobs.start(first.job):
-                    borrows = self._borrows and first.may_borrow and self._tier.lending.is_possible
+                    borrows = first.may_borrow and self._tier.lending.is_possible
                     count, leases = (self._batches_of_call(first), []) if borrows else self._try_lease(first)
                     if not count:
                         return None  # the loads behind it wait too: small ones must not overtake a large one for ever

@@ -16,11 +16,13 @@ from tests.standin.scripted_disk import Script
 from tests.standin.test_geometries import slow_and_unreliable
 from tests.standin.test_tails import prompt_of
 from tests.support.accelerator import DEVICE, StreamControl
+from tests.support.polling import wait_until
 from tests.support.standin.geometries import MODELS, StandInModel
-from tests.support.standin.workload import Workload, make_workload, reference
+from tests.support.standin.workload import Workload, make_workload, reference, repeated_work
 
 long = pytest.mark.long
 SEEDS = [0, *(pytest.param(seed, marks=long) for seed in range(1, 10))]
+RAM = {"name": "ram", "type": "cpu", "capacity": "64MiB"}
 QUICK = ("gemma3", "qwen3_next")
 LARGEST_PAYLOAD = 80 * 1024
 """Bytes of the largest payload of Gemma 3's stand-in."""
@@ -74,6 +76,24 @@ def test_random_work_with_aborts_resets_and_an_unreliable_disk(
     work = make_workload(model, seed, aborts=8, resets=4, salts=2)
     for life in range(2):
         drive(rig, model, control, slow_and_unreliable(10 * seed + life), work, async_scheduling=bool(life))
+
+
+@pytest.mark.parametrize("model", QUICK, indirect=True)
+@pytest.mark.parametrize("seed", SEEDS[:3])
+def test_random_work_with_lent_memory_and_loads_within_the_step(
+    rig: Rig, model: StandInModel, control: StreamControl, seed: int
+) -> None:
+    engine = rig.engine(model, device=DEVICE, backends=[RAM], io_process="engine")
+    assert engine.workers[0].connector is not None
+    (tier,) = engine.workers[0].connector._worker_half._tiers
+    wait_until(lambda: tier.lending.is_possible, "the tier's memory is not pinned")
+    streams = HeldStreams(engine, control, random.Random(seed))
+    rig.after_tick, rig.before_drain = streams.change, streams.let_go
+    rig.drive(engine, repeated_work(model, seed))
+    rig.end(engine)
+    assert streams.held_steps > 0
+    for name in ("store_lent|ram", "load_lent|ram", "loads_within_step|ram"):
+        assert engine.counters[name] > 0, f"no {name} in {engine.counters}"
 
 
 @pytest.mark.parametrize("model", QUICK[:1], indirect=True)

@@ -63,7 +63,8 @@ class Rig:
     def settings(self, model: StandInModel, changes: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of our connector, and remove those from ``changes`` that are among them."""
         settings: dict[str, Any] = {
-            "io_process": "off",  # a script decides on the calls, and their threads are watched
+            # by default a script decides on the calls, and their threads are watched
+            "io_process": changes.pop("io_process", "off"),
             "backends": changes.pop("backends", [self.scripted_disk()]),
             "staging_bytes": changes.pop("staging_bytes", "32MiB"),
             "load_timeout_seconds": changes.pop("load_timeout_seconds", NEVER_SECONDS),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from offload_core.api.memory.pinned_memory import HostPinning
 from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.config.loading import load_config
 from offload_core.io_process.processes import IoProcesses
+from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.memory.staging_pool import Lease, LoadShare, StagingPool, arena_bytes
 from offload_core.memory.staging_size import STORE_SHARE, lease_bytes
 from offload_core.objects.format import object_bytes
@@ -40,18 +45,26 @@ class LendingRig(Rig):
     Args:
         mode: the configuration key ``io_process``.
         capacity_objects: number of objects that the tier has room for.
+        staging_bytes: size of the staging pool.
+        options: more options of the tier.
         more: further tiers.
+        pinning: pins the tier's memory, if the copier needs that.
     """
 
     def __init__(
         self, io: IoLoop, folder: Path, mode: str, *, capacity_objects: int = 16, num_blocks: int = 64,
-        page_bytes: int = 5000, make_copier: type[WatchedCopier] = WatchedCopier, more: tuple[dict[str, Any], ...] = (),
+        page_bytes: int = 5000, blocks_per_object: int = 1, staging_bytes: int = STAGING_BYTES,
+        make_copier: Callable[[CanonicalKVCaches], Any] = WatchedCopier, more: tuple[dict[str, Any], ...] = (),
+        device: str | torch.device = "cpu", pinning: HostPinning | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(io, page_bytes=page_bytes, num_blocks=num_blocks, make_copier=make_copier)
+        super().__init__(
+            io, page_bytes=page_bytes, num_blocks=num_blocks, make_copier=make_copier, device=device,
+            blocks_per_object=blocks_per_object,
+        )  # fmt: skip
         object_pages = lease_bytes(object_bytes(self.largest_payload_bytes))
-        cpu = {"name": "cpu", "type": "cpu", "capacity": capacity_objects * object_pages}
+        cpu = {"name": "cpu", "type": "cpu", "capacity": capacity_objects * object_pages, **options}
         self.config = load_config({"io_process": mode, "io_process_timeout_seconds": 2, "backends": [cpu, *more]})
-        self.memory = SharedMemory.create("lending", arena_bytes(STAGING_BYTES))
+        self.memory = SharedMemory.create("lending", arena_bytes(staging_bytes))
         self.processes: IoProcesses | None = None
         if mode != "off":
             self.processes = IoProcesses(f"lending {folder}", io, self.config)
@@ -59,8 +72,8 @@ class LendingRig(Rig):
             for process in self.processes.all:
                 process._pause = RestartPause(first_seconds=0.02, longest_seconds=0.05)
         self.tiers = open_tiers(self.config, io, self.counters, host=self.processes)
-        self.pool = CountingPool(STAGING_BYTES, STORE_SHARE, arena=self.memory.view)
-        self.start_with(self.pool, self.processes)
+        self.pool = CountingPool(staging_bytes, STORE_SHARE, pinning, self.memory.view)
+        self.start_with(self.pool, self.processes, pinning)
 
     def announce(self, *objects: TransferObject) -> None:
         """Announce stores, and wait for the tiers' answers."""
@@ -74,6 +87,7 @@ class LendingRig(Rig):
     def close(self) -> None:
         try:
             self.finish()
+            self.pool.close()
         finally:
             if self.processes is not None:
                 self.processes.release(SECONDS)

@@ -115,6 +115,19 @@ def write_gemma3_700m(folder: Path, *, seed: int = 0, dtype: str = "bfloat16", *
     return write_gemma3(folder, seed=seed, dtype=dtype, shape=big, **sizes)
 
 
+def write_gemma3_12b(folder: Path) -> Path:
+    """Write a Gemma 3 of about 11 billion parameters for benchmarks on accelerators, without its weights.
+
+    Start it with vLLM's ``load_format="dummy"``. Its layers have the sizes of Gemma 3 12B
+    (https://huggingface.co/google/gemma-3-12b-pt). Its vocabulary is small.
+    """
+    shape = Gemma3Shape(
+        hidden_size=3840, num_layers=48, num_heads=16, num_kv_heads=8, head_dim=256,
+        intermediate_size=15360, vocab_size=4096, sliding_window=1024,
+    )  # fmt: skip
+    return write_model_folder(folder, _gemma3_config(shape, "bfloat16"), [], 0, "bfloat16", shape.vocab_size)
+
+
 def write_mistral(
     folder: Path, *, seed: int = 0, dtype: str = "float32", shape: MistralShape | None = None, **sizes: int
 ) -> Path:

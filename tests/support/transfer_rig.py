@@ -11,6 +11,7 @@ import torch
 from offload_backend_disk import DiskBackend, DiskOptions
 
 from offload_core.api.backend import BackendType
+from offload_core.api.memory.pinned_memory import HostPinning
 from offload_core.config.model import BackendConfig, TierConfig
 from offload_core.io_process.processes import IoProcesses
 from offload_core.memory.block_copier import BlockSlice, CpuBlockCopier
@@ -130,7 +131,9 @@ class Rig:
         staging_bytes = staging_bytes or smallest_pool_bytes(self.largest_payload_bytes, uses)
         return self.start_with(pool(staging_bytes, STORE_SHARE))
 
-    def start_with(self, staging: StagingPool, processes: IoProcesses | None = None) -> TransferEngine:
+    def start_with(
+        self, staging: StagingPool, processes: IoProcesses | None = None, pinning: HostPinning | None = None
+    ) -> TransferEngine:
         self.staging = staging
         self._engine = TransferEngine(
             io=self.io,
@@ -140,6 +143,7 @@ class Rig:
             layouts=self.layouts,
             counters=self.counters,
             processes=processes,
+            pinning=pinning,
         )
         return self._engine
 

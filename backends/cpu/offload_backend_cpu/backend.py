@@ -84,6 +84,11 @@ class CpuBackend(Backend[CpuOptions]):
         """See :attr:`Backend.lent_memory`."""
         return None if self._arena is None else self._arena.shared_memory
 
+    @property
+    def pins_lent_memory(self) -> bool:
+        """See :attr:`Backend.pins_lent_memory`."""
+        return self.options.pin != "off"
+
     async def open(self) -> None:
         """Map the memory. The system gives it as it is filled, unless the options make it pinned or prefaulted.
 

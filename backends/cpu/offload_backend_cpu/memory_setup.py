@@ -21,6 +21,8 @@ PIECE_BYTES = 64 * 1024 * 1024
 class MemorySetup:
     """Pins or populates an arena. For the event loop; construct it on the thread that has chosen the GPU.
 
+    Memory for other processes is not pinned here, since each process with a GPU pins it for itself.
+
     Args:
         options: the tier's options.
         log: the tier's logger.
@@ -52,7 +54,7 @@ class MemorySetup:
             OSError: ``pin`` is ``on`` and the memory cannot be pinned. No piece stays pinned then.
         """
         self._arena = arena
-        if self._options.pin == "on":
+        if self._options.pin == "on" and arena.shared_memory is None:
             try:
                 if self._pinning is None:
                     self._pinning = await self._run_blocking(demand_pinning)
@@ -60,7 +62,7 @@ class MemorySetup:
             except OSError as error:
                 await self.undo()
                 raise OSError(f"{error}; pin: on needs that; set pin to auto or off to go without") from error
-        elif self._pinning is not None:
+        elif self._pinning is not None and arena.shared_memory is None:
             self._task = asyncio.create_task(self._in_background(arena, self._pin))
         elif self._options.prefault:
             self._task = asyncio.create_task(self._in_background(arena, _populate))

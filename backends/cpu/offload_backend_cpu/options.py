@@ -23,8 +23,8 @@ class CpuOptions(BackendOptions):
     )
     pin: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="page-lock the whole memory by CUDA from the start on: auto, if the worker uses a GPU; on, and "
-        "the engine does not start if that fails; off",
+        description="page-lock the whole memory by CUDA from the start on, if the worker uses a GPU: auto; on, and "
+        "without an I/O process the engine does not start if that fails; off",
     )
     prefault: bool = Field(
         False,

@@ -165,8 +165,10 @@ class ServedClient:
                 kind = {"capabilities": asdict(storage.capabilities), "lends": storage.lends}
                 return {"tier": record["tier"], **kind}, ()
             if "lent" in record:
-                memory = Lendings.memory_of(self._tiers[record["lent"]].storage)
-                return record, () if memory is None else (memory.descriptor,)
+                storage = self._tiers[record["lent"]].storage
+                memory = Lendings.memory_of(storage)
+                pin = storage.backend.pins_lent_memory
+                return {**record, "pin": pin}, () if memory is None else (memory.descriptor,)
             if "end" in record:
                 return {"end": True, "stays": self._server.leave(self)}, ()
             raise ProtocolError(f"there is no control message {sorted(record)}")

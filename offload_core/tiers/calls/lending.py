@@ -10,6 +10,7 @@ from typing import Protocol
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.events import Operation
 from offload_core.api.keys import ObjectKey
+from offload_core.api.memory.pinned_memory import HostPinning
 from offload_core.tiers.calls.lent_objects import LendingEnd, OutcomeT, WantedObject
 from offload_core.tiers.circuit_breaker import Call
 from offload_core.tiers.health import TierHealth
@@ -59,6 +60,10 @@ class TierLending:
     def is_possible(self) -> bool:
         """True if the tier lends memory now."""
         return self._storage.lends
+
+    def lend_pinned_only(self, pinning: HostPinning | None) -> None:
+        """Lend memory only while it is pinned; see :class:`TierStorage`."""
+        self._storage.lend_pinned_only(pinning)
 
     def start_borrow(
         self, wanted: Sequence[WantedObject], on_end: Callable[[LendingEnd[LoadOutcome] | None], None]

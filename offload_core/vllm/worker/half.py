@@ -118,12 +118,13 @@ class WorkerHalf:
             write_in_background(geometry, settings.geometry_file)
         atexit.register(self.shutdown)  # a script may end without shutting its engine down
         self._io = IoLoop.acquire()
+        pinning = pinning_in_use()
         if settings.io_process == "off":
-            self._staging = StagingPool(settings.staging_bytes, STORE_SHARE, pinning_in_use())
+            self._staging = StagingPool(settings.staging_bytes, STORE_SHARE, pinning)
         else:
             self._processes = IoProcesses(engine_name(self._vllm_config), self._io, self._config)
             self._staging_memory = memory = SharedMemory.create("offload-staging", arena_bytes(settings.staging_bytes))
-            self._staging = StagingPool(settings.staging_bytes, STORE_SHARE, pinning_in_use(), memory.view)
+            self._staging = StagingPool(settings.staging_bytes, STORE_SHARE, pinning, memory.view)
             self._processes.share_staging(memory)
         ranks = self._vllm_config.parallel_config.world_size
         half = f"worker {self._rank}" if ranks > 1 else "worker"
@@ -146,6 +147,7 @@ class WorkerHalf:
             layouts=layouts,
             counters=self.counters,
             processes=self._processes,
+            pinning=pinning,
         )
         self._registered = True
 

@@ -18,30 +18,10 @@ from offload_backend_cpu.memory_setup import PIECE_BYTES
 from offload_core.api.backend import BackendContext, LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
+from tests.support.recorded_pinning import RecordedPinning
 
 KEY = ObjectKey("ab" * 32, "full-u256", bytes(32))
 CAPACITY = 2 * PIECE_BYTES + PAGE_BYTES
-
-
-class RecordedPinning:
-    """A pinning that records the pinned pieces. It fails after ``limit`` pieces."""
-
-    def __init__(self, limit: int = 1000) -> None:
-        self.limit = limit
-        self.pinned: dict[int, int] = {}
-        self.all_are_pinned = threading.Event()
-        self.has_failed = threading.Event()
-
-    def register(self, address: int, nbytes: int) -> None:
-        if len(self.pinned) == self.limit:
-            self.has_failed.set()
-            raise OSError("no more can be pinned")
-        self.pinned[address] = nbytes
-        if sum(self.pinned.values()) == CAPACITY:
-            self.all_are_pinned.set()
-
-    def unregister(self, address: int) -> None:
-        del self.pinned[address]
 
 
 @pytest.fixture
@@ -72,7 +52,7 @@ def test_with_a_gpu_all_memory_is_pinned_in_the_background_and_unpinned_at_close
     executor: DaemonExecutor,
 ) -> None:
     async def main() -> None:
-        pinning = RecordedPinning()
+        pinning = RecordedPinning(all_bytes=CAPACITY)
         backend = make_backend(executor, pinning)
         await backend.open()
         assert await works(backend)
@@ -86,7 +66,7 @@ def test_with_a_gpu_all_memory_is_pinned_in_the_background_and_unpinned_at_close
 
 def test_closed_while_it_pins_it_leaves_nothing_pinned(executor: DaemonExecutor) -> None:
     async def main() -> None:
-        pinning = RecordedPinning()
+        pinning = RecordedPinning(all_bytes=CAPACITY)
         backend = make_backend(executor, pinning)
         await backend.open()
         await asyncio.sleep(0)
@@ -101,7 +81,7 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(
     executor: DaemonExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        pinning = RecordedPinning(limit=1)
+        pinning = RecordedPinning(1, CAPACITY)
         backend = make_backend(executor, pinning)
         await backend.open()
         assert await asyncio.to_thread(pinning.has_failed.wait, 30)
@@ -117,12 +97,12 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(
 
 def test_with_pin_on_the_tier_opens_only_after_all_is_pinned(executor: DaemonExecutor) -> None:
     async def main() -> None:
-        pinning = RecordedPinning()
+        pinning = RecordedPinning(all_bytes=CAPACITY)
         backend = make_backend(executor, pinning, pin="on")
         await backend.open()
         assert pinning.all_are_pinned.is_set()
         await backend.close()
-        pinning = RecordedPinning(limit=2)
+        pinning = RecordedPinning(2, CAPACITY)
         backend = make_backend(executor, pinning, pin="on")
         with pytest.raises(OSError, match="no more can be pinned; pin: on needs that; set pin to auto or off"):
             await backend.open()
@@ -144,7 +124,7 @@ def test_pinning_without_a_gpu_is_refused_with_the_cure(executor: DaemonExecutor
 
 def test_pin_off_pins_nothing(executor: DaemonExecutor) -> None:
     async def main() -> None:
-        pinning = RecordedPinning(limit=0)
+        pinning = RecordedPinning(0, CAPACITY)
         backend = make_backend(executor, pinning, pin="off")
         await backend.open()
         assert await works(backend)
@@ -266,3 +246,18 @@ def test_a_cancelled_reservation_gives_its_memory_back(
         await backend.close()
 
     asyncio.run(run())
+
+
+def test_memory_for_other_processes_is_pinned_by_them(executor: DaemonExecutor) -> None:
+    async def main(pin: str) -> None:
+        pinning = RecordedPinning(0, CAPACITY)
+        context = BackendContext("ram", executor, lends_to_processes=True)
+        backend = CpuBackend(CpuOptions.model_validate({"capacity": CAPACITY, "pin": pin}), context, pinning)
+        await backend.open()
+        assert await works(backend)
+        assert backend.pins_lent_memory == (pin != "off")
+        await backend.close()
+        assert not pinning.has_failed.is_set()
+
+    for pin in ("auto", "on", "off"):
+        asyncio.run(main(pin))

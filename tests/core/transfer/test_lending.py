@@ -260,7 +260,7 @@ def test_a_killed_io_process_loses_objects_and_nothing_else(io: IoLoop, tmp_path
 def test_memory_that_cannot_be_mapped_is_not_used(
     io: IoLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def refuse(_: Session, tier: int) -> None:
+    async def refuse(_: Session, tier: int, label: str) -> None:
         raise OSError("no address space is left")
 
     monkeypatch.setattr(Session, "lent_memory", refuse)

@@ -67,6 +67,8 @@ class Control(StreamControl):
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
+        self._pinned: dict[int, int] = {}
+        """The end of each pinned piece of host memory, by its start."""
 
     def hold(self, stream: Any) -> None:
         """Let the stream begin no further work."""
@@ -79,9 +81,11 @@ class Control(StreamControl):
     def register(self, address: int, nbytes: int) -> None:
         """Pin host memory; see :class:`~offload_core.api.memory.pinned_memory.HostPinning`."""
         self._compiled.pin(address, nbytes)
+        self._pinned[address] = address + nbytes
 
     def unregister(self, address: int) -> None:
         """Unpin host memory; see :class:`~offload_core.api.memory.pinned_memory.HostPinning`."""
+        del self._pinned[address]
         self._compiled.unpin(address)
 
     def priority(self, stream: Any) -> int:
@@ -93,8 +97,12 @@ class Control(StreamControl):
     ) -> None:
         """Copy many pieces by one call on the current stream, as vLLM's function of this name does on CUDA.
 
-        The device reads the descriptors when it copies. It copies nothing if they are gone by then.
+        The device reads the descriptors when it copies. It copies nothing if they are gone by then. As CUDA does, it
+        refuses a piece that lies in two pinned pieces of host memory (seen on an H100 with ``cuMemcpyBatchAsync``).
         """
+        for start, nbytes in zip((*sources.tolist(), *targets.tolist()), 2 * sizes.tolist(), strict=True):
+            if any(start < pinned < start + nbytes for pinned in (*self._pinned, *self._pinned.values())):
+                raise RuntimeError("a piece of a batched copy crosses a border of pinned memory")
         self._compiled.copy_batch(sources, targets, sizes)
 
     @property

@@ -1,0 +1,105 @@
+"""The memory that a tier in the I/O process lends, mapped in this process, and pinned if a device copies to it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from offload_core.api.memory.addresses import address_of
+from offload_core.api.memory.pinned_memory import HostPinning
+from offload_core.api.memory.shared_memory import SharedMemory
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 16 * 1024 * 1024
+"""Size of a piece that the system gives by one call."""
+
+
+class LentMapping:
+    """Lent memory of one tier. Thread-safe.
+
+    Pinning takes seconds for large memory, so it runs on a thread of its own. The system gives the memory piece by
+    piece first. The pinning itself is one call, since CUDA's batched copies refuse a piece in memory of two such calls.
+    The memory stays pinned and mapped until it is closed and nobody uses an object in it. A failure is logged.
+
+    Args:
+        memory: becomes this object's own.
+        may_be_pinned: whether the backend allows it.
+        label: the words for the tier in log lines.
+    """
+
+    def __init__(self, memory: SharedMemory, *, may_be_pinned: bool, label: str) -> None:
+        self._memory = memory
+        self.view = memory.view
+        """All of the memory, writable."""
+        self._may_be_pinned = may_be_pinned
+        self._label = label
+        self._lock = threading.Condition()
+        """Notified when the memory is closed and unused."""
+        self._users = 0
+        self._is_closed = False
+        self._is_pinned = False
+        self._pins: threading.Thread | None = None
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if all of the memory is pinned."""
+        return self._is_pinned
+
+    def pin(self, pinning: HostPinning) -> None:
+        """Begin to pin the memory. Later calls have no effect."""
+        with self._lock:
+            if self._may_be_pinned and self._pins is None and not self._is_closed:
+                self._pins = threading.Thread(
+                    target=self._hold_pinned, args=(pinning,), name="offload-pin", daemon=True
+                )
+                self._pins.start()
+
+    def use(self, give_back: Callable[[], None]) -> Callable[[], None]:
+        """Note that the process uses an object. Call the returned function once for its end; it calls ``give_back``."""
+        with self._lock:
+            self._users += 1
+
+        def end() -> None:
+            give_back()
+            with self._lock:
+                self._users -= 1
+                self._lock.notify_all()
+
+        return end
+
+    def close(self) -> None:
+        """Give the memory up. It stays pinned and mapped for objects that are still in use."""
+        with self._lock:
+            self._is_closed = True
+            self._lock.notify_all()
+        self._memory.close()
+
+    def _hold_pinned(self, pinning: HostPinning) -> None:
+        """Pin the memory, and unpin it when it is closed and unused."""
+        view = self.view  # keeps the memory mapped
+        address = address_of(view)
+        try:
+            for offset in range(0, len(view), PIECE_BYTES):
+                with self._lock:  # so that the descriptor stays open
+                    if self._is_closed:
+                        return
+                    os.posix_fallocate(self._memory.descriptor, offset, min(PIECE_BYTES, len(view) - offset))
+            pinning.register(address, len(view))
+        except OSError as error:
+            logger.warning(
+                "%s: its memory is not pinned, so a GPU copies its objects through staging memory: %s; lower the "
+                "tier's capacity, or set pin to off",
+                self._label, error,
+            )  # fmt: skip
+            return
+        self._is_pinned = True
+        with self._lock:
+            self._lock.wait_for(lambda: self._is_closed and not self._users)
+        self._is_pinned = False
+        try:
+            pinning.unregister(address)
+        except OSError as error:
+            logger.warning("%s: %s; its memory stays pinned until the process ends", self._label, error)

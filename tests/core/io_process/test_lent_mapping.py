@@ -1,0 +1,106 @@
+"""Lent memory that is pinned for a device: in the background, as a whole, and until nobody uses it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from offload_core.api.memory.addresses import address_of
+from offload_core.api.memory.shared_memory import SharedMemory
+from offload_core.io_process.lent_mapping import PIECE_BYTES, LentMapping
+from tests.support.polling import wait_until
+from tests.support.recorded_pinning import RecordedPinning
+
+NBYTES = 3 * PIECE_BYTES + 4096
+
+
+@pytest.fixture
+def mapping() -> Iterator[LentMapping]:
+    made = LentMapping(SharedMemory.create("lent", NBYTES), may_be_pinned=True, label="tier 'ram'")
+    yield made
+    made.close()
+
+
+def test_it_is_pinned_as_a_whole_in_the_background(mapping: LentMapping) -> None:
+    pinning = RecordedPinning()
+    pinning.may_go_on.clear()
+    mapping.pin(pinning)
+    mapping.pin(pinning)
+    assert not mapping.is_pinned
+    pinning.may_go_on.set()
+    wait_until(lambda: mapping.is_pinned, "it is not pinned")
+    assert pinning.pinned == {address_of(mapping.view): NBYTES}
+
+
+def test_its_bytes_stay_as_they_are(mapping: LentMapping) -> None:
+    mapping.view[:] = bytes(range(256)) * (NBYTES // 256)
+    mapping.pin(RecordedPinning())
+    wait_until(lambda: mapping.is_pinned, "it is not pinned")
+    assert mapping.view == bytes(range(256)) * (NBYTES // 256)
+
+
+def test_it_stays_pinned_after_its_close_until_nobody_uses_it(mapping: LentMapping) -> None:
+    pinning = RecordedPinning()
+    mapping.pin(pinning)
+    wait_until(lambda: mapping.is_pinned, "it is not pinned")
+    given_back: list[int] = []
+    ends = [mapping.use(lambda number=number: given_back.append(number)) for number in range(2)]  # type: ignore[misc]
+    mapping.close()
+    ends[1]()
+    assert given_back == [1]
+    assert pinning.pinned, "memory in use is not pinned"
+    ends[0]()
+    assert given_back == [1, 0]
+    wait_until(lambda: not pinning.pinned, "it stays pinned for ever")
+
+
+def test_closed_meanwhile_it_leaves_nothing_pinned(mapping: LentMapping) -> None:
+    pinning = RecordedPinning()
+    pinning.may_go_on.clear()
+    mapping.pin(pinning)
+    mapping.close()
+    pinning.may_go_on.set()
+    wait_until(lambda: mapping._pins is not None and not mapping._pins.is_alive(), "the thread goes on")
+    assert pinning.pinned == {}
+    assert not mapping.is_pinned
+
+
+def test_memory_that_cannot_be_pinned_is_reported_and_let_go(
+    mapping: LentMapping, caplog: pytest.LogCaptureFixture
+) -> None:
+    pinning = RecordedPinning(limit=0)
+    mapping.pin(pinning)
+    wait_until(lambda: mapping._pins is not None and not mapping._pins.is_alive(), "the thread goes on")
+    assert not mapping.is_pinned
+    assert pinning.pinned == {}
+    (message,) = caplog.messages
+    assert message == (
+        "tier 'ram': its memory is not pinned, so a GPU copies its objects through staging memory: no more can be "
+        "pinned; lower the tier's capacity, or set pin to off"
+    )
+
+
+def test_memory_that_the_system_does_not_have_is_reported(
+    mapping: LentMapping, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, offset: int, nbytes: int) -> None:
+        if offset:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    pinning = RecordedPinning()
+    mapping.pin(pinning)
+    wait_until(lambda: mapping._pins is not None and not mapping._pins.is_alive(), "the thread goes on")
+    assert "Cannot allocate memory; lower the tier's capacity" in caplog.text
+    assert pinning.pinned == {}
+
+
+def test_a_backend_may_forbid_it() -> None:
+    mapping = LentMapping(SharedMemory.create("lent", NBYTES), may_be_pinned=False, label="tier 'ram'")
+    mapping.pin(RecordedPinning(limit=0))
+    assert mapping._pins is None
+    assert not mapping.is_pinned
+    mapping.close()
