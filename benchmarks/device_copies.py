@@ -15,8 +15,8 @@ in the KV cache. Times end when the bytes are there.
 
 The ratio is the speed in relation to the large copy of the same round and direction. Then an engine computes new
 prompts with a ``cpu`` tier and without one, as in ``benchmarks.overhead``. "To none" is the ratio to the speed without
-a connector in the same turn. The models are Gemma 3 with layers as those of 1B, whose steps wait for the processor, and
-as those of 12B, whose steps wait for the accelerator. The second has dummy weights; two engines need 70 GiB.
+a connector in the same turn. One model has the layers of Gemma 3 1B, so its steps wait for the processor. The other has
+those of Gemma 3 12B and dummy weights, so its steps wait for the accelerator. Its two engines need 70 GiB.
 
     python -m benchmarks.device_copies [--page-kib 4,16,64,256,1024,4096] [--pages 1,16,128] [--round-mib 128]
                                        [--rounds 20] [--turns 6] [--models 0.7B,12B] [--json FILE]
@@ -46,6 +46,7 @@ from offload_core.api.memory.pinned_memory import HostPinning, pinning_in_use
 from offload_core.memory.block_copier import BlockSlice
 from offload_core.memory.copiers import block_copier
 from offload_core.memory.device.batched_copy import BatchedCopy
+from offload_core.memory.device.pinned_pieces import PinnedPieces
 from offload_core.memory.staging_size import lease_bytes
 from offload_core.objects.format import object_bytes
 from offload_core.runtime.io_loop import IoLoop
@@ -136,6 +137,7 @@ class Bench:
         pinning: HostPinning | None,
         batched_copy: BatchedCopy | None,
     ) -> None:
+        pinned = None if pinning is None else PinnedPieces(pinning)
         self._shape = shape
         self._draw = random.Random(3)
         self._round_bytes = shape.objects * shape.object_bytes
@@ -143,10 +145,11 @@ class Bench:
         lease = lease_bytes(object_bytes(shape.object_bytes))
         self._rig = LendingRig(
             io, folder, "engine", capacity_objects=4 * shape.objects, num_blocks=blocks, page_bytes=shape.page_bytes,
-            blocks_per_object=shape.pages, device=device, pinning=pinning, prefault=True, io_threads=2,
+            blocks_per_object=shape.pages, device=device, pinning=pinned, prefault=True, io_threads=2,
             staging_bytes=4 * shape.objects * lease + 4 * MIB,
             make_copier=lambda caches: block_copier(
-                caches, shape.object_bytes, device_buffer_bytes=2 * self._round_bytes, batched_copy=batched_copy
+                caches, shape.object_bytes, device_buffer_bytes=2 * self._round_bytes, batched_copy=batched_copy,
+                pinned=pinned,
             ),
         )  # fmt: skip
         ((self._pack, self._layout),) = self._rig.layouts.items()

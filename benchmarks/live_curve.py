@@ -31,8 +31,8 @@ from benchmarks.placement import (
     traces_and_geometries,
 )
 from benchmarks.reporting.document import Run
-from benchmarks.reporting.live_curve import finding, tables
-from benchmarks.reporting.placement import SYNTHETIC
+from benchmarks.reporting.reports.live_curve import finding, tables
+from benchmarks.reporting.reports.placement import SYNTHETIC
 from benchmarks.reporting.rows import Estimate, LiveCurve
 from offload_core.planning.placement import BoundaryHistory, PlacementPolicy
 from offload_core.planning.planner import HybridOffloadPlanner

@@ -30,7 +30,7 @@ from typing import TypeVar
 
 from benchmarks.placement_rules import StockRule, best_possible_hit_tokens
 from benchmarks.reporting.document import ROOT, Run, add_json_option
-from benchmarks.reporting.placement import RULES, SYNTHETIC, finding, tables, worse
+from benchmarks.reporting.reports.placement import RULES, SYNTHETIC, finding, tables, worse
 from benchmarks.reporting.rows import Estimate, Placed, Placement
 from offload_core.config.geometry_file import BlockPages, KVCacheGeometry, KVCacheGroup, load_geometry
 from offload_core.objects.format import object_bytes

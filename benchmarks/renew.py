@@ -30,6 +30,8 @@ COMMANDS = {
     "faults_breaker": "faults --only breaker --samples 500",
     "faults_two_tiers": "faults --only two-tiers",
     "codecs": "codecs",
+    "device_copies": "device_copies --page-kib 64,256,1024 --pages 16 --rounds 5 --turns 0",
+    "device_tokens": "device_copies --page-kib 256 --pages 16 --rounds 1 --turns 6 --models 12B",
     "placement": "placement build/traces/agentic-60.jsonl.gz:256 build/traces/mooncake-conversation.jsonl.gz "
     "build/traces/mooncake-synthetic.jsonl.gz",
     "live_curve": "live_curve build/traces/agentic-60.jsonl.gz:256 build/traces/mooncake-conversation.jsonl.gz "

@@ -10,8 +10,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.reporting import drawings, drawings_backends, findings, live_curve, placement, rows, tables
+from benchmarks.reporting import drawings, drawings_backends, findings, rows, tables
 from benchmarks.reporting.document import RESULTS_FOLDER, ROOT, Document, read
+from benchmarks.reporting.reports import device_copies, live_curve, placement
 from benchmarks.reporting.style import drawn
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
@@ -105,6 +106,14 @@ CATALOGUE = (
         drawings.faults_two_tiers, 2.8,
     ),
     Entry("codecs", rows.Codecs, tables.codecs, findings.codecs, drawings_backends.codecs, 3.6),
+    Entry(
+        "device_copies", rows.DeviceCopies, device_copies.copies_table, device_copies.copies_finding,
+        device_copies.draw_copies, 3.4,
+    ),
+    Entry(
+        "device_tokens", rows.DeviceCopies, device_copies.tokens_table, device_copies.tokens_finding,
+        device_copies.draw_tokens, 1.9,
+    ),
     Entry("placement", rows.Placement, placement.tables, placement.finding, placement.draw, 6.0),
     Entry("live_curve", rows.LiveCurve, live_curve.tables, live_curve.finding, live_curve.draw, 3.2),
 )  # fmt: skip

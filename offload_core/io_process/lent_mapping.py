@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 
 from offload_core.api.memory.addresses import address_of
@@ -14,15 +15,16 @@ from offload_core.api.memory.shared_memory import SharedMemory
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 * 1024 * 1024
-"""Size of a piece that the system gives by one call."""
+"""Size of a piece that is pinned by one call. CUDA lets no other call of the process begin meanwhile."""
+_PAUSE = 2.0
+"""Pause after each piece, in units of the time that it took, in which the engine's calls begin."""
 
 
 class LentMapping:
     """Lent memory of one tier. Thread-safe.
 
-    Pinning takes seconds for large memory, so it runs on a thread of its own. The system gives the memory piece by
-    piece first. The pinning itself is one call, since CUDA's batched copies refuse a piece in memory of two such calls.
-    The memory stays pinned and mapped until it is closed and nobody uses an object in it. A failure is logged.
+    Pinning takes seconds for large memory, so it runs on a thread of its own, piece by piece. The memory stays pinned
+    and mapped until it is closed and nobody uses an object in it. A failure is logged.
 
     Args:
         memory: becomes this object's own.
@@ -80,26 +82,33 @@ class LentMapping:
     def _hold_pinned(self, pinning: HostPinning) -> None:
         """Pin the memory, and unpin it when it is closed and unused."""
         view = self.view  # keeps the memory mapped
-        address = address_of(view)
+        start, addresses = address_of(view), list[int]()
         try:
             for offset in range(0, len(view), PIECE_BYTES):
+                began, nbytes = time.monotonic(), min(PIECE_BYTES, len(view) - offset)
                 with self._lock:  # so that the descriptor stays open
                     if self._is_closed:
-                        return
-                    os.posix_fallocate(self._memory.descriptor, offset, min(PIECE_BYTES, len(view) - offset))
-            pinning.register(address, len(view))
+                        break
+                    os.posix_fallocate(self._memory.descriptor, offset, nbytes)
+                pinning.register(start + offset, nbytes)
+                addresses.append(start + offset)
+                with self._lock:
+                    self._lock.wait_for(lambda: self._is_closed, _PAUSE * (time.monotonic() - began))
+            else:
+                self._is_pinned = True
         except OSError as error:
             logger.warning(
                 "%s: its memory is not pinned, so a GPU copies its objects through staging memory: %s; lower the "
                 "tier's capacity, or set pin to off",
                 self._label, error,
             )  # fmt: skip
-            return
-        self._is_pinned = True
-        with self._lock:
-            self._lock.wait_for(lambda: self._is_closed and not self._users)
-        self._is_pinned = False
-        try:
-            pinning.unregister(address)
-        except OSError as error:
-            logger.warning("%s: %s; its memory stays pinned until the process ends", self._label, error)
+        else:
+            with self._lock:
+                self._lock.wait_for(lambda: self._is_closed and not self._users)
+            self._is_pinned = False
+        for address in reversed(addresses):
+            try:
+                pinning.unregister(address)
+            except OSError as error:
+                logger.warning("%s: %s; its memory stays pinned until the process ends", self._label, error)
+                return

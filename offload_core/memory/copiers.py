@@ -8,13 +8,14 @@ from offload_core.api.errors import ConfigError
 from offload_core.memory.block_copier import CacheCopier, CpuBlockCopier
 from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.memory.device.batched_copy import BatchedCopy, copies_right
+from offload_core.memory.device.pinned_pieces import PinnedPieces
 from offload_core.memory.device.stream_copier import StreamBlockCopier
 
 _BUFFER_BYTES = 64 * 1024 * 1024
 _BUFFER_PAYLOADS = 4
 """Payloads that the buffer on a device holds at least, if its size is not configured."""
 _PART_OF_ALL, _PART_OF_FREE = 256, 16
-"""The buffer takes such a part of the device's memory, but no larger part of what is free beside the KV cache."""
+"""Parts of the device's memory, and of its memory that is free beside the KV cache; the buffer takes the smaller."""
 
 
 def block_copier(
@@ -23,12 +24,14 @@ def block_copier(
     *,
     device_buffer_bytes: int | None = None,
     batched_copy: BatchedCopy | None = None,
+    pinned: PinnedPieces | None = None,
 ) -> CacheCopier:
     """Return the copier for the memory of ``caches``.
 
     Args:
         device_buffer_bytes: size of the buffer on an accelerator; by default see :func:`default_buffer_bytes`.
         batched_copy: used on an accelerator if a trial finds that it copies the right bytes.
+        pinned: host memory that batched copies use.
 
     Raises:
         ConfigError: ``device_buffer_bytes`` is too small for a payload.
@@ -47,6 +50,8 @@ def block_copier(
         )
     if batched_copy is not None and not copies_right(batched_copy, device):
         batched_copy = None
+    if batched_copy is not None and pinned is not None:
+        batched_copy = pinned.splitting(batched_copy)
     return StreamBlockCopier(caches, device_buffer_bytes, batched_copy)
 
 

@@ -1,4 +1,4 @@
-"""Copies between a device and memory that a tier in the I/O process lends, which is pinned as a whole."""
+"""Copies between a device and memory that a tier in the I/O process lends, which is pinned piece by piece."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from offload_core.io_process import lent_mapping
 from offload_core.memory.canonical import CanonicalKVCaches
+from offload_core.memory.device.pinned_pieces import PinnedPieces
 from offload_core.memory.device.stream_copier import StreamBlockCopier
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.transfer.loads import LoadJob
@@ -22,15 +24,19 @@ JOB = 1000
 
 
 @pytest.fixture(params=[False, True], ids=["torch's copies", "batched copies"])
-def rig(request: pytest.FixtureRequest, control: StreamControl, tmp_path: Path) -> Iterator[LendingRig]:
-    copy = SwapBlocksBatch(control.swap_blocks_batch, torch.int64) if request.param else None
+def rig(
+    request: pytest.FixtureRequest, control: StreamControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[LendingRig]:
+    monkeypatch.setattr(lent_mapping, "PIECE_BYTES", 3 * 4096)  # borders within objects
+    pinned = PinnedPieces(control)
+    copy = pinned.splitting(SwapBlocksBatch(control.swap_blocks_batch, torch.int64)) if request.param else None
 
     def copier(caches: CanonicalKVCaches) -> StreamBlockCopier:
         return StreamBlockCopier(caches, 2 * COUNT * 8192, copy)
 
     io = IoLoop.acquire()
     rig = LendingRig(
-        io, tmp_path, "engine", capacity_objects=2 * COUNT, make_copier=copier, device=DEVICE, pinning=control
+        io, tmp_path, "engine", capacity_objects=2 * COUNT, make_copier=copier, device=DEVICE, pinning=pinned
     )
     rig.step_until(lambda: rig.tiers[0].lending.is_possible)
     yield rig

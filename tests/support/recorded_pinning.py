@@ -1,4 +1,4 @@
-"""A pinning that records what is pinned, in place of a GPU's."""
+"""A pinning that records the pinned pieces, in place of a GPU's."""
 
 from __future__ import annotations
 

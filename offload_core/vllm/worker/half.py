@@ -17,6 +17,7 @@ from offload_core.config.model import OffloadConfig
 from offload_core.io_process.processes import IoProcesses
 from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.memory.copiers import block_copier
+from offload_core.memory.device.pinned_pieces import PinnedPieces
 from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import StagingPool, arena_bytes
 from offload_core.memory.staging_size import STORE_SHARE, staging_problem
@@ -119,6 +120,7 @@ class WorkerHalf:
         atexit.register(self.shutdown)  # a script may end without shutting its engine down
         self._io = IoLoop.acquire()
         pinning = pinning_in_use()
+        pinned = None if pinning is None else PinnedPieces(pinning)
         if settings.io_process == "off":
             self._staging = StagingPool(settings.staging_bytes, STORE_SHARE, pinning)
         else:
@@ -138,6 +140,7 @@ class WorkerHalf:
             largest,
             device_buffer_bytes=settings.device_buffer_bytes,
             batched_copy=installed_batched_copy(),
+            pinned=pinned,
         )
         self._engine = TransferEngine(
             io=self._io,
@@ -147,7 +150,7 @@ class WorkerHalf:
             layouts=layouts,
             counters=self.counters,
             processes=self._processes,
-            pinning=pinning,
+            pinning=pinned,
         )
         self._registered = True
 

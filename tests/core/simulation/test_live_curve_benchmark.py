@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from benchmarks.live_curve import run_all
-from benchmarks.reporting.live_curve import differences, draw, finding, tables
+from benchmarks.reporting.reports.live_curve import differences, draw, finding, tables
 from benchmarks.reporting.rows import LiveCurve
 from tests.support.prompt_traces import conversations, trace_of, write_trace
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.placement_rules import StockRule, best_possible_hit_tokens
 from benchmarks.reporting.document import read
-from benchmarks.reporting.placement import RULES, cells, worse
+from benchmarks.reporting.reports.placement import RULES, cells, worse
 from benchmarks.reporting.rows import Placed, Placement
 from offload_core.planning.planner import GroupGeometry, HybridOffloadPlanner
 from offload_core.simulation.bounded_tier import BoundedTier

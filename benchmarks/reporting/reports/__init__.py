@@ -1,0 +1,1 @@
+"""The reports of single benchmarks: tables, a finding and a plot."""
