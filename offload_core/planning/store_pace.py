@@ -1,7 +1,7 @@
 """The pace of stores: how many objects a step may begin to store, so that the workers need not drop any.
 
 A fast engine completes more bytes in one step than staging memory, or the buffer on its device, has room for. Objects
-of full attention can wait: their blocks stay as long as their request runs. Pure arithmetic, for the engine thread.
+can wait as long as the engine keeps their blocks. Pure arithmetic, for the engine thread.
 """
 
 from __future__ import annotations
@@ -36,9 +36,14 @@ class StorePace:
         self._object_bytes = object_bytes
         self._total_bytes, self._step_bytes = total_bytes, step_bytes
 
+    @property
+    def is_limited(self) -> bool:
+        """True if the workers' room has a limit."""
+        return self._total_bytes != math.inf or self._step_bytes != math.inf
+
     def begin_step(self) -> None:
         """Begin a step. Call it before the step's first store begins."""
-        if self._total_bytes == self._step_bytes == math.inf:
+        if not self.is_limited:
             return
         pending = [self._object_bytes.get(pack, 0) for pack in self._pending()]
         self._is_empty = not pending

@@ -258,7 +258,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Take the engine's block pool, to see its tails, its attention beyond its states, and its free blocks."""
+        """Take the engine's block pool, to see its tails, its attention beyond its states, and the fate of blocks."""
         backfills = can_report_attention_alone(self._kv_cache_config)
         num_groups = len(self._kv_cache_config.kv_cache_groups)
         self._scheduler.bind_block_pool(gpu_block_pool, num_groups, backfills=backfills)
@@ -306,9 +306,9 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request, and answer its hints.
 
-        The engine may free its blocks at once, since stores have copied their data.
+        The engine may free its blocks at once: stores have copied their data, or wait only while it is still there.
         """
-        return False, transfer_params(request, self._scheduler.request_finished(request))
+        return False, transfer_params(request, self._scheduler.request_finished(request, block_ids))
 
     def take_events(self) -> Iterable[Any]:
         """Return vLLM's KV cache events for the tiers, if the engine publishes events."""
@@ -316,7 +316,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return () if events is None else events.take()
 
     def has_pending_push_work(self) -> bool:
-        """Return whether an idle engine should step on: for a prefetch, the end of a store, or events that wait."""
+        """Return whether an idle engine should step on: for a prefetch, a store or its end, or events that wait."""
         return self._scheduler.has_work_when_idle
 
     def reset_cache(self) -> bool | None:

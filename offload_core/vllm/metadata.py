@@ -97,6 +97,8 @@ class StepMetadata(KVConnectorMetadata):
     """Jobs whose objects the workers keep no longer, after the loads of this step."""
     idle: bool = False
     """True if the step has no forward pass, so that a brief wait for an arrival delays no request."""
+    stores_wait: bool = False
+    """True if chunks wait for the end of other stores, which an idle step should wait for too."""
 
     @property
     def is_quiet(self) -> bool:

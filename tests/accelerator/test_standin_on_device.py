@@ -96,13 +96,43 @@ def test_random_work_with_lent_memory_and_loads_within_the_step(
         assert engine.counters[name] > 0, f"no {name} in {engine.counters}"
 
 
+@pytest.mark.parametrize("model", QUICK, indirect=True)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_work_with_a_buffer_that_is_nearly_always_full(
+    rig: Rig, model: StandInModel, control: StreamControl, seed: int
+) -> None:
+    work = make_workload(model, seed, aborts=6, salts=2)
+    buffer = {"device_buffer_bytes": 2 * LARGEST_PAYLOAD}
+    drive(rig, model, control, Script(seed, hold_steps={"store": 4}), work, **buffer)
+    assert drive(rig, model, control, Script(seed + 1), work, **buffer) > 0
+
+
 @pytest.mark.parametrize("model", QUICK[:1], indirect=True)
-def test_a_prompt_that_the_device_buffer_cannot_hold_is_stored_while_its_request_runs(
-    rig: Rig, model: StandInModel
+def test_an_object_whose_blocks_are_reused_while_it_waits_is_not_stored(rig: Rig, model: StandInModel) -> None:
+    engine = rig.engine(model, Script(0, shut={"store"}), device=DEVICE, staging_bytes="5MiB")
+    prompts = [prompt_of(6 * model.chunk_tokens + 1, seed=number) for number in range(12)]
+    for prompt in prompts:
+        request = engine.add(prompt, 1)
+        rig.step_until(engine, lambda request=request: request in engine.finished)  # type: ignore[misc]
+    rig.drain(engine)
+    assert engine.counters["store_blocks_reused|all"] > 0
+    rig.end(engine)
+
+    second = rig.engine(model, device=DEVICE)
+    for prompt in prompts:
+        (request,) = rig.run(second, prompt)
+        assert second.outputs[request] == reference(tuple(prompt), 4)
+    assert second.counters["stores|disk"] > 0, "some were not stored before"
+
+
+@pytest.mark.parametrize("output_tokens", [1, 20])
+@pytest.mark.parametrize("model", QUICK[:1], indirect=True)
+def test_a_prompt_that_the_device_buffer_cannot_hold_is_stored_in_later_steps(
+    rig: Rig, model: StandInModel, output_tokens: int
 ) -> None:
     prompt = prompt_of(6 * model.chunk_tokens + 1)
     first = rig.engine(model, device=DEVICE, device_buffer_bytes=2 * LARGEST_PAYLOAD)
-    rig.run(first, prompt, max_tokens=20)
+    rig.run(first, prompt, max_tokens=output_tokens)
     rig.end(first)
 
     second = rig.engine(model, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Staging memory that is far smaller than the prompts of one step: their full attention is stored step by step."""
+"""Staging memory that is far smaller than the prompts of one step: their objects are stored step by step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ STEP_TOKENS = 8192
 
 
 @pytest.mark.long
-def test_prompts_that_staging_memory_cannot_hold_are_stored_while_their_requests_run(
-    gemma3: Lab, tmp_path: Path
+@pytest.mark.parametrize("output_tokens", [1, 60])
+def test_prompts_that_staging_memory_cannot_hold_are_stored_in_later_steps(
+    gemma3: Lab, tmp_path: Path, output_tokens: int
 ) -> None:
-    prompts = gemma3.prompts(3000, 3500, max_tokens=60)
+    prompts = gemma3.prompts(3000, 3500, max_tokens=output_tokens)
     rounds = [Round(name="prompts", prompts=prompts, one_at_a_time=False)]
     transfer = ours(tmp_path / "kv", hybrid_chunk_size=gemma3.block_size, staging_bytes="16MiB")
     first, second = (

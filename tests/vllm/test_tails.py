@@ -9,10 +9,11 @@ import pytest
 
 from offload_core.lookup.chunk_ledger import ChunkLedger
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
+from offload_core.runtime.metrics import Counters
 from offload_core.vllm.scheduler.load_plan import plan_load
 from offload_core.vllm.scheduler.request_options import RequestOptions
 from offload_core.vllm.scheduler.request_state import RequestState
-from offload_core.vllm.scheduler.store_plan import StorePlan
+from offload_core.vllm.scheduler.stores.store_plan import StorePlan
 
 BLOCK, CHUNK, UNIT = 16, 64, 8
 PROMPT = 3 * UNIT + CHUNK + 1
@@ -51,7 +52,7 @@ class Stores:
             stores_tail=lambda *_: True,
             is_spare_tail=lambda *_: False,
         )
-        self.plan = StorePlan(planner, ChunkLedger(1, 30.0), placement, prompt_only=False)
+        self.plan = StorePlan(planner, placement, ChunkLedger(1, 30.0), Counters(), prompt_only=False)
         self.state = state_of()
         self.plan.start_over(self.state)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
+from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ from offload_core.vllm.scheduler.placement_plan import PlacementPlan
 from offload_core.vllm.scheduler.request_options import RequestOptions
 from offload_core.vllm.scheduler.request_state import RequestState
 from offload_core.vllm.scheduler.step_times import StepTimes
-from offload_core.vllm.scheduler.store_plan import StorePlan
+from offload_core.vllm.scheduler.stores.store_plan import StorePlan
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -112,21 +113,13 @@ class SchedulerHalf:
         self._hints = KvHints(config, planner, self._tiers, lookups, *plans, self.counters, loads=loads)
         self._backfill = Backfill(planner)
         self._offers = LoadOffers(
-            planner,
-            self._tiers,
-            lookups,
-            self._choice,
-            self._ledger,
-            self._block_holders,
-            self._placement,
-            self._backfill,
-            self._ranks_namespaces,
-            self.counters,
-        )
-        self._new_loads = NewLoads(
-            planner, self._offers, self._kept_loads, self._block_holders, self._ledger, self.counters
-        )
-        self._store_plan = StorePlan(planner, self._ledger, self._placement, prompt_only=settings.offload_prompt_only)
+            planner, self._tiers, lookups, self._choice, self._ledger, self._block_holders, self._placement,
+            self._backfill, self._ranks_namespaces, self.counters,
+        )  # fmt: skip
+        records = (self._ledger, self.counters)
+        self._new_loads = NewLoads(planner, self._offers, self._kept_loads, self._block_holders, *records)
+        prompt_only = settings.offload_prompt_only
+        self._store_plan = StorePlan(planner, self._placement, *records, prompt_only=prompt_only)
         self.kv_events: KvEvents | None = None
         self._ended = EndedRequests(config, planner, self._tiers, self._placement, self.counters)
         self._requests: dict[str, RequestState] = {}
@@ -150,7 +143,8 @@ class SchedulerHalf:
         self._namespaces.clear()
 
     def bind_block_pool(self, block_pool: BlockPool, num_groups: int, *, backfills: bool) -> None:
-        """Use the engine's block pool, if this engine loads: with ``backfills`` to load states alone."""
+        """Use the engine's block pool for stores that wait and for loads: with ``backfills`` to load states alone."""
+        self._store_plan.bind_block_pool(block_pool)
         if self._engine_options.load:
             self._offers.bind(block_pool, backfills=backfills)
             self._new_loads.bind(block_pool, num_groups)
@@ -163,8 +157,9 @@ class SchedulerHalf:
 
     @property
     def has_work_when_idle(self) -> bool:
-        """True if an idle engine should step on, for prefetches or because events will come."""
-        return self._hints.is_active or (self.kv_events is not None and self.kv_events.has_events_to_come)
+        """True if an idle engine should step on, for prefetches, for stores that wait or because events will come."""
+        announces = self.kv_events is not None and self.kv_events.has_events_to_come
+        return self._hints.is_active or self._store_plan.keeps_engine_awake or announces
 
     @property
     def expects_attention_alone(self) -> bool:
@@ -255,6 +250,7 @@ class SchedulerHalf:
             failures_to_report=[*self._block_holders.reportable_failures(), *self._finished_with_failed_load],
             given_back=self._kept_loads.end_step(),
             idle=idle,
+            stores_wait=self._store_plan.keeps_engine_awake,
         )
         self._offers.end_step(may_wait=idle and not loads)
         self._cancelled_jobs = []
@@ -290,8 +286,10 @@ class SchedulerHalf:
             self._block_holders.remove(failed)
             self.counters.add("recomputed_requests", ALL_TIERS, len(failed))
 
-    def request_finished(self, request: Request) -> list[dict[str, Any]] | None:
+    def request_finished(self, request: Request, tables: Sequence[Sequence[int]] = ()) -> list[dict[str, Any]] | None:
         """Forget a request and cancel its load, if any; the engine frees its blocks after the load has ended.
+
+        Stores whose blocks are in its tables, one per group, may go on to wait for room.
 
         Returns:
             The answer to its hints, if it had any.
@@ -303,6 +301,7 @@ class SchedulerHalf:
         state = self._requests.get(request.request_id)
         answer = self._hints.refused(request) if state is None else self._hints.ended(state)
         if state is not None:
+            self._store_plan.ended(state, tables)
             self._placement.ended(state)
             self._ended.add(state)
         self._forget(request)
@@ -321,6 +320,7 @@ class SchedulerHalf:
         self._placement.reset()
         self._hints.reset()
         self._kept_loads.clear()
+        self._store_plan.reset()
         self._ended.reset()
         if self.kv_events is not None:
             self.kv_events.reset()

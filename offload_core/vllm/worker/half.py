@@ -257,7 +257,7 @@ class WorkerHalf:
         if metadata.idle and not self._ended_requests:
             # Copy each object as it arrives; a step of the engine in between would only delay it.
             end = time.monotonic() + _IDLE_WAIT_SECONDS
-            while not results and self._waits_for_storage and (seconds := end - time.monotonic()) > 0:
+            while not results and self._waits_for_storage(metadata) and (seconds := end - time.monotonic()) > 0:
                 engine.wait_for_arrival(seconds)
                 results = engine.poll()
         for result in results:
@@ -326,10 +326,10 @@ class WorkerHalf:
         """The bytes of stores that may be on their way at once, and those that may begin in one step."""
         return self._transfer_engine.store_room
 
-    @property
-    def _waits_for_storage(self) -> bool:
+    def _waits_for_storage(self, metadata: StepMetadata) -> bool:
         engine = self._transfer_engine
-        return engine.has_active_loads or (self._prefetches.is_storing and engine.has_pending_stores)
+        waits_for_stores = self._prefetches.is_storing or metadata.stores_wait
+        return engine.has_active_loads or (waits_for_stores and engine.has_pending_stores)
 
     @property
     def _transfer_engine(self) -> TransferEngine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -14,13 +15,16 @@ from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.packs import Pack
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.planning.store_pace import StorePace
+from offload_core.runtime.metrics import ALL_TIERS, Counters
 from offload_core.vllm.kv_events.events import KvEvents
 from offload_core.vllm.metadata import ChunkTransfer, WorkerIdentity, largest_objects
 from offload_core.vllm.scheduler.load_plan import NULL_BLOCK_ID
 from offload_core.vllm.scheduler.placement_plan import PlacementPlan
 from offload_core.vllm.scheduler.request_state import RequestState
+from offload_core.vllm.scheduler.stores.waiting_stores import WaitingStore, WaitingStores
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -32,16 +36,24 @@ _Complete = tuple[RequestState, int, Sequence[Sequence[int]]]
 class StorePlan:
     """Finds the chunks to store in each step.
 
-    Workers copy blocks right after the step's forward pass. The engine may reuse a sliding-window block in the next
-    step. It guarantees a recurrent state's block only until the end of this step. So both are stored in the step that
-    completes them. The blocks of full attention stay while the request runs, so they wait while there is no room.
+    Workers copy blocks right after the step's forward pass. The engine guarantees a recurrent state's block only until
+    the end of this step, so it is stored in the step that completes it. The blocks of full attention stay while the
+    request runs, so they wait while there is no room. Windows, and full attention after the request's end, wait as long
+    as the engine's prefix cache has their blocks (:class:`WaitingStores`).
 
     Args:
+        counters: the place to count chunks that have waited too long.
         prompt_only: store no chunk with generated tokens.
     """
 
     def __init__(
-        self, planner: HybridOffloadPlanner, ledger: ChunkLedger, placement: PlacementPlan, *, prompt_only: bool
+        self,
+        planner: HybridOffloadPlanner,
+        placement: PlacementPlan,
+        ledger: ChunkLedger,
+        counters: Counters,
+        *,
+        prompt_only: bool,
     ) -> None:
         self._planner = planner
         self._ledger = ledger
@@ -50,6 +62,7 @@ class StorePlan:
         self.kv_events: KvEvents | None = None
         """The events for which each chunk is described when its store begins."""
         self._pace = StorePace(ledger.pending_packs)
+        self._waiting = WaitingStores(partial(counters.add, "store_blocks_reused", ALL_TIERS))
         self._attention_packs = tuple(pack for pack in planner.packs if pack.policy.kind != "state")
         self._lasting_packs = tuple(pack for pack in self._attention_packs if pack.policy.kind == "full")
         self._window_packs = tuple(pack for pack in self._attention_packs if pack.policy.kind != "full")
@@ -61,6 +74,35 @@ class StorePlan:
         total_bytes = min(worker.store_bytes for worker in workers)
         self._pace.set_limits(sizes, total_bytes, min(worker.step_store_bytes for worker in workers))
 
+    def bind_block_pool(self, block_pool: BlockPool) -> None:
+        """Let chunks wait whose blocks the engine's prefix cache has."""
+        self._waiting.bind(block_pool)
+
+    @property
+    def keeps_engine_awake(self) -> bool:
+        """True if an idle engine should make a step, since a chunk that waits may find room."""
+        return self._waiting.keep_engine_awake
+
+    def reset(self) -> None:
+        """Forget the chunks that wait."""
+        self._waiting.clear()
+
+    def ended(self, state: RequestState, tables: Sequence[Sequence[int]]) -> None:
+        """Let complete units of full attention wait that have not found room until their request has ended.
+
+        Args:
+            tables: the request's block table of each group; none if it has no blocks.
+        """
+        if not tables or not self._pace.is_limited or not _may_store(state):
+            return
+        tokens = min(state.request.num_computed_tokens, self._storable_tokens(state.request))
+        for pack in self._lasting_packs:
+            held = min(len(tables[group.index]) * group.block_size_tokens for group in pack.groups)
+            for unit in range(state.next_unit[pack.name], self._end(pack, state, min(tokens, held))):
+                store = self._waiting_store(state, pack, unit, tables)
+                if store is not None:
+                    self._waiting.add(store)
+
     def start_over(self, state: RequestState) -> None:
         """Examine all units of a request: at its start, and again after a failed load, since they are computed then."""
         state.next_unit = {pack.name: 0 for pack in self._attention_packs}
@@ -70,28 +112,30 @@ class StorePlan:
     def stores(self, output: SchedulerOutput, requests: Mapping[str, RequestState]) -> list[ChunkTransfer]:
         """Return the chunks that this step stores, but for those that the ledger knows.
 
-        Windows, states and tails are counted first, and full attention gets the room that is left. Spare chunks come
-        last and are not counted: they find no room if the others need it.
+        First come chunks that cannot wait: states, tails, and windows that are not in the prefix cache. Then come the
+        other windows, and full attention gets the room that is left. Spare chunks come last. Those that cannot wait are
+        not counted: they find no room if the others need it.
         """
         block_state = output.kv_connector_block_state
-        if block_state is None:
-            return []
-        complete = list(self._complete(output, requests))
-        if not complete and not block_state.boundary_state_offloads:
+        complete = [] if block_state is None else list(self._complete(output, requests))
+        handed_over = {} if block_state is None else block_state.boundary_state_offloads
+        if not complete and not handed_over and not self._waiting:
             return []
         self._pace.begin_step()
         states: list[ChunkTransfer] = []
-        for request_id, handed_over in block_state.boundary_state_offloads.items():
+        for request_id, boundary_states in handed_over.items():
             state = requests.get(request_id)
             if state is not None and _may_store(state):
-                states += self._boundary_states(state, handed_over)
+                states += self._boundary_states(state, boundary_states)
         perishable = [list(self._perishable(*request)) for request in complete]
+        states += self._begin_waiting(spare=False)
         stores: list[ChunkTransfer] = []
         for request, others in zip(complete, perishable, strict=True):
             for pack in self._lasting_packs:
                 stores += self._units_of(pack, *request)
             stores += others
             self._set_next_tokens(request[0])
+        stores += self._begin_waiting(spare=True)
         return sorted([*stores, *states], key=attrgetter("spare"))
 
     def _complete(self, output: SchedulerOutput, requests: Mapping[str, RequestState]) -> Iterator[_Complete]:
@@ -124,20 +168,47 @@ class StorePlan:
     def _units_of(
         self, pack: Pack, state: RequestState, tokens: int, tables: Sequence[Sequence[int]]
     ) -> Iterator[ChunkTransfer]:
-        """Yield the complete units of one pack. Those of full attention wait for a later step if there is no room."""
-        end = min(tokens // pack.unit_tokens, pack.named_units(len(state.request.block_hashes)))
+        """Yield the complete units of one pack that cannot wait, or for which there is room."""
+        end = self._end(pack, state, tokens)
         for unit in range(state.next_unit[pack.name], end):
-            ref = state.ref(pack, unit)
-            if self._ledger.is_present(ref) or not self._is_wanted(state, pack, unit):
+            store = self._waiting_store(state, pack, unit, tables)
+            if store is None:
                 continue
-            slices = _stored_slices(pack, unit, tables)
-            if slices is None:
-                continue
-            if pack.policy.kind == "full" and not self._pace.admits(pack.name):
-                end = unit
-                break
-            yield self._begin(state, pack, unit, ref, slices, spare=self._placement.is_spare(state, pack, unit))
+            if pack.policy.kind == "full":
+                if not self._pace.admits(pack.name):
+                    end = unit
+                    break
+            elif self._pace.is_limited and self._waiting.add(store):
+                continue  # its turn is after those that cannot wait
+            yield self._begin(state, pack, unit, store.ref, store.slices, spare=store.spare)
         state.next_unit[pack.name] = max(state.next_unit[pack.name], end)
+
+    def _end(self, pack: Pack, state: RequestState, tokens: int) -> int:
+        """Return the number of a request's leading units that are complete and have names."""
+        return min(tokens // pack.unit_tokens, pack.named_units(len(state.request.block_hashes)))
+
+    def _waiting_store(
+        self, state: RequestState, pack: Pack, unit: int, tables: Sequence[Sequence[int]]
+    ) -> WaitingStore | None:
+        """Return a unit that is to be stored, now or later; ``None`` if it is not, or its blocks are gone."""
+        ref = state.ref(pack, unit)
+        if self._ledger.is_present(ref) or not self._is_wanted(state, pack, unit):
+            return None
+        slices = _stored_slices(pack, unit, tables)
+        if slices is None:
+            return None
+        return WaitingStore(state, pack, unit, ref, slices, self._placement.is_spare(state, pack, unit))
+
+    def _begin_waiting(self, *, spare: bool) -> Iterator[ChunkTransfer]:
+        """Yield the chunks that have waited and find room now. Spare ones are counted here too."""
+
+        def admits(ref: ChunkRef, pack: str) -> bool | None:
+            return None if self._ledger.is_present(ref) else self._pace.admits(pack)
+
+        for store in self._waiting.take(spare=spare, admits=admits):
+            if spare:
+                self._pace.take(store.pack.name)
+            yield self._begin(store.state, store.pack, store.unit, store.ref, store.slices, spare=spare)
 
     def _attention_tail(
         self, state: RequestState, end: int, tables: Sequence[Sequence[int]]

@@ -1,0 +1,1 @@
+"""The stores of each step: complete chunks, and those that wait for room."""
