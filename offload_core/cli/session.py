@@ -126,8 +126,8 @@ class Session:
                 tasks.append(task)
             await coroutine
 
-        future = self._io.submit(main())
         with sigterm_interrupts():
+            future = self._io.submit(main())
             try:
                 self._wait_for(future)
             except KeyboardInterrupt:
