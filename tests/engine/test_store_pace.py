@@ -19,7 +19,7 @@ def test_prompts_that_staging_memory_cannot_hold_are_stored_in_later_steps(
 ) -> None:
     prompts = gemma3.prompts(3000, 3500, max_tokens=output_tokens)
     rounds = [Round(name="prompts", prompts=prompts, one_at_a_time=False)]
-    transfer = ours(tmp_path / "kv", hybrid_chunk_size=gemma3.block_size, staging_bytes="16MiB")
+    transfer = ours(tmp_path / "kv", hybrid_chunk_size=gemma3.block_size, staging_bytes="6MiB")
     first, second = (
         gemma3.run(rounds, transfer, max_num_batched_tokens=STEP_TOKENS, extra_engine_args=UNTIL_STORED)
         for _ in range(2)

@@ -1,7 +1,7 @@
 """Complete chunks that wait for room while the engine may reuse their blocks.
 
 A window's blocks are free as soon as the window has moved on, and all blocks of a request at its end. But the engine's
-prefix cache keeps a free block as it is until it needs the memory, and a block's name there goes with its bytes. So a
+prefix cache keeps a free block as it is until it needs the memory. A block loses its name there when it is reused. So a
 chunk can be stored as long as each of its blocks still has the name that it had.
 """
 
