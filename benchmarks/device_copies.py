@@ -153,7 +153,7 @@ class Bench:
             ),
         )  # fmt: skip
         ((self._pack, self._layout),) = self._rig.layouts.items()
-        if pinning is not None:
+        if pinning is not None and batched_copy is not None:
             self._rig.step_until(lambda: self._rig.tiers[0].lending.is_possible)
         self._copier = self._rig.copier
         self._large = torch.empty(self._round_bytes, dtype=torch.int8, device=device)

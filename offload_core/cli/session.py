@@ -119,12 +119,22 @@ class Session:
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
         tasks: list[asyncio.Task[Any]] = []
+        is_interrupted = False
 
         async def main() -> None:
             task = asyncio.current_task()
             if task is not None:
                 tasks.append(task)
+            if is_interrupted:  # before it began
+                coroutine.close()
+                raise asyncio.CancelledError
             await coroutine
+
+        def interrupt() -> None:
+            nonlocal is_interrupted
+            is_interrupted = True
+            for task in tasks:
+                task.cancel()
 
         with sigterm_interrupts():
             future = self._io.submit(main())
@@ -133,7 +143,7 @@ class Session:
             except KeyboardInterrupt:
                 try:
                     note("interrupted: removing the objects that were written; press Ctrl-C again to leave at once")
-                    self._io.loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+                    self._io.loop.call_soon_threadsafe(interrupt)
                     self._wait_for(future)
                 except KeyboardInterrupt:
                     note("interrupted again: objects that this command has written may be left behind")

@@ -27,7 +27,7 @@ class HostCopier:
     view of the memory outlives it: the other system may unmap the memory when all jobs have ended.
     """
 
-    takes_pageable_memory = True
+    takes_pageable_memory = takes_pinned_pieces = True
     gather_bytes = math.inf
 
     def __init__(self, view_of: PlaceView) -> None:

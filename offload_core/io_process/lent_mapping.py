@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from offload_core.api.memory.addresses import address_of
 from offload_core.api.memory.pinned_memory import HostPinning
 from offload_core.api.memory.shared_memory import SharedMemory
+from offload_core.tiers.storage import StorageAwayError
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +56,24 @@ class LentMapping:
         """Begin to pin the memory. Later calls have no effect."""
         with self._lock:
             if self._may_be_pinned and self._pins is None and not self._is_closed:
+                descriptor = os.dup(self._memory.descriptor)  # it may be closed meanwhile
                 self._pins = threading.Thread(
-                    target=self._hold_pinned, args=(pinning,), name="offload-pin", daemon=True
+                    target=self._hold_pinned, args=(pinning, descriptor), name="offload-pin", daemon=True
                 )
                 self._pins.start()
 
     def use(self, give_back: Callable[[], None]) -> Callable[[], None]:
-        """Note that the process uses an object. Call the returned function once for its end; it calls ``give_back``."""
+        """Note that the process uses an object. Call the returned function once for its end; it calls ``give_back``.
+
+        Raises:
+            StorageAwayError: the memory is closed, so that it may be unpinned. It was given back.
+        """
         with self._lock:
-            self._users += 1
+            is_closed = self._is_closed
+            self._users += not is_closed
+        if is_closed:
+            give_back()
+            raise StorageAwayError(f"{self._label}: its memory is not lent any more")
 
         def end() -> None:
             give_back()
@@ -79,24 +90,23 @@ class LentMapping:
             self._lock.notify_all()
         self._memory.close()
 
-    def _hold_pinned(self, pinning: HostPinning) -> None:
+    def _hold_pinned(self, pinning: HostPinning, descriptor: int) -> None:
         """Pin the memory, and unpin it when it is closed and unused."""
         view = self.view  # keeps the memory mapped
         start, addresses = address_of(view), list[int]()
         try:
             for offset in range(0, len(view), PIECE_BYTES):
                 began, nbytes = time.monotonic(), min(PIECE_BYTES, len(view) - offset)
-                with self._lock:  # so that the descriptor stays open
-                    if self._is_closed:
-                        break
-                    os.posix_fallocate(self._memory.descriptor, offset, nbytes)
-                pinning.register(start + offset, nbytes)
+                if self._is_closed:
+                    break
+                os.posix_fallocate(descriptor, offset, nbytes)
+                pinning.register(start + offset, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
                 addresses.append(start + offset)
                 with self._lock:
                     self._lock.wait_for(lambda: self._is_closed, _PAUSE * (time.monotonic() - began))
             else:
                 self._is_pinned = True
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch's own errors too
             logger.warning(
                 "%s: its memory is not pinned, so a GPU copies its objects through staging memory: %s; lower the "
                 "tier's capacity, or set pin to off",
@@ -106,6 +116,7 @@ class LentMapping:
             with self._lock:
                 self._lock.wait_for(lambda: self._is_closed and not self._users)
             self._is_pinned = False
+        os.close(descriptor)
         for address in reversed(addresses):
             try:
                 pinning.unregister(address)

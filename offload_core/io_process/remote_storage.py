@@ -179,7 +179,7 @@ class RemoteStorage:
         """
         direct = self._direct()  # before the memory: a process never gets a call for the memory of the one before it
         memory = self._lent_memory
-        if memory is None:
+        if memory is None or not self.lends:
             raise StorageAwayError(f"tier {self.name!r} lends no memory now")
         view, number = memory.view, next(self._lendings)
         number_bytes = protocol.pack_lending(number)
@@ -285,7 +285,7 @@ class RemoteStorage:
             end: T | Exception
             try:
                 end = answer if isinstance(answer, Exception) else read(protocol.Reader(answer.body))
-            except protocol.ProtocolError as error:
+            except (protocol.ProtocolError, StorageAwayError) as error:
                 end = error
             on_end(end)
 

@@ -54,6 +54,11 @@ class BlockCopier(Protocol):
         ...
 
     @property
+    def takes_pinned_pieces(self) -> bool:
+        """True if a payload may lie in several pieces of memory that were pinned one by one."""
+        ...
+
+    @property
     def gather_bytes(self) -> float:
         """The bytes of gathers that may be on their way at once; infinite if each is complete when its call returns."""
         ...
@@ -122,7 +127,7 @@ class CpuBlockCopier:
     I/O threads need. Each copy is complete when its call returns.
     """
 
-    takes_pageable_memory = True
+    takes_pageable_memory = takes_pinned_pieces = True
     gather_bytes = math.inf
 
     def __init__(self, caches: CanonicalKVCaches) -> None:

@@ -50,9 +50,7 @@ def block_copier(
         )
     if batched_copy is not None and not copies_right(batched_copy, device):
         batched_copy = None
-    if batched_copy is not None and pinned is not None:
-        batched_copy = pinned.splitting(batched_copy)
-    return StreamBlockCopier(caches, device_buffer_bytes, batched_copy)
+    return StreamBlockCopier(caches, device_buffer_bytes, batched_copy, pinned)
 
 
 def default_buffer_bytes(largest_payload_bytes: int, free_bytes: int, all_bytes: int) -> int:

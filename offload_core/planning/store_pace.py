@@ -47,7 +47,8 @@ class StorePace:
             return
         pending = [self._object_bytes.get(pack, 0) for pack in self._pending()]
         self._is_empty = not pending
-        self._left_bytes = min(self._step_bytes, self._total_bytes - sum(pending))
+        # Those on their way count against both limits: nobody reports when one has left the buffer on a device.
+        self._left_bytes = min(self._step_bytes, self._total_bytes) - sum(pending)
 
     def take(self, pack: str) -> None:
         """Count an object whose store begins in this step."""

@@ -82,7 +82,7 @@ class TransferEngine:
         for tier in tiers:
             tier.staging = self._shares[tier.name]
             if not copier.takes_pageable_memory:
-                tier.lending.lend_pinned_only(pinning)
+                tier.lending.lend_pinned_only(pinning if copier.takes_pinned_pieces else None)
         self._stores = Stores(
             io=io,
             tiers=tiers,

@@ -224,6 +224,8 @@ class Loads:
         Raises:
             KeyError: an object is not kept; a defect of the caller.
         """
+        if not objects:
+            return
         lent = [self._kept.get(tier, item.key) for item in objects]
         for item, one in zip(objects, lent, strict=True):
             self._copier.scatter(self._layouts.of(item), item.blocks, one.tensor[HEADER_BYTES:])

@@ -23,16 +23,14 @@ COUNT = 8
 JOB = 1000
 
 
-@pytest.fixture(params=[False, True], ids=["torch's copies", "batched copies"])
-def rig(
-    request: pytest.FixtureRequest, control: StreamControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[LendingRig]:
+@pytest.fixture
+def rig(control: StreamControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LendingRig]:
     monkeypatch.setattr(lent_mapping, "PIECE_BYTES", 3 * 4096)  # borders within objects
     pinned = PinnedPieces(control)
-    copy = pinned.splitting(SwapBlocksBatch(control.swap_blocks_batch, torch.int64)) if request.param else None
+    copy = SwapBlocksBatch(control.swap_blocks_batch, torch.int64)
 
     def copier(caches: CanonicalKVCaches) -> StreamBlockCopier:
-        return StreamBlockCopier(caches, 2 * COUNT * 8192, copy)
+        return StreamBlockCopier(caches, 2 * COUNT * 8192, copy, pinned)
 
     io = IoLoop.acquire()
     rig = LendingRig(
@@ -101,3 +99,16 @@ def test_the_engine_reads_objects_at_hand_after_their_copies_and_they_stay_lent_
         assert rig.engine._loads._copying
     assert torch.equal(read_by_the_engine.cpu(), before[:COUNT])
     rig.step_until(lambda: not rig.engine._loads._copying)
+
+
+def test_torchs_copies_use_staging_memory(control: StreamControl, tmp_path: Path) -> None:
+    pinned = PinnedPieces(control)
+    io = IoLoop.acquire()
+    rig = LendingRig(
+        io, tmp_path, "engine", capacity_objects=2 * COUNT, device=DEVICE, pinning=pinned,
+        make_copier=lambda caches: StreamBlockCopier(caches, 2 * COUNT * 8192, None, pinned),
+    )  # fmt: skip
+    store(rig, 0)
+    assert rig.pool.leases == COUNT
+    rig.close()
+    io.release()

@@ -105,7 +105,7 @@ def test_stores_are_dropped_where_a_budget_is_used_up_and_only_there(
 def test_an_engine_goes_on_while_all_copies_stand_still(
     rig: Rig, control: StreamControl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One request waits for its load, others compute and finish, and stores without room are dropped."""
+    """One request waits for its load, others compute and finish, and stores without room wait."""
     monkeypatch.setattr(half, "pinning_in_use", lambda: control)
     model = MODELS["gemma3"]()
     old = [3 + i % 997 for i in range(2 * model.chunk_tokens + 5)]
@@ -128,4 +128,3 @@ def test_an_engine_goes_on_while_all_copies_stand_still(
     rig.drain(engine)
     assert engine.outputs[loading] == reference(tuple(old), 4)
     assert engine.served[loading].external_tokens == 2 * model.chunk_tokens
-    assert engine.counters["store_dropped|disk"] > 0

@@ -81,8 +81,10 @@ def test_random_work_with_aborts_resets_and_an_unreliable_disk(
 @pytest.mark.parametrize("model", QUICK, indirect=True)
 @pytest.mark.parametrize("seed", SEEDS[:3])
 def test_random_work_with_lent_memory_and_loads_within_the_step(
-    rig: Rig, model: StandInModel, control: StreamControl, seed: int
+    rig: Rig, model: StandInModel, control: StreamControl, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    batched = SwapBlocksBatch(control.swap_blocks_batch, torch.int64)
+    monkeypatch.setattr(half, "installed_batched_copy", lambda: batched)
     engine = rig.engine(model, device=DEVICE, backends=[RAM], io_process="engine")
     assert engine.workers[0].connector is not None
     (tier,) = engine.workers[0].connector._worker_half._tiers

@@ -43,7 +43,8 @@ def test_full_attention_waits_for_room_and_is_stored_from_the_head_on(half: Half
     stored = units(first, "full")
     prompt.num_computed_tokens = 80
     while len(stored) < 5:
-        step = half.step(a=1)
+        end(half, first)
+        first = step = half.step(a=1)
         assert 0 < len(units(step, "full")) <= 7
         stored += units(step, "full")
     assert stored == prompt.block_hashes[:5]
@@ -62,10 +63,21 @@ def test_stores_on_their_way_count_until_they_have_ended(half: Half) -> None:
     assert units(half.step(a=1), "full") == prompt.block_hashes[5 - left : 5]
 
 
+def test_the_room_of_a_step_is_that_which_stores_on_their_way_leave(half: Half) -> None:
+    has_room_for(half, 100, step_objects=6)
+    prompt = half.follow(request("a"))
+    first = half.step(a=80)
+    assert len([item for item in first.stores if not item.spare]) == 6
+    prompt.num_computed_tokens = 80
+    assert not half.step(a=1).stores, "the device's buffer may still be full"
+    end(half, first)
+    assert units(first, "full") + units(half.step(a=1), "full") == prompt.block_hashes
+
+
 def test_a_request_that_has_ended_leaves_no_store_behind(half: Half) -> None:
     has_room_for(half, 100, step_objects=6)
     prompt = half.follow(request("a"))
-    half.step(a=80)
+    end(half, half.step(a=80))
     half.half.request_finished(prompt)
     other = half.follow(request("b", family=1))
     assert units(half.step(b=80), "full")[0] == other.block_hashes[0]

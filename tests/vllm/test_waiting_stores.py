@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from offload_core.planning.chunk_keys import ChunkRef
 from offload_core.planning.planner import HitPolicy
 from offload_core.vllm.metadata import StepMetadata
 from tests.vllm.test_scheduler_half import Half, request
@@ -79,6 +80,9 @@ def test_a_window_whose_block_is_reused_is_not_stored(half: Half, pool: Pool) ->
     finish(half, prompt)
     pool.reuse(4)
     assert prompt.block_hashes[3] not in all_units(half, step, "window")
+    names = {pack.policy.kind: pack.name for pack in half.half._planner.packs}
+    lost = [ChunkRef(names[kind], prompt.block_hashes[3], "") for kind in ("full", "window")]
+    assert all(map(half.half._ledger.is_absent, lost)), "chunks behind them are spare"
     assert half.half.counters.take()["store_blocks_reused", "all"] == 2, "the window, and its full attention"
 
 

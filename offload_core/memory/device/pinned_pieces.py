@@ -7,9 +7,11 @@ small pieces. But CUDA's batched copy (``cuMemcpyBatchAsync``) refuses a piece o
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from offload_core.api.memory.pinned_memory import HostPinning
 from offload_core.memory.device.batched_copy import BatchedCopy, CopyPieces
@@ -27,20 +29,28 @@ class PinnedPieces:
         self._lock = threading.Lock()
         self._ends: dict[int, int] = {}
         """The end of each piece, by its start."""
-        self._borders = np.empty(0, dtype=np.uint64)
+        self._borders: list[int] = []
+        self._as_array: npt.NDArray[np.uint64] | None = None
+        """The borders; ``None`` after a change."""
 
     def register(self, address: int, nbytes: int) -> None:
         """Pin a piece; see :meth:`HostPinning.register`."""
         self._pinning.register(address, nbytes)
         with self._lock:
             self._ends[address] = address + nbytes
-            self._note_borders()
+            for border in (address, address + nbytes):
+                place = bisect_left(self._borders, border)
+                if self._borders[place : place + 1] != [border]:
+                    self._borders.insert(place, border)
+            self._as_array = None
 
     def unregister(self, address: int) -> None:
         """Unpin a piece; see :meth:`HostPinning.unregister`."""
         with self._lock:
             del self._ends[address]
-            self._note_borders()
+            if not self._ends:  # until then, a border too many costs only a split
+                self._borders.clear()
+                self._as_array = None
         self._pinning.unregister(address)
 
     def split(self, pieces: CopyPieces, *, from_host: bool) -> CopyPieces:
@@ -49,7 +59,7 @@ class PinnedPieces:
         Args:
             from_host: whether the sources are in host memory, or the targets.
         """
-        borders = self._borders
+        borders = self._array()
         starts = pieces.sources if from_host else pieces.targets
         first = np.searchsorted(borders, starts, side="right")
         last = np.searchsorted(borders, starts + pieces.sizes, side="left")
@@ -74,8 +84,12 @@ class PinnedPieces:
 
         return split_and_copy
 
-    def _note_borders(self) -> None:
-        self._borders = np.array(sorted({*self._ends, *self._ends.values()}), dtype=np.uint64)
+    def _array(self) -> npt.NDArray[np.uint64]:
+        borders = self._as_array
+        if borders is None:
+            with self._lock:
+                borders = self._as_array = np.array(self._borders, dtype=np.uint64)
+        return borders
 
 
 def _parts(start: int, nbytes: int, borders: Iterable[int]) -> Iterator[tuple[int, int]]:

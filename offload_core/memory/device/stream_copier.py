@@ -39,6 +39,7 @@ from offload_core.memory.device.batched_copy import (
 from offload_core.memory.device.block_id_buffer import BlockIdBuffer
 from offload_core.memory.device.device_buffer import DeviceBuffer, slot_bytes
 from offload_core.memory.device.gather_plan import Gather, GatherPlan
+from offload_core.memory.device.pinned_pieces import PinnedPieces
 from offload_core.memory.device.stream_waits import StreamWaits
 from offload_core.memory.payload_layout import PackLayout, PageRun
 
@@ -90,6 +91,7 @@ class StreamBlockCopier:
         buffer_bytes: size of the buffer on the device; at least that of the largest payload. A gather that finds it
             full is refused.
         batched_copy: copies between host and device; ``None`` for torch's.
+        pinned: the pinned memory, if batched copies are to cross no border between its pieces.
 
     Raises:
         ValueError: the tensors are on several devices.
@@ -97,7 +99,13 @@ class StreamBlockCopier:
 
     takes_pageable_memory = False
 
-    def __init__(self, caches: CanonicalKVCaches, buffer_bytes: int, batched_copy: BatchedCopy | None = None) -> None:
+    def __init__(
+        self,
+        caches: CanonicalKVCaches,
+        buffer_bytes: int,
+        batched_copy: BatchedCopy | None = None,
+        pinned: PinnedPieces | None = None,
+    ) -> None:
         self._tensors: list[torch.Tensor] = []
         self._addresses = CacheAddresses.of([])
         self._alignments: list[int] = []
@@ -110,7 +118,10 @@ class StreamBlockCopier:
         self._buffer = DeviceBuffer(buffer_bytes)
         self.gather_bytes = float(buffer_bytes)
         self._ids = BlockIdBuffer(self._device)
+        self.takes_pinned_pieces = batched_copy is not None and pinned is not None
         self._batched_copy = batched_copy
+        if batched_copy is not None and pinned is not None:
+            self._batched_copy = pinned.splitting(batched_copy)
         self._gathers: list[Gather] = []
         """Gathers that have not begun."""
         self._new_scatters: list[Scatter] = []

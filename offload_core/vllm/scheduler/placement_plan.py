@@ -59,6 +59,8 @@ class PlacementPlan:
         self._has_states = any(pack.policy.kind == "state" for pack in planner.packs)
         self._attention = {pack.name for pack in planner.packs if pack.policy.kind == "full"}
         self._planned: list[_PlannedTouches] = []
+        self.store_waits: Callable[[ChunkRef], bool] = lambda ref: False
+        """Returns whether the store of a chunk waits for room."""
 
     def set_object_bytes(self, object_bytes: Mapping[str, int]) -> None:
         """Take the bytes of one object, by the name of its pack."""
@@ -193,7 +195,7 @@ class PlacementPlan:
         return marked[::-1]
 
     def _is_pending(self, touch: ChunkTouch) -> bool:
-        return self._ledger.is_pending(touch.chunk)
+        return self._ledger.is_pending(touch.chunk) or self.store_waits(touch.chunk)
 
     def _examined(self, state: RequestState) -> Iterator[tuple[Pack, int]]:
         return ((pack, state.next_unit[pack.name]) for pack in self._planner.packs if pack.name in state.next_unit)

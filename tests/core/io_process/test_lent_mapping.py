@@ -11,6 +11,7 @@ import pytest
 from offload_core.api.memory.addresses import address_of
 from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.io_process.lent_mapping import PIECE_BYTES, LentMapping
+from offload_core.tiers.storage import StorageAwayError
 from tests.support.polling import wait_until
 from tests.support.recorded_pinning import RecordedPinning
 
@@ -98,6 +99,15 @@ def test_memory_that_the_system_does_not_have_is_reported(
     wait_until(lambda: mapping._pins is not None and not mapping._pins.is_alive(), "the thread goes on")
     assert "Cannot allocate memory; lower the tier's capacity" in caplog.text
     assert pinning.pinned == {}
+
+
+def test_closed_memory_is_not_used_and_is_given_back(mapping: LentMapping) -> None:
+    """The answer of a request may be read after the process's end."""
+    mapping.close()
+    given_back: list[bool] = []
+    with pytest.raises(StorageAwayError, match="tier 'ram': its memory is not lent any more"):
+        mapping.use(lambda: given_back.append(True))
+    assert given_back == [True]
 
 
 def test_a_backend_may_forbid_it() -> None:

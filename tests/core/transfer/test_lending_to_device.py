@@ -23,6 +23,7 @@ NewRig = Callable[..., LendingRig]
 
 class DeviceCopier(HeldCopier):
     takes_pageable_memory = False
+    takes_pinned_pieces = True
 
 
 @pytest.fixture

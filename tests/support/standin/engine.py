@@ -272,6 +272,12 @@ class StandInEngine:
             if worker.connector is not None:
                 worker.connector.shutdown()
 
+    @property
+    def stores_pending(self) -> bool:
+        """True if a store of some worker has begun and not ended."""
+        workers = (half._worker_half for worker in self.workers for half in halves(worker.connector))
+        return any(one is not None and one._engine is not None and one._engine.has_pending_stores for one in workers)
+
     def leftovers(self) -> list[str]:
         """Return the resources that an idle engine should have released."""
         pool = self.scheduler.kv_cache_manager.block_pool

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -62,7 +61,9 @@ class StorePlan:
         self.kv_events: KvEvents | None = None
         """The events for which each chunk is described when its store begins."""
         self._pace = StorePace(ledger.pending_packs)
-        self._waiting = WaitingStores(partial(counters.add, "store_blocks_reused", ALL_TIERS))
+        self._counters = counters
+        self._waiting = WaitingStores(self._lost)
+        placement.store_waits = self._waiting.__contains__
         self._attention_packs = tuple(pack for pack in planner.packs if pack.policy.kind != "state")
         self._lasting_packs = tuple(pack for pack in self._attention_packs if pack.policy.kind == "full")
         self._window_packs = tuple(pack for pack in self._attention_packs if pack.policy.kind != "full")
@@ -100,8 +101,9 @@ class StorePlan:
             held = min(len(tables[group.index]) * group.block_size_tokens for group in pack.groups)
             for unit in range(state.next_unit[pack.name], self._end(pack, state, min(tokens, held))):
                 store = self._waiting_store(state, pack, unit, tables)
-                if store is not None:
-                    self._waiting.add(store)
+                if store is not None and not self._waiting.add(store):
+                    break  # nothing behind it can be reached
+                state.next_unit[pack.name] = unit + 1
 
     def start_over(self, state: RequestState) -> None:
         """Examine all units of a request: at its start, and again after a failed load, since they are computed then."""
@@ -131,12 +133,12 @@ class StorePlan:
         states += self._begin_waiting(spare=False)
         stores: list[ChunkTransfer] = []
         for request, others in zip(complete, perishable, strict=True):
+            stores += others
             for pack in self._lasting_packs:
                 stores += self._units_of(pack, *request)
-            stores += others
             self._set_next_tokens(request[0])
         stores += self._begin_waiting(spare=True)
-        return sorted([*stores, *states], key=attrgetter("spare"))
+        return sorted([*states, *stores], key=attrgetter("spare"))
 
     def _complete(self, output: SchedulerOutput, requests: Mapping[str, RequestState]) -> Iterator[_Complete]:
         """Yield each request of which this step completes units, or of which complete units wait."""
@@ -209,6 +211,12 @@ class StorePlan:
             if spare:
                 self._pace.take(store.pack.name)
             yield self._begin(store.state, store.pack, store.unit, store.ref, store.slices, spare=spare)
+
+    def _lost(self, ref: ChunkRef) -> None:
+        """Count a chunk whose blocks were reused, and note that nobody has it."""
+        self._counters.add("store_blocks_reused", ALL_TIERS)
+        if not self._ledger.is_present(ref):
+            self._ledger.stores_ended({}, (ref,))
 
     def _attention_tail(
         self, state: RequestState, end: int, tables: Sequence[Sequence[int]]

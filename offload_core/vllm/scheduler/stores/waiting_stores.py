@@ -21,8 +21,8 @@ from offload_core.vllm.scheduler.request_state import RequestState
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
-_AWAKE_SECONDS = 5.0
-"""Longest time for which an idle engine makes steps while no chunk finds room."""
+_AWAKE_SECONDS = 2.0
+"""Longest time for which an idle engine makes steps. A pause or a shutdown of vLLM waits for them."""
 _MAX_CHUNKS = 4096
 
 
@@ -47,10 +47,10 @@ class WaitingStores:
     """The chunks that wait, the oldest first. For the engine thread.
 
     Args:
-        on_lost: called once per chunk whose blocks the engine has reused.
+        on_lost: gets each chunk whose blocks the engine has reused.
     """
 
-    def __init__(self, on_lost: Callable[[], None]) -> None:
+    def __init__(self, on_lost: Callable[[ChunkRef], None]) -> None:
         self._on_lost = on_lost
         self._pool: BlockPool | None = None
         self._kept: OrderedDict[ChunkRef, tuple[WaitingStore, Sequence[object]]] = OrderedDict()
@@ -65,17 +65,23 @@ class WaitingStores:
     def __len__(self) -> int:
         return len(self._kept) + len(self._spare)
 
+    def __contains__(self, ref: ChunkRef) -> bool:
+        return ref in self._kept or ref in self._spare
+
     @property
     def keep_engine_awake(self) -> bool:
         """True if an idle engine should make a step, since a chunk may soon find room."""
         return bool(self) and time.monotonic() < self._awake_until
 
     def add(self, store: WaitingStore) -> bool:
-        """Let a chunk wait, unless the prefix cache lacks one of its blocks. It takes the place of an earlier one."""
+        """Let a chunk wait, and return true, unless the prefix cache lacks one of its blocks."""
         names = self._names(store)
         if names is None or None in names or len(self) == _MAX_CHUNKS:
             return False
-        (self._spare if store.spare else self._kept)[store.ref] = store, names
+        stores = self._spare if store.spare else self._kept
+        earlier = stores.get(store.ref)
+        if earlier is None or self._names(earlier[0]) != earlier[1]:
+            stores[store.ref] = store, names
         self._awake_until = time.monotonic() + _AWAKE_SECONDS
         return True
 
@@ -96,9 +102,8 @@ class WaitingStores:
                 break
             del stores[ref]
             if is_lost:
-                self._on_lost()
+                self._on_lost(ref)
             elif admitted:
-                self._awake_until = time.monotonic() + _AWAKE_SECONDS
                 yield store
 
     def clear(self) -> None:
