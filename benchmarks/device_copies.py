@@ -153,9 +153,9 @@ class Bench:
             ),
         )  # fmt: skip
         ((self._pack, self._layout),) = self._rig.layouts.items()
-        if pinning is not None and batched_copy is not None:
-            self._rig.step_until(lambda: self._rig.tiers[0].lending.is_possible)
         self._copier = self._rig.copier
+        if self._copier.takes_pinned_pieces:
+            self._rig.step_until(lambda: self._rig.tiers[0].lending.is_possible)
         self._large = torch.empty(self._round_bytes, dtype=torch.int8, device=device)
         self._host = torch.ones(self._round_bytes, dtype=torch.int8).pin_memory()
         pages = torch.ones((blocks, shape.page_bytes), dtype=torch.int8).pin_memory()

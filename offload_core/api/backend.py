@@ -242,7 +242,7 @@ class Backend(ABC, Generic[OptionsT]):
     def pins_lent_memory(self) -> bool:
         """``True``, the default, if a process with a GPU may page-lock all of :attr:`lent_memory`.
 
-        The system then gives the memory at once. Without it, a GPU copies through staging memory.
+        The system then gives all of the memory soon after ``open``. Without it, a GPU copies through staging memory.
         """
         return True
 

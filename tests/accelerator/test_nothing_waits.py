@@ -124,6 +124,8 @@ def test_an_engine_goes_on_while_all_copies_stand_still(
             others[engine.add(prompt, 4)] = reference(tuple(prompt), 4)
         rig.step_until(engine, lambda: engine.finished.keys() == others.keys())
         assert engine.outputs[loading] == []
+        assert engine.connector is not None
+        assert len(engine.connector._scheduler._store_plan._waiting) > 0, "there is room for all"
     assert {request: engine.outputs[request] for request in others} == others
     rig.drain(engine)
     assert engine.outputs[loading] == reference(tuple(old), 4)

@@ -172,16 +172,14 @@ class StorePlan:
     ) -> Iterator[ChunkTransfer]:
         """Yield the complete units of one pack that cannot wait, or for which there is room."""
         end = self._end(pack, state, tokens)
+        lasts = pack.policy.kind == "full"
         for unit in range(state.next_unit[pack.name], end):
+            if lasts and not self._pace.admits(pack.name):
+                end = unit
+                break
             store = self._waiting_store(state, pack, unit, tables)
-            if store is None:
-                continue
-            if pack.policy.kind == "full":
-                if not self._pace.admits(pack.name):
-                    end = unit
-                    break
-            elif self._pace.is_limited and self._waiting.add(store):
-                continue  # its turn is after those that cannot wait
+            if store is None or (not lasts and self._pace.is_limited and self._waiting.add(store)):
+                continue  # the turn of a window that can wait is after those that cannot
             yield self._begin(state, pack, unit, store.ref, store.slices, spare=store.spare)
         state.next_unit[pack.name] = max(state.next_unit[pack.name], end)
 
