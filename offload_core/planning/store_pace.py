@@ -20,26 +20,23 @@ class StorePace:
     def __init__(self, pending: Callable[[], Iterable[str]]) -> None:
         self._pending = pending
         self._object_bytes: Mapping[str, int] = {}
-        self._total_bytes = self._step_bytes = math.inf
-        self._left_bytes = math.inf
+        self._room_bytes = self._left_bytes = math.inf
         self._is_empty = True
         """True if no store is on its way."""
 
-    def set_limits(self, object_bytes: Mapping[str, int], total_bytes: float, step_bytes: float) -> None:
-        """Set the limits of the rank with the least room; infinite by default.
+    def set_room(self, object_bytes: Mapping[str, int], room_bytes: float) -> None:
+        """Set the room of the rank that has the least; infinite by default.
 
         Args:
             object_bytes: per name of a pack, the bytes that one of its objects takes.
-            total_bytes: bytes of all stores on their way.
-            step_bytes: bytes of the stores that begin in one step.
+            room_bytes: bytes of all stores on their way.
         """
-        self._object_bytes = object_bytes
-        self._total_bytes, self._step_bytes = total_bytes, step_bytes
+        self._object_bytes, self._room_bytes = object_bytes, room_bytes
 
     @property
     def is_limited(self) -> bool:
         """True if the workers' room has a limit."""
-        return self._total_bytes != math.inf or self._step_bytes != math.inf
+        return self._room_bytes != math.inf
 
     def begin_step(self) -> None:
         """Begin a step. Call it before the step's first store begins."""
@@ -47,8 +44,7 @@ class StorePace:
             return
         pending = [self._object_bytes.get(pack, 0) for pack in self._pending()]
         self._is_empty = not pending
-        # Those on their way count against both limits: nobody reports when one has left the buffer on a device.
-        self._left_bytes = min(self._step_bytes, self._total_bytes) - sum(pending)
+        self._left_bytes = self._room_bytes - sum(pending)
 
     def take(self, pack: str) -> None:
         """Count an object whose store begins in this step."""

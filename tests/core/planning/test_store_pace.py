@@ -20,19 +20,19 @@ steps = st.lists(
 )
 
 
-@given(steps=steps, total_bytes=st.integers(1, 60), step_bytes=st.integers(1, 40))
+@given(steps=steps, room_bytes=st.integers(1, 60))
 def test_objects_are_admitted_while_they_fit_and_one_alone_always(
-    steps: list[tuple[list[tuple[str, str]], int]], total_bytes: int, step_bytes: int
+    steps: list[tuple[list[tuple[str, str]], int]], room_bytes: int
 ) -> None:
     pending: list[str] = []
     pace = StorePace(lambda: list(pending))
-    pace.set_limits(SIZES, total_bytes, step_bytes)
+    pace.set_room(SIZES, room_bytes)
     for objects, ended in steps:
         pace.begin_step()
         begun: list[str] = []
         for way, pack in objects:
             held = sum(SIZES[one] for one in (*pending, *begun))
-            fits = held + SIZES[pack] <= min(total_bytes, step_bytes)  # both limits count every store on its way
+            fits = held + SIZES[pack] <= room_bytes
             if way == "admit":
                 assert pace.admits(pack) == (fits or not (pending or begun))
             if way == "take" or pace.admits(pack):
@@ -49,6 +49,6 @@ def test_without_limits_every_object_is_admitted_and_nobody_counts() -> None:
     for _ in range(2):
         pace.begin_step()
         assert all(pace.admits("any") for _ in range(1000))
-    pace.set_limits({"any": 1}, math.inf, math.inf)
+    pace.set_room({"any": 1}, math.inf)
     pace.begin_step()
     assert pace.admits("any")

@@ -72,8 +72,8 @@ class StorePlan:
     def set_workers(self, workers: Collection[WorkerIdentity]) -> None:
         """Take the sizes of the workers' objects, and the room that their stores have."""
         sizes = {pack: lease_bytes(nbytes) for pack, nbytes in largest_objects(workers).items()}
-        total_bytes = min(worker.store_bytes for worker in workers)
-        self._pace.set_limits(sizes, total_bytes, min(worker.step_store_bytes for worker in workers))
+        # The device's buffer counts every store on its way: nobody reports when one has left it.
+        self._pace.set_room(sizes, min(min(worker.store_bytes, worker.step_store_bytes) for worker in workers))
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         """Let chunks wait whose blocks the engine's prefix cache has."""
