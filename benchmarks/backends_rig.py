@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -226,7 +226,10 @@ class OurTier:
         self._io.submit(self._load_all(objects)).result()
 
     async def _store_all(self, objects: list[StagedObject]) -> None:
-        """Seal the batches at once, and store them in calls that take the batches waiting by then."""
+        """Seal the batches at once, and store them in calls that take the batches waiting by then.
+
+        Some backends let the tier seal the objects during the store.
+        """
         slots = self._threads + int(self._checked)
         queue: StoreQueue[StagedObject] = StoreQueue(slots, 0, lambda staged: staged.lease.nbytes)
         calls: list[asyncio.Task[None]] = []
@@ -236,7 +239,7 @@ class OurTier:
                 calls.append(asyncio.create_task(store(call)))
 
         async def prepare(batch: StoreBatch[StagedObject]) -> None:
-            if self._checked:
+            if self._checked and not self._tier.seals_stores:
                 await asyncio.get_running_loop().run_in_executor(self._sealers, _seal_all, batch.items)
             queue.prepared(batch)
             start_calls()
@@ -248,6 +251,8 @@ class OurTier:
             queue.ended(call)
             start_calls()
 
+        if self._checked and self._tier.seals_stores:
+            objects = [replace(staged, unsealed=True) for staged in objects]
         await asyncio.gather(*[prepare(queue.begin(batch, math.inf)) for batch in self._batches(objects)])
         for call in calls:  # grows meanwhile
             await call

@@ -46,6 +46,7 @@ from offload_core.api.memory.addresses import address_of
 from offload_core.api.memory.pinned_memory import CudaPinning, HostPinning, demand_pinning, pinning_in_use
 from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.api.options import BackendOptions, Bytes, Folder, OptionsT, Seconds, check_folder
+from offload_core.api.sealed_stores import StoreSeal
 from offload_core.api.wrapper import BackendWrapper
 
 __all__ = [
@@ -85,6 +86,7 @@ __all__ = [
     "SharedMemory",
     "StoreOutcome",
     "StoreReservation",
+    "StoreSeal",
     "StoredObject",
     "StoresEnded",
     "TierAvailable",

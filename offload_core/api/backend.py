@@ -22,13 +22,18 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 from offload_core.api.cancellation import ThreadCall, to_the_end
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.checked_loads import LoadCheck
-from offload_core.api.checks.overrides import lending_is_consistent, loads_in_one_call_are_consistent
+from offload_core.api.checks.overrides import (
+    lending_is_consistent,
+    loads_in_one_call_are_consistent,
+    sealing_is_consistent,
+)
 from offload_core.api.context import BackendContext as BackendContext
 from offload_core.api.keys import ObjectKey
 from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.api.options import BackendOptions, OptionsT
 from offload_core.api.reservations import LoadReservation as LoadReservation
 from offload_core.api.reservations import StoreReservation as StoreReservation
+from offload_core.api.sealed_stores import StoreSeal
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -220,6 +225,34 @@ class Backend(ABC, Generic[OptionsT]):
         subclass that overrides one of these two alone is loaded with the separate steps.
         """
         return loads_in_one_call_are_consistent(self)
+
+    async def store_and_seal(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], seals: Sequence[StoreSeal]
+    ) -> Sequence[StoreOutcome]:
+        """Do the same as ``store`` for objects that the core seals meanwhile, for speed. Optional.
+
+        The beginning of each buffer is final only once its seal's ``seal`` has returned (C26). So the backend stores it
+        last, as :meth:`StoreSeal.parts` does. Call a seal on the thread that stores its object. An object that is not
+        stored needs no seal.
+
+        Args:
+            keys: names, in any order; a key may be repeated.
+            buffers: one read-only buffer per key, of the size that :meth:`prepare_store` was given.
+            seals: one seal per key.
+
+        Raises:
+            OSError: the medium failed for the whole batch.
+        """
+        raise NotImplementedError(f"tier {self.context.name!r}: {type(self).__name__} has no stores that seal")
+
+    @property
+    def seals_stores(self) -> bool:
+        """``True`` if the core may use :meth:`store_and_seal`. Asked after ``open``.
+
+        By default it is ``True`` if the class overrides that method together with ``store``. The objects of a subclass
+        that overrides ``store`` alone are sealed before the store.
+        """
+        return sealing_is_consistent(self)
 
     @property
     def lends(self) -> bool:

@@ -12,6 +12,7 @@ from offload_core.api.checks.overrides import is_overridden
 from offload_core.api.keys import ObjectKey
 from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.api.options import BackendOptions
+from offload_core.api.sealed_stores import StoreSeal
 
 
 class BackendWrapper(Backend[BackendOptions]):
@@ -84,6 +85,17 @@ class BackendWrapper(Backend[BackendOptions]):
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         """See :meth:`Backend.store`."""
         return await self.inner.store(keys, buffers)
+
+    async def store_and_seal(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], seals: Sequence[StoreSeal]
+    ) -> Sequence[StoreOutcome]:
+        """See :meth:`Backend.store_and_seal`."""
+        return await self.inner.store_and_seal(keys, buffers, seals)
+
+    @property
+    def seals_stores(self) -> bool:
+        """See :attr:`Backend.seals_stores`. A wrapper that overrides ``store`` sees every store."""
+        return super().seals_stores and self.inner.seals_stores
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """See :meth:`Backend.delete`."""

@@ -70,6 +70,7 @@ class RemoteStorage:
         lends: bool,
     ) -> None:
         self.is_elsewhere = True
+        self.seals_stores = True
         self.number = number
         self.name = name
         self.half = half

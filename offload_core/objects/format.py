@@ -118,18 +118,19 @@ def checksum(data: memoryview) -> bytes:
     return state.digest()
 
 
-def seal(view: memoryview, key: ObjectKey) -> None:
+def seal(view: memoryview, key: ObjectKey, payload_checksum: bytes | None = None) -> None:
     """Write the header, checksums included, in front of raw bytes that are already in place.
 
     Args:
         view: the whole object, writable: ``HEADER_BYTES`` bytes to overwrite, then the payload.
         key: the object's name.
+        payload_checksum: the checksum of the payload in ``view``, if the caller has it already.
 
     Raises:
         ObjectFormatError: the key does not fit into a header.
     """
     payload = view[HEADER_BYTES:]
-    digest = checksum(payload)
+    digest = payload_checksum or checksum(payload)
     write_header(view, Header(key, Codec.NONE, len(payload), len(payload), digest, digest))
 
 

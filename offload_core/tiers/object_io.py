@@ -17,6 +17,7 @@ from offload_core.api.backend import Backend, LoadOutcome, StoreOutcome, StoreRe
 from offload_core.api.errors import BackendError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
+from offload_core.objects.departing_object import DepartingObject
 from offload_core.tiers.calls.lent_objects import Lent, LentObject, WantedObject
 from offload_core.tiers.compression import Damage, TierCodec, differ
 from offload_core.tiers.staged_object import StagedObject, StoredForm
@@ -73,6 +74,11 @@ class ObjectIO:
         self._spares = backend.capabilities.spares
         self._loads_in_one_call = backend.loads_in_one_call
         self._on_eviction = on_eviction
+
+    @property
+    def seals_stores(self) -> bool:
+        """True if :meth:`store` takes unsealed objects."""
+        return self._backend.seals_stores and not (self._codec.compresses or self._codec.encrypts)
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Return, per key, whether the object is there."""
@@ -293,6 +299,14 @@ class ObjectIO:
         if not forms:
             return []
         names, buffers = [form.name for form in forms], [form.view.toreadonly() for form in forms]
+        if any(form.staged.unsealed for form in forms):
+            seals = [DepartingObject(form.view, form.name) for form in forms]
+            try:
+                results = await self._backend.store_and_seal(names, buffers, seals)
+            finally:
+                for seal in seals:
+                    seal.end()
+            return self._one_per_key(names, results, "store_and_seal")
         return self._one_per_key(names, await self._backend.store(names, buffers), "store")
 
     async def _store_other(self, objects: Sequence[StoredForm]) -> list[StoreOutcome]:

@@ -26,7 +26,7 @@ class StagedObject:
     spare: bool = False
     """For a store, whether it may use free capacity only. A tier without a limit stores it as any other object."""
     unsealed: bool = False
-    """For a store in another process, whether the storage writes the header and the checksum first."""
+    """For a store, whether the storage still has to write the header and the checksum."""
 
     @property
     def nbytes(self) -> int:

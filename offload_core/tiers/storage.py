@@ -94,8 +94,13 @@ class TierStorage(Protocol):
     def is_elsewhere(self) -> bool:
         """True if it is in another process.
 
-        One call then takes several batches, which the storage divides among its threads, and a store may be unsealed.
+        One call then takes several batches, which the storage divides among its threads.
         """
+        ...
+
+    @property
+    def seals_stores(self) -> bool:
+        """True if a store takes unsealed objects too, and seals them. Asked after ``open``."""
         ...
 
     @property
@@ -224,6 +229,11 @@ class LocalStorage:
         capable = self.backend.lends and not self.backend.capabilities.shared and not self._encodes
         return capable and not self._lends_pinned_only
 
+    @property
+    def seals_stores(self) -> bool:
+        """True if the backend stores unsealed objects and has them sealed meanwhile."""
+        return self._objects.seals_stores
+
     def lend_pinned_only(self, pinning: HostPinning | None) -> None:
         """Lend nothing: no backend tells this process which memory it has pinned."""
         self._lends_pinned_only = True
@@ -297,7 +307,7 @@ class LocalStorage:
         asyncio.run_coroutine_threadsafe(give_back(), self._loop).add_done_callback(log_unexpected)
 
     async def store(self, objects: Sequence[StagedObject], staging: TierShare | None) -> list[StoreEnd]:
-        """Store sealed objects."""
+        """Store objects; unsealed ones if :attr:`seals_stores` is true."""
         self._shared.call_begins()
         scratch: list[Lease] = []
         try:

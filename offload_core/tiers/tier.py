@@ -119,6 +119,11 @@ class Tier:
         return self._storage
 
     @property
+    def seals_stores(self) -> bool:
+        """True if :meth:`start_store` takes unsealed objects."""
+        return self._storage.seals_stores
+
+    @property
     def backend(self) -> Backend[Any]:
         """The backend of :attr:`storage`."""
         return self.storage.backend
@@ -240,7 +245,7 @@ class Tier:
         return True
 
     async def store(self, objects: Sequence[StagedObject]) -> list[bool]:
-        """Store a batch of sealed objects. If cancelled, it ends when the call has ended.
+        """Store a batch of sealed objects; see :attr:`seals_stores`. If cancelled, it ends when the call has ended.
 
         Returns:
             Per object, whether the tier has it now.

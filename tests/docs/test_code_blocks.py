@@ -72,7 +72,10 @@ RUN_BY = {
         "import hypothesis": "test_plugin_example_runs_on_the_harness",
         "import asyncio": "test_plugin_example_runs_on_the_harness",
         "from collections.abc import Sequence\nfrom typing": "test_the_example_of_a_wrapper_makes_a_tier_read_only",
-        "import os": "test_the_example_of_a_load_in_one_call_reads_and_checks",
+        "import os\n\nfrom offload_core.api import CHECK": "test_the_example_of_a_load_in_one_call_reads_and_checks",
+        "import os\n\nfrom offload_core.api import StoreSeal": (
+            "test_the_example_of_a_store_that_seals_writes_the_sealed_object"
+        ),
         "import logging": "test_the_example_of_an_observer_logs_what_it_says",
         "pyproject.toml": "test_packaging_section_shows_what_the_template_has",
         "[project]": "test_packaging_section_shows_what_the_template_has",

@@ -31,6 +31,7 @@ from offload_core.runtime.metrics import Counters
 from offload_core.runtime.threads import DaemonExecutor
 from offload_core.testing.contract.suite import BackendContract, contract_tests
 from offload_core.testing.rig.recording_check import RecordingCheck
+from offload_core.testing.rig.recording_seal import RecordingSeal
 from offload_core.testing.state_machine.machine import STATE_MACHINE_SETTINGS, check_with_state_machine
 from offload_core.tiers.opening import close_tiers, open_tiers
 from tests.docs.test_rooms import PUBLIC
@@ -114,6 +115,20 @@ def test_the_example_of_a_load_in_one_call_reads_and_checks(tmp_path: Path) -> N
         assert bytes(check.told) == (content if outcome is LoadOutcome.HIT else b"")
 
 
+def test_the_example_of_a_store_that_seals_writes_the_sealed_object(tmp_path: Path) -> None:
+    (block,) = [block for block in _blocks(PLUGINS, "python") if "def write_and_seal(" in block]
+    example: dict[str, Any] = {}
+    exec(block, example)
+    for nbytes in (0, 1, 5000, 2 * CHECK_BYTES - 1, 2 * CHECK_BYTES, 3 * CHECK_BYTES + 1):
+        content = os.urandom(nbytes)
+        path = tmp_path / str(nbytes)
+        for _ in range(2):  # a store that begins again
+            buffer = memoryview(bytearray(content))
+            with path.open("wb") as file:
+                example["write_and_seal"](file.fileno(), buffer.toreadonly(), RecordingSeal(buffer))
+            assert path.read_bytes() == content
+
+
 @pytest.mark.parametrize(
     ("number", "outcomes", "machine"),
     [(0, {}, True), (1, {"xpassed": 1}, False)],
@@ -139,6 +154,7 @@ def test_plugin_example_is_proved_as_shown(
         "test_c23": 3,
         "test_c24": 2,
         "test_c25": 7,
+        "test_c26": 3,
     }
     expected = {"skipped": sum(skipped.values()), **outcomes}
     passed = len(contract_tests()) + machine - sum(expected.values())

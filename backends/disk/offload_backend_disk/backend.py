@@ -36,6 +36,7 @@ from offload_core.api import (
     StoredObject,
     StoreOutcome,
     StoreReservation,
+    StoreSeal,
 )
 
 # aiofiles turns a blocking function into a coroutine function that runs it as one call on the given executor.
@@ -173,13 +174,29 @@ class DiskBackend(Backend[DiskOptions]):
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         """See :meth:`Backend.store`."""
+        return await self._store(keys, buffers, [None] * len(keys))
+
+    async def store_and_seal(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], seals: Sequence[StoreSeal]
+    ) -> Sequence[StoreOutcome]:
+        """See :meth:`Backend.store_and_seal`."""
+        return await self._store(keys, buffers, seals)
+
+    @property
+    def seals_stores(self) -> bool:
+        """See :attr:`Backend.seals_stores`. A write past the page cache needs the whole object sealed before."""
+        return super().seals_stores and not self._folder.direct
+
+    async def _store(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], seals: Sequence[StoreSeal | None]
+    ) -> Sequence[StoreOutcome]:
         executor = self.context.executor
         if self._bounded is None:
-            return await self.run_to_the_end(_store(self._folder, keys, buffers, executor=executor))
+            return await self.run_to_the_end(_store(self._folder, keys, buffers, seals, executor=executor))
         taken = [self._held.take_smallest(key, len(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
         used: set[int] = set()
         try:
-            storing = _store_bounded(self._bounded, keys, buffers, taken, used, executor=executor)
+            storing = _store_bounded(self._bounded, keys, buffers, seals, taken, used, executor=executor)
             return await self.run_to_the_end(storing)
         finally:
             for key, reservation in zip(keys, taken, strict=True):

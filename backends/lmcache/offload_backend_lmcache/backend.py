@@ -54,7 +54,7 @@ class LMCacheBackend(Backend[LMCacheOptions]):
 
     async def open(self) -> None:
         """Connect once. The error tells a dead server from an LMCache server without the module."""
-        pool = ConnectionPool(self.target(), self.options.connections)
+        pool = ConnectionPool(self.target(), max_idle=max(self.options.connections, self.context.threads))
         await self.run_blocking(pool.call, lambda connection: None)
         self._pool = pool
 
@@ -140,7 +140,8 @@ class LMCacheBackend(Backend[LMCacheOptions]):
         if not keys:
             return []
         wanted = sum(map(len, buffers)) // _LANE_BYTES
-        lanes = max(1, min(wanted, self.options.connections, len(keys)), -(-len(keys) // _BATCH_OBJECTS))
+        useful = min(wanted, self.options.connections, self.context.threads, len(keys))
+        lanes = max(1, useful, -(-len(keys) // _BATCH_OBJECTS))
         done = await self._gather_to_the_end(
             self._call(work, *(values[lane::lanes] for values in (keys, buffers, *more))) for lane in range(lanes)
         )

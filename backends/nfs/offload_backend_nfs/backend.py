@@ -40,6 +40,7 @@ from offload_core.api import (
     StoredObject,
     StoreOutcome,
     StoreReservation,
+    StoreSeal,
 )
 
 T = TypeVar("T")
@@ -167,6 +168,14 @@ class NfsBackend(Backend[NfsOptions]):
             return await self._reservations.store(keys, buffers, self._for_each_object)
         return await self._for_each_object(self._store, keys, buffers)
 
+    async def store_and_seal(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], seals: Sequence[StoreSeal]
+    ) -> Sequence[StoreOutcome]:
+        """See :meth:`Backend.store_and_seal`. Cancelled, it waits for the writes that have begun."""
+        if self._reservations is not None:
+            return await self._reservations.store(keys, buffers, self._for_each_object, seals)
+        return await self._for_each_object(self._store, keys, buffers, seals)
+
     async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
         """See :meth:`Backend.touch`. The usage log tells other hosts, at the latest half a minute later."""
         if self._reservations is not None:
@@ -289,11 +298,11 @@ class NfsBackend(Backend[NfsOptions]):
         )
         return outcome
 
-    def _store(self, key: ObjectKey, buffer: memoryview) -> StoreOutcome:
+    def _store(self, key: ObjectKey, buffer: memoryview, seal: StoreSeal | None = None) -> StoreOutcome:
         began = time.monotonic()
         present: bool | None = None
         try:
-            self._retrier.call(self.medium.store, layout.name_of(key), buffer)
+            self._retrier.call(self.medium.store, layout.name_of(key), buffer, seal)
             present = True
         except OSError as error:
             if not self._rejections.covers(error):

@@ -11,7 +11,7 @@ from offload_backend_nfs.storage import layout
 from offload_backend_nfs.storage.base import TEMPORARY_FOLDER, Entry, Medium
 from offload_backend_nfs.storage.retry import Retrier
 from offload_backend_nfs.storage.temporaries import is_temporary
-from offload_core.api import ObjectKey, StoredObject
+from offload_core.api import ObjectKey, StoredObject, StoreSeal
 
 _FOLDER = ".offload-core"  # part of the format on the medium
 """The folder of the account, under the root. The account writes nothing elsewhere."""
@@ -79,14 +79,14 @@ class MediumAdapter:
                 answers[key] = size is not None
         return [bool(answers[key]) for key in keys]
 
-    def write_new(self, key: ObjectKey, buffer: memoryview) -> bool:
+    def write_new(self, key: ObjectKey, buffer: memoryview, seal: StoreSeal | None = None) -> bool:
         """See :meth:`ObjectFiles.write_new`."""
         began = time.monotonic()
         present: bool | None = None
         new = False
         try:
             # Not retried: after an error the object may exist, and its writer would be unknown.
-            new = self._medium.store_new(layout.name_of(key), buffer)
+            new = self._medium.store_new(layout.name_of(key), buffer, seal)
             present = True
         finally:
             self._lookup_cache.add_change(key, present, began, len(buffer) if present and new else None)

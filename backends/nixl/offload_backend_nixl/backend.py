@@ -23,6 +23,7 @@ from offload_core.api import (
     StoredObject,
     StoreOutcome,
     StoreReservation,
+    StoreSeal,
     check_ownership,
 )
 
@@ -97,6 +98,12 @@ class NixlBackend(Backend[NixlOptions]):
         """See :meth:`Backend.store`. Cancelled, it waits for the transfers, at most until their deadline."""
         return await self.run_blocking(self._store, keys, buffers)
 
+    async def store_and_seal(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], seals: Sequence[StoreSeal]
+    ) -> Sequence[StoreOutcome]:
+        """See :meth:`Backend.store_and_seal`. Each object is sealed while the child writes the one before."""
+        return await self.run_blocking(self._store, keys, buffers, seals)
+
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """See :meth:`Backend.delete`. Cancelled, it waits for the answers."""
         await self.run_blocking(self._ask, Operation.DELETE, Outcome.DONE, keys)
@@ -130,8 +137,11 @@ class NixlBackend(Backend[NixlOptions]):
         seconds = self.options.transfer_timeout_seconds
         return transfers.load_batch(self._supervisor.child(), keys, buffers, seconds, checks)
 
-    def _store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
-        return transfers.store_batch(self._supervisor.child(), keys, buffers, self.options.transfer_timeout_seconds)
+    def _store(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], seals: Sequence[StoreSeal] = ()
+    ) -> list[StoreOutcome]:
+        seconds = self.options.transfer_timeout_seconds
+        return transfers.store_batch(self._supervisor.child(), keys, buffers, seconds, seals)
 
     def _sizes(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         """Return the size of each object, ``None`` for an absent one and for one that is too large to be loaded."""

@@ -11,6 +11,11 @@ def loads_in_one_call_are_consistent(backend: object) -> bool:
     return _place(backend, "load_and_check") <= min(_place(backend, "prepare_load"), _place(backend, "load_into"))
 
 
+def sealing_is_consistent(backend: object) -> bool:
+    """Return whether ``store_and_seal`` does the same as ``store`` of a backend."""
+    return _place(backend, "store_and_seal") <= _place(backend, "store")
+
+
 def lending_is_consistent(backend: object) -> bool:
     """Return whether the views of a backend's reservations have the bytes that its loads and stores move."""
     loads = _place(backend, "prepare_load") <= _place(backend, "load_into")

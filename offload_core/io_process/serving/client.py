@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
@@ -286,8 +286,9 @@ class ServedClient:
         tier = used.tier
 
         async def store(batch: Sequence[StagedObject]) -> list[StoreEnd]:
-            if unsealed := [one for one in batch if one.unsealed]:
+            if not used.storage.seals_stores and (unsealed := [one for one in batch if one.unsealed]):
                 await self._loop.run_in_executor(self._server.sealers, seal_all, unsealed)
+                batch = [replace(one, unsealed=False) for one in batch]
             async with tier.store_slots.held(time.monotonic() + tier.longest_call_seconds):
                 return await used.storage.store(batch, cast("TierShare", scratch))
 

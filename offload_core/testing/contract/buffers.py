@@ -1,6 +1,6 @@
 """Clauses about buffers: C7, the end of a call's access to its buffers, and C13, calls that run during ``close``.
 
-C7 for loads in one call is a part of C22.
+C7 for loads in one call is a part of C22, and for stores that seal a part of C26.
 
 Each test stops a call of the backend at the gate, on its thread, before it has begun. If the coroutine ends meanwhile,
 it has left its thread behind. The test then opens the gate and watches the buffer.
@@ -19,9 +19,11 @@ from offload_core.api.keys import ObjectKey
 from offload_core.testing.contract.checks import contract_test, expect, need_thread_calls
 from offload_core.testing.rig.clients import Client, Rig, content, ended, held_or_done, turns, until
 from offload_core.testing.rig.recording_check import RecordingCheck
+from offload_core.testing.rig.recording_seal import RecordingSeal
 
 SIZE = 5000
 POISON = 0xEE
+SEALING = "store that seals"
 MAX_HELD_CALLS = 4
 """Most thread calls of one operation that are held, one by one."""
 MAX_TURNS = 8
@@ -80,6 +82,16 @@ class BuffersContract:
             await call.expect_new_bytes_not_stored()
 
     @contract_test
+    async def test_c26_a_store_that_seals_does_not_touch_its_buffer_afterwards(self, sealing_rig: Rig) -> None:
+        for end in (_returned, _failed, _cancelled, _cancelled_twice, _cancelled_with_one_ending):
+            async for call in _ended_calls(sealing_rig, SEALING, end):
+                await call.expect_buffers_left_alone("C26")
+                await call.expect_new_bytes_not_stored("C26")
+        async for call in _cancelled_after_turns(sealing_rig, SEALING):
+            await call.expect_buffers_left_alone("C26")
+            await call.expect_new_bytes_not_stored("C26")
+
+    @contract_test
     async def test_c13_close_waits_for_a_running_load(self, rig: Rig) -> None:
         await _expect_close_to_wait(rig, "load")
 
@@ -125,11 +137,12 @@ class _Call:
         self.rig, self.client, self.kind, self.how = rig, client, kind, ""
         self.keys = rig.keys(3)
         self.contents = [content(SIZE, seed) for seed in range(3)]
-        self.buffers = [bytearray(wanted) if kind == "store" else bytearray(SIZE) for wanted in self.contents]
+        self.stores = kind in ("store", SEALING)
+        self.buffers = [bytearray(wanted) if self.stores else bytearray(SIZE) for wanted in self.contents]
 
     async def prepare(self) -> Any:
         """Store the objects that a load needs, and return the reservation to hold."""
-        if self.kind == "store":
+        if self.stores:
             return self.client.storing(self.keys, [SIZE] * 3)
         await self.client.put(dict(zip(self.keys, self.contents, strict=True)))
         return self.client.loading(self.keys) if self.kind == "load" else nullcontext()
@@ -139,6 +152,8 @@ class _Call:
         views = [memoryview(buffer) for buffer in self.buffers]
         if self.kind == "load in one call":
             return self.client.load_and_check(self.keys, views, [RecordingCheck(view) for view in views])
+        if self.kind == SEALING:
+            return self.client.store_and_seal(self.keys, views, [RecordingSeal(view) for view in views])
         run: Operation = Client.load_into if self.kind == "load" else Client.store_from
         return run(self.client, self.keys, views)
 
@@ -152,18 +167,18 @@ class _Call:
             changed = next((index for index, byte in enumerate(buffer) if byte != POISON), None)
             expect(
                 changed is None,
-                f"{clause}: {self.how}, the load wrote to buffer {number} of 3 after it had ended: "
-                f"byte {changed} went from 0x{POISON:02x} to 0x{buffer[changed or 0]:02x}",
+                f"{clause}: {self.how}, the {'store' if self.stores else 'load'} wrote to buffer {number} of 3 after "
+                f"it had ended: byte {changed} went from 0x{POISON:02x} to 0x{buffer[changed or 0]:02x}",
             )
 
-    async def expect_new_bytes_not_stored(self) -> None:
+    async def expect_new_bytes_not_stored(self, clause: str = "C7") -> None:
         for number, (key, wanted) in enumerate(zip(self.keys, self.contents, strict=True)):
             outcome, got = await self.client.get(key, SIZE)
-            late = outcome is LoadOutcome.HIT and got != wanted
-            count = sum(one != two for one, two in zip(got, wanted, strict=True))
+            others = [one for one, two in zip(got, wanted, strict=True) if one != two]
+            late, count = outcome is LoadOutcome.HIT and set(others) == {POISON}, len(others)
             expect(
                 not late,
-                f"C7: {self.how}, the store read buffer {number} of 3 after it had ended: "
+                f"{clause}: {self.how}, the store read buffer {number} of 3 after it had ended: "
                 f"{count} of {SIZE} stored bytes are those of the buffer's next owner (0x{POISON:02x})",
             )
 

@@ -1,7 +1,7 @@
-"""Clauses about shorter ways for an object's bytes: C22, loads in one call, and C25, lent memory.
+"""Clauses about shorter ways for an object's bytes: C22, loads in one call; C25, lent memory; C26, stores that seal.
 
 A load in one call answers as the separate steps do, and tells its check of final bytes. Lent memory needs the
-capability ``lends``.
+capability ``lends``. A store that seals has the beginning of an object last.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from offload_core.testing.contract.capacity import MAX_OBJECTS, OBJECT_BYTES
 from offload_core.testing.contract.checks import contract_test, expect, expect_bytes, expect_results
 from offload_core.testing.rig.clients import Client, Rig, content
 from offload_core.testing.rig.recording_check import RecordingCheck
+from offload_core.testing.rig.recording_seal import RecordingSeal
 
 HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
 CANARY = 0xA5
@@ -72,6 +73,39 @@ class OneCallContract:
                 )
 
 
+class SealingContract:
+    """Stores that seal, for a backend that declares them."""
+
+    @contract_test
+    async def test_c26_a_store_that_seals_answers_as_a_store_does(self, sealing_rig: Rig) -> None:
+        client = await sealing_rig.client()
+        for count in (3, 1, 0):
+            plain, sealing = sealing_rig.keys(count), sealing_rig.keys(count)
+            outcomes = []
+            for keys in (plain, sealing):
+                await client.put({key: content(3000, 9) for key in keys[:1]})
+                offered = [keys[at] for at in (1, 0, 2)] if count == 3 else keys
+                views = [memoryview(bytearray(content(3000, 9))) for _ in offered]
+                async with client.storing(offered, [3000] * len(offered)):
+                    outcomes.append(
+                        await client.store_from(offered, views)
+                        if keys is plain
+                        else await client.store_and_seal(offered, views, list(map(RecordingSeal, views)))
+                    )
+            wanted, got = outcomes
+            expect_results("C26", "store_and_seal", got, wanted)
+
+    @contract_test
+    async def test_c26_an_object_is_stored_as_it_is_after_its_seal(self, sealing_rig: Rig) -> None:
+        client = await sealing_rig.client()
+        objects = {sealing_rig.key(): content(size, size) for size in SIZES}
+        views = [memoryview(bytearray(wanted)) for wanted in objects.values()]
+        async with client.storing(list(objects), list(map(len, views))):
+            stored = await client.store_and_seal(list(objects), views, list(map(RecordingSeal, views)))
+        expect_results("C26", "store_and_seal", stored, [StoreOutcome.STORED] * len(objects))
+        await _expect_stored("C26", client, objects, "stored by a store that seals")
+
+
 class LendingContract:
     """Views of reservations have the objects' bytes, until the release."""
 
@@ -125,7 +159,9 @@ class LendingContract:
             sources = [view.toreadonly() for _, view in filled.values()]
             stored = await client.store_from(list(filled), sources)
             expect_results("C25", "store of the lent views", stored, [StoreOutcome.STORED] * len(filled))
-        await _expect_stored(client, {key: wanted for key, (wanted, _) in filled.items()}, "filled in its lent view")
+        await _expect_stored(
+            "C25", client, {key: wanted for key, (wanted, _) in filled.items()}, "filled in its lent view"
+        )
 
     @contract_test
     async def test_c25_a_store_of_other_memory_leaves_lent_memory_alone(self, lending_rig: Rig) -> None:
@@ -138,8 +174,8 @@ class LendingContract:
             expect(outcome is StoreOutcome.STORED, f"C25: a store beside a view of its key answered {outcome.name}")
             for view in views:
                 view[:] = b"\x11" * len(view)
-            await _expect_stored(client, {key: wanted}, "stored while memory for it was lent")
-        await _expect_stored(client, {key: wanted}, "stored while memory for it was lent")
+            await _expect_stored("C25", client, {key: wanted}, "stored while memory for it was lent")
+        await _expect_stored("C25", client, {key: wanted}, "stored while memory for it was lent")
 
     @contract_test
     async def test_c25_two_reservations_of_one_key_have_memory_of_their_own(self, lending_rig: Rig) -> None:
@@ -156,9 +192,9 @@ class LendingContract:
                 expect(outcome in good, f"C25: a store of a lent view answered {outcome.name}")
                 if view is views[-1]:
                     views[0][:] = bytes(len(wanted))  # still the caller's, who may write anything
-                    await _expect_stored(client, {key: wanted}, "stored from one of two views of its key")
+                    await _expect_stored("C25", client, {key: wanted}, "stored from one of two views of its key")
                     views[0][:] = wanted
-        await _expect_stored(client, {key: wanted}, "stored twice from two views of its key")
+        await _expect_stored("C25", client, {key: wanted}, "stored twice from two views of its key")
 
     @contract_test
     async def test_c25_what_is_written_to_a_view_that_is_not_stored_is_no_object(self, lending_rig: Rig) -> None:
@@ -174,7 +210,7 @@ class LendingContract:
                     view[:] = b"\xee" * len(view)
             expect_results("C25", "contains of an object that was not stored", await client.contains([key]), [False])
         expect_results("C25", "contains after the release", await client.contains([key]), [False])
-        await _expect_stored(client, before, "stored before another one's view was filled")
+        await _expect_stored("C25", client, before, "stored before another one's view was filled")
 
     @contract_test
     async def test_c25_all_views_are_in_the_lent_memory(self, lending_rig: Rig) -> None:
@@ -208,7 +244,7 @@ def _views(call: str, views: Sequence[memoryview | None], count: int) -> Sequenc
     return views
 
 
-async def _expect_stored(client: Client, objects: Mapping[ObjectKey, bytes], how: str) -> None:
+async def _expect_stored(clause: str, client: Client, objects: Mapping[ObjectKey, bytes], how: str) -> None:
     for key, wanted in objects.items():
         _, got = await client.get(key, len(wanted))
-        expect_bytes("C25", f"an object {how}", got, wanted)
+        expect_bytes(clause, f"an object {how}", got, wanted)

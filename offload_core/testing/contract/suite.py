@@ -44,7 +44,7 @@ from offload_core.testing.contract.loop import LoopContract
 from offload_core.testing.contract.machine import MachineContract
 from offload_core.testing.contract.names import NamesContract
 from offload_core.testing.contract.options import OptionsContract
-from offload_core.testing.contract.short_ways import LendingContract, OneCallContract
+from offload_core.testing.contract.short_ways import LendingContract, OneCallContract, SealingContract
 from offload_core.testing.contract.spares import SparesContract
 from offload_core.testing.contract.visibility import VisibilityContract
 from offload_core.testing.rig.clients import Rig
@@ -60,6 +60,7 @@ class BackendContract(
     SparesContract,
     LendingContract,
     OneCallContract,
+    SealingContract,
     FailuresContract,
     OptionsContract,
     MachineContract,
@@ -174,6 +175,13 @@ class BackendContract(
         """A rig whose clients load in one call."""
         if not rig.loads_in_one_call():
             pytest.skip("the backend has no load_and_check")
+        return rig
+
+    @pytest.fixture
+    def sealing_rig(self, rig: Rig) -> Rig:
+        """A rig whose clients have stores that seal."""
+        if not rig.seals_stores():
+            pytest.skip("the backend has no store_and_seal")
         return rig
 
     def __init_subclass__(cls, **arguments: Any) -> None:

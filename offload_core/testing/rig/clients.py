@@ -27,6 +27,7 @@ from offload_core.api.backend import (
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.checked_loads import LoadCheck
 from offload_core.api.keys import ObjectKey
+from offload_core.api.sealed_stores import StoreSeal
 from offload_core.testing.rig.watched_calls import Calls, WatchedLoopThreads, WatchedThreads, current_calls
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,15 @@ class Rig:
 
         async def declared() -> bool:
             return self.construct().backend.loads_in_one_call
+
+        return self.run(declared())
+
+    def seals_stores(self) -> bool:
+        """Return whether the backend has stores that seal, once it is open."""
+
+        async def declared() -> bool:
+            client = await self.client()
+            return client.backend.seals_stores
 
         return self.run(declared())
 
@@ -225,6 +235,13 @@ class Client:
         """See :meth:`Backend.load_and_check`; without a reservation."""
         with self._counted():
             return list(await self.backend.load_and_check(keys, buffers, checks))
+
+    async def store_and_seal(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], seals: Sequence[StoreSeal]
+    ) -> list[StoreOutcome]:
+        """See :meth:`Backend.store_and_seal`; the caller holds a reservation that covers all objects."""
+        with self._counted():
+            return list(await self.backend.store_and_seal(keys, [one.toreadonly() for one in buffers], seals))
 
     async def store_from(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
         """See :meth:`Backend.store`; the caller holds a reservation that covers all objects."""

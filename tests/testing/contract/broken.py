@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.testing.contract import broken_bytes as b
 from tests.testing.contract import broken_calls as c
-from tests.testing.contract import broken_one_call as one
 from tests.testing.contract import broken_order as o
+from tests.testing.contract import broken_short_ways as short
 from tests.testing.contract.broken_lending import BROKEN_LENDING
 from tests.testing.contract.broken_media import BROKEN_MEDIA
 from tests.testing.contract.broken_names import BROKEN_NAMES
@@ -17,6 +17,7 @@ BROKEN = [
         b.ForgetsWhatIsBeyond64KiB,
         r"C1: an object of 65537 bytes: byte 65536 of 65537 is 0x00 in place of 0x\w\w",
         "c01_a_load_returns_the_bytes_that_were_stored",
+        "c26_an_object_is_stored_as_it_is_after_its_seal",
     ),
     _backend(
         b.NamesObjectsByANumber,
@@ -412,29 +413,44 @@ BROKEN = [
         "c21_a_touch_neither_makes_nor_loses_an_object",
     ),
     _backend(
-        one.MissesWhatDoesNotFit,
+        short.MissesWhatDoesNotFit,
         r"C22: load_and_check returned \[HIT, MISS, HIT, HIT, MISS, MISS, HIT\]; it should return \[HIT, MISS, HIT",
         "c22_a_load_in_one_call_answers_as_its_steps_do",
     ),
     _backend(
-        one.ClearsBuffersInOneCall,
+        short.ClearsBuffersInOneCall,
         r"C22: a buffer of 50 bytes after MISS in one call, as by the steps,: byte 0 of 50 is 0x00 in place of 0xa5",
         "c22_a_load_in_one_call_answers_as_its_steps_do",
     ),
     _backend(
-        one.TellsBeforeItReads,
+        short.TellsBeforeItReads,
         r"C22: an object of 1 bytes, when its check was told,: byte 0 of 1 is 0xa5 in place of 0x\w\w",
         "c22_checks_are_told_of_final_bytes_in_order",
     ),
     _backend(
-        one.TellsOfWholeParts,
+        short.TellsOfWholeParts,
         r"C22: the check of an object of 1 bytes got filled\(1000\) with 1 of 1 bytes left",
         "c22_checks_are_told_of_final_bytes_in_order",
     ),
     _backend(
-        one.LeavesItsThreadInOneCall,
+        short.LeavesItsThreadInOneCall,
         r"C22: cancelled 1 times while its thread call 1 ran, the load wrote to buffer 0 of 3 after it",
         "c22_a_load_in_one_call_does_not_touch_its_buffer_afterwards",
+    ),
+    _backend(
+        short.RejectsTheLastOneThatItSeals,
+        r"C26: store_and_seal returned \[STORED, .*REJECTED\]; it should return \[STORED, .*STORED\]",
+        "c26_a_store_that_seals_answers_as_a_store_does",
+    ),
+    _backend(
+        short.StoresTheBeginningFirst,
+        r"C26: an object stored by a store that seals: byte 0 of 1 is 0x\w\w in place of 0x\w\w",
+        "c26_an_object_is_stored_as_it_is_after_its_seal",
+    ),
+    _backend(
+        short.SealsAfterItHasAnswered,
+        r"C26: cancelled 1 times while its thread call 1 ran, the store wrote to buffer 0 of 3 after it",
+        "c26_a_store_that_seals_does_not_touch_its_buffer_afterwards",
     ),
     *BROKEN_NAMES,
     *BROKEN_LENDING,

@@ -27,6 +27,7 @@ from offload_core.api.capabilities import Capabilities
 from offload_core.api.checked_loads import LoadCheck
 from offload_core.api.keys import ObjectKey
 from offload_core.api.options import BackendOptions
+from offload_core.api.sealed_stores import StoreSeal
 
 
 class ReferenceOptions(BackendOptions):
@@ -300,6 +301,23 @@ class ReferenceBackend(Backend[ReferenceOptions]):
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         return await self.run_blocking(self.store_all, keys, buffers)
+
+    async def store_and_seal(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], seals: Sequence[StoreSeal]
+    ) -> Sequence[StoreOutcome]:
+        return await self.run_blocking(self.store_all_sealed, keys, buffers, seals)
+
+    def store_all_sealed(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], seals: Sequence[StoreSeal]
+    ) -> list[StoreOutcome]:
+        return self.store_all(keys, [self.sealed(*one) for one in zip(buffers, seals, strict=True)])
+
+    def sealed(self, buffer: memoryview, seal: StoreSeal) -> memoryview:
+        """Return a sealed copy of a buffer."""
+        copy = bytearray(len(buffer))
+        for offset, part in seal.parts(buffer):
+            copy[offset : offset + len(part)] = part
+        return memoryview(copy)
 
     def store_all(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
         self.check()

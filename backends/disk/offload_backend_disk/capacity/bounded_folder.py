@@ -13,7 +13,7 @@ from offload_backend_disk.capacity.held_reservations import HeldReservation
 from offload_backend_disk.folder.control_files import LOCK_SECONDS
 from offload_backend_disk.folder.files import DISK_FULL_ERRNOS
 from offload_backend_disk.folder.object_folder import ObjectFolder
-from offload_core.api import LoadCheck, LoadOutcome, ObjectKey, StoreOutcome
+from offload_core.api import LoadCheck, LoadOutcome, ObjectKey, StoreOutcome, StoreSeal
 
 _RETRY_SECONDS = 1.0
 _RETRY_WAIT_SECONDS = 0.05
@@ -142,6 +142,7 @@ class BoundedFolder:
         self,
         keys: Sequence[ObjectKey],
         buffers: Sequence[memoryview],
+        seals: Sequence[StoreSeal | None],
         reservations: Sequence[HeldReservation | None],
         used: set[int],
     ) -> list[StoreOutcome]:
@@ -151,6 +152,7 @@ class BoundedFolder:
         as it is. If the disk is full, the object is rejected.
 
         Args:
+            seals: seal the buffers meanwhile; ``None`` for a sealed one.
             used: receives the reservations that have become objects; the others remain the caller's.
         """
         if not self._folder.prepare_to_write():
@@ -165,7 +167,7 @@ class BoundedFolder:
                 outcomes[index] = outcome
         written: list[tuple[HeldReservation, ObjectKey]] = []
         try:
-            for index, (key, buffer, reservation) in enumerate(zip(keys, buffers, held, strict=True)):
+            for index, (key, reservation) in enumerate(zip(keys, held, strict=True)):
                 if reservation is None:
                     continue
                 if self._folder.has(key):
@@ -173,7 +175,7 @@ class BoundedFolder:
                     if not reservation.is_spare:  # another call may just have stored it as spare
                         self.touch([key], [False])
                     continue
-                outcomes[index] = outcome = self._folder.store(key, buffer)
+                outcomes[index] = outcome = self._folder.store(key, buffers[index], seals[index])
                 if outcome is StoreOutcome.STORED:
                     written.append((reservation, key))
         finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from offload_backend_disk.folder import direct_io
-from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome
+from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome, StoreSeal
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
@@ -72,11 +72,20 @@ def read_and_check(descriptor: int, nbytes: int, buffer: memoryview, check: Load
     return LoadOutcome.HIT
 
 
-def write(path: str, temporary: str, buffer: memoryview, fsync: Fsync, *, direct: bool = False) -> None:
+def write(
+    path: str,
+    temporary: str,
+    buffer: memoryview,
+    fsync: Fsync,
+    *,
+    direct: bool = False,
+    seal: StoreSeal | None = None,
+) -> None:
     """Write the file whole or not at all: under a temporary name in the same folder, then renamed.
 
     Args:
         direct: write past the page cache; the buffer is aligned for it.
+        seal: seals the buffer meanwhile.
 
     Raises:
         FileNotFoundError: the folder does not exist.
@@ -87,11 +96,12 @@ def write(path: str, temporary: str, buffer: memoryview, fsync: Fsync, *, direct
     try:
         try:
             if direct:
+                if seal is not None:
+                    seal.seal()
                 direct_io.write(descriptor, buffer)
             else:
-                done = 0
-                while done < len(buffer):
-                    done += os.write(descriptor, buffer[done:])
+                for offset, part in [(0, buffer)] if seal is None else seal.parts(buffer):
+                    _write_part(descriptor, part, offset)
             if fsync != "none":
                 os.fsync(descriptor)
         finally:
@@ -115,6 +125,12 @@ def make_private_folder(folder: str | Path) -> None:
         except FileExistsError:
             if not folder.is_dir():  # else another process was faster
                 raise
+
+
+def _write_part(descriptor: int, part: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(part):
+        done += os.pwrite(descriptor, part[done:], offset + done)
 
 
 def _sync_folder(folder: str) -> None:

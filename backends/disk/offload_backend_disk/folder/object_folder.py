@@ -12,7 +12,7 @@ from offload_backend_disk.folder.direct_io import is_aligned
 from offload_backend_disk.folder.layout import Layout
 from offload_backend_disk.folder.mount_guard import MountGuard
 from offload_backend_disk.folder.processes import Processes
-from offload_core.api import LoadCheck, LoadOutcome, ObjectKey, StoredObject, StoreOutcome, TierLogger
+from offload_core.api import LoadCheck, LoadOutcome, ObjectKey, StoredObject, StoreOutcome, StoreSeal, TierLogger
 
 
 class ObjectFolder:
@@ -115,7 +115,9 @@ class ObjectFolder:
                 free_bytes -= size
         return outcomes
 
-    def store_all(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+    def store_all(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], seals: Sequence[StoreSeal | None]
+    ) -> list[StoreOutcome]:
         """Write the absent objects, in order; the first error of the disk ends the batch.
 
         If the disk is full, or something else is in the object's place, the object is rejected.
@@ -123,8 +125,8 @@ class ObjectFolder:
         if not self.prepare_to_write():
             return [StoreOutcome.REJECTED] * len(keys)
         return [
-            StoreOutcome.ALREADY_PRESENT if self.has(key) else self.store(key, buffer)
-            for key, buffer in zip(keys, buffers, strict=True)
+            StoreOutcome.ALREADY_PRESENT if self.has(key) else self.store(key, buffer, seal)
+            for key, buffer, seal in zip(keys, buffers, seals, strict=True)
         ]
 
     def delete(self, keys: Sequence[ObjectKey]) -> None:
@@ -150,17 +152,20 @@ class ObjectFolder:
             return False
         return True
 
-    def store(self, key: ObjectKey, buffer: memoryview) -> StoreOutcome:
+    def store(self, key: ObjectKey, buffer: memoryview, seal: StoreSeal | None = None) -> StoreOutcome:
         """Write an object whole or not at all.
 
         If the disk is full, or something else is in the object's place, the object is rejected.
+
+        Args:
+            seal: seals the buffer meanwhile; ``None`` if it is sealed.
         """
         path = self.layout.path_string(key)
         temporary = self.layout.temporary(path, self._processes.own_name)
         try:
             if not self.layout.is_private(path):
                 raise PermissionError(errno.EPERM, "a link, or a folder that another user can change", path)
-            self._write(path, temporary, buffer)
+            self._write(path, temporary, buffer, seal)
         except OSError as error:
             if error.errno in files.DISK_FULL_ERRNOS:
                 self._raise_unless_full(error)
@@ -192,15 +197,15 @@ class ObjectFolder:
             self._mount_guard.check()
         return outcomes
 
-    def _write(self, path: str, temporary: str, buffer: memoryview) -> None:
+    def _write(self, path: str, temporary: str, buffer: memoryview, seal: StoreSeal | None) -> None:
         direct = self.direct and is_aligned(buffer)
         try:
-            files.write(path, temporary, buffer, self._fsync, direct=direct)
+            files.write(path, temporary, buffer, self._fsync, direct=direct, seal=seal)
         except FileNotFoundError:
             self._mount_guard.check()
             for folder in reversed(Path(path).relative_to(self.layout.root).parents[:-1]):
                 files.make_private_folder(self.layout.root / folder)
-            files.write(path, temporary, buffer, self._fsync, direct=direct)
+            files.write(path, temporary, buffer, self._fsync, direct=direct, seal=seal)
 
     def _raise_unless_odd(self, error: OSError) -> None:
         """Raise the error unless something odd is in the place of one object; the first such thing is logged."""

@@ -92,8 +92,7 @@ class Connection:
         request_id = self._request(Operation.STORE, entries)
         behind = b""
         for buffer in buffers:
-            self._stream.send(behind, buffer)
-            behind = frames.encode_checksum(frames.checksum(buffer))  # while the server takes the payload
+            behind = frames.encode_checksum(self._stream.send_summed(behind, buffer))
         self._stream.send(behind)
         return frames.decode_statuses(
             Operation.STORE, self._answer(Operation.STORE, request_id, len(names), len(names))

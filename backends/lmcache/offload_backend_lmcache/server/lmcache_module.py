@@ -364,8 +364,11 @@ class _L1Writing:
 
 
 def _view(memory: Any) -> memoryview:
-    """Return the bytes of an object in L1. LMCache's own ``byte_array`` makes a type for each length that is used."""
-    return memoryview(memory.tensor.numpy())
+    """Return the bytes of an object in L1.
+
+    LMCache's own ``byte_array`` makes a type for each length that is used, and its ``tensor`` two views for each call.
+    """
+    return memoryview(memory.raw_tensor.numpy())[: memory.get_size()]
 
 
 def _unlocked(adapter: Any, bits: Any, keys: Sequence[Any]) -> set[Any]:

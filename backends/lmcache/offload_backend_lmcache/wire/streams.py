@@ -65,7 +65,8 @@ class Stream:
         deadline = self._deadline(self.timeout_seconds, len(buffer))
         received = yielded = 0
         while received < len(buffer):
-            received += self._receive_some(buffer[received:], self.timeout_seconds, deadline)
+            part = buffer[received : yielded + _PART_BYTES]
+            received += self._receive_some(part, self.timeout_seconds, deadline)
             if received - yielded >= _PART_BYTES or received == len(buffer):
                 yield buffer[yielded:received]
                 yielded = received
@@ -78,10 +79,23 @@ class Stream:
             ConnectionError: the peer closed the connection.
         """
         views = [memoryview(part) for part in parts if len(part)]
-        deadline = self._deadline(self.timeout_seconds, sum(map(len, views)))
-        while views:
-            self._limit(self.timeout_seconds, deadline)
-            views = _rest(views, self._socket.sendmsg(views[:_MAX_PARTS]))
+        self._send(views, self._deadline(self.timeout_seconds, sum(map(len, views))))
+
+    def send_summed(self, before: bytes, buffer: memoryview) -> int:
+        """Send ``before`` and a buffer. Return the buffer's checksum. See :meth:`send`.
+
+        Each part is summed right after the kernel has copied it, so it is still in the processor's cache.
+        """
+        total = xxhash.xxh3_64()
+        deadline = self._deadline(self.timeout_seconds, len(before) + len(buffer))
+        views = [memoryview(before)] if before else []
+        for start in range(0, len(buffer), _PART_BYTES):
+            part = buffer[start : start + _PART_BYTES]
+            self._send([*views, part], deadline)
+            total.update(part)
+            views = []
+        self._send(views, deadline)  # if the buffer is empty
+        return total.intdigest()
 
     def is_quiet(self) -> bool:
         """Return whether an idle connection is open and has nothing to read, as it must between two requests."""
@@ -100,6 +114,11 @@ class Stream:
     def close(self) -> None:
         """Close the connection. Harmless when repeated."""
         self._socket.close()
+
+    def _send(self, views: list[memoryview], deadline: float) -> None:
+        while views:
+            self._limit(self.timeout_seconds, deadline)
+            views = _rest(views, self._socket.sendmsg(views[:_MAX_PARTS]))
 
     def _deadline(self, wait: float, nbytes: int) -> float:
         whole = max(wait, min(wait + nbytes / MIN_BYTES_PER_SECOND, self._longest_seconds))

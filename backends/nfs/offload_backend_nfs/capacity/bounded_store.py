@@ -22,7 +22,7 @@ from offload_backend_nfs.capacity.quota import ObjectReservation, Quota
 from offload_backend_nfs.capacity.shared_record import SharedRecord
 from offload_backend_nfs.capacity.usage_log import UsageLog
 from offload_backend_nfs.storage.failures import StoreRejections, means_full
-from offload_core.api import ObjectKey, StoreOutcome, TierLogger
+from offload_core.api import ObjectKey, StoreOutcome, StoreSeal, TierLogger
 
 
 class ReserveResult(NamedTuple):
@@ -190,8 +190,17 @@ class BoundedStore:
                 raise
             return [None] * len(sizes)
 
-    def store(self, key: ObjectKey, buffer: memoryview, reservation: ObjectReservation | None) -> StoreOutcome:
+    def store(
+        self,
+        key: ObjectKey,
+        buffer: memoryview,
+        reservation: ObjectReservation | None,
+        seal: StoreSeal | None = None,
+    ) -> StoreOutcome:
         """Write an object into its reservation. Without a reservation, make one first.
+
+        Args:
+            seal: seals the buffer meanwhile; ``None`` if it is sealed.
 
         Raises:
             OSError: the medium failed. The object may exist or not; if it may exist, its bytes count.
@@ -204,7 +213,7 @@ class BoundedStore:
             self._quota.end(reservation, written=False)
             return StoreOutcome.REJECTED
         try:
-            written = self._objects.write_new(key, buffer)
+            written = self._objects.write_new(key, buffer, seal)
         except BaseException as error:
             self._quota.end(reservation, written=self._may_exist(key))
             if isinstance(error, OSError) and self._rejections.covers(error):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from offload_core.api import ObjectKey, StoredObject
+from offload_core.api import ObjectKey, StoredObject, StoreSeal
 
 
 class AccountFiles(Protocol):
@@ -53,8 +53,12 @@ class ObjectFiles(Protocol):
         """Return, per key, whether its object exists."""
         ...
 
-    def write_new(self, key: ObjectKey, buffer: memoryview) -> bool:
-        """Write an object whole, unless it exists. Return whether this call wrote it."""
+    def write_new(self, key: ObjectKey, buffer: memoryview, seal: StoreSeal | None = None) -> bool:
+        """Write an object whole, unless it exists. Return whether this call wrote it.
+
+        Args:
+            seal: seals the buffer meanwhile; ``None`` if it is sealed.
+        """
         ...
 
     def pages(self) -> Iterator[Sequence[StoredObject]]:

@@ -8,7 +8,15 @@ from typing import Any
 
 from offload_backend_nfs.capacity.bounded_store import BoundedStore, ReserveResult
 from offload_backend_nfs.capacity.quota import ObjectReservation
-from offload_core.api import LoadOutcome, LoadReservation, ObjectKey, StoreOutcome, StoreReservation, TierLogger
+from offload_core.api import (
+    LoadOutcome,
+    LoadReservation,
+    ObjectKey,
+    StoreOutcome,
+    StoreReservation,
+    StoreSeal,
+    TierLogger,
+)
 
 _HOUSEKEEPER_STEP_SECONDS = 2.0
 _SHORTEST_STEP_SECONDS = 0.1
@@ -123,15 +131,17 @@ class ReservationManager:
         keys: Sequence[ObjectKey],
         buffers: Sequence[memoryview],
         for_each_object: Callable[..., Awaitable[list[StoreOutcome]]],
+        *seals: Sequence[StoreSeal],
     ) -> list[StoreOutcome]:
         """Write objects into their reservations. Cancelled, it waits for the writes that have begun.
 
         Args:
+            seals: a seal for each object, or nothing if all are sealed.
             for_each_object: calls a blocking function for every object, given parallel sequences.
         """
         reservations = [self._take_fitting(key, len(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
         try:
-            return await for_each_object(self.bounded_store.store, keys, buffers, reservations)
+            return await for_each_object(self.bounded_store.store, keys, buffers, reservations, *seals)
         finally:
             for key, reservation in zip(keys, reservations, strict=True):
                 if reservation is not None and not reservation.ended:  # its write never began

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from offload_core.api import LoadCheck, LoadOutcome
+from offload_core.api import LoadCheck, LoadOutcome, StoreSeal
 
 TEMPORARY_FOLDER = ".temporary"
 """Holds objects while they are written. So leftovers of killed writers are found without a scan of every folder."""
@@ -62,8 +62,11 @@ class Medium(ABC):
         """
 
     @abstractmethod
-    def store(self, name: str, buffer: memoryview) -> None:
+    def store(self, name: str, buffer: memoryview, seal: StoreSeal | None = None) -> None:
         """Write the object whole or not at all. An existing object is replaced.
+
+        Args:
+            seal: seals the buffer meanwhile; ``None`` if it is sealed.
 
         Raises:
             BadPathError: only this object cannot be written.
@@ -77,8 +80,13 @@ class Medium(ABC):
         Of several callers on all hosts, at most one gets ``True``. After an error, the object may exist or not.
         """
 
-    def store_new(self, name: str, buffer: memoryview) -> bool:
-        """Write the object whole if the name is free. Return whether this call wrote it. See :meth:`create`."""
+    def store_new(self, name: str, buffer: memoryview, seal: StoreSeal | None = None) -> bool:
+        """Write the object whole if the name is free. Return whether this call wrote it.
+
+        See :meth:`create` and :meth:`store`.
+        """
+        if seal is not None:
+            seal.seal()
         return self.create(name, bytes(buffer))
 
     @abstractmethod

@@ -26,7 +26,7 @@ from offload_backend_nfs.storage.base import (
     Medium,
 )
 from offload_backend_nfs.storage.failures import ForeignFileError
-from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome
+from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome, StoreSeal
 
 MAX_CONCURRENT_REQUESTS = 64
 """The most small requests of one call that run at the same time."""
@@ -97,8 +97,10 @@ class ObjectStore(Medium):
         except FileNotFoundError:
             return None
 
-    def store(self, name: str, buffer: memoryview) -> None:
+    def store(self, name: str, buffer: memoryview, seal: StoreSeal | None = None) -> None:
         """See :meth:`Medium.store`."""
+        if seal is not None:
+            seal.seal()
         self._fs.pipe_file(self._path(name), bytes(buffer))
 
     def create(self, name: str, data: bytes) -> bool:
@@ -199,8 +201,10 @@ class RenamingStore(ObjectStore):
         """See :meth:`Medium.open`."""
         self._fs.makedirs(self._path(TEMPORARY_FOLDER), exist_ok=True)
 
-    def store(self, name: str, buffer: memoryview) -> None:
+    def store(self, name: str, buffer: memoryview, seal: StoreSeal | None = None) -> None:
         """See :meth:`Medium.store`."""
+        if seal is not None:
+            seal.seal()
         path = self._path(name)
         temporary = self._path(f"{TEMPORARY_FOLDER}/{temporaries.temporary_name()}")
         try:
@@ -233,11 +237,11 @@ class RenamingStore(ObjectStore):
         with suppress(FileNotFoundError):
             self._fs.mv(self._path(name), path)
 
-    def store_new(self, name: str, buffer: memoryview) -> bool:
+    def store_new(self, name: str, buffer: memoryview, seal: StoreSeal | None = None) -> bool:
         """See :meth:`Medium.store_new`. If several callers store at the same moment, each may get ``True``."""
         if self.sizes([name]) != [None]:
             return False
-        self.store(name, buffer)
+        self.store(name, buffer, seal)
         return True
 
     def remove_leftovers(self, stopped: Callable[[], bool]) -> int:

@@ -44,7 +44,7 @@ from offload_backend_nfs.storage.posix_files import (
     unlink,
     unlink_quietly,
 )
-from offload_core.api import LoadCheck, LoadOutcome, check_ownership
+from offload_core.api import LoadCheck, LoadOutcome, StoreSeal, check_ownership
 
 FILE_MODE = 0o600
 MARKER = ".offload-core-share"
@@ -133,9 +133,9 @@ class PosixShare(Medium):
         self._check_root()
         return LoadOutcome.MISS
 
-    def store(self, name: str, buffer: memoryview) -> None:
+    def store(self, name: str, buffer: memoryview, seal: StoreSeal | None = None) -> None:
         """See :meth:`Medium.store`."""
-        temporary = self._write_temporary(buffer)
+        temporary = self._write_temporary(buffer, seal)
         try:
             with self._bad_path_told(name):
                 self._rename(temporary, self._path(name), len(buffer))
@@ -152,7 +152,7 @@ class PosixShare(Medium):
             unlink_quietly(temporary)
         return self._create_without_links(self._path(name), data) if linked is None else linked
 
-    def store_new(self, name: str, buffer: memoryview) -> bool:
+    def store_new(self, name: str, buffer: memoryview, seal: StoreSeal | None = None) -> bool:
         """See :meth:`Medium.store_new`.
 
         On a share without hard links, if several callers store at the same moment, each may get ``True``.
@@ -161,7 +161,7 @@ class PosixShare(Medium):
         with self._bad_path_told(name):
             if size_of(path) is not None:
                 return False
-        temporary = self._write_temporary(buffer)
+        temporary = self._write_temporary(buffer, seal)
         try:
             with self._bad_path_told(name):
                 linked = self._link(temporary, path)
@@ -274,15 +274,16 @@ class PosixShare(Medium):
             self._check_root()
             raise BadPathError(error.errno, error.strerror, self._path(name)) from error
 
-    def _write_temporary(self, buffer: memoryview) -> str:
+    def _write_temporary(self, buffer: memoryview, seal: StoreSeal | None = None) -> str:
         """Write a temporary file and return its path. On a share, its bytes are on the server then."""
         temporary = self._path(f"{TEMPORARY_FOLDER}/{temporaries.temporary_name()}")
         descriptor = self._create_in_folder(temporary)
         try:
             try:
-                done = 0
-                while done < len(buffer):
-                    done += os.write(descriptor, buffer[done:])
+                for offset, part in [(0, buffer)] if seal is None else seal.parts(buffer):
+                    done = 0
+                    while done < len(part):
+                        done += os.pwrite(descriptor, part[done:], offset + done)
                 if not self._is_local:
                     os.fsync(descriptor)
             finally:

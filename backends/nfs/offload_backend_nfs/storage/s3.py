@@ -16,6 +16,7 @@ from offload_backend_nfs.storage import layout
 from offload_backend_nfs.storage.base import MAX_SMALL_BYTES, Entry
 from offload_backend_nfs.storage.failures import ForeignFileError
 from offload_backend_nfs.storage.fsspec_store import MAX_CONCURRENT_REQUESTS, ObjectStore, time_of
+from offload_core.api import StoreSeal
 
 _DELETE_BATCH = 1000
 """The most keys that S3 accepts in one request."""
@@ -88,11 +89,13 @@ class S3Store(ObjectStore):
         data: bytes | None = sync(self._fs.loop, self._get_async, name, nbytes)
         return data
 
-    def store(self, name: str, buffer: memoryview) -> None:
+    def store(self, name: str, buffer: memoryview, seal: StoreSeal | None = None) -> None:
         """See :meth:`Medium.store`. A large object is sent in parts, several at once.
 
         If a writer is killed, its parts stay on the server, invisible, until a rule of the bucket ends such uploads.
         """
+        if seal is not None:
+            seal.seal()
         self._fs.pipe_file(self._path(name), bytes(buffer), chunksize=self._part_bytes)
 
     def create(self, name: str, data: bytes) -> bool:

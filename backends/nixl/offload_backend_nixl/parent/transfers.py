@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from offload_backend_nixl.frame import HEAD_BYTES, OVERHEAD_BYTES, clear_frame, is_whole, write_frame
@@ -17,7 +17,7 @@ from offload_backend_nixl.naming import name_of
 from offload_backend_nixl.parent.connection import Child, ChildError, Ticket
 from offload_backend_nixl.parent.ring import Slot
 from offload_backend_nixl.protocol import Answer, Operation, Outcome
-from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome, ObjectKey, StoreOutcome
+from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome, ObjectKey, StoreOutcome, StoreSeal
 
 MAX_IN_PROGRESS = 8
 """The most objects of one batch that the child transfers at the same time."""
@@ -69,9 +69,16 @@ def load_batch(
 
 
 def store_batch(
-    child: Child, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], deadline_seconds: float
+    child: Child,
+    keys: Sequence[ObjectKey],
+    buffers: Sequence[memoryview],
+    deadline_seconds: float,
+    seals: Sequence[StoreSeal] = (),
 ) -> list[StoreOutcome]:
     """Store objects. An object that is larger than the shared memory is rejected.
+
+    Args:
+        seals: one per key, which seal the objects while they are copied; or none.
 
     Raises:
         OSError: the medium or the child failed.
@@ -83,7 +90,7 @@ def store_batch(
             raise child.failure(answer)
         outcomes[stored.index] = StoreOutcome.STORED
 
-    _run(child, Operation.STORE, keys, buffers, finish, deadline_seconds)
+    _run(child, Operation.STORE, keys, buffers, finish, deadline_seconds, seals)
     return outcomes
 
 
@@ -94,6 +101,7 @@ def _run(
     buffers: Sequence[memoryview],
     finish: Callable[[_Object, Answer], None],
     deadline_seconds: float,
+    seals: Sequence[StoreSeal] = (),
 ) -> None:
     """Transfer a batch. After an error nothing more begins, and the transfers in progress are awaited.
 
@@ -115,7 +123,8 @@ def _run(
                 continue
             while (slot := _reserve(child, len(buffer), bool(in_progress), deadline_seconds)) is None:
                 finish_first()
-            in_progress.append(_begin(child, operation, index, key, buffer, slot))
+            parts = seals[index].parts(buffer) if seals else [(0, buffer)]
+            in_progress.append(_begin(child, operation, index, key, buffer, parts, slot))
             if len(in_progress) == MAX_IN_PROGRESS:
                 finish_first()
         while in_progress:
@@ -138,7 +147,15 @@ def _reserve(child: Child, nbytes: int, at_once: bool, deadline_seconds: float) 
     return slot
 
 
-def _begin(child: Child, operation: Operation, index: int, key: ObjectKey, buffer: memoryview, slot: Slot) -> _Object:
+def _begin(
+    child: Child,
+    operation: Operation,
+    index: int,
+    key: ObjectKey,
+    buffer: memoryview,
+    parts: Iterable[tuple[int, memoryview]],
+    slot: Slot,
+) -> _Object:
     try:
         with child.ring.view(slot) as memory:
             if operation is Operation.STORE:
@@ -146,7 +163,8 @@ def _begin(child: Child, operation: Operation, index: int, key: ObjectKey, buffe
             else:
                 clear_frame(memory)
         if operation is Operation.STORE and len(buffer):
-            child.ring.write(slot, HEAD_BYTES, buffer)
+            for offset, part in parts:
+                child.ring.write(slot, HEAD_BYTES + offset, part)
         ticket = child.send(operation, offset=slot.offset, nbytes=slot.nbytes, names=(name_of(key),))
     except ChildError:
         raise

@@ -14,6 +14,7 @@ from offload_backend_nfs.capacity.bounded_store import BoundedStore
 
 from offload_core.api.backend import StoredObject, StoreOutcome
 from offload_core.api.keys import ObjectKey
+from offload_core.api.sealed_stores import StoreSeal
 from tests.support.tier_log import LOG
 
 LIMIT_SECONDS = 20
@@ -187,7 +188,7 @@ class Host:
         self._end(self._gate())
         return [key in self.world.objects for key in keys]
 
-    def write_new(self, key: ObjectKey, buffer: memoryview) -> bool:
+    def write_new(self, key: ObjectKey, buffer: memoryview, seal: StoreSeal | None = None) -> bool:
         self.world.writing[self] = len(buffer)
         try:
             failure = self._gate()

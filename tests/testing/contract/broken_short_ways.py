@@ -1,18 +1,20 @@
-"""Backends that break C22, loads in one call, each in one way and in no other."""
+"""Backends that break C22, loads in one call, or C26, stores that seal, each in one way and in no other."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 
-from offload_core.api.backend import LoadOutcome
+from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.checked_loads import LoadCheck
 from offload_core.api.keys import ObjectKey
+from offload_core.api.sealed_stores import StoreSeal
 from tests.testing.contract.reference import ReferenceBackend
 
 Keys = Sequence[ObjectKey]
 Buffers = Sequence[memoryview]
 Checks = Sequence[LoadCheck]
+Seals = Sequence[StoreSeal]
 
 
 class MissesWhatDoesNotFit(ReferenceBackend):
@@ -46,3 +48,22 @@ class LeavesItsThreadInOneCall(ReferenceBackend):
     async def load_and_check(self, keys: Keys, buffers: Buffers, checks: Checks) -> Sequence[LoadOutcome]:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.context.executor, self.load_all_checked, keys, buffers, checks)
+
+
+class RejectsTheLastOneThatItSeals(ReferenceBackend):
+    def store_all_sealed(self, keys: Keys, buffers: Buffers, seals: Seals) -> list[StoreOutcome]:
+        stored = super().store_all_sealed(keys, buffers, seals)
+        return [*stored[:-1], StoreOutcome.REJECTED] if len(stored) == 3 else stored
+
+
+class StoresTheBeginningFirst(ReferenceBackend):
+    def sealed(self, buffer: memoryview, seal: StoreSeal) -> memoryview:
+        copy = bytes(buffer)
+        seal.seal()
+        return memoryview(copy)
+
+
+class SealsAfterItHasAnswered(ReferenceBackend):
+    async def store_and_seal(self, keys: Keys, buffers: Buffers, seals: Seals) -> Sequence[StoreOutcome]:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.context.executor, self.store_all_sealed, keys, buffers, seals)
