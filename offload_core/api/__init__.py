@@ -13,7 +13,6 @@ from offload_core.api.backend import (
 )
 from offload_core.api.cancellation import to_the_end
 from offload_core.api.capabilities import Capabilities
-from offload_core.api.checked_loads import CHECK_BYTES, LoadCheck
 from offload_core.api.checks.ownership import check_ownership
 from offload_core.api.context import TierLogger
 from offload_core.api.errors import (
@@ -45,8 +44,8 @@ from offload_core.api.keys import ObjectKey
 from offload_core.api.memory.addresses import address_of
 from offload_core.api.memory.pinned_memory import CudaPinning, HostPinning, demand_pinning, pinning_in_use
 from offload_core.api.memory.shared_memory import SharedMemory
+from offload_core.api.one_pass import CHECK_BYTES, LoadCheck, StoreSeal
 from offload_core.api.options import BackendOptions, Bytes, Folder, OptionsT, Seconds, check_folder
-from offload_core.api.sealed_stores import StoreSeal
 from offload_core.api.wrapper import BackendWrapper
 
 __all__ = [

@@ -21,7 +21,6 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 from offload_core.api.cancellation import ThreadCall, to_the_end
 from offload_core.api.capabilities import Capabilities
-from offload_core.api.checked_loads import LoadCheck
 from offload_core.api.checks.overrides import (
     lending_is_consistent,
     loads_in_one_call_are_consistent,
@@ -30,10 +29,10 @@ from offload_core.api.checks.overrides import (
 from offload_core.api.context import BackendContext as BackendContext
 from offload_core.api.keys import ObjectKey
 from offload_core.api.memory.shared_memory import SharedMemory
+from offload_core.api.one_pass import LoadCheck, StoreSeal
 from offload_core.api.options import BackendOptions, OptionsT
 from offload_core.api.reservations import LoadReservation as LoadReservation
 from offload_core.api.reservations import StoreReservation as StoreReservation
-from offload_core.api.sealed_stores import StoreSeal
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -7,12 +7,11 @@ from typing import Any
 
 from offload_core.api.backend import Backend, LoadOutcome, LoadReservation, StoredObject, StoreOutcome, StoreReservation
 from offload_core.api.capabilities import Capabilities
-from offload_core.api.checked_loads import LoadCheck
 from offload_core.api.checks.overrides import is_overridden
 from offload_core.api.keys import ObjectKey
 from offload_core.api.memory.shared_memory import SharedMemory
+from offload_core.api.one_pass import LoadCheck, StoreSeal
 from offload_core.api.options import BackendOptions
-from offload_core.api.sealed_stores import StoreSeal
 
 
 class BackendWrapper(Backend[BackendOptions]):

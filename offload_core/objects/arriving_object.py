@@ -11,9 +11,9 @@ from abc import abstractmethod
 
 import xxhash
 
-from offload_core.api.checked_loads import LoadCheck
 from offload_core.api.errors import ObjectFormatError
 from offload_core.api.keys import ObjectKey
+from offload_core.api.one_pass import LoadCheck
 from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
 

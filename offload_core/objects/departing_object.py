@@ -5,7 +5,7 @@ from __future__ import annotations
 import xxhash
 
 from offload_core.api.keys import ObjectKey
-from offload_core.api.sealed_stores import StoreSeal
+from offload_core.api.one_pass import StoreSeal
 from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
 
@@ -26,7 +26,7 @@ class DepartingObject(StoreSeal):
         self._view = view
         self._key = key
         self._read = HEADER_BYTES
-        self._digest = xxhash.xxh3_128()
+        self._digest: xxhash.xxh3_128 | None = None
         self._is_over = False
 
     @property
@@ -38,15 +38,19 @@ class DepartingObject(StoreSeal):
         """See :meth:`StoreSeal.stored`."""
         if self._is_over:
             return
+        if self._digest is None:
+            self._digest = xxhash.xxh3_128()
         start, self._read = self._read, min(self._read + max(0, nbytes), len(self._view))
         self._digest.update(self._view[start : self._read])
 
     def seal(self) -> None:
         """See :meth:`StoreSeal.seal`."""
-        if not self._is_over:
+        if self._is_over:
+            return
+        if self._digest is not None:
             self.stored(len(self._view) - self._read)
-            object_format.seal(self._view, self._key, self._digest.digest())
-            self._is_over = True
+        object_format.seal(self._view, self._key, self._digest.digest() if self._digest is not None else None)
+        self._is_over = True
 
     def end(self) -> None:
         """End the backend's use of this seal, with the call that it was for."""

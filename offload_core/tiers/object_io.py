@@ -5,11 +5,10 @@ Every answer of the backend is checked against clause C2 of the contract, one re
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from offload_core.api.errors import BackendError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
 from offload_core.objects.departing_object import DepartingObject
+from offload_core.tiers.calls.answer import answer
 from offload_core.tiers.calls.lent_objects import Lent, LentObject, WantedObject
 from offload_core.tiers.compression import Damage, TierCodec, differ
 from offload_core.tiers.staged_object import StagedObject, StoredForm
@@ -303,10 +303,10 @@ class ObjectIO:
             seals = [DepartingObject(form.view, form.name) for form in forms]
             try:
                 results = await self._backend.store_and_seal(names, buffers, seals)
+                return self._one_per_key(names, results, "store_and_seal")
             finally:
                 for seal in seals:
                     seal.end()
-            return self._one_per_key(names, results, "store_and_seal")
         return self._one_per_key(names, await self._backend.store(names, buffers), "store")
 
     async def _store_other(self, objects: Sequence[StoredForm]) -> list[StoreOutcome]:
@@ -352,7 +352,7 @@ class ObjectIO:
             fits = [view is not None and len(view) == one.nbytes for one, view in zip(wanted, views, strict=True)]
             places = [index for index, there in enumerate(present) if there and fits[index]]
             damage: dict[ObjectKey, Damage] = {}
-            forms = [_lent_form(wanted[index].key, views[index]) for index in places]
+            forms = [_lent_form(wanted[index].key, cast("memoryview", views[index])) for index in places]
             verified = await self._codec.decode(forms, [LoadOutcome.HIT] * len(forms), self._backend, damage)
             for index, outcome in zip(places, verified, strict=True):
                 outcomes[index] = outcome
@@ -389,9 +389,8 @@ class ObjectIO:
         return list(results)
 
 
-def _lent_form(key: ObjectKey, view: memoryview | None) -> StoredForm:
+def _lent_form(key: ObjectKey, view: memoryview) -> StoredForm:
     """Return the form of an object that is verified where it is."""
-    assert view is not None
     return StoredForm(StagedObject(key, LentObject(view)), key, view)
 
 
@@ -399,14 +398,3 @@ def _put(outcomes: list[LoadOutcome], places: Sequence[int], new: Sequence[LoadO
     """Replace the outcomes at some places."""
     for place, outcome in zip(places, new, strict=True):
         outcomes[place] = outcome
-
-
-async def answer(call: Awaitable[T]) -> T:
-    """Await a backend's call. If the backend cancels its own call, that is a failure like any other."""
-    try:
-        return await call
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        raise BackendError("the backend cancelled its own call") from None

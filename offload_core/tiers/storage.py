@@ -22,9 +22,10 @@ from offload_core.config.limits import Limits
 from offload_core.config.model import TierConfig
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.io_loop import log_unexpected
+from offload_core.tiers.calls.answer import answer
 from offload_core.tiers.calls.lent_objects import LendingEnd, LendingEnded, Lent, OutcomeT, WantedObject, lend
 from offload_core.tiers.compression import TierCodec
-from offload_core.tiers.object_io import LoadEnd, ObjectIO, answer
+from offload_core.tiers.object_io import LoadEnd, ObjectIO
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier_backend import TierBackend
 

@@ -19,6 +19,7 @@ from offload_core.plugins.observers import EventSink
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.accounting import TierAccounting
+from offload_core.tiers.calls.answer import answer
 from offload_core.tiers.calls.lending import TierLending
 from offload_core.tiers.calls.lent_objects import WantedObject
 from offload_core.tiers.calls.lookups import TierLookups
@@ -26,16 +27,10 @@ from offload_core.tiers.changes import TierChange, TierChanges
 from offload_core.tiers.circuit_breaker import Call
 from offload_core.tiers.compression import check_sizes
 from offload_core.tiers.health import TierHealth
-from offload_core.tiers.object_io import LoadEnd, answer
+from offload_core.tiers.object_io import LoadEnd
 from offload_core.tiers.prober import Prober
 from offload_core.tiers.staged_object import StagedObject
-from offload_core.tiers.storage import (
-    LocalStorage,
-    StorageAwayError,
-    StorageEvents,
-    StorageFactory,
-    StoreEnd,
-)
+from offload_core.tiers.storage import LocalStorage, StorageAwayError, StorageEvents, StorageFactory, StoreEnd
 
 if TYPE_CHECKING:
     from offload_core.memory.staging_shares import TierShare  # which imports torch; the command line does without

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -27,14 +28,17 @@ import torch
 
 from offload_core.api.keys import ObjectKey
 from offload_core.memory.canonical import CanonicalKVCaches
+from offload_core.memory.device.pinned_pieces import PinnedPieces
 from offload_core.memory.device.stream_copier import StreamBlockCopier
 from offload_core.memory.staging_pool import Lease, StagingPool
 from offload_core.memory.staging_size import STORE_SHARE
 from offload_core.objects.format import HEADER_BYTES, seal
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.tiers.opening import close_tiers
+from offload_core.transfer.loads import LoadJob
 from offload_core.vllm.worker.batched_copy import SwapBlocksBatch
 from tests.support.accelerator import DEVICE, StreamControl
+from tests.support.lending_memory import LendingMemory, Slots, lending_tier, pinned_in_pieces
 from tests.support.memory_backend import key
 from tests.support.transfer_rig import PACK, SECONDS, Rig, item, number_of
 
@@ -44,6 +48,8 @@ NUMBERS = range(1, 16)
 LEASE_BYTES = 4096
 STAGING_BYTES = 24 * LEASE_BYTES
 BUFFER_BYTES = 3 * PAGE_BYTES
+SLOTS = 7
+"""Objects for which a tier that lends has memory. It evicts for more of them."""
 POISON = 0x5B
 LOAD_TIMEOUTS = (0.003, SECONDS, SECONDS)
 
@@ -74,28 +80,35 @@ class Schedule:
 
     Args:
         batched: use batched copies, or torch's.
+        lent: the tier lends its memory, in place of staging memory. It needs batched copies.
     """
 
-    def __init__(self, io: IoLoop, control: StreamControl, seed: int, *, batched: bool) -> None:
+    def __init__(self, io: IoLoop, control: StreamControl, seed: int, *, batched: bool, lent: bool) -> None:
         self.draw = random.Random(seed)
         self._control = control
         self._io = io
         copy = SwapBlocksBatch(control.swap_blocks_batch, torch.int64, 2) if batched else None
+        pinned = PinnedPieces(control)
 
         def made(caches: CanonicalKVCaches) -> StreamBlockCopier:
-            return StreamBlockCopier(caches, BUFFER_BYTES, copy)
+            return StreamBlockCopier(caches, BUFFER_BYTES, copy, pinned if batched else None)
 
         self.rig = Rig(io, page_bytes=PAGE_BYTES, num_blocks=NUM_BLOCKS, make_copier=made, device=DEVICE)
         generator = torch.Generator().manual_seed(7)
         shape = max(NUMBERS) + 1, PAGE_BYTES
         self.table = torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator)
         self._rows = self.table.to(DEVICE)
-        self.backend = self.rig.add_memory_tier(
-            load_timeout_seconds=self.draw.choice(LOAD_TIMEOUTS), staging_share=1.0, io_threads=2
-        )
+        keys: Any = {"load_timeout_seconds": self.draw.choice(LOAD_TIMEOUTS), "staging_share": 1.0, "io_threads": 2}
+        self.backend = self._add_lending_tier(**keys) if lent else self.rig.add_memory_tier(**keys)
         if self.draw.random() < 0.8:
             self.backend.objects.update(sealed(self.table))
-        self.rig.start_with(PoisoningPool(STAGING_BYTES, STORE_SHARE, control))
+        self.rig.start_with(PoisoningPool(STAGING_BYTES, STORE_SHARE, pinned if batched else control))
+        self._pinned = ExitStack()
+        if lent:
+            slots: Any = self.backend.objects
+            self._pinned.enter_context(pinned_in_pieces(slots, pinned))
+            storage: Any = self.rig.tiers[0].storage
+            storage._lends_pinned_only = False  # all of it is pinned here, and there is no other process
         copier = self.rig.copier
         self._streams: list[Any] = [torch.accelerator.current_stream(), copier._store_stream, copier._load_stream]
         self._held: set[int] = set()
@@ -103,6 +116,8 @@ class Schedule:
         """Per block, the object whose bytes it has for the engine."""
         self._loads: dict[int, list[tuple[int, int]]] = {}
         """Per job, its objects and their blocks."""
+        self._kept: dict[int, list[int]] = {}
+        """Per ended job, its objects that are at hand."""
         self._reads: list[tuple[int, str, torch.Tensor]] = []
         self._offered: Counter[int] = Counter()
         self._results: Counter[int] = Counter()
@@ -116,6 +131,8 @@ class Schedule:
             self._compute: 3, self._read: 3, self._store: 5, self._load: 6, self._cancel: 3, self._step: 6,
             self._hold: 5, self._release_one: 3,
         }  # fmt: skip
+        if lent:
+            weights |= {self._cancel: 1, self._step: 12, self._copy_kept: 6, self._give_back: 5, self._store: 10}
         rare = (self._hang, self._recover, self._pass_time, self._reset, self._sleep)
         weights.update(dict.fromkeys(self.draw.sample(rare, self.draw.randint(0, len(rare))), 1))
         for action in self.draw.sample((self._store, self._cancel, self._release_one), self.draw.randint(0, 1)):
@@ -141,6 +158,11 @@ class Schedule:
         finally:
             self._watch.cancel()
             self._clear_up()
+
+    def _add_lending_tier(self, **keys: Any) -> LendingMemory:
+        config, made = lending_tier(Slots(SLOTS, HEADER_BYTES + PAGE_BYTES), **keys)
+        self.rig.add_tier(config)
+        return made[0]
 
     # Work of the engine on its stream
 
@@ -178,7 +200,11 @@ class Schedule:
         """Store blocks, and perhaps use them again at once, as after a preemption or the end of a request."""
         blocks = self.draw.sample(sorted(self.content), min(len(self.content), self.draw.randint(1, 3)))
         numbers = {self.content[block]: block for block in blocks}
-        self.rig.engine.submit_stores([item(number, block=block) for number, block in numbers.items()])
+        objects = [item(number, block=block) for number, block in numbers.items()]
+        if self.draw.random() < 0.8:
+            self.rig.engine.announce_stores(objects)
+            self._wait_for_grants()
+        self.rig.engine.submit_stores(objects)
         self._offered.update(numbers.keys())
         for block in blocks:
             if self.draw.random() < 0.5:
@@ -194,7 +220,34 @@ class Schedule:
             if self.draw.random() < 0.5:
                 self._write(block, self.draw.choice(NUMBERS))
             self.content.pop(block, None)
-        self._loads[self.rig.load(*(item(number, block=block) for number, block in pairs))] = pairs
+        self._job += 1
+        objects = tuple(item(number, block=block) for number, block in pairs)
+        self.rig.engine.submit_load(LoadJob(self._job, "memory", objects, keep=self.draw.random() < 0.8))
+        self._loads[self._job] = pairs
+
+    def _copy_kept(self) -> None:
+        """Load objects that are at hand, within a step: the engine reads the blocks at once."""
+        free = self._free_blocks()
+        if self._kept and free:
+            number, block = self.draw.choice(self._kept[self.draw.choice(sorted(self._kept))]), self.draw.choice(free)
+            self.rig.engine.copy_kept("memory", [item(number, block=block)])
+            self.content[block] = number
+            self._read_block(block, "kept")
+
+    def _give_back(self) -> None:
+        """Keep the objects of a load no longer."""
+        if self._kept:
+            job = self.draw.choice(sorted(self._kept))
+            del self._kept[job]
+            self.rig.engine.give_back([job])
+
+    def _wait_for_grants(self) -> None:
+        """Let the tier answer an announcement, as it does while the engine computes."""
+        grants = self.rig.engine._stores._grants
+        limit = time.monotonic() + SECONDS
+        while any(one not in grants._answers for one in list(grants._expected)):
+            assert time.monotonic() < limit, "an announcement has no answer"
+            self.rig.engine.wait_for_arrival(0.0005)
 
     def _cancel(self) -> None:
         """Cancel a load, whose request was aborted or preempted."""
@@ -208,7 +261,9 @@ class Schedule:
     def _poll(self) -> None:
         for result in self.rig.engine.poll():
             pairs = self._loads.pop(result.job_id)
-            self.ended[result.status] += 1
+            self.ended["kept" if result.kept else result.status] += 1
+            if result.kept:
+                self._kept[result.job_id] = [number for number, _ in pairs]
             for number, block in pairs:
                 if result.status == "loaded":
                     self.content[block] = number
@@ -223,6 +278,8 @@ class Schedule:
         for job in self._loads:
             self.rig.engine.cancel_load(job)
         self._poll()
+        self.rig.engine.give_back(list(self._kept))
+        self._kept.clear()
         self.backend.objects.clear()
         self._write_all()
 
@@ -283,6 +340,11 @@ class Schedule:
         self.rig.copier._free_moved()
         assert not self.rig.copier._buffer._slots, "a part of the device buffer is never free again"
         assert not self.rig.engine.jobs.live
+        if isinstance(self.backend, LendingMemory):
+            self.rig.engine.give_back(list(self._kept))
+            self._kept.clear()
+            slots = self.backend.slots
+            self._until(lambda: slots.borrowed == 0)
         assert self.rig.engine._stores.budget.held_bytes == 0
         self._read()
 
@@ -324,11 +386,12 @@ class Schedule:
         torch.accelerator.synchronize()
         self.rig.engine.close()
         self.rig.staging.close()
+        self._pinned.close()
         close_tiers(self.rig.tiers, self._io, SECONDS)
 
 
 def run(io: IoLoop, control: StreamControl, seed: int, steps: int = 30) -> Counter[str]:
     """Run the schedule of a seed; return its loads by status."""
-    schedule = Schedule(io, control, seed, batched=bool(seed % 2))
+    schedule = Schedule(io, control, seed, batched=bool(seed % 2), lent=seed % 4 == 1)
     schedule.run(steps)
     return schedule.ended

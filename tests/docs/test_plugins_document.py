@@ -18,10 +18,10 @@ import pytest
 
 from offload_core.api.backend import Backend, BackendContext, BackendType, LoadOutcome, StoreOutcome
 from offload_core.api.capabilities import Capabilities
-from offload_core.api.checked_loads import CHECK_BYTES
 from offload_core.api.events import LoadsEnded, TierFailing
 from offload_core.api.hooks import HookSpecs
 from offload_core.api.keys import ObjectKey
+from offload_core.api.one_pass import CHECK_BYTES
 from offload_core.api.options import BackendOptions
 from offload_core.config.loading import load_config
 from offload_core.config.model import BackendConfig

@@ -27,11 +27,11 @@ from offload_core.api.backend import (
     StoreReservation,
 )
 from offload_core.api.capabilities import Capabilities
-from offload_core.api.checked_loads import LoadCheck
 from offload_core.api.checks.ownership import check_ownership
 from offload_core.api.errors import ConfigError, ObjectFormatError
 from offload_core.api.hooks import API_VERSION, OLDEST_API_VERSION, HookSpecs, TierInfo
 from offload_core.api.keys import ObjectKey
+from offload_core.api.one_pass import LoadCheck
 from offload_core.api.options import BackendOptions, check_folder
 from offload_core.api.wrapper import BackendWrapper
 from offload_core.cli import app

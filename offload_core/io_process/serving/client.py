@@ -26,8 +26,9 @@ from offload_core.io_process.serving.scratch import CallScratch, MappedPiece
 from offload_core.io_process.serving.tier import ServedTier, in_parts
 from offload_core.runtime.doorbell import Doorbell
 from offload_core.runtime.io_loop import run_all
+from offload_core.tiers.calls.answer import answer
 from offload_core.tiers.calls.lent_objects import Lent, LentObject, WantedObject
-from offload_core.tiers.object_io import LoadEnd, answer
+from offload_core.tiers.object_io import LoadEnd
 from offload_core.tiers.staged_object import StagedObject, seal_all
 from offload_core.tiers.storage import LocalStorage, StoreEnd
 

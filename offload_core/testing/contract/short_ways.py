@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
-from offload_core.api.checked_loads import CHECK_BYTES
 from offload_core.api.keys import ObjectKey
 from offload_core.api.memory.addresses import address_of
+from offload_core.api.one_pass import CHECK_BYTES
 from offload_core.testing.contract.capacity import MAX_OBJECTS, OBJECT_BYTES
 from offload_core.testing.contract.checks import contract_test, expect, expect_bytes, expect_results
 from offload_core.testing.rig.clients import Client, Rig, content

@@ -25,9 +25,8 @@ from offload_core.api.backend import (
     StoreReservation,
 )
 from offload_core.api.capabilities import Capabilities
-from offload_core.api.checked_loads import LoadCheck
 from offload_core.api.keys import ObjectKey
-from offload_core.api.sealed_stores import StoreSeal
+from offload_core.api.one_pass import LoadCheck, StoreSeal
 from offload_core.testing.rig.watched_calls import Calls, WatchedLoopThreads, WatchedThreads, current_calls
 
 logger = logging.getLogger(__name__)

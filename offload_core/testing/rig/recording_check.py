@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload_core.api.checked_loads import LoadCheck
+from offload_core.api.one_pass import LoadCheck
 
 
 class RecordingCheck(LoadCheck):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload_core.api.sealed_stores import StoreSeal
+from offload_core.api.one_pass import StoreSeal
 
 HEAD_BYTES = 64
 

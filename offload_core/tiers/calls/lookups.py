@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 from offload_core.api.keys import ObjectKey
 from offload_core.tiers.accounting import TierAccounting
+from offload_core.tiers.calls.answer import answer
 from offload_core.tiers.circuit_breaker import Call
 from offload_core.tiers.health import TierHealth
-from offload_core.tiers.object_io import answer
 from offload_core.tiers.storage import TierStorage
 
 _MAX_RUNNING_LOOKUPS = 16

@@ -128,15 +128,15 @@ def test_an_object_beyond_the_largest_file_is_rejected_alone(tmp_path: Path) -> 
 
 
 def test_a_full_quota_is_a_full_share(nfs: Nfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.write
+    real = os.pwrite
 
-    def over_quota(descriptor: int, data: Any) -> int:
+    def over_quota(descriptor: int, data: Any, offset: int) -> int:
         if len(data) > 5:
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        return real(descriptor, data)
+        return real(descriptor, data, offset)
 
     async def work(backend: Any) -> None:
-        monkeypatch.setattr(os, "write", over_quota)
+        monkeypatch.setattr(os, "pwrite", over_quota)
         assert await store(backend, (0, b"too large"), (1, b"small")) == [REJECTED, STORED]
 
     run(nfs(url=f"file://{tmp_path}/kv"), work)

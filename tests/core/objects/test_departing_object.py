@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_core.api.checked_loads import CHECK_BYTES
 from offload_core.api.keys import ObjectKey
+from offload_core.api.one_pass import CHECK_BYTES
 from offload_core.objects import format as object_format
 from offload_core.objects.departing_object import DepartingObject
 from offload_core.objects.format import HEADER_BYTES

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from offload_core.api.backend import Backend, BackendContext, BackendType, LoadOutcome, LoadReservation
-from offload_core.api.checked_loads import LoadCheck
 from offload_core.api.keys import ObjectKey
+from offload_core.api.one_pass import LoadCheck
 from offload_core.api.wrapper import BackendWrapper
 from offload_core.config.model import BackendConfig, TierConfig
 from offload_core.objects import format as object_format

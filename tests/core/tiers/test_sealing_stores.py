@@ -11,7 +11,7 @@ import pytest
 
 from offload_core.api.backend import Backend, BackendContext, BackendType, StoreOutcome
 from offload_core.api.keys import ObjectKey
-from offload_core.api.sealed_stores import StoreSeal
+from offload_core.api.one_pass import StoreSeal
 from offload_core.api.wrapper import BackendWrapper
 from offload_core.config.loading import load_config
 from offload_core.config.model import BackendConfig, TierConfig

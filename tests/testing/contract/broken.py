@@ -17,7 +17,6 @@ BROKEN = [
         b.ForgetsWhatIsBeyond64KiB,
         r"C1: an object of 65537 bytes: byte 65536 of 65537 is 0x00 in place of 0x\w\w",
         "c01_a_load_returns_the_bytes_that_were_stored",
-        "c26_an_object_is_stored_as_it_is_after_its_seal",
     ),
     _backend(
         b.NamesObjectsByANumber,

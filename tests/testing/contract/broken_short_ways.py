@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
-from offload_core.api.checked_loads import LoadCheck
 from offload_core.api.keys import ObjectKey
-from offload_core.api.sealed_stores import StoreSeal
+from offload_core.api.one_pass import LoadCheck, StoreSeal
 from tests.testing.contract.reference import ReferenceBackend
 
 Keys = Sequence[ObjectKey]

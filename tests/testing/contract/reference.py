@@ -24,10 +24,9 @@ from offload_core.api.backend import (
     StoreReservation,
 )
 from offload_core.api.capabilities import Capabilities
-from offload_core.api.checked_loads import LoadCheck
 from offload_core.api.keys import ObjectKey
+from offload_core.api.one_pass import LoadCheck, StoreSeal
 from offload_core.api.options import BackendOptions
-from offload_core.api.sealed_stores import StoreSeal
 
 
 class ReferenceOptions(BackendOptions):

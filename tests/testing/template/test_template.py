@@ -88,6 +88,7 @@ def test_it_passes_the_whole_contract(clean: CleanEnvironment, template: Path, s
         "no method damage(self, options, key) that cuts an object short",
         "no methods take_away(self, options) and bring_back(self, options) that make the medium fail and work again",
         *["the backend has no load_and_check" for name in contract_tests() if name.startswith("test_c22_")],
+        *["the backend has no store_and_seal" for name in contract_tests() if name.startswith("test_c26_")],
     ]
     (passed,) = re.findall(r"(\d+) passed", done.stdout)
     count = sum(map(int, re.findall(r"^SKIPPED \[(\d+)\]", done.stdout, re.MULTILINE)))

@@ -1,4 +1,4 @@
-"""Store objects of random sizes on storage with a capacity, as fast as possible, until SIGTERM.
+"""Store objects of random sizes on storage with a capacity, as fast as possible, until SIGTERM or the end of stdin.
 
 python capacity_writer.py OPTIONS-AS-JSON SEED
 
@@ -25,6 +25,7 @@ from offload_core.runtime.threads import DaemonExecutor
 async def main(options: str, seed: int) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    asyncio.get_running_loop().add_reader(sys.stdin, stop.set)  # a killed test run leaves no writer behind
     backend = NfsBackend(NfsOptions(**json.loads(options)), BackendContext("nfs", DaemonExecutor(4, "nfs")))
     await backend.open()
     generator = random.Random(seed)

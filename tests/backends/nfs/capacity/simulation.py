@@ -14,7 +14,7 @@ from offload_backend_nfs.capacity.bounded_store import BoundedStore
 
 from offload_core.api.backend import StoredObject, StoreOutcome
 from offload_core.api.keys import ObjectKey
-from offload_core.api.sealed_stores import StoreSeal
+from offload_core.api.one_pass import StoreSeal
 from tests.support.tier_log import LOG
 
 LIMIT_SECONDS = 20

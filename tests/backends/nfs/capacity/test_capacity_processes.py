@@ -32,7 +32,8 @@ def writers() -> Iterator[Writers]:
 
     def start(options: dict[str, Any], seed: int) -> subprocess.Popen[str]:
         command = [sys.executable, str(WRITER), json.dumps(options), str(seed)]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
         assert started[-1].stdout is not None
         assert started[-1].stdout.readline() == "storing\n"
         return started[-1]

@@ -1,6 +1,7 @@
-"""Stores that seal: a backend lets the core compute the checksum of an object while it stores the object.
+"""One pass over the bytes: the core checks or seals an object while a backend loads or stores it.
 
-This is an addition for speed. For a backend without it, the core reads each object once more before the store.
+This is an addition for speed. The objects of a backend without it are checked after the load, and sealed before the
+store. The core then reads them once more from memory.
 """
 
 from __future__ import annotations
@@ -8,7 +9,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
-from offload_core.api.checked_loads import CHECK_BYTES
+CHECK_BYTES = 512 * 1024
+"""A good number of bytes for one part of an object: they are still in the processor's cache afterwards."""
+
+
+class LoadCheck(ABC):
+    """The check of one object while a backend fills the object's buffer."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def filled(self, nbytes: int) -> bool:
+        """Check the next ``nbytes`` bytes of the buffer, now and on this thread. They must be final.
+
+        The first call stands for the beginning of the buffer. Each call continues where the one before it ended. If a
+        read has to begin again, do not call this any more: the core then checks the whole object after the load.
+
+        Returns:
+            Whether the buffer is full now and the core has found the whole object right. Then a checksum of the
+            backend's own is not needed. ``False`` says nothing about the bytes.
+        """
 
 
 class StoreSeal(ABC):
