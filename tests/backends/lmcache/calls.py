@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,9 @@ class Calls:
     def __init__(self, runner: asyncio.Runner, backend: LMCacheBackend) -> None:
         self._runner = runner
         self.backend = backend
+
+    def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._runner.run(coroutine)
 
     def contains(self, *numbers: int) -> Sequence[bool]:
         return self._runner.run(self.backend.contains([key(number) for number in numbers]))

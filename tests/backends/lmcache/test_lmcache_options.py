@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 from offload_backend_lmcache import LMCacheBackend, LMCacheOptions
+from offload_backend_lmcache.client import pool
+from offload_backend_lmcache.client.connection import Connection, Target
 from offload_backend_lmcache.server.config import ServerConfig, read_config
 from offload_backend_lmcache.server.lmcache_module import check_version
 
@@ -13,6 +16,8 @@ from offload_core.api.backend import BackendContext
 from offload_core.api.errors import ConfigError
 from offload_core.config.loading import load_config
 from offload_core.runtime.threads import DaemonExecutor
+from tests.backends.lmcache.calls import key, opened
+from tests.backends.lmcache.shelf import Shelf, listening
 
 ENCRYPTION_CURE = "the traffic is not encrypted; use a private address or a tunnel, or set insecure: true"
 
@@ -121,3 +126,22 @@ def test_no_client_timeout_is_longer_than_the_tiers_deadlines() -> None:
     hurried = LMCacheBackend(found, BackendContext("cluster", executor, **deadlines))
     assert (hurried.target().connect_seconds, hurried.target().io_seconds) == (1, 4)
     executor.shutdown()
+
+
+def test_a_connection_is_kept_for_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Connection] = []
+
+    class Counted(Connection):
+        def __init__(self, target: Target) -> None:
+            super().__init__(target)
+            made.append(self)
+
+    async def store_all(backend: LMCacheBackend) -> None:
+        for start in range(0, 64, 4):
+            stores = (backend.store([key(start + at)], [memoryview(bytes(100))]) for at in range(4))
+            await asyncio.gather(*stores)
+
+    monkeypatch.setattr(pool, "Connection", Counted)
+    with listening(Shelf()) as (address, _), opened(address, threads=4, connections=1) as calls:
+        calls.run(store_all(calls.backend))
+    assert len(made) <= 4, "connections are closed and made again"
