@@ -30,15 +30,23 @@ class DirectCalls:
     Args:
         own_bell: rings when the process has answered.
         other_bell: wakes the process.
+        on_message: gets messages that are no answers, in order with the answers, on any thread. They are taken while a
+            call has no answer yet.
         on_damage: called once, on any thread, if the rings or messages are damaged. No more answers are taken then.
     """
 
     def __init__(
-        self, rings: RingPair, own_bell: Doorbell, other_bell: Doorbell, on_damage: Callable[[Exception], None]
+        self,
+        rings: RingPair,
+        own_bell: Doorbell,
+        other_bell: Doorbell,
+        on_message: Callable[[Message], None],
+        on_damage: Callable[[Exception], None],
     ) -> None:
         self._rings = rings
         self._own_bell = own_bell
         self._other_bell = other_bell
+        self._on_message = on_message
         self._on_damage = on_damage
         self._lock = threading.Lock()
         self._numbers = count(1)
@@ -129,7 +137,9 @@ class DirectCalls:
         try:
             while (frame := self._rings.reader.read()) is not None:
                 message = protocol.parse(frame)
-                if (on_answer := self._calls.pop(message.call, None)) is not None:
+                if message.kind not in (Kind.DONE, Kind.FAILED):
+                    answers.append((self._take_message, message))
+                elif (on_answer := self._calls.pop(message.call, None)) is not None:
                     failed = message.kind is not Kind.DONE
                     answers.append((on_answer, protocol.Reader(message.body).error() if failed else message))
         except Exception as error:
@@ -146,6 +156,10 @@ class DirectCalls:
             self._refuses = self._is_closed = True
             return error
         return None
+
+    def _take_message(self, message: Message | Exception) -> None:
+        if isinstance(message, Message):
+            self._on_message(message)
 
     @staticmethod
     def _deliver(answers: list[tuple[OnAnswer, Message | Exception]]) -> None:

@@ -96,6 +96,7 @@ class Session:
             RingPair(self._rings, Lane.DIRECT, to_process=True),
             own_bell=self._bells["direct_to_engine"],
             other_bell=self._bells["direct_to_process"],
+            on_message=self._on_message,
             on_damage=self._damaged_on_any_thread,
         )
         """Calls that need no event loop."""

@@ -59,7 +59,7 @@ class TierChanges:
     def stored(self, keys: Iterable[ObjectKey], since: float) -> None:
         """Add objects that a store has brought, except for those evicted since.
 
-        The I/O process reports evictions on another way than the ends of stores, and often earlier.
+        A store of several objects may end after another store has evicted some of them.
 
         Args:
             since: begin of the store, by the monotonic clock in seconds.

@@ -77,18 +77,27 @@ class _UsedTier:
         number: the tier's number in messages.
         half: the half of the engine, for log lines; may be empty.
         tell: sends a message to that process.
+        tell_directly: does so in order with the answers of loads and stores.
     """
 
-    def __init__(self, number: int, tier: ServedTier, half: str, tell: Callable[[Kind, bytes], None]) -> None:
+    def __init__(
+        self,
+        number: int,
+        tier: ServedTier,
+        half: str,
+        tell: Callable[[Kind, bytes], None],
+        tell_directly: Callable[[Kind, bytes], None],
+    ) -> None:
         self.number = number
         self.tier = tier
         self._tell = tell
+        self._tell_directly = tell_directly
         self.storage = tier.make_storage(self, half)
 
     def evicted(self, keys: Sequence[ObjectKey]) -> None:
-        """See :class:`TierUser`."""
+        """See :class:`TierUser`. A store of that process has evicted them, so its answer follows."""
         if keys:
-            self._tell(Kind.EVICTED, protocol.pack_keys(keys))
+            self._tell_directly(Kind.EVICTED, protocol.pack_keys(keys))
 
     def evicted_by_others(self, keys: Sequence[ObjectKey]) -> None:
         """See :class:`TierUser`."""
@@ -177,10 +186,11 @@ class ServedClient:
             return {**record, "error": protocol.pack_error(error).hex()}, ()
 
     def _use_tier(self, number: int, name: str, half: str) -> LocalStorage:
-        def tell(kind: Kind, body: bytes) -> None:
-            self._tell(kind, number, body)
+        def tell(channel: MessageChannel, kind: Kind, body: bytes) -> None:
+            self._tell(kind, number, body, channel)
 
-        used = self._tiers[number] = _UsedTier(number, self._server.tier(name), half, tell)
+        ways = partial(tell, self._channel), partial(tell, self._direct)
+        used = self._tiers[number] = _UsedTier(number, self._server.tier(name), half, *ways)
         return used.storage
 
     def end(self) -> None:
@@ -358,9 +368,9 @@ class ServedClient:
         if dropped := self._server.emit(protocol.Reader(message.body).event()):
             self._tell(Kind.EVENTS_DROPPED, message.tier, protocol.pack_change(dropped))
 
-    def _tell(self, kind: Kind, number: int, body: bytes) -> None:
+    def _tell(self, kind: Kind, number: int, body: bytes, channel: MessageChannel | None = None) -> None:
         if not self._has_ended:
-            self._channel.send(protocol.message(kind, number, body=body))
+            (channel or self._channel).send(protocol.message(kind, number, body=body))
 
     def _on_error(self, error: Exception) -> None:
         logger.error("a process of the engine is served no more, since its message is damaged: %s", error)

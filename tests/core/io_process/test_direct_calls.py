@@ -31,7 +31,9 @@ class Border:
         self.bells = Doorbell(), Doorbell()
         self.damage: list[Exception] = []
         rings = RingPair(self.memory, Lane.DIRECT, to_process=True)
-        self.calls = DirectCalls(rings, *self.bells, self.damage.append)
+        self.order: list[Message | Exception] = []
+        """All messages of the process but answers, and what a test adds."""
+        self.calls = DirectCalls(rings, *self.bells, self.order.append, self.damage.append)
         self.process = RingPair(self.memory, Lane.DIRECT, to_process=False)
         self.requests: deque[Message] = deque()
         self.ends: dict[int, list[Message | Exception]] = {}
@@ -252,3 +254,16 @@ class DirectCallMachine(RuleBasedStateMachine):
 
 TestDirectCallMachine = DirectCallMachine.TestCase
 TestDirectCallMachine.settings = examples(200)
+
+
+def test_evictions_are_told_before_the_answer_of_their_store(border: Border) -> None:
+    border.calls.send(Kind.STORE, 1, b"", border.order.append)
+    border.take_requests()
+    (request,) = border.requests
+    for message in (
+        protocol.message(Kind.EVICTED, 1, body=protocol.pack_keys([])),
+        protocol.message(Kind.DONE, 1, request.call),
+    ):
+        assert border.process.writer.try_write(message)
+    border.calls.receive()
+    assert [one.kind for one in border.order if isinstance(one, Message)] == [Kind.EVICTED, Kind.DONE]
