@@ -30,8 +30,8 @@ class DirectCalls:
     Args:
         own_bell: rings when the process has answered.
         other_bell: wakes the process.
-        on_message: gets messages that are no answers, in order with the answers, on any thread. They are taken while a
-            call has no answer yet.
+        on_message: gets messages that are no answers, on any thread, before any answer that follows them is delivered.
+            They are taken while a call has no answer yet. It must not use this object.
         on_damage: called once, on any thread, if the rings or messages are damaged. No more answers are taken then.
     """
 
@@ -138,7 +138,7 @@ class DirectCalls:
             while (frame := self._rings.reader.read()) is not None:
                 message = protocol.parse(frame)
                 if message.kind not in (Kind.DONE, Kind.FAILED):
-                    answers.append((self._take_message, message))
+                    self._take_message(message)  # at once: another thread may deliver the answers behind it first
                 elif (on_answer := self._calls.pop(message.call, None)) is not None:
                     failed = message.kind is not Kind.DONE
                     answers.append((on_answer, protocol.Reader(message.body).error() if failed else message))
@@ -157,9 +157,11 @@ class DirectCalls:
             return error
         return None
 
-    def _take_message(self, message: Message | Exception) -> None:
-        if isinstance(message, Message):
+    def _take_message(self, message: Message) -> None:
+        try:
             self._on_message(message)
+        except Exception:
+            logger.exception("a message could not be handled; this is a defect, please report it")
 
     @staticmethod
     def _deliver(answers: list[tuple[OnAnswer, Message | Exception]]) -> None:

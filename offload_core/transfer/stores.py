@@ -338,11 +338,14 @@ class Stores:
         """
         writers_of = dict(new)
         batches: list[tuple[list[PendingStore], _Parts]] = []
+        sealing = {writer for writer in self._writers if writer.tier.seals_stores}
         with self._lock:  # no tier may decide on an object before all its tiers are assigned
             self._pending += len(writers_of)
             for batch in in_batches(list(writers_of), _payload_bytes, self._batch_times):
-                if not sealed and all(_seals_alone(writers_of[store]) for store in batch):
-                    for store in batch:
+                if not sealed and all(
+                    len(takers := writers_of[store]) == 1 and takers[0] in sealing for store in batch
+                ):
+                    for store in batch:  # by its only tier
                         store.staged = replace(store.staged, unsealed=True)
                 shares = [
                     (writer, [store for store in batch if writer in writers_of[store]]) for writer in self._writers
@@ -385,11 +388,6 @@ class Stores:
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         future.add_done_callback(log_unexpected)
-
-
-def _seals_alone(writers: Sequence[TierWriter]) -> bool:
-    """Return whether an object's tier seals it: no other tier uses its bytes meanwhile."""
-    return len(writers) == 1 and writers[0].tier.seals_stores
 
 
 def _payload_bytes(store: PendingStore) -> int:

@@ -76,37 +76,28 @@ class _UsedTier:
     Args:
         number: the tier's number in messages.
         half: the half of the engine, for log lines; may be empty.
-        tell: sends a message to that process.
-        tell_directly: does so in order with the answers of loads and stores.
+        tell: sends a message to that process; those on one lane arrive in order.
     """
 
-    def __init__(
-        self,
-        number: int,
-        tier: ServedTier,
-        half: str,
-        tell: Callable[[Kind, bytes], None],
-        tell_directly: Callable[[Kind, bytes], None],
-    ) -> None:
+    def __init__(self, number: int, tier: ServedTier, half: str, tell: Callable[[Lane, Kind, bytes], None]) -> None:
         self.number = number
         self.tier = tier
         self._tell = tell
-        self._tell_directly = tell_directly
         self.storage = tier.make_storage(self, half)
 
     def evicted(self, keys: Sequence[ObjectKey]) -> None:
-        """See :class:`TierUser`. A store of that process has evicted them, so its answer follows."""
+        """See :class:`TierUser`. A store of that process has evicted them, whose answer follows on the same lane."""
         if keys:
-            self._tell_directly(Kind.EVICTED, protocol.pack_keys(keys))
+            self._tell(Lane.DIRECT, Kind.EVICTED, protocol.pack_keys(keys))
 
     def evicted_by_others(self, keys: Sequence[ObjectKey]) -> None:
         """See :class:`TierUser`."""
         if keys:
-            self._tell(Kind.EVICTED_BY_OTHERS, protocol.pack_keys(keys))
+            self._tell(Lane.LOOP, Kind.EVICTED_BY_OTHERS, protocol.pack_keys(keys))
 
     def stuck_threads_changed(self, change: int) -> None:
         """See :class:`TierUser`."""
-        self._tell(Kind.STUCK_THREADS, protocol.pack_change(change))
+        self._tell(Lane.LOOP, Kind.STUCK_THREADS, protocol.pack_change(change))
 
 
 class ServedClient:
@@ -186,11 +177,10 @@ class ServedClient:
             return {**record, "error": protocol.pack_error(error).hex()}, ()
 
     def _use_tier(self, number: int, name: str, half: str) -> LocalStorage:
-        def tell(channel: MessageChannel, kind: Kind, body: bytes) -> None:
-            self._tell(kind, number, body, channel)
+        def tell(lane: Lane, kind: Kind, body: bytes) -> None:
+            self._send(lane, protocol.message(kind, number, body=body))
 
-        ways = partial(tell, self._channel), partial(tell, self._direct)
-        used = self._tiers[number] = _UsedTier(number, self._server.tier(name), half, *ways)
+        used = self._tiers[number] = _UsedTier(number, self._server.tier(name), half, tell)
         return used.storage
 
     def end(self) -> None:
@@ -248,9 +238,7 @@ class ServedClient:
             kind, body = Kind.DONE, await answer(self._call(message))
         except Exception as error:
             kind, body = Kind.FAILED, protocol.pack_error(error)
-        if not self._has_ended:
-            channel = self._direct if lane is Lane.DIRECT else self._channel
-            channel.send(protocol.message(kind, message.tier, message.call, body))
+        self._send(lane, protocol.message(kind, message.tier, message.call, body))
 
     def _call(self, message: Message) -> Coroutine[Any, Any, bytes]:
         body = protocol.Reader(message.body)
@@ -294,10 +282,10 @@ class ServedClient:
 
     async def _store(self, used: _UsedTier, body: protocol.Reader) -> bytes:
         staged, scratch = self._staged(body, used)
-        tier = used.tier
+        tier, seals_stores = used.tier, used.storage.seals_stores
 
         async def store(batch: Sequence[StagedObject]) -> list[StoreEnd]:
-            if not used.storage.seals_stores and (unsealed := [one for one in batch if one.unsealed]):
+            if not seals_stores and (unsealed := [one for one in batch if one.unsealed]):
                 await self._loop.run_in_executor(self._server.sealers, seal_all, unsealed)
                 batch = [replace(one, unsealed=False) for one in batch]
             async with tier.store_slots.held(time.monotonic() + tier.longest_call_seconds):
@@ -366,11 +354,12 @@ class ServedClient:
 
     def _observe(self, message: Message) -> None:
         if dropped := self._server.emit(protocol.Reader(message.body).event()):
-            self._tell(Kind.EVENTS_DROPPED, message.tier, protocol.pack_change(dropped))
+            body = protocol.pack_change(dropped)
+            self._send(Lane.LOOP, protocol.message(Kind.EVENTS_DROPPED, message.tier, body=body))
 
-    def _tell(self, kind: Kind, number: int, body: bytes, channel: MessageChannel | None = None) -> None:
+    def _send(self, lane: Lane, message: bytes) -> None:
         if not self._has_ended:
-            (channel or self._channel).send(protocol.message(kind, number, body=body))
+            (self._direct if lane is Lane.DIRECT else self._channel).send(message)
 
     def _on_error(self, error: Exception) -> None:
         logger.error("a process of the engine is served no more, since its message is damaged: %s", error)

@@ -103,12 +103,16 @@ class Rig:
         assert lease is not None
         return lease
 
-    def store(self, *numbers: int, tier: int = 0) -> list[bool]:
+    def sealed(self, *numbers: int) -> list[StagedObject]:
         staged = [StagedObject(key(number), self.lease()) for number in numbers]
         for item, number in zip(staged, numbers, strict=True):
             item.lease.view[HEADER_BYTES:] = content(number)
+        self.wait(self.processes.seal(staged))
+        return staged
+
+    def store(self, *numbers: int, tier: int = 0) -> list[bool]:
+        staged = self.sealed(*numbers)
         try:
-            self.wait(self.processes.seal(staged))
             return list(self.moved(self.tiers[tier].start_store, staged) or [False] * len(staged))
         finally:
             _release(staged)

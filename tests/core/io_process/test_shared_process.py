@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,6 +103,21 @@ def test_all_processes_of_an_engine_have_one_io_process_and_one_memory(here: Her
         assert second.call("load", 1, 2, 3, tier=tier) == ["HIT"] * 3
     assert rig.store(1, tier=1) == [True], "it is there"
     assert rig.counters.take()["store_bytes", "ram"] == OBJECT_BYTES, "one object is new"
+
+
+def test_an_eviction_is_told_with_the_end_of_its_store_although_the_event_loop_stands_still(here: Here) -> None:
+    rig = here(ram="1MiB")
+    assert all(rig.store(*range(10), tier=1))
+    rig.tiers[1].take_changes()
+    staged = rig.sealed(*range(10, 20))
+    goes_on = threading.Event()
+    rig.io.loop.call_soon_threadsafe(goes_on.wait, 30)
+    try:
+        assert all(rig.moved(rig.tiers[1].start_store, staged) or [False])
+        gone = [change.key for change in rig.tiers[1].take_changes() if not change.present]
+    finally:
+        goes_on.set()
+    assert len(gone) >= 4, "of 20 objects at most 16 fit"
 
 
 def test_an_eviction_is_told_to_the_process_that_has_stored_the_object_too(here: Here, there: There) -> None:
