@@ -342,9 +342,8 @@ class Stores:
         with self._lock:  # no tier may decide on an object before all its tiers are assigned
             self._pending += len(writers_of)
             for batch in in_batches(list(writers_of), _payload_bytes, self._batch_times):
-                if not sealed and all(
-                    len(takers := writers_of[store]) == 1 and takers[0] in sealing for store in batch
-                ):
+                takers = [writers_of[store] for store in batch]
+                if not sealed and all(len(some) == 1 and sealing.issuperset(some) for some in takers):
                     for store in batch:  # by its only tier
                         store.staged = replace(store.staged, unsealed=True)
                 shares = [

@@ -117,6 +117,8 @@ def test_an_eviction_is_told_with_the_end_of_its_store_although_the_event_loop_s
         gone = [change.key for change in rig.tiers[1].take_changes() if not change.present]
     finally:
         goes_on.set()
+        for item in staged:
+            item.lease.release()
     assert len(gone) >= 4, "of 20 objects at most 16 fit"
 
 
