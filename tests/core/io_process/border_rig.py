@@ -105,6 +105,8 @@ class GuardedPool(StagingPool):
 
     def __init__(self, capacity_bytes: int, store_share: float, arena: memoryview) -> None:
         super().__init__(capacity_bytes, store_share, arena=arena)
+        self.most_replaced_bytes = 0
+        """The largest value that ``replaced_bytes`` has had."""
         self._bytes = np.frombuffer(self.memory, dtype=np.uint8)
         self._bytes[:] = FREE
         self.late_writes: list[str] = []
@@ -129,6 +131,10 @@ class GuardedPool(StagingPool):
     def forget_memory(self) -> None:
         """Give the arena up; a view of it would keep its descriptor."""
         del self._bytes
+
+    def _change_reserve(self, nbytes: int) -> None:
+        super()._change_reserve(nbytes)
+        self.most_replaced_bytes = max(self.most_replaced_bytes, self.replaced_bytes)
 
     def _release(self, lease: Lease) -> None:
         self._bytes[lease.offset : lease.offset + lease.nbytes] = FREE
