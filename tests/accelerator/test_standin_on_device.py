@@ -24,6 +24,7 @@ long = pytest.mark.long
 SEEDS = [0, *(pytest.param(seed, marks=long) for seed in range(1, 10))]
 RAM = {"name": "ram", "type": "cpu", "capacity": "64MiB"}
 QUICK = ("gemma3", "qwen3_next")
+SLOW = ("deepseek_v4",)
 LARGEST_PAYLOAD = 80 * 1024
 """Bytes of the largest payload of Gemma 3's stand-in."""
 
@@ -66,6 +67,9 @@ def test_random_work(
     assert drive(rig, model, control, Script(seed + 1, hold_steps=script), work) > 0
 
 
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=long) if name in SLOW else name for name in MODELS], indirect=True
+)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_work_with_aborts_resets_and_an_unreliable_disk(
     rig: Rig,

@@ -17,7 +17,6 @@ CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Hardware queues of a GPU. Streams that share one wait for each other, so a held stream would hold others."""
 
 
-@pytest.mark.timeout(600)  # to compile the simulated device takes a quarter of a minute, and minutes on a busy machine
 @pytest.mark.parametrize(
     "device",
     [
@@ -25,7 +24,13 @@ CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
         pytest.param(CUDA, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA GPU")),
     ],
 )
-@pytest.mark.parametrize("selected", ["not long", pytest.param("long", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "selected",
+    [  # the inner tests have limits of their own
+        pytest.param("not long", marks=pytest.mark.timeout(600)),
+        pytest.param("long", marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
+    ],
+)
 def test_copies_on_an_accelerator(device: str, selected: str) -> None:
     tests = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", selected, "tests/accelerator"],
