@@ -32,13 +32,13 @@ def test_it_writes_a_row_for_every_way(
     monkeypatch.setattr(device_copies, "pinning_in_use", lambda: control)
     monkeypatch.setattr(device_copies, "installed_batched_copy", lambda: copy)
     path = tmp_path / "copies.json"
-    options = ["--page-kib", "4,64", "--pages", "3,128", "--round-mib", "1", "--rounds", "2", "--turns", "0"]
+    options = ["--page-kib", "4,64", "--pages", "1,3,128", "--round-mib", "1", "--rounds", "2", "--turns", "0"]
     monkeypatch.setattr(sys, "argv", ["device_copies", *options, "--json", str(path)])
     device_copies.main()
     results = read(path, DeviceCopies).results
     assert (results.device, results.batched, results.tokens) == (DEVICE, batched, [])
     shapes = {(row.page_kib, row.pages, row.objects) for row in results.copies}
-    assert shapes == {(4, 3, 64), (4, 128, 2), (64, 3, 5)}
+    assert shapes == {(4, 1, 64), (4, 3, 64), (4, 128, 2), (64, 1, 16), (64, 3, 5)}
     for shape in shapes:
         rows = [row for row in results.copies if (row.page_kib, row.pages, row.objects) == shape]
         assert {row.way for row in rows} == WAYS

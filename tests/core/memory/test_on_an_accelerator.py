@@ -26,7 +26,7 @@ CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 )
 @pytest.mark.parametrize(
     "selected",
-    [  # the inner tests have limits of their own
+    [  # to compile the simulated device takes minutes on a busy machine; the inner tests have limits of their own
         pytest.param("not long", marks=pytest.mark.timeout(600)),
         pytest.param("long", marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
     ],
