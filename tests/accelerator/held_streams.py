@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 from offload_core.memory.device.stream_copier import StreamBlockCopier
 from tests.support.accelerator import StreamControl
 from tests.support.standin.engine import StandInEngine
+
+
+def stream_copiers(engine: StandInEngine) -> Iterator[StreamBlockCopier]:
+    """Yield the copier of each of an engine's workers."""
+    for worker in engine.workers:
+        assert worker.connector is not None
+        copier = worker.connector._worker_half._engine._copier
+        assert isinstance(copier, StreamBlockCopier)
+        yield copier
 
 
 class HeldStreams:
@@ -24,10 +34,7 @@ class HeldStreams:
         self._may_hold = True
         self._streams: list[Any] = []
         self.held_steps = 0
-        for worker in engine.workers:
-            assert worker.connector is not None
-            copier = worker.connector._worker_half._engine._copier
-            assert isinstance(copier, StreamBlockCopier)
+        for copier in stream_copiers(engine):
             self._streams += [copier._store_stream, copier._load_stream]
             self._end_loads_before_the_engine_follows(copier, len(self._streams) - 1)
 

@@ -10,7 +10,7 @@ import torch
 
 from offload_core.vllm.worker import half
 from offload_core.vllm.worker.batched_copy import SwapBlocksBatch
-from tests.accelerator.held_streams import HeldStreams
+from tests.accelerator.held_streams import HeldStreams, stream_copiers
 from tests.standin.rig import Rig
 from tests.standin.scripted_disk import Script
 from tests.standin.test_geometries import slow_and_unreliable
@@ -114,12 +114,16 @@ def test_random_work_with_a_buffer_that_is_nearly_always_full(
 
 
 @pytest.mark.parametrize("model", QUICK[:1], indirect=True)
-def test_an_object_whose_blocks_are_reused_while_it_waits_is_not_stored(rig: Rig, model: StandInModel) -> None:
+def test_an_object_whose_blocks_are_reused_while_it_waits_is_not_stored(
+    rig: Rig, model: StandInModel, control: StreamControl
+) -> None:
+    """No copy ends meanwhile. Otherwise the order of their ends decides which object makes room for another."""
     engine = rig.engine(model, Script(0, shut={"store"}), device=DEVICE, staging_bytes="5MiB")
     prompts = [prompt_of(6 * model.chunk_tokens + 1, seed=number) for number in range(12)]
-    for prompt in prompts:
-        request = engine.add(prompt, 1)
-        rig.step_until(engine, lambda request=request: request in engine.finished)  # type: ignore[misc]
+    with control.held(*(copier._store_stream for copier in stream_copiers(engine))):
+        for prompt in prompts:
+            request = engine.add(prompt, 1)
+            rig.step_until(engine, lambda request=request: request in engine.finished)  # type: ignore[misc]
     rig.drain(engine)
     assert engine.counters["store_blocks_reused|all"] > 0, engine.counters
     rig.end(engine)
