@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.workloads import check_outputs
 from tests.support.engine.lab import UNTIL_STORED, Lab, count, objects, ours, served, stock
 from tests.support.engine.spec import Round, RunResult, compare
+from tests.support.workload import Workload, WorkloadRequest
+
+MAX_MODEL_LEN = 8192
+"""Of the engines that run a workload, whose default is too small for these prompts."""
 
 
 def _rounds(lab: Lab) -> list[Round]:
@@ -18,15 +23,24 @@ def _rounds(lab: Lab) -> list[Round]:
     return [Round(name="prompts", prompts=lab.prompts(*lengths, shared_prefix=2 * chunk))]
 
 
-def _mixed(lab: Lab) -> tuple[Round, Round]:
-    """Prompts to be known, and others beside them: new ones, and one that shares a part with a known one."""
-    known = lab.prompts(700, 2000, family=1)
-    branching = lab.prompts(2300, family=2, shared_prefix=1900)
+def _known(lab: Lab) -> Round:
     branch_root = lab.prompts(2100, family=2, shared_prefix=1900)
-    new = lab.prompts(900, family=3)
-    return (
-        Round(name="known", prompts=[*known, *branch_root]),
-        Round(name="mixed", prompts=[*new, *known, *branching], one_at_a_time=False),
+    return Round(name="known", prompts=[*lab.prompts(700, 2000, family=1), *branch_root])
+
+
+def _mixed(lab: Lab) -> Workload:
+    """Return known prompts, a new one, and one that shares a part with a known one, all at once.
+
+    When a load ends decides which requests share a batch, and so how Qwen3-Next rounds. A workload is judged by that.
+    """
+    known = lab.prompts(700, 2000, family=1)
+    prompts = [*lab.prompts(900, family=3), *known, *lab.prompts(2300, family=2, shared_prefix=1900)]
+    return Workload(
+        name="mixed",
+        requests=[
+            WorkloadRequest(name=prompt.name, token_ids=prompt.token_ids, max_tokens=prompt.max_tokens)
+            for prompt in prompts
+        ],
     )
 
 
@@ -35,9 +49,9 @@ class Lifetimes:
     """Two processes of one model, one after the other, and an engine without offloading.
 
     Args:
-        alone: the engine without offloading: rounds "prompts" and "mixed".
+        alone: the engine without offloading: the round "prompts".
         first: rounds "prompts" and "known".
-        second: rounds "prompts" and "mixed".
+        second: the round "prompts" and the workload "mixed".
         stored_objects: what was there when the first one had ended.
     """
 
@@ -51,17 +65,11 @@ class Lifetimes:
 def lifetimes(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Lifetimes:
     kv = tmp_path_factory.mktemp(f"lifetimes-{lab.name}") / "kv"
     transfer = ours(kv, hybrid_chunk_size=lab.block_size)
-    (prompts,), (known, mixed) = _rounds(lab), _mixed(lab)
-    first = lab.run([prompts, known], transfer, extra_engine_args=UNTIL_STORED)
+    (prompts,) = _rounds(lab)
+    first = lab.run([prompts, _known(lab)], transfer, extra_engine_args=UNTIL_STORED)
     stored_objects = len(objects(kv))
-    second = lab.run([prompts, mixed], transfer)
-    return Lifetimes(lab.reference([prompts, mixed]), first, second, stored_objects)
-
-
-def _same(alone: RunResult, result: RunResult, index: int) -> list[str]:
-    """Compare one round."""
-    one, two = (item.model_copy(update={"rounds": [item.rounds[index]]}) for item in (alone, result))
-    return compare(one, two)
+    second = lab.run([prompts], transfer, workloads=[_mixed(lab)], max_model_len=MAX_MODEL_LEN)
+    return Lifetimes(lab.reference([prompts]), first, second, stored_objects)
 
 
 @pytest.mark.every_version
@@ -71,8 +79,8 @@ def test_second_process_is_served_from_disk_at_least_as_much_as_stock_from_ram(l
     first, second = lifetimes.first, lifetimes.second
     peer = lab.run(again, stock())
 
-    assert _same(lifetimes.alone, first, 0) == []
-    assert _same(lifetimes.alone, second, 0) == []
+    assert compare(lifetimes.alone, first.model_copy(update={"rounds": first.rounds[:1]})) == []
+    assert compare(lifetimes.alone, second) == []
     # Within one process shorter prompts already put a shared prefix into the local cache, for the peer as for us.
     for ours_now, theirs in zip(second.rounds[0].prompts, peer.rounds[1].prompts, strict=True):
         assert ours_now.external_cached_tokens >= theirs.external_cached_tokens, (ours_now.name, theirs)
@@ -82,8 +90,9 @@ def test_second_process_is_served_from_disk_at_least_as_much_as_stock_from_ram(l
 
 
 def test_new_prompts_mix_with_known_ones(lab: Lab, lifetimes: Lifetimes) -> None:
-    assert _same(lifetimes.alone, lifetimes.second, 1) == []
-    tokens = served(lifetimes.second, 1)
+    check_outputs(lab, [_mixed(lab)], lifetimes.second, small=False, max_model_len=MAX_MODEL_LEN)
+    (mixed,) = lifetimes.second.workloads
+    tokens = {request.name: request.external_cached_tokens for request in mixed.requests}
     assert tokens["family3-900"] == 0
     assert tokens["family1-700"] > 0
     assert tokens["family1-2000"] > 1500

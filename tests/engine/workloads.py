@@ -32,12 +32,12 @@ def run_workloads(
     **engine: Any,
 ) -> RunResult:
     """Run them on a new engine with a cache that holds a few requests, or with ``small=False`` a large one."""
-    return lab.run([], transfer, env, on_line, **_engine(lab, workloads, small), **engine)
+    return lab.run([], transfer, env, on_line, **{**_engine(lab, workloads, small), **engine})
 
 
 def alone(lab: Lab, workloads: list[Workload], *, small: bool = True, **engine: Any) -> RunResult:
     """Run them without offloading, once per session."""
-    return lab.reference([], **_engine(lab, workloads, small), **engine)
+    return lab.reference([], **{**_engine(lab, workloads, small), **engine})
 
 
 def _engine(lab: Lab, workloads: list[Workload], small: bool) -> dict[str, Any]:
