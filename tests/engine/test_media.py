@@ -92,7 +92,7 @@ def test_a_stack_is_served_from_what_is_left_of_it(gemma3: Lab, storage: Stores)
     assert count(second, "load_hits", "disk") == 0
 
 
-@pytest.mark.parametrize("medium", _names(ALL, quick=("cpu-evicting", "disk-evicting")))
+@pytest.mark.parametrize("medium", _names(ALL, quick=("disk-evicting",)))
 def test_random_work_under_preemption(medium: str, gemma3: Lab, storage: Stores) -> None:
     _random_work(gemma3, storage(medium))
 

@@ -92,6 +92,7 @@ def test_a_junction_hits_from_its_second_sight_on(model: Lab, tmp_path: Path) ->
     assert first.ids[shared] != fourth.ids[shared]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", [*QUICK_LABS, WINDOWS_ONLY], indirect=True)
 def test_under_a_limit_more_is_served_than_by_storing_everything(model: Lab, tmp_path: Path) -> None:
     rounds = _conversations()

@@ -113,6 +113,7 @@ def test_a_copy_that_leaves_a_clause_out_is_refused(clean: CleanEnvironment, tem
 
 
 @pytest.mark.engine
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_second_engine_is_served_from_the_database(clean: CleanEnvironment, tmp_path: Path) -> None:
     done = clean.run("-P", Path(__file__).with_name("serve.py"), tmp_path, timeout_seconds=500)
