@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.workloads import at_once, check_outputs
 from tests.support.engine.lab import Lab, count, installed, ours, served
 from tests.support.engine.spec import Round, compare
 
@@ -29,14 +30,15 @@ def test_blocks_of_a_late_load_keep_what_other_requests_have_computed(
     rounds = [
         Round(name="stored", prompts=prompt),
         Round(name="late", prompts=prompt, reset_prefix_cache_before=True),
-        Round(name="others", prompts=others, one_at_a_time=False),
     ]
+    workload = at_once("others", others)
     engine: dict[str, Any] = {"num_gpu_blocks_override": 160, "max_model_len": 2048}
     transfer = held(tmp_path / "kv", {"held_until_stored": len(others)}, load_timeout_seconds=0.2)
-    result = lab.run(rounds, transfer, env=installed(tmp_path, "held_disk"), **engine)
+    result = lab.run(rounds, transfer, env=installed(tmp_path, "held_disk"), workloads=[workload], **engine)
 
     assert count(result, "load_timeouts") == 1
     assert compare(lab.reference(rounds, **engine), result) == []
+    check_outputs(lab, [workload], result, small=False, **engine)
     assert count(result, "load_late") > 0, "it came after all, while the others were using the blocks"
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.workloads import check_outputs
+from tests.engine.workloads import at_once, check_outputs
 from tests.support.engine.lab import UNTIL_STORED, Lab, count, objects, ours, served, stock
 from tests.support.engine.spec import Round, RunResult, compare
-from tests.support.workload import Workload, WorkloadRequest
+from tests.support.workload import Workload
 
 MAX_MODEL_LEN = 8192
 """Of the engines that run a workload, whose default is too small for these prompts."""
@@ -35,13 +35,7 @@ def _mixed(lab: Lab) -> Workload:
     """
     known = lab.prompts(700, 2000, family=1)
     prompts = [*lab.prompts(900, family=3), *known, *lab.prompts(2300, family=2, shared_prefix=1900)]
-    return Workload(
-        name="mixed",
-        requests=[
-            WorkloadRequest(name=prompt.name, token_ids=prompt.token_ids, max_tokens=prompt.max_tokens)
-            for prompt in prompts
-        ],
-    )
+    return at_once("mixed", prompts)
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ request runs by itself, see :func:`differences_one_at_a_time`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.support.engine.lab import Lab
-from tests.support.engine.spec import RunResult
+from tests.support.engine.spec import PromptSpec, RunResult
 from tests.support.scores import rescoring, score_problems, token_gaps
-from tests.support.workload import Workload, WorkloadResult, compare_workloads, random_workload
+from tests.support.workload import Workload, WorkloadRequest, WorkloadResult, compare_workloads, random_workload
 
 SEEDS = (1, 2)
 SMALL_CACHE_BLOCKS = {"gemma3": 84, "qwen3_next": 28}
@@ -32,17 +32,26 @@ def run_workloads(
     **engine: Any,
 ) -> RunResult:
     """Run them on a new engine with a cache that holds a few requests, or with ``small=False`` a large one."""
-    return lab.run([], transfer, env, on_line, **{**_engine(lab, workloads, small), **engine})
+    return lab.run([], transfer, env, on_line, **_engine(lab, workloads, small, **engine))
 
 
 def alone(lab: Lab, workloads: list[Workload], *, small: bool = True, **engine: Any) -> RunResult:
     """Run them without offloading, once per session."""
-    return lab.reference([], **{**_engine(lab, workloads, small), **engine})
+    return lab.reference([], **_engine(lab, workloads, small, **engine))
 
 
-def _engine(lab: Lab, workloads: list[Workload], small: bool) -> dict[str, Any]:
+def at_once(name: str, prompts: Sequence[PromptSpec]) -> Workload:
+    """Return a workload whose requests all arrive before the first step."""
+    requests = [
+        WorkloadRequest(name=prompt.name, token_ids=prompt.token_ids, max_tokens=prompt.max_tokens)
+        for prompt in prompts
+    ]
+    return Workload(name=name, requests=requests)
+
+
+def _engine(lab: Lab, workloads: list[Workload], small: bool, **changes: Any) -> dict[str, Any]:
     blocks = SMALL_CACHE_BLOCKS[lab.name] if small else None
-    return {"workloads": workloads, "num_gpu_blocks_override": blocks, "max_model_len": MAX_MODEL_LEN}
+    return {"workloads": workloads, "num_gpu_blocks_override": blocks, "max_model_len": MAX_MODEL_LEN, **changes}
 
 
 def check_outputs(lab: Lab, workloads: list[Workload], result: RunResult, *, small: bool = True, **engine: Any) -> None:
