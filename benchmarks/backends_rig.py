@@ -40,7 +40,7 @@ from offload_core.tiers.calls.call_slots import CallSlots
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.call_size import load_size_of, load_slots_of, store_size_of
-from offload_core.transfer.store_queue import StoreBatch, StoreCall, StoreQueue
+from offload_core.transfer.stores.store_queue import StoreBatch, StoreCall, StoreQueue
 
 MIB = 1024 * 1024
 CHUNK_BYTES = 2 * MIB

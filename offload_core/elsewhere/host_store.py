@@ -44,7 +44,7 @@ from offload_core.tiers.opening import close_tiers, open_tiers
 from offload_core.transfer.batches import TransferObject
 from offload_core.transfer.engine import TransferEngine
 from offload_core.transfer.loads import LoadJob, LoadResult
-from offload_core.transfer.pending_store import StoreResult
+from offload_core.transfer.stores.pending_store import StoreResult
 
 logger = logging.getLogger(__name__)
 

@@ -29,8 +29,8 @@ from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import Layouts, TransferObject
 from offload_core.transfer.jobs import JobTable
 from offload_core.transfer.loads import LoadJob, LoadResult, Loads
-from offload_core.transfer.pending_store import StoreResult
-from offload_core.transfer.stores import Stores
+from offload_core.transfer.stores.pending_store import StoreResult
+from offload_core.transfer.stores.stores import Stores
 
 _WAIT_SECONDS = 0.05
 """Time between two looks for stores that ended without a message, since their process has ended."""

@@ -27,7 +27,7 @@ from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import TransferObject
 from offload_core.transfer.engine import TransferEngine
 from offload_core.transfer.loads import LoadJob, LoadResult
-from offload_core.transfer.pending_store import StoreResult
+from offload_core.transfer.stores.pending_store import StoreResult
 from tests.support.memory_backend import LIMITS, MemoryBackend, key, memory_tier
 
 SECONDS = 30

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from offload_core.runtime.io_loop import IoLoop
-from offload_core.transfer import tier_writer
 from offload_core.transfer.batches import TransferObject
+from offload_core.transfer.stores import tier_writer
 from tests.support.memory_backend import MemoryBackend, key
 from tests.support.transfer_rig import PACK, SECONDS, Rig, item
 

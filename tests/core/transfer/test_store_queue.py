@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from offload_core.transfer.store_queue import BatchState, StoreBatch, StoreCall, StoreQueue
+from offload_core.transfer.stores.store_queue import BatchState, StoreBatch, StoreCall, StoreQueue
 
 
 @dataclass(eq=False)

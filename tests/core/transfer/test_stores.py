@@ -12,9 +12,9 @@ from offload_core.api.backend import StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.objects import format as object_format
 from offload_core.runtime.io_loop import IoLoop
-from offload_core.transfer import tier_writer
-from offload_core.transfer.pending_store import StoreResult
-from offload_core.transfer.store_queue import BatchState
+from offload_core.transfer.stores import tier_writer
+from offload_core.transfer.stores.pending_store import StoreResult
+from offload_core.transfer.stores.store_queue import BatchState
 from tests.support.memory_backend import MemoryBackend, key
 from tests.support.transfer_rig import PACK, SECONDS, Rig, item
 

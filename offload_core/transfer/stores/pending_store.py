@@ -10,7 +10,7 @@ from offload_core.memory.byte_budget import ByteBudget
 from offload_core.memory.staging_shares import TierShare
 from offload_core.memory.staging_size import lease_bytes
 from offload_core.tiers.staged_object import StagedObject
-from offload_core.transfer.store_queue import BatchState, StoreBatch
+from offload_core.transfer.stores.store_queue import BatchState, StoreBatch
 
 
 @dataclass(frozen=True)

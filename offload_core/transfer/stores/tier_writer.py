@@ -22,8 +22,8 @@ from offload_core.runtime.metrics import Counters
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.call_size import CallSize
 from offload_core.transfer.jobs import Job, JobState, JobTable
-from offload_core.transfer.pending_store import PendingStore
-from offload_core.transfer.store_queue import BatchState, StoreBatch, StoreCall, StoreQueue
+from offload_core.transfer.stores.pending_store import PendingStore
+from offload_core.transfer.stores.store_queue import BatchState, StoreBatch, StoreCall, StoreQueue
 
 logger = logging.getLogger(__name__)
 

@@ -42,11 +42,11 @@ from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import Layouts, TransferObject
 from offload_core.transfer.call_size import store_size_of
 from offload_core.transfer.jobs import JobTable
-from offload_core.transfer.pending_store import PendingStore, StoreResult
-from offload_core.transfer.store_grants import StoreGrants
-from offload_core.transfer.store_queue import StoreBatch
-from offload_core.transfer.tier_writer import TierWriter
-from offload_core.transfer.writer_choice import WriterChoice
+from offload_core.transfer.stores.pending_store import PendingStore, StoreResult
+from offload_core.transfer.stores.store_grants import StoreGrants
+from offload_core.transfer.stores.store_queue import StoreBatch
+from offload_core.transfer.stores.tier_writer import TierWriter
+from offload_core.transfer.stores.writer_choice import WriterChoice
 
 _SEALED_BATCHES = 4
 """Batches that one message seals, if the tiers are in another process."""

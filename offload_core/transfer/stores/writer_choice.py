@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.metrics import Counters
 from offload_core.transfer.batches import TransferObject
-from offload_core.transfer.tier_writer import TierWriter
+from offload_core.transfer.stores.tier_writer import TierWriter
 
 
 class WriterChoice:
