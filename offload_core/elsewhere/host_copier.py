@@ -28,6 +28,7 @@ class HostCopier:
     """
 
     takes_pageable_memory = takes_pinned_pieces = True
+    in_parts = None
     gather_bytes = math.inf
 
     def __init__(self, view_of: PlaceView) -> None:

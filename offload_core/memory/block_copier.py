@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload_core.api.one_pass import CHECK_BYTES
 from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.memory.payload_layout import PackLayout
 
 COPY_LOOK_SECONDS = 0.001
 """Time between two looks for the end of a copy on a device."""
+
+OnPart = Callable[[int], object]
+"""Gets the number of bytes of a payload's next part, right after its copy, on the thread that copies.
+
+The parts come in order, without gaps. So the caller finds each part in the processor's cache.
+"""
+
+_Bytes: TypeAlias = npt.NDArray[np.int8]
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,22 @@ class CopyEnd(Protocol):
         ...
 
 
+class PartCopier(Protocol):
+    """The copies of a :class:`BlockCopier` of which each is complete when its call returns."""
+
+    def gather_in_parts(
+        self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor, on_part: OnPart
+    ) -> bool:
+        """Copy blocks into ``payload`` as :meth:`BlockCopier.gather` does, and tell of each part of the payload."""
+        ...
+
+    def scatter_in_parts(
+        self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor, on_part: OnPart
+    ) -> None:
+        """Copy ``payload`` into blocks as :meth:`BlockCopier.scatter` does, and tell of each part of the payload."""
+        ...
+
+
 class BlockCopier(Protocol):
     """Copies between KV cache blocks and payloads. Only the engine's own thread calls it (invariant I2).
 
@@ -56,6 +81,11 @@ class BlockCopier(Protocol):
     @property
     def takes_pinned_pieces(self) -> bool:
         """True if a payload may lie in several pieces of memory that were pinned one by one."""
+        ...
+
+    @property
+    def in_parts(self) -> PartCopier | None:
+        """The same copies in parts, for a caller that reads them meanwhile; ``None`` if copies go on after calls."""
         ...
 
     @property
@@ -125,12 +155,16 @@ class CpuBlockCopier:
 
     For pages of this size, torch would start its thread pool. Those threads then spin for a while on the cores that the
     I/O threads need. Each copy is complete when its call returns.
+
+    Args:
+        part_bytes: maximum number of bytes of one copy. A part of which the caller is told has at least half of them.
     """
 
     takes_pageable_memory = takes_pinned_pieces = True
     gather_bytes = math.inf
 
-    def __init__(self, caches: CanonicalKVCaches) -> None:
+    def __init__(self, caches: CanonicalKVCaches, part_bytes: int = CHECK_BYTES) -> None:
+        self._part_bytes = part_bytes
         self._arrays: list[npt.NDArray[np.int8]] = []
         self.attach(caches)
 
@@ -138,13 +172,26 @@ class CpuBlockCopier:
         """Return whether there is a KV cache; see :class:`BlockCopier`."""
         return bool(self._arrays)
 
+    @property
+    def in_parts(self) -> PartCopier:
+        """This copier."""
+        return self
+
     def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:
         """Copy blocks from the KV cache into ``payload``; see :class:`BlockCopier`."""
+        return self.gather_in_parts(layout, blocks, payload, _to_nobody)
+
+    def gather_in_parts(
+        self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor, on_part: OnPart
+    ) -> bool:
+        """Copy blocks from the KV cache into ``payload``; see :class:`PartCopier`."""
         if not self._arrays:
             return False
-        pages = payload.numpy()
-        for span in copy_spans(layout, blocks):
-            np.copyto(self._pages(pages, span), self._blocks(span))
+        parts = _Parts(on_part, self._part_bytes // 2)
+        for pages, cached, end in self._copies(layout, blocks, payload.numpy()):
+            np.copyto(pages, cached)
+            parts.copied_to(end)
+        parts.ended(len(payload))
         return True
 
     def gathers_end(self) -> None:
@@ -152,10 +199,18 @@ class CpuBlockCopier:
 
     def scatter(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> None:
         """Copy blocks from ``payload`` into the KV cache; see :class:`BlockCopier`."""
+        self.scatter_in_parts(layout, blocks, payload, _to_nobody)
+
+    def scatter_in_parts(
+        self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor, on_part: OnPart
+    ) -> None:
+        """Copy blocks from ``payload`` into the KV cache; see :class:`PartCopier`."""
         check_attached(self._arrays)
-        pages = payload.numpy()
-        for span in copy_spans(layout, blocks):
-            np.copyto(self._blocks(span), self._pages(pages, span))
+        parts = _Parts(on_part, self._part_bytes // 2)
+        for pages, cached, end in self._copies(layout, blocks, payload.numpy()):
+            np.copyto(cached, pages)
+            parts.copied_to(end)
+        parts.ended(len(payload))
 
     def scatters_end(self) -> None:
         """Return ``None``: the scatters are complete."""
@@ -174,12 +229,51 @@ class CpuBlockCopier:
         """Copy from and to these tensors; see :class:`CacheCopier`."""
         self._arrays = [tensor.tensor.numpy() for tensor in caches.tensors]
 
-    def _blocks(self, span: CopySpan) -> npt.NDArray[np.int8]:
-        return self._arrays[span.tensor_index][span.block_id : span.block_id + span.blocks, : span.page_bytes]
+    def _copies(
+        self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: _Bytes
+    ) -> Iterator[tuple[_Bytes, _Bytes, int]]:
+        """Yield the copies of one payload: the bytes in it, those in the KV cache, and the end of those in it."""
+        for span in copy_spans(layout, blocks):
+            cached = self._arrays[span.tensor_index][span.block_id : span.block_id + span.blocks, : span.page_bytes]
+            start = span.offset_bytes
+            whole = payload[start : start + span.blocks * span.page_bytes].reshape(span.blocks, span.page_bytes)
+            rows = max(1, self._part_bytes // span.page_bytes)
+            columns = min(self._part_bytes, span.page_bytes)
+            for row in range(0, span.blocks, rows):
+                for column in range(0, span.page_bytes, columns):
+                    part = whole[row : row + rows, column : column + columns]
+                    end = start + row * span.page_bytes + column + part.size
+                    yield part, cached[row : row + rows, column : column + columns], end
 
-    def _pages(self, payload: npt.NDArray[np.int8], span: CopySpan) -> npt.NDArray[np.int8]:
-        end = span.offset_bytes + span.blocks * span.page_bytes
-        return payload[span.offset_bytes : end].reshape(span.blocks, span.page_bytes)
+
+class _Parts:
+    """The parts of one payload, of which a caller is told once they have ``least_bytes`` bytes.
+
+    Slots that get no page count as well: with the part that follows them.
+    """
+
+    def __init__(self, on_part: OnPart, least_bytes: int) -> None:
+        self._on_part = on_part
+        self._least_bytes = least_bytes
+        self._told = 0
+
+    def copied_to(self, end: int) -> None:
+        """Note that all bytes before ``end`` are copied. The ends never decrease."""
+        if end - self._told >= self._least_bytes:
+            self._tell(end)
+
+    def ended(self, nbytes: int) -> None:
+        """Tell of the rest of a payload of ``nbytes`` bytes."""
+        if nbytes > self._told:
+            self._tell(nbytes)
+
+    def _tell(self, end: int) -> None:
+        told, self._told = self._told, end
+        self._on_part(end - told)
+
+
+def _to_nobody(nbytes: int) -> None:
+    """Take the number of bytes of a part, and do nothing."""
 
 
 def check_attached(tensors: Sequence[object]) -> None:

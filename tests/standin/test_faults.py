@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 
 import pytest
+import torch
 
-from offload_core.memory.block_copier import CpuBlockCopier
+from offload_core.memory.block_copier import BlockSlice, CpuBlockCopier, OnPart
+from offload_core.memory.payload_layout import PackLayout
 from tests.standin.rig import Rig
 from tests.standin.scripted_disk import Script
 from tests.support.standin.cache import WrongBytesError
@@ -231,21 +234,27 @@ def test_failed_loads_do_not_stop_the_engine(rig: Rig) -> None:
 def test_the_stand_in_sees_wrong_bytes(
     rig: Rig, model: StandInModel, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    scatter, gather = CpuBlockCopier.scatter, CpuBlockCopier.gather
+    scatter, gather = CpuBlockCopier.scatter_in_parts, CpuBlockCopier.gather_in_parts
+
+    def gather_a_wrong_byte(
+        self: CpuBlockCopier, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor, on_part: OnPart
+    ) -> bool:
+        def spoil(nbytes: int) -> None:
+            payload[-1:].add_(1)
+            on_part(nbytes)
+
+        return gather(self, layout, blocks, payload, spoil)
+
     if broken == "scatter nothing":
-        monkeypatch.setattr(CpuBlockCopier, "scatter", lambda *_: None)
+        monkeypatch.setattr(CpuBlockCopier, "scatter_in_parts", lambda *_: None)
     elif broken == "scatter elsewhere":
         monkeypatch.setattr(
             CpuBlockCopier,
-            "scatter",
-            lambda self, layout, blocks, payload: scatter(self, layout, blocks, payload.flip(0)),
+            "scatter_in_parts",
+            lambda self, layout, blocks, payload, on_part: scatter(self, layout, blocks, payload.flip(0), on_part),
         )
     else:
-        monkeypatch.setattr(
-            CpuBlockCopier,
-            "gather",
-            lambda self, layout, blocks, payload: (gather(self, layout, blocks, payload), payload[-1:].add_(1))[0],
-        )
+        monkeypatch.setattr(CpuBlockCopier, "gather_in_parts", gather_a_wrong_byte)
     stored(rig, model)
     engine = rig.engine(model)
     with pytest.raises(WrongBytesError, match=r"request r1, step from token .* group "):

@@ -10,7 +10,7 @@ import torch
 from offload_core.memory.block_copier import BlockSlice
 from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.memory.payload_layout import PackLayout
-from tests.support.transfer_rig import Rig, WatchedCopier
+from tests.support.transfer_rig import Rig, WholeCopier
 
 
 class Stream:
@@ -52,7 +52,7 @@ class StreamPoint:
         return self._stream.has_done(self._number)
 
 
-class HeldCopier(WatchedCopier):
+class HeldCopier(WholeCopier):
     """Gathers read their blocks at once, as later work of the engine would follow them; the payload is filled later.
 
     Scatters read the payload and write the blocks later. Work of the engine, which the test does itself, happens at

@@ -14,7 +14,7 @@ from offload_core.api.backend import BackendType
 from offload_core.api.memory.pinned_memory import HostPinning
 from offload_core.config.model import BackendConfig, TierConfig
 from offload_core.io_process.processes import IoProcesses
-from offload_core.memory.block_copier import BlockSlice, CpuBlockCopier
+from offload_core.memory.block_copier import BlockSlice, CpuBlockCopier, OnPart
 from offload_core.memory.canonical import CanonicalKVCaches, LayerPages
 from offload_core.memory.payload_layout import PackLayout
 from offload_core.memory.staging_pool import StagingPool
@@ -41,13 +41,23 @@ class WatchedCopier(CpuBlockCopier):
         super().__init__(caches)
         self.threads: set[threading.Thread] = set()
 
-    def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:
+    def gather_in_parts(
+        self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor, on_part: OnPart
+    ) -> bool:
         self.threads.add(threading.current_thread())
-        return super().gather(layout, blocks, payload)
+        return super().gather_in_parts(layout, blocks, payload, on_part)
 
-    def scatter(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> None:
+    def scatter_in_parts(
+        self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor, on_part: OnPart
+    ) -> None:
         self.threads.add(threading.current_thread())
-        super().scatter(layout, blocks, payload)
+        super().scatter_in_parts(layout, blocks, payload, on_part)
+
+
+class WholeCopier(WatchedCopier):
+    """A copier that tells of no parts, as for a device. Objects are sealed after their copies."""
+
+    in_parts = None  # type: ignore[assignment]
 
 
 def disk_tier(name: str, path: str) -> TierConfig:

@@ -98,6 +98,7 @@ class StreamBlockCopier:
     """
 
     takes_pageable_memory = False
+    in_parts = None
 
     def __init__(
         self,

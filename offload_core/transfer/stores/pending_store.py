@@ -31,6 +31,7 @@ class PendingStore:
         age: smaller for an older object.
         budget: it gets the bytes of the lease back after their release; ``None`` for an object in lent memory.
         promotion: whether the object was loaded from another tier; nobody waits for its result.
+        sealed: whether the object has its header already.
         report: receives the result, as soon as one tier has the object or every tier has decided that it has not.
         on_released: called after the release of the memory.
     """
@@ -42,6 +43,7 @@ class PendingStore:
         budget: ByteBudget | None,
         *,
         promotion: bool,
+        sealed: bool,
         report: Callable[[StoreResult], None],
         on_released: Callable[[], None],
     ) -> None:
@@ -50,6 +52,7 @@ class PendingStore:
         self.key = staged.key
         self.nbytes = staged.lease.nbytes
         self.promotion = promotion
+        self.sealed = sealed
         self._budget = budget
         self._report = None if promotion else report
         self._on_released = on_released

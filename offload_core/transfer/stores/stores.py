@@ -10,14 +10,12 @@ longest waiting objects are dropped.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import heapq
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -33,16 +31,15 @@ from offload_core.memory.staging_size import in_batches, lease_bytes
 from offload_core.objects.format import HEADER_BYTES, object_bytes
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import DaemonExecutor
 from offload_core.tiers.calls.lent_objects import LentObject, WantedObject
 from offload_core.tiers.opening import TierProcesses
-from offload_core.tiers.staged_object import StagedObject, seal_all
-from offload_core.tiers.storage import StorageAwayError
+from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import Layouts, TransferObject
 from offload_core.transfer.call_size import store_size_of
 from offload_core.transfer.jobs import JobTable
 from offload_core.transfer.stores.pending_store import PendingStore, StoreResult
+from offload_core.transfer.stores.sealing import Sealing
 from offload_core.transfer.stores.store_grants import StoreGrants
 from offload_core.transfer.stores.store_queue import StoreBatch
 from offload_core.transfer.stores.tier_writer import TierWriter
@@ -112,8 +109,7 @@ class Stores:
         self._promotions: list[tuple[PendingStore, list[TierWriter]]] = []
         self._results: deque[StoreResult] = deque()
         self._running: set[Future[None]] = set()
-        self._processes = processes
-        self._sealers = DaemonExecutor(2, "offload-seal")
+        self._sealing = Sealing(copier, processes)
 
     def submit(self, objects: Sequence[TransferObject], *, busy: bool = False) -> None:
         """Copy the objects' blocks now, to staging or lent memory, and store them later on the tiers that take them.
@@ -152,16 +148,15 @@ class Stores:
             may_drop = not item.spare or not all(writer.limits_spares for writer in willing)
             writers = self._choice.charge(willing, nbytes, "store_dropped", may_drop=may_drop)
             lease = self._lease_to_gather(nbytes, may_drop=may_drop) if writers else None
-            if lease is not None and not self._copier.gather(layout, item.blocks, lease.tensor[HEADER_BYTES:]):
+            if lease is not None and (store := self._gather(item, layout, writers, lease)) is not None:
+                new.append((store, writers))
+                continue
+            if lease is not None:
                 lease.release()
                 self.budget.give_back(lease_bytes(nbytes))
-                lease = None
-            if lease is None:
-                self._choice.discharge(writers, nbytes, "store_dropped")
-                self._results.append(StoreResult(item.key, stored=False))
-                continue
-            new.append((self._new_store(StagedObject(item.key, lease, spare=item.spare), promotion=False), writers))
-        self._begin(new, submitted, sealed=False, copied=self._copier.gathers_end() if new else None)
+            self._choice.discharge(writers, nbytes, "store_dropped")
+            self._results.append(StoreResult(item.key, stored=False))
+        self._begin(new, submitted, copied=self._copier.gathers_end() if new else None)
 
     def announce(
         self, objects: Sequence[TransferObject], *, busy: bool, after_touch: Callable[[str, Callable[[], None]], None]
@@ -211,7 +206,7 @@ class Stores:
             self.budget.give_back(lease_bytes(lease.nbytes))
             self._choice.discharge(writers, lease.nbytes, "promotions_dropped")
             return False
-        self._promotions.append((self._new_store(StagedObject(key, staged), promotion=True), writers))
+        self._promotions.append((self._new_store(StagedObject(key, staged), sealed=True, promotion=True), writers))
         return True
 
     def _staging_for_promotion(self, lease: Lease | LentObject) -> Lease | None:
@@ -228,7 +223,7 @@ class Stores:
         """Start the stores of promoted objects."""
         if self._promotions:
             promotions, self._promotions = self._promotions, []
-            self._begin(promotions, time.monotonic(), sealed=True)
+            self._begin(promotions, time.monotonic())
 
     def take_results(self) -> list[StoreResult]:
         """Return the results of submitted objects since the last call. Each object has one result.
@@ -259,7 +254,7 @@ class Stores:
                 writer.cancel_all()
         for writer in self._writers:
             self._io.loop.call_soon_threadsafe(writer.stop_timer)
-        self._sealers.shutdown()
+        self._sealing.close()
 
     def _ended_before_copy(self, key: ObjectKey, willing: Sequence[TierWriter], outcome: StoreOutcome) -> None:
         """Report an object whose tier needs no copy of it, or rejects it."""
@@ -274,13 +269,21 @@ class Stores:
     ) -> PendingStore | None:
         """Copy an object's blocks into the memory that its only tier has lent; ``None`` if it is dropped."""
         writers = self._choice.charge(willing, lent.nbytes, "store_dropped", may_drop=not item.spare)
-        if writers and self._copier.gather(layout, item.blocks, lent.tensor[HEADER_BYTES:]):
+        if writers and (store := self._gather(item, layout, writers, lent)) is not None:
             self._counters.add("store_lent", writers[0].name)
-            return self._new_store(StagedObject(item.key, lent, spare=item.spare), promotion=False)
+            return store
         lent.release()
         self._choice.discharge(writers, lent.nbytes, "store_dropped")
         self._results.append(StoreResult(item.key, stored=False))
         return None
+
+    def _gather(
+        self, item: TransferObject, layout: PackLayout, writers: Sequence[TierWriter], memory: Lease | LentObject
+    ) -> PendingStore | None:
+        """Copy an object's blocks into its memory; ``None`` if the copier refuses."""
+        by_tier = len(writers) == 1 and writers[0].tier.seals_stores
+        gathered = self._sealing.gather(item, layout, memory, by_tier=by_tier)
+        return None if gathered is None else self._new_store(*gathered, promotion=False)
 
     def _lease_to_gather(self, nbytes: int, *, may_drop: bool) -> Lease | None:
         """Lease staging memory; if it is full, drop the oldest waiting objects."""
@@ -307,12 +310,13 @@ class Stores:
                 self._writer_of[name].drop(batch, oldest)
         return True
 
-    def _new_store(self, staged: StagedObject, *, promotion: bool) -> PendingStore:
+    def _new_store(self, staged: StagedObject, sealed: bool, *, promotion: bool) -> PendingStore:
         return PendingStore(
             next(self._ages),
             staged,
             None if isinstance(staged.lease, LentObject) else self.budget,
             promotion=promotion,
+            sealed=sealed,
             report=self._results.append,
             on_released=self._store_ended,
         )
@@ -328,7 +332,6 @@ class Stores:
         new: Sequence[tuple[PendingStore, list[TierWriter]]],
         submitted: float,
         *,
-        sealed: bool,
         copied: CopyEnd | None = None,
     ) -> None:
         """Add objects to the writers of the tiers that are charged for them.
@@ -338,14 +341,9 @@ class Stores:
         """
         writers_of = dict(new)
         batches: list[tuple[list[PendingStore], _Parts]] = []
-        sealing = {writer for writer in self._writers if writer.tier.seals_stores}
         with self._lock:  # no tier may decide on an object before all its tiers are assigned
             self._pending += len(writers_of)
             for batch in in_batches(list(writers_of), _payload_bytes, self._batch_times):
-                takers = [writers_of[store] for store in batch]
-                if not sealed and all(len(some) == 1 and sealing.issuperset(some) for some in takers):
-                    for store in batch:  # by its only tier
-                        store.staged = replace(store.staged, unsealed=True)
                 shares = [
                     (writer, [store for store in batch if writer in writers_of[store]]) for writer in self._writers
                 ]
@@ -354,7 +352,7 @@ class Stores:
             if writer.needs_timer:
                 self._io.loop.call_soon_threadsafe(writer.start_timer)
         for batch, parts in batches:
-            if copied is None and (sealed or all(store.staged.unsealed for store in batch)):
+            if copied is None and all(store.sealed or store.staged.unsealed for store in batch):
                 for writer, part in parts:
                     writer.prepared(part)
             else:
@@ -367,19 +365,12 @@ class Stores:
             while copied is not None and not copied.has_passed():  # noqa: ASYNC110 - a device wakes no event loop
                 await asyncio.sleep(COPY_LOOK_SECONDS)
             if not all(batch.expired for _, batch in parts):
-                if to_seal := [store.staged for store in stores if not store.staged.unsealed]:
-                    await self._seal(to_seal)
+                if to_seal := [store.staged for store in stores if not (store.sealed or store.staged.unsealed)]:
+                    await self._sealing.seal(to_seal)
                 sealed = True
         finally:
             for writer, batch in parts:
                 writer.prepared(batch, sealed=sealed)
-
-    async def _seal(self, objects: Sequence[StagedObject]) -> None:
-        if self._processes is not None:
-            with contextlib.suppress(StorageAwayError):
-                await self._processes.seal(objects)
-                return
-        await asyncio.get_running_loop().run_in_executor(self._sealers, seal_all, objects)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Start a coroutine on the I/O loop, from any thread."""

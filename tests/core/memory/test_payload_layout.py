@@ -27,6 +27,7 @@ class Case:
     """One per unique tensor: (blocks, padded page bytes)."""
     layers: list[list[tuple[int, int]]]
     pack: Pack
+    caches: CanonicalKVCaches
     layout: PackLayout
     copier: CpuBlockCopier
 
@@ -56,7 +57,9 @@ def build(
         GroupGeometry(index, unit // count, HitPolicy("full")) for index, count in enumerate(blocks_per_unit)
     )
     pack = Pack("full-u24", unit, HitPolicy("full"), unit, groups)
-    return Case(memories, layers, pack, PackLayout.build(pack, caches, range(len(groups))), CpuBlockCopier(caches))
+    return Case(
+        memories, layers, pack, caches, PackLayout.build(pack, caches, range(len(groups))), CpuBlockCopier(caches)
+    )
 
 
 @st.composite
@@ -133,6 +136,47 @@ def test_a_scatter_of_some_slots_fills_exactly_their_blocks(case: Case, data: st
             offset += size * case.pack.stored_blocks(group)
     case.copier.scatter(case.layout, blocks, payload)
     assert all(map(torch.equal, case.memories, expected))
+
+
+@given(case=cases(), data=st.data(), part_bytes=st.integers(1, 200))
+def test_copies_in_parts_tell_of_each_byte_once_and_in_order(case: Case, data: st.DataObject, part_bytes: int) -> None:
+    copier = CpuBlockCopier(case.caches, part_bytes)
+    blocks = draw_blocks(data, case, whole=data.draw(st.booleans(), label="whole"))
+    gathered = torch.full((case.layout.payload_bytes,), 99, dtype=torch.int8)
+    case.copier.gather(case.layout, blocks, gathered)
+    payload = torch.full_like(gathered, 99)
+    sizes: list[int] = []
+
+    def is_final(nbytes: int) -> None:
+        sizes.append(nbytes)
+        assert torch.equal(payload[: sum(sizes)], gathered[: sum(sizes)])
+
+    assert copier.gather_in_parts(case.layout, blocks, payload, is_final)
+    assert sum(sizes) == len(payload)
+    assert all(nbytes >= part_bytes // 2 for nbytes in sizes[:-1])
+    assert torch.equal(payload, gathered)
+
+    for memory in case.memories:
+        memory.add_(1)
+    expected = [memory.clone() for memory in case.memories]
+    case.copier.scatter(case.layout, blocks, payload)
+    scattered = [memory.clone() for memory in case.memories]
+    for memory, other in zip(case.memories, expected, strict=True):
+        memory.copy_(other)
+    told: list[int] = []
+    copier.scatter_in_parts(case.layout, blocks, payload, told.append)
+    assert told == sizes
+    assert all(map(torch.equal, case.memories, scattered))
+
+
+def test_a_large_page_is_copied_in_parts() -> None:
+    case = build([[(0, 1000)]], [24], [1], seed=1)
+    copier = CpuBlockCopier(case.caches, part_bytes=300)
+    told: list[int] = []
+    payload = torch.empty(case.layout.payload_bytes, dtype=torch.int8)
+    assert copier.gather_in_parts(case.layout, [BlockSlice(0, (3,))], payload, told.append)
+    assert told == [300, 300, 300, 100]
+    assert torch.equal(payload, case.memories[0][3, :1000])
 
 
 @given(case=cases(), data=st.data())

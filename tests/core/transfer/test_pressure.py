@@ -17,7 +17,7 @@ from offload_core.objects.format import object_bytes
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.transfer.batches import TransferObject
 from tests.support.memory_backend import key
-from tests.support.transfer_rig import PACK, SECONDS, Rig, item
+from tests.support.transfer_rig import PACK, SECONDS, Rig, WholeCopier, item
 
 MIB = 1024 * 1024
 
@@ -168,8 +168,9 @@ def test_a_pool_that_is_too_small_is_a_problem_with_a_size_that_works() -> None:
 
 
 def test_a_batch_that_cannot_be_sealed_gives_its_memory_back_is_reported_and_harms_no_other(
-    rig: Rig, caplog: pytest.LogCaptureFixture
+    io: IoLoop, caplog: pytest.LogCaptureFixture
 ) -> None:
+    rig = Rig(io, make_copier=WholeCopier)
     rig.add_memory_tier()
     engine = rig.start()
     bad = TransferObject(key(1, PACK)._replace(chunk_hash=bytes(65)), (BlockSlice(0, (1,)),))
@@ -181,6 +182,7 @@ def test_a_batch_that_cannot_be_sealed_gives_its_memory_back_is_reported_and_har
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
     assert "unexpected error" in caplog.text
     assert rig.store_all(item(1, block=1)) == {1: True}
+    rig.finish()
 
 
 def test_i3_a_tier_that_cancels_its_own_store_does_not_take_the_memory_from_another(rig: Rig) -> None:

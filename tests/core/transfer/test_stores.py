@@ -16,7 +16,7 @@ from offload_core.transfer.stores import tier_writer
 from offload_core.transfer.stores.pending_store import StoreResult
 from offload_core.transfer.stores.store_queue import BatchState
 from tests.support.memory_backend import MemoryBackend, key
-from tests.support.transfer_rig import PACK, SECONDS, Rig, item
+from tests.support.transfer_rig import PACK, SECONDS, Rig, WholeCopier, item
 
 LEASE = 2 * 4096
 """Bytes of staging that an object of the rig takes."""
@@ -239,8 +239,9 @@ def test_a_waiting_store_is_dropped_at_its_deadline_and_its_memory_released(rig:
 
 
 def test_an_object_being_sealed_at_its_deadline_keeps_its_memory_until_the_seal_is_done(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    io: IoLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rig = Rig(io, make_copier=WholeCopier)
     backend = rig.add_memory_tier(store_timeout_seconds=0.02)
     rig.start()
     go_on = threading.Event()
@@ -252,6 +253,7 @@ def test_an_object_being_sealed_at_its_deadline_keeps_its_memory_until_the_seal_
     assert rig.engine.drain_stores(SECONDS)
     assert "prepare_store" not in backend.calls, "nobody wants it any more"
     assert (rig.counted("store_timeouts"), rig.counted("jobs_timed_out"), rig.counted("jobs_retired")) == (1, 1, 1)
+    rig.finish()
 
 
 def test_one_tiers_deadline_is_not_the_others(rig: Rig) -> None:
