@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -14,16 +14,21 @@ import numpy as np
 from benchmarks.backends_process import OurProcess
 from benchmarks.backends_rig import Memory
 from offload_core.api.backend import LoadOutcome
+from offload_core.api.one_pass import CHECK_BYTES
+from offload_core.objects.arriving_object import ArrivingObject
+from offload_core.objects.departing_object import DepartingObject
+from offload_core.objects.format import HEADER_BYTES
 from offload_core.tiers.calls.lent_objects import LendingEnd, LentObject, WantedObject
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.transfer.call_size import CallSize
 
-Copies = list[tuple[memoryview, memoryview]]
+_Copy = Callable[[], None]
 
 
 class OurLentMemory(OurProcess):
     """A tier whose memory is copied to and from directly, without staging memory.
 
+    As on a CPU engine, each part of an object is hashed right after its copy, on the thread that copies.
     One thread sends the calls and takes their ends, as the engine's does. As many threads as the tier has copy; one
     thread does both.
     """
@@ -37,7 +42,7 @@ class OurLentMemory(OurProcess):
         """Reserve lent memory, fill it, and store it where it is."""
 
         def store(batch: list[StagedObject], lent: list[LentObject], done: Callable[[], None]) -> None:
-            filled = [StagedObject(one.key, at, unsealed=True) for one, at in zip(batch, lent, strict=True)]
+            filled = [StagedObject(one.key, at) for one, at in zip(batch, lent, strict=True)]
 
             def ended(stored: Sequence[bool]) -> None:
                 if not all(stored):
@@ -49,7 +54,7 @@ class OurLentMemory(OurProcess):
                 raise SystemExit(f"{self.name}: the tier refused a call")
 
         def reserved(batch: list[StagedObject], lent: list[LentObject], done: Callable[[], None]) -> None:
-            copies = [(at.view, one.lease.view) for one, at in zip(batch, lent, strict=True)]
+            copies = [partial(_copy_and_seal, at.view, one) for one, at in zip(batch, lent, strict=True)]
             self._copy(copies, partial(store, batch, lent, done))
 
         self._run_all(self._tier.lending.start_reserve, objects, None, self._store_size, reserved)
@@ -62,9 +67,10 @@ class OurLentMemory(OurProcess):
                 _release(lent)
                 done()
 
-            self._copy([(one.lease.view, at.view) for one, at in zip(batch, lent, strict=True)], copied)
+            self._copy([partial(_copy_and_verify, one, at.view) for one, at in zip(batch, lent, strict=True)], copied)
 
-        self._run_all(self._tier.lending.start_borrow, objects, LoadOutcome.HIT, self._load_size, borrowed)
+        start = partial(self._tier.lending.start_borrow, verify=False)
+        self._run_all(start, objects, LoadOutcome.HIT, self._load_size, borrowed)
 
     def _run_all(
         self,
@@ -110,10 +116,11 @@ class OurLentMemory(OurProcess):
             if unfinished and not (left and running < self._load_slots.slots):
                 self._wait()
 
-    def _copy(self, copies: Copies, then: Callable[[], None]) -> None:
+    def _copy(self, copies: Sequence[_Copy], then: Callable[[], None]) -> None:
         """Copy now, or divide the copies among the threads that copy."""
         if self._copiers is None:
-            _copy_all(copies)
+            for copy in copies:
+                copy()
             then()
             return
         left = len(copies)
@@ -124,7 +131,7 @@ class OurLentMemory(OurProcess):
             if not left:
                 then()
 
-        self._copying += [(self._copiers.submit(_copy_all, [copy]), one_ended) for copy in copies]
+        self._copying += [(self._copiers.submit(copy), one_ended) for copy in copies]
 
     def _end_copies(self) -> None:
         while self._copying and self._copying[0][0].done():
@@ -142,9 +149,29 @@ class OurLentMemory(OurProcess):
             self._copiers.shutdown()
 
 
-def _copy_all(copies: Copies) -> None:
-    for target, source in copies:
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+def _copy_and_seal(target: memoryview, staged: StagedObject) -> None:
+    seal = DepartingObject(target, staged.key)
+    for nbytes in _copied_parts(target, staged.lease.view):
+        seal.stored(nbytes)
+    seal.seal()
+
+
+def _copy_and_verify(staged: StagedObject, source: memoryview) -> None:
+    check = ArrivingObject(source, staged.key)
+    check.filled(HEADER_BYTES)
+    for nbytes in _copied_parts(staged.lease.view, source):
+        check.filled(nbytes)
+    if not check.passed:
+        raise SystemExit(f"{staged.key} is damaged in lent memory")
+
+
+def _copied_parts(target: memoryview, source: memoryview) -> Iterator[int]:
+    """Copy a payload part by part, and yield the bytes of each part."""
+    to, of = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
+    for start in range(HEADER_BYTES, len(to), CHECK_BYTES):
+        part = to[start : start + CHECK_BYTES]
+        np.copyto(part, of[start : start + CHECK_BYTES])
+        yield len(part)
 
 
 def _release(lent: list[LentObject]) -> None:

@@ -25,7 +25,7 @@ from offload_core.tiers.storage import StoreEnd
 
 T = TypeVar("T")
 
-VERSION: Final = 7
+VERSION: Final = 8
 """It rises with each change of a message."""
 
 NO_PIECE: Final = 2**64 - 1

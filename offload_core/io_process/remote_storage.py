@@ -158,24 +158,28 @@ class RemoteStorage:
             _release(scratch)
             raise
 
-    def start_borrow(self, wanted: Sequence[WantedObject], on_end: LendingEnded[LoadOutcome]) -> None:
+    def start_borrow(self, wanted: Sequence[WantedObject], on_end: LendingEnded[LoadOutcome], *, verify: bool) -> None:
         """Let the backend lend stored objects; see :class:`TierStorage`."""
-        self._start_lending(Kind.BORROW, wanted, lambda answer: answer.borrowed(len(wanted)), on_end)
+        body = protocol.pack_flags([verify]) + protocol.pack_wanted(wanted)
+        self._start_lending(Kind.BORROW, wanted, body, lambda answer: answer.borrowed(len(wanted)), on_end)
 
     def start_reserve(self, wanted: Sequence[WantedObject], on_end: LendingEnded[StoreOutcome]) -> None:
         """Let the backend lend memory for objects that will be stored; see :class:`TierStorage`."""
-        self._start_lending(Kind.RESERVE, wanted, lambda answer: answer.reserved(len(wanted)), on_end)
+        body = protocol.pack_wanted(wanted)
+        self._start_lending(Kind.RESERVE, wanted, body, lambda answer: answer.reserved(len(wanted)), on_end)
 
     def _start_lending(
         self,
         kind: Kind,
         wanted: Sequence[WantedObject],
+        body: bytes,
         read: Callable[[protocol.Reader], tuple[list[OutcomeT | None], list[int]]],
         on_end: LendingEnded[OutcomeT],
     ) -> None:
         """Send a request that lends.
 
         Args:
+            body: the request, without its number.
             read: reads the outcomes, and the positions in the lent memory, from the answer.
         """
         direct = self._direct()  # before the memory: a process never gets a call for the memory of the one before it
@@ -195,7 +199,7 @@ class RemoteStorage:
             give_back = memory.use(partial(self._tell, Kind.GIVE_BACK, self.number, number_bytes))
             return LendingEnd(outcomes, lend(views, give_back, number, offsets))
 
-        self._send_direct(kind, number_bytes + protocol.pack_wanted(wanted), read_end, on_end, direct)
+        self._send_direct(kind, number_bytes + body, read_end, on_end, direct)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """Remove objects."""

@@ -26,7 +26,7 @@ COUNTERS = {
     "loads_declined": "loads not begun, because they were expected to take longer than to compute",
     "load_wait_seconds": "seconds that requests waited for their loads",
     "prefill_seconds_saved": "seconds of prefill saved by complete loads, as estimated from the engine's steps",
-    "load_hits": "objects loaded and verified",
+    "load_hits": "objects loaded and verified; one that is damaged in lent memory may be in load_corrupt too",
     "load_lent": "objects among these that were copied from the tier's own memory, without staging memory",
     "load_kept": "objects copied within a step from memory lent for an earlier load; they are not among load_hits",
     "load_missing": "objects that a lookup found and the load did not",

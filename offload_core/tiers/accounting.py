@@ -91,10 +91,14 @@ class TierAccounting:
         self._add("load_hits", hits)
         self._add("load_bytes", end.stored_bytes)
         self._add("load_read_twice", end.read_twice)
-        self._add("load_corrupt", len(corrupt))
         self._emit(events.LoadsEnded(self._tier, hits, missing, len(corrupt), 0, end.stored_bytes, seconds))
         if corrupt:
-            self._emit(events.ObjectsDamaged(self._tier, corrupt))
+            self.damaged(corrupt)
+
+    def damaged(self, keys: tuple[ObjectKey, ...]) -> None:
+        """Count and report objects that are damaged."""
+        self._add("load_corrupt", len(keys))
+        self._emit(events.ObjectsDamaged(self._tier, keys))
 
     def load_failed(self, objects: int, seconds: float) -> None:
         """Count a batch of ``objects`` whose load raised after ``seconds``."""

@@ -139,8 +139,8 @@ class TierStorage(Protocol):
         """
         ...
 
-    def start_borrow(self, wanted: Sequence[WantedObject], on_end: LendingEnded[LoadOutcome]) -> None:
-        """Let the backend lend stored objects, and verify them.
+    def start_borrow(self, wanted: Sequence[WantedObject], on_end: LendingEnded[LoadOutcome], *, verify: bool) -> None:
+        """Let the backend lend stored objects, and verify them unless the borrower does so.
 
         Raises:
             StorageAwayError: ``on_end`` will not be called.
@@ -271,19 +271,19 @@ class LocalStorage:
         """Start :meth:`store` on the I/O loop; see :class:`TierStorage`."""
         self._start(self.store(objects, staging), on_end)
 
-    async def borrow(self, wanted: Sequence[WantedObject]) -> Lent[LoadOutcome]:
-        """Let the backend lend stored objects, and verify them."""
+    async def borrow(self, wanted: Sequence[WantedObject], *, verify: bool) -> Lent[LoadOutcome]:
+        """Let the backend lend stored objects, and verify them unless the borrower does so."""
         self._shared.call_begins()
-        return await self._objects.borrow(wanted)
+        return await self._objects.borrow(wanted, verify=verify)
 
     async def reserve(self, wanted: Sequence[WantedObject]) -> Lent[StoreOutcome]:
         """Let the backend lend memory for objects that will be stored."""
         self._shared.call_begins()
         return await self._objects.reserve(wanted)
 
-    def start_borrow(self, wanted: Sequence[WantedObject], on_end: LendingEnded[LoadOutcome]) -> None:
+    def start_borrow(self, wanted: Sequence[WantedObject], on_end: LendingEnded[LoadOutcome], *, verify: bool) -> None:
         """Start :meth:`borrow` on the I/O loop; see :class:`TierStorage`."""
-        self._start(self.borrow(wanted), partial(self._lend, on_end))
+        self._start(self.borrow(wanted, verify=verify), partial(self._lend, on_end))
 
     def start_reserve(self, wanted: Sequence[WantedObject], on_end: LendingEnded[StoreOutcome]) -> None:
         """Start :meth:`reserve` on the I/O loop; see :class:`TierStorage`."""

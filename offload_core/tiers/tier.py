@@ -331,13 +331,18 @@ class Tier:
             self._accounting.load_failed(len(objects), seconds)
             return [None] * len(objects)
         self.health.succeeded(call)
-        pairs = zip(objects, end.outcomes, strict=True)
-        self._changes.add((staged.key for staged, outcome in pairs if outcome is not LoadOutcome.HIT), present=False)
-        self._changes.found(
-            one.key for one, outcome in zip(objects, end.outcomes, strict=True) if outcome is LoadOutcome.HIT
-        )
+        pairs = list(zip(objects, end.outcomes, strict=True))
+        self._changes.add((one.key for one, outcome in pairs if outcome is not LoadOutcome.HIT), present=False)
+        self._changes.found(one.key for one, outcome in pairs if outcome is LoadOutcome.HIT)
         self._accounting.loaded(objects, end, seconds)
         return list(end.outcomes)
+
+    def found_damaged(self, key: ObjectKey, reason: str) -> None:
+        """Delete an object that was lent unverified and is damaged, and log the reason. Any thread may call this."""
+        logger.warning("%s: damaged object, deleting it: %s", self.label, reason)
+        self._changes.add([key], present=False)
+        self._accounting.damaged((key,))
+        self._start_delete([key], lambda: None)
 
     def _store_ended(
         self,

@@ -27,6 +27,7 @@ from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import Layouts, TransferObject
 from offload_core.transfer.jobs import Job, JobState, JobTable
 from offload_core.transfer.kept_objects import KeptObjects
+from offload_core.transfer.lent_copy import scatter_and_verify
 from offload_core.transfer.tier_reader import TierReader
 
 
@@ -114,7 +115,7 @@ class _Arrival:
     job: Job
     key: ObjectKey
     lease: Lease | LentObject | None
-    """The loaded, verified object; ``None`` if the load of this object failed."""
+    """The loaded object; ``None`` if its load failed. A lent one may have to be verified yet, with its copy."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,7 @@ class Loads:
                 layouts=layouts,
                 jobs=jobs,
                 counters=counters,
+                verifies_lent=copier.in_parts is None,
                 on_end=self._hand_over,
             )
             for tier in tiers
@@ -322,7 +324,10 @@ class Loads:
         return result
 
     def _scatter(self, arrival: _Arrival) -> _ActiveLoad | None:
-        """Begin the copy of one arrival into its blocks, and return its load; drop it if its job has ended."""
+        """Begin the copy of one arrival into its blocks, and return its load; drop it if its job has ended.
+
+        The load of a lent object that turns out to be damaged fails, so that the engine computes its blocks.
+        """
         load = self._active.get(arrival.job.generation)
         if load is None or load.job.ended:
             if arrival.lease is not None:
@@ -334,7 +339,15 @@ class Loads:
             del load.missing[arrival.key]
             load.failed.append(arrival.key)
             return None
-        self._copier.scatter(self._layouts.of(item), item.blocks, arrival.lease.tensor[HEADER_BYTES:])
+        layout = self._layouts.of(item)
+        if not isinstance(arrival.lease, LentObject) or self._copier.in_parts is None:
+            self._copier.scatter(layout, item.blocks, arrival.lease.tensor[HEADER_BYTES:])
+        elif (damage := scatter_and_verify(self._copier.in_parts, layout, item, arrival.lease.view)) is not None:
+            del load.missing[arrival.key]
+            load.failed.append(arrival.key)
+            arrival.lease.release()
+            self._tiers[load.job.tier].found_damaged(arrival.key, damage)
+            return None
         return load
 
     def _end_copies(self, objects: Sequence[tuple[_ActiveLoad, ObjectKey, Lease | LentObject]]) -> None:

@@ -74,7 +74,7 @@ class TierReader:
     So a medium that has recovered can be used although old calls hang, and the number of running calls stays bounded.
 
     Args:
-        borrows: whether to leave objects in the tier's memory if the tier lends it.
+        verifies_lent: whether the tier verifies the objects that it lends; otherwise the receiver does.
         on_end: gets the objects of each call that has ended, and those that no call will load.
     """
 
@@ -87,9 +87,11 @@ class TierReader:
         layouts: Layouts,
         jobs: JobTable,
         counters: Counters,
+        verifies_lent: bool,
         on_end: ReadsEnded,
     ) -> None:
         self._tier = tier
+        self._verifies_lent = verifies_lent
         self._share = share.loads
         self._staging = staging
         self._layouts = layouts
@@ -126,7 +128,9 @@ class TierReader:
             started = False
             try:
                 if call.borrows:
-                    started = self._tier.lending.start_borrow(self._wanted(call.objects), partial(self._borrowed, call))
+                    started = self._tier.lending.start_borrow(
+                        self._wanted(call.objects), partial(self._borrowed, call), verify=self._verifies_lent
+                    )
                 else:
                     started = self._tier.start_load(call.staged, partial(self._ended, call))
             except Exception:

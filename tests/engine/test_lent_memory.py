@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.labs import QUICK_LABS
-from tests.support.engine.lab import Lab, count, ours, served
+from tests.support.engine.lab import Lab, count, installed, ours, served
 from tests.support.engine.spec import Round, compare
 
 
@@ -36,3 +36,21 @@ def test_objects_move_between_the_kv_cache_and_the_tiers_memory(
     assert count(result, "load_kept", "ram") == count(result, "load_hits", "ram")
     assert count(result, "load_lent", "ram") == count(result, "load_hits", "ram") > 0
     assert count(result, "store_lent", "ram") == count(result, "stores", "ram") > 0
+
+
+@pytest.mark.parametrize("lab", ["gemma3", pytest.param("qwen3_next", marks=pytest.mark.long)], indirect=True)
+def test_objects_that_are_damaged_in_lent_memory_are_computed(lab: Lab, tmp_path: Path) -> None:
+    prompts = lab.prompts(700, 1283, family=9)
+    rounds = [
+        Round(name=name, prompts=prompts, reset_prefix_cache_before=True) for name in ("stored", "damaged", "healed")
+    ]
+    tier = {"name": "ram", "type": "rotting-cpu", "capacity": "256MiB"}
+    transfer = ours(tmp_path, hybrid_chunk_size=lab.block_size, backends=[tier])
+    result = lab.run(rounds, transfer, env=installed(tmp_path, "rotting_cpu"))
+
+    assert compare(lab.reference(rounds), result) == []
+    assert not any(served(result, 1).values()), "nothing that is left can be whole"
+    assert min(served(result, 2).values()) > 500
+    assert count(result, "recomputed_requests", "all") == len(prompts)
+    assert count(result, "load_corrupt", "ram") > 0
+    assert count(result, "load_lent", "ram") == count(result, "load_hits", "ram") > count(result, "load_corrupt", "ram")

@@ -301,11 +301,11 @@ class ServedClient:
         return b""
 
     async def _borrow(self, used: _UsedTier, body: protocol.Reader) -> bytes:
-        number, wanted, tier = body.lending(), body.wanted(), used.tier
+        number, (verify,), wanted, tier = body.lending(), body.flags(1), body.wanted(), used.tier
 
         async def borrow(part: Sequence[WantedObject]) -> Lent[LoadOutcome]:
             async with tier.load_slots.held(time.monotonic() + tier.longest_call_seconds):
-                return await used.storage.borrow(part)
+                return await used.storage.borrow(part, verify=verify)
 
         parts = in_parts(wanted, tier.load_parts)
         loans, offsets = await self._lendings.keep(used.number, number, used.storage, map(borrow, parts))

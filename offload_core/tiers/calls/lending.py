@@ -66,11 +66,17 @@ class TierLending:
         self._storage.lend_pinned_only(pinning)
 
     def start_borrow(
-        self, wanted: Sequence[WantedObject], on_end: Callable[[LendingEnd[LoadOutcome] | None], None]
+        self,
+        wanted: Sequence[WantedObject],
+        on_end: Callable[[LendingEnd[LoadOutcome] | None], None],
+        *,
+        verify: bool = True,
     ) -> bool:
-        """Start a load of objects that stay in the tier's memory, where they are verified.
+        """Start a load of objects that stay in the tier's memory.
 
         Args:
+            verify: whether the tier verifies them where they are. Otherwise the caller does, and tells the tier of
+                damage by :meth:`Tier.found_damaged`; until then the objects count as hits.
             on_end: gets the outcomes, or ``None`` after an error. It is called once, on any thread, and not by this
                 call itself.
 
@@ -95,7 +101,8 @@ class TierLending:
             else:
                 on_end(end)
 
-        return self._start("load", partial(self._storage.start_borrow, wanted), ended, hand_over)
+        start = partial(self._storage.start_borrow, wanted, verify=verify)
+        return self._start("load", start, ended, hand_over)
 
     def start_reserve(
         self, wanted: Sequence[WantedObject], on_end: Callable[[LendingEnd[StoreOutcome] | None], None]

@@ -106,7 +106,7 @@ class LendingEnd(NamedTuple, Generic[OutcomeT]):
     Args:
         outcomes: one per object. For a load, ``None`` means that the object is there and not lent, so it must be
             loaded. For a store, ``None`` means that the object may be stored.
-        lent: the memory of each hit, verified; or the memory to fill and to store.
+        lent: the memory of each hit, verified unless the borrower does so; or the memory to fill and to store.
     """
 
     outcomes: list[OutcomeT | None]

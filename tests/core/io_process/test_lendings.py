@@ -127,7 +127,9 @@ def test_an_absent_object_is_a_miss_and_not_lent(storage: LocalStorage) -> None:
     async def run() -> None:
         await storage.open()
         lendings = Lendings()
-        (loan,), offsets = await lendings.keep(TIER, NUMBER, storage, [storage.borrow([WantedObject(KEY, NBYTES)])])
+        (loan,), offsets = await lendings.keep(
+            TIER, NUMBER, storage, [storage.borrow([WantedObject(KEY, NBYTES)], verify=True)]
+        )
         assert loan.outcomes == [LoadOutcome.MISS]
         assert offsets == [NO_PIECE]
         await storage.close()
@@ -142,7 +144,7 @@ def test_an_object_of_another_size_is_not_lent(storage: LocalStorage) -> None:
         await storage.open()
         await storage.backend.prepare_store([KEY], [NBYTES])
         await storage.backend.store([KEY], [memoryview(bytes(NBYTES))])
-        loan = await storage.borrow([WantedObject(KEY, NBYTES - 1)])
+        loan = await storage.borrow([WantedObject(KEY, NBYTES - 1)], verify=True)
         assert loan.outcomes == [None]
         assert loan.views == [None]
         await loan.release()

@@ -18,12 +18,14 @@ from offload_backend_cpu.arena import Arena
 
 from offload_core.api.backend import StoreOutcome
 from offload_core.io_process.process import IoProcess
+from offload_core.io_process.remote_storage import RemoteStorage
 from offload_core.io_process.session import Session
 from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.tiers.calls.lent_objects import LendingEnd
+from offload_core.tiers.storage import LocalStorage
 from tests.support.lending_rig import LendingRig
-from tests.support.transfer_rig import SECONDS, WatchedCopier, item
+from tests.support.transfer_rig import SECONDS, WatchedCopier, WholeCopier, item
 
 FIRST, LAST = 0, 8
 CAPACITY_OBJECTS = 16
@@ -143,26 +145,47 @@ def test_a_cancelled_load_unpins_its_objects(rig: LendingRig) -> None:
     expect_loaded(rig, objects(CAPACITY_OBJECTS, 20))
 
 
-def test_a_damaged_object_reaches_no_block_and_is_deleted(local_rig: LendingRig) -> None:
-    rig = local_rig
-    store_lent(rig, objects())
-    backend = rig.tiers[0].backend
-    assert isinstance(backend, CpuBackend)
-    arena = backend._arena
-    assert arena is not None
-    damaged = bytes(rig.kv_cache[3].numpy().tobytes())
-    place = bytes(arena.view).index(damaged)
-    arena.view[place + 100] ^= 1
-    before = rig.kv_cache[43].clone()
-    rig.load(*elsewhere(objects()), tier="cpu")
-    result = rig.result()
-    assert result.status == "failed"
-    assert [int.from_bytes(key.chunk_hash, "big") for key in result.failed_keys] == [3]
-    assert torch.equal(rig.kv_cache[43], before)
-    assert rig.counted("load_corrupt", "cpu") == 1
-    rig.load(*elsewhere(objects(1, 3)), tier="cpu")
-    assert rig.result().status == "failed"
-    assert rig.counted("load_missing", "cpu") == 1, "the damaged object is still there"
+def memory_of(rig: LendingRig) -> memoryview:
+    """Return the memory that the tier lends, as this process has it."""
+    storage = rig.tiers[0]._storage
+    if isinstance(storage, RemoteStorage):
+        assert storage._lent_memory is not None
+        return storage._lent_memory.view
+    assert isinstance(storage, LocalStorage)
+    assert isinstance(storage.backend, CpuBackend)
+    assert storage.backend._arena is not None
+    return storage.backend._arena.view
+
+
+@pytest.mark.parametrize("mode", ["off", "engine"])
+@pytest.mark.parametrize(
+    ("make_copier", "left"), [(WatchedCopier, 0), (WholeCopier, 1)], ids=["with its copy", "by the tier"]
+)
+@pytest.mark.parametrize("place", [100, -1], ids=["payload", "header"])
+def test_a_damaged_object_is_found_and_deleted(
+    io: IoLoop, tmp_path: Path, mode: str, make_copier: type[WatchedCopier], left: int, place: int
+) -> None:
+    """The load fails: its block is zero after a copy that has found the damage, and else untouched."""
+    rig = LendingRig(io, tmp_path, mode, capacity_objects=CAPACITY_OBJECTS, make_copier=make_copier)
+    try:
+        store_lent(rig, objects())
+        memory = memory_of(rig)
+        memory[bytes(memory).index(rig.kv_cache[3].numpy().tobytes()) + place] ^= 1
+        rig.kv_cache[40:48] = 1
+        rig.load(*elsewhere(objects()), tier="cpu")
+        result = rig.result()
+        assert result.status == "failed"
+        assert [int.from_bytes(key.chunk_hash, "big") for key in result.failed_keys] == [3]
+        assert result.arrived_objects == 3
+        assert torch.equal(rig.kv_cache[43], torch.full_like(rig.kv_cache[43], left))
+        assert torch.equal(rig.kv_cache[44], rig.kv_cache[4])
+        assert rig.counted("load_corrupt", "cpu") == 1
+        rig.step_until(lambda: rig.io.submit(rig.tiers[0].check([objects()[3].key])).result(SECONDS) == [False])
+        rig.load(*elsewhere(objects(1, 3)), tier="cpu")
+        assert rig.result().status == "failed"
+        assert rig.counted("load_missing", "cpu") == 1, "the damaged object is still there"
+    finally:
+        rig.close()
 
 
 def test_objects_that_are_not_lent_are_loaded_as_usual(local_rig: LendingRig, monkeypatch: pytest.MonkeyPatch) -> None:
