@@ -353,11 +353,9 @@ class ObjectIO:
             places = [index for index, there in enumerate(present) if there and fits[index]]
             damage: dict[ObjectKey, Damage] = {}
             forms = [_lent_form(wanted[index].key, cast("memoryview", views[index])) for index in places]
-            verified = [LoadOutcome.HIT] * len(forms)
-            if verify:
-                verified = await self._codec.decode(forms, verified, self._backend, damage)
-            for index, outcome in zip(places, verified, strict=True):
-                outcomes[index] = outcome
+            hits = [LoadOutcome.HIT] * len(forms)
+            verified = await self._codec.decode(forms, hits, self._backend, damage) if verify else hits
+            _put(outcomes, places, verified)
             self._log_deletions([form.staged for form in forms], verified, damage)
             lent = [view if got is LoadOutcome.HIT else None for view, got in zip(views, outcomes, strict=True)]
         except BaseException:
@@ -396,7 +394,7 @@ def _lent_form(key: ObjectKey, view: memoryview) -> StoredForm:
     return StoredForm(StagedObject(key, LentObject(view)), key, view)
 
 
-def _put(outcomes: list[LoadOutcome], places: Sequence[int], new: Sequence[LoadOutcome]) -> None:
+def _put(outcomes: list[T], places: Sequence[int], new: Sequence[T]) -> None:
     """Replace the outcomes at some places."""
     for place, outcome in zip(places, new, strict=True):
         outcomes[place] = outcome
