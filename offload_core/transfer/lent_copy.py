@@ -21,7 +21,8 @@ def scatter_and_verify(copier: PartCopier, layout: PackLayout, item: TransferObj
         view: the whole object, with its header.
 
     Returns:
-        ``None`` for a sound object. Otherwise the words for its damage; its blocks are zero then, as new ones are.
+        ``None`` for a sound object. Otherwise the words for its damage, and its blocks are zero. A NaN in them could
+        reach other tokens before the engine has computed the whole block.
     """
     check = ArrivingObject(view, item.key)
     check.filled(HEADER_BYTES)
