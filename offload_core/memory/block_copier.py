@@ -157,7 +157,8 @@ class CpuBlockCopier:
     I/O threads need. Each copy is complete when its call returns.
 
     Args:
-        part_bytes: maximum number of bytes of one copy. A part of which the caller is told has at least half of them.
+        part_bytes: maximum number of bytes of one copy. A part of which the caller is told has at least half of them,
+            but for the last one.
     """
 
     takes_pageable_memory = takes_pinned_pieces = True
@@ -165,6 +166,7 @@ class CpuBlockCopier:
 
     def __init__(self, caches: CanonicalKVCaches, part_bytes: int = CHECK_BYTES) -> None:
         self._part_bytes = part_bytes
+        self._least_bytes = part_bytes // 2
         self._arrays: list[npt.NDArray[np.int8]] = []
         self.attach(caches)
 
@@ -187,11 +189,14 @@ class CpuBlockCopier:
         """Copy blocks from the KV cache into ``payload``; see :class:`PartCopier`."""
         if not self._arrays:
             return False
-        parts = _Parts(on_part, self._part_bytes // 2)
+        told = 0
         for pages, cached, end in self._copies(layout, blocks, payload.numpy()):
             np.copyto(pages, cached)
-            parts.copied_to(end)
-        parts.ended(len(payload))
+            if end - told >= self._least_bytes:
+                on_part(end - told)
+                told = end
+        if told < len(payload):
+            on_part(len(payload) - told)
         return True
 
     def gathers_end(self) -> None:
@@ -206,11 +211,14 @@ class CpuBlockCopier:
     ) -> None:
         """Copy blocks from ``payload`` into the KV cache; see :class:`PartCopier`."""
         check_attached(self._arrays)
-        parts = _Parts(on_part, self._part_bytes // 2)
+        told = 0
         for pages, cached, end in self._copies(layout, blocks, payload.numpy()):
             np.copyto(cached, pages)
-            parts.copied_to(end)
-        parts.ended(len(payload))
+            if end - told >= self._least_bytes:
+                on_part(end - told)
+                told = end
+        if told < len(payload):
+            on_part(len(payload) - told)
 
     def scatters_end(self) -> None:
         """Return ``None``: the scatters are complete."""
@@ -232,44 +240,23 @@ class CpuBlockCopier:
     def _copies(
         self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: _Bytes
     ) -> Iterator[tuple[_Bytes, _Bytes, int]]:
-        """Yield the copies of one payload: the bytes in it, those in the KV cache, and the end of those in it."""
-        for span in copy_spans(layout, blocks):
-            cached = self._arrays[span.tensor_index][span.block_id : span.block_id + span.blocks, : span.page_bytes]
-            start = span.offset_bytes
-            whole = payload[start : start + span.blocks * span.page_bytes].reshape(span.blocks, span.page_bytes)
-            rows = max(1, self._part_bytes // span.page_bytes)
-            columns = min(self._part_bytes, span.page_bytes)
-            for row in range(0, span.blocks, rows):
-                for column in range(0, span.page_bytes, columns):
-                    part = whole[row : row + rows, column : column + columns]
-                    end = start + row * span.page_bytes + column + part.size
-                    yield part, cached[row : row + rows, column : column + columns], end
+        """Yield the copies of one payload: the bytes in it, those in the KV cache, and the end of those in it.
 
-
-class _Parts:
-    """The parts of one payload, of which a caller is told once they have ``least_bytes`` bytes.
-
-    Slots that get no page count as well: with the part that follows them.
-    """
-
-    def __init__(self, on_part: OnPart, least_bytes: int) -> None:
-        self._on_part = on_part
-        self._least_bytes = least_bytes
-        self._told = 0
-
-    def copied_to(self, end: int) -> None:
-        """Note that all bytes before ``end`` are copied. The ends never decrease."""
-        if end - self._told >= self._least_bytes:
-            self._tell(end)
-
-    def ended(self, nbytes: int) -> None:
-        """Tell of the rest of a payload of ``nbytes`` bytes."""
-        if nbytes > self._told:
-            self._tell(nbytes)
-
-    def _tell(self, end: int) -> None:
-        told, self._told = self._told, end
-        self._on_part(end - told)
+        The ends increase. Slots that get no page lie between two of them.
+        """
+        for tensor_index, page_bytes, block_id, count, start in copy_spans(layout, blocks):
+            end = start + count * page_bytes
+            pages = payload[start:end].reshape(count, page_bytes)
+            cached = self._arrays[tensor_index][block_id : block_id + count, :page_bytes]
+            if end - start <= self._part_bytes:
+                yield pages, cached, end
+                continue
+            rows, columns = max(1, self._part_bytes // page_bytes), min(self._part_bytes, page_bytes)
+            for row in range(0, count, rows):
+                for column in range(0, page_bytes, columns):
+                    part = pages[row : row + rows, column : column + columns]
+                    part_end = start + row * page_bytes + column + part.size
+                    yield part, cached[row : row + rows, column : column + columns], part_end
 
 
 def _to_nobody(nbytes: int) -> None:
