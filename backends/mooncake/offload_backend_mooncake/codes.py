@@ -23,7 +23,8 @@ _WORDS = {
     -1: "internal error",
     -200: "no room on any segment owner",
     INVALID_PARAMETERS: "invalid parameters",
-    -707: "the object's lease ended before the transfer; raise --default_kv_lease_ttl of mooncake_master",
+    -707: "the object's lease ended before the transfer: its owner hangs, or --default_kv_lease_ttl of "
+    "mooncake_master is too short",
     -714: "the object is busy",
     TRANSFER_FAILED: "transfer failed; a segment owner is gone, hangs, or is not reachable from this host",
     -801: "Mooncake's own checksum differs",

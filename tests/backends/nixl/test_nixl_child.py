@@ -183,7 +183,7 @@ def test_loads_and_stores_under_repeated_kills_are_right_or_fail(nixl: Nixl, fol
 
 def test_replaced_children_leave_nothing_in_the_parent(nixl: Nixl, folder_options: dict[str, Any]) -> None:
     def held() -> Counter[str]:
-        """The mappings, and the descriptors without those of other protocols: clients of other tests reconnect."""
+        """The mappings, and the descriptors by kind, but for those that native clients of earlier tests still open."""
         gc.collect()
         kinds = Counter({"mappings": Path("/proc/self/maps").read_text().count("offload-nixl")})
         for entry in Path("/proc/self/fd").iterdir():
@@ -192,7 +192,9 @@ def test_replaced_children_leave_nothing_in_the_parent(nixl: Nixl, folder_option
                 if kind == "socket":
                     with socket.socket(fileno=os.dup(int(entry.name))) as copy:
                         kind = copy.family.name
-                kinds[kind] += kind not in ("AF_INET", "AF_INET6")
+                kinds[kind] += 1
+        for kind in ("AF_INET", "AF_INET6", "anon_inode"):
+            kinds.pop(kind, None)
         return kinds
 
     async def run() -> None:
@@ -205,7 +207,7 @@ def test_replaced_children_leave_nothing_in_the_parent(nixl: Nixl, folder_option
             os.kill(pid_of(backend), signal.SIGKILL)
             wait_until(lambda: backend.child_pid is None, "the end of the child is not noticed")
             assert await load(backend, 1) == [LoadOutcome.HIT]
-        await asyncio.to_thread(wait_until, lambda: held() == before, f"more is held than {before}")
+        await asyncio.to_thread(wait_until, lambda: held() <= before, f"more is held than {before}")
         await backend.close()
 
     asyncio.run(run())
