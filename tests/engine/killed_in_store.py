@@ -6,7 +6,6 @@ An I/O process dies with the engine.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
 import sys
@@ -20,17 +19,21 @@ from offload_core.api.wrapper import BackendWrapper
 
 OFFLOAD_API_VERSION = 1
 
-FATAL_CALL = 5
-"""Of a tier. The first prompt's stores have ended by then, those of the second have not."""
+FATAL_OBJECT = 5
+"""Of a tier, as its stores come. A disk gets few objects in a call, and a remote medium many.
+
+The first prompt's stores have ended by then, those of the second have not.
+"""
 
 
 class KilledInStore(BackendWrapper):
     def __init__(self, inner: Backend[Any]) -> None:
         super().__init__(inner)
-        self._calls = itertools.count(1)
+        self._objects = 0
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
-        if next(self._calls) != FATAL_CALL:
+        before, self._objects = self._objects, self._objects + len(keys)
+        if not before < FATAL_OBJECT <= self._objects:
             return await self.inner.store(keys, buffers)
         storing = asyncio.ensure_future(self.inner.store(keys, buffers))
         await asyncio.wait([storing], timeout=0.0005)
