@@ -189,14 +189,7 @@ class CpuBlockCopier:
         """Copy blocks from the KV cache into ``payload``; see :class:`PartCopier`."""
         if not self._arrays:
             return False
-        told = 0
-        for pages, cached, end in self._copies(layout, blocks, payload.numpy()):
-            np.copyto(pages, cached)
-            if end - told >= self._least_bytes:
-                on_part(end - told)
-                told = end
-        if told < len(payload):
-            on_part(len(payload) - told)
+        self._copy(layout, blocks, payload.numpy(), on_part, to_cache=False)
         return True
 
     def gathers_end(self) -> None:
@@ -211,14 +204,7 @@ class CpuBlockCopier:
     ) -> None:
         """Copy blocks from ``payload`` into the KV cache; see :class:`PartCopier`."""
         check_attached(self._arrays)
-        told = 0
-        for pages, cached, end in self._copies(layout, blocks, payload.numpy()):
-            np.copyto(cached, pages)
-            if end - told >= self._least_bytes:
-                on_part(end - told)
-                told = end
-        if told < len(payload):
-            on_part(len(payload) - told)
+        self._copy(layout, blocks, payload.numpy(), on_part, to_cache=True)
 
     def scatters_end(self) -> None:
         """Return ``None``: the scatters are complete."""
@@ -236,6 +222,21 @@ class CpuBlockCopier:
     def attach(self, caches: CanonicalKVCaches) -> None:
         """Copy from and to these tensors; see :class:`CacheCopier`."""
         self._arrays = [tensor.tensor.numpy() for tensor in caches.tensors]
+
+    def _copy(
+        self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: _Bytes, on_part: OnPart, *, to_cache: bool
+    ) -> None:
+        told = 0
+        for pages, cached, end in self._copies(layout, blocks, payload):
+            if to_cache:
+                np.copyto(cached, pages)
+            else:
+                np.copyto(pages, cached)
+            if end - told >= self._least_bytes:
+                on_part(end - told)
+                told = end
+        if told < len(payload):
+            on_part(len(payload) - told)
 
     def _copies(
         self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: _Bytes
