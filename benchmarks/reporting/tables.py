@@ -186,6 +186,11 @@ def ours(rows: Sequence[Speed]) -> list[Speed]:
     return [row for row in rows if row.name == IO_PROCESS or (row.name in OURS and _cell(row) not in elsewhere)]
 
 
+def _speed(row: Speed) -> str:
+    ratio = row.limit_ratio if row.vllm_ratio is None else row.vllm_ratio
+    return f"{row.gb_per_second_p50:.2f} ({ratio:.2f})"
+
+
 def _cell(row: Speed) -> tuple[str, str, int]:
     return row.backend, row.medium, row.page_kib
 
@@ -195,14 +200,15 @@ def backends(results: Backends) -> str:
     mine = ours(results.speed)
     speeds: list[tuple[str, ...]] = []
     for cell in dict.fromkeys(map(_cell, results.speed)):
-        shown: list[str] = []
-        for column in BACKEND_COLUMNS:
-            row = next(row for row in mine if _cell(row) == cell and (row.operation, row.threads) == column)
-            ratio = row.limit_ratio if row.vllm_ratio is None else row.vllm_ratio
-            shown.append(f"{row.gb_per_second_p50:.2f} ({ratio:.2f})")
         backend, medium, kib = cell
         name = backend if medium == "memory" else f"{backend}, {medium}"
-        speeds.append((f"{name}, pages of {size(kib)}", *shown))
+        lent = [row for row in results.speed if row.name == LENT]
+        for label, rows in ((name, mine), (f"{name}, lent memory", lent)):
+            found = {(row.operation, row.threads): row for row in rows if _cell(row) == cell}
+            if found:
+                speeds.append(
+                    (f"{label}, pages of {size(kib)}", *(_speed(found[column]) for column in BACKEND_COLUMNS))
+                )
     checked = {
         (row.operation, row.threads, row.name): row.cpu_seconds_per_gib
         for row in results.speed
