@@ -198,11 +198,11 @@ def _cell(row: Speed) -> tuple[str, str, int]:
 def backends(results: Backends) -> str:
     """Return speeds with ratios, the cost of the checksums, and peaks of memory."""
     mine = ours(results.speed)
+    lent = [row for row in results.speed if row.name == LENT]
     speeds: list[tuple[str, ...]] = []
     for cell in dict.fromkeys(map(_cell, results.speed)):
         backend, medium, kib = cell
         name = backend if medium == "memory" else f"{backend}, {medium}"
-        lent = [row for row in results.speed if row.name == LENT]
         for label, rows in ((name, mine), (f"{name}, lent memory", lent)):
             found = {(row.operation, row.threads): row for row in rows if _cell(row) == cell}
             if found:

@@ -1,4 +1,4 @@
-"""The checks of objects of full length while their bytes arrive, so that they are read from the processor's cache.
+"""The checks of objects of full length while their bytes arrive or are copied: they are in the processor's cache then.
 
 A check takes the bytes from the buffer itself, in order and each byte once. So a backend that tells of too few or too
 many bytes, or tells too early, does not pass. Only a pass counts: after a failure, the caller verifies the whole

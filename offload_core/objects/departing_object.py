@@ -1,4 +1,4 @@
-"""The seal of an object while a backend writes it, so that its bytes are read from the processor's cache."""
+"""The seal of an object while it is written or copied, so that its bytes are read from the processor's cache."""
 
 from __future__ import annotations
 

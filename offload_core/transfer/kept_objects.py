@@ -1,6 +1,6 @@
 """Objects that a worker keeps at hand in a tier's memory after their load, so that a later load needs no call.
 
-The tier has lent their memory and verified them. A view stays as it is until it is given back, even if the tier's
+The tier has lent their memory, and they are verified. A view stays as it is until it is given back, even if the tier's
 process ends (clause C25). So a copy from it cannot fail.
 """
 

@@ -342,7 +342,7 @@ class Loads:
         layout = self._layouts.of(item)
         if not isinstance(arrival.lease, LentObject) or self._copier.in_parts is None:
             self._copier.scatter(layout, item.blocks, arrival.lease.tensor[HEADER_BYTES:])
-        elif (damage := scatter_and_verify(self._copier.in_parts, layout, item, arrival.lease.view)) is not None:
+        elif (damage := scatter_and_verify(self._copier.in_parts, layout, item, arrival.lease)) is not None:
             del load.missing[arrival.key]
             load.failed.append(arrival.key)
             arrival.lease.release()

@@ -280,7 +280,7 @@ class Stores:
     def _gather(
         self, item: TransferObject, layout: PackLayout, writers: Sequence[TierWriter], memory: Lease | LentObject
     ) -> PendingStore | None:
-        """Copy an object's blocks into its memory; ``None`` if the copier refuses."""
+        """Copy an object's blocks into its memory; ``None`` if that is refused, see :meth:`Sealing.gather`."""
         by_tier = len(writers) == 1 and writers[0].tier.seals_stores
         gathered = self._sealing.gather(item, layout, memory, by_tier=by_tier)
         return None if gathered is None else self._new_store(*gathered, promotion=False)
