@@ -4,8 +4,10 @@ The engine's thread runs steps of 1,500 small torch operations, as a model does 
 it calls the transfer engine, as the connector does: it submits loads or stores, and copies objects that have arrived.
 That time is not part of the step. "Own work" shows it per step.
 
-Loads and stores go to a ``disk`` tier in the page cache, at a given rate. All contenders take turns in every round,
-and "alone" is measured in each round. A ratio compares a percentile with that of "alone" in the same round; the table
+Loads and stores go to a ``disk`` tier in the page cache, at a given rate. The kernel writes stores out on the same
+processors, which is part of a store's cost. Before the next contender it has written all of them (``sync``).
+
+All contenders take turns in every round, and "alone" is measured in each round. A ratio compares a percentile with that of "alone" in the same round; the table
 shows the median over rounds. With only two cores, an unlimited rate takes the second one whole.
 
     python -m benchmarks.interference [--seconds 4] [--rounds 3] [--folder FOLDER] [--tier disk] [--niceness 0]
@@ -228,6 +230,8 @@ def run(cell: Cell, seconds: float, tier: str, root: Path, niceness: int) -> Sam
             allowed -= made.work(cell.kind, allowed)
 
         measure(0.5, between)
+        if cell.kind == "loads":
+            os.sync()
         made.moved_bytes()
         started = time.perf_counter()
         step_ms, own_ms = measure(seconds, between)
@@ -257,6 +261,7 @@ def main() -> None:
     console = Console()
     for number in range(arguments.rounds):
         for cell in cells:
+            os.sync()
             before, _ = measure(arguments.seconds / 2, lambda elapsed: None)
             alone.append(before)
             root = arguments.folder or Path(tempfile.gettempdir())

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import xxhash
 
@@ -16,6 +18,9 @@ MIN_BYTES_PER_SECOND = 1024**2
 
 class Stream:
     """A TCP connection for blocking transfers of known length.
+
+    The kernel keeps the timeouts (``SO_RCVTIMEO`` and ``SO_SNDTIMEO``), so that a transfer needs no further system
+    calls to wait.
 
     Args:
         connection: an open connection. The stream closes it.
@@ -29,7 +34,9 @@ class Stream:
     ) -> None:
         self._socket = connection
         self._longest_seconds = longest_seconds
+        self._kernel_seconds: dict[int, float] = {}
         self.timeout_seconds = timeout_seconds
+        connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def receive(self, nbytes: int, timeout_seconds: float | None = None) -> bytes:
@@ -89,8 +96,8 @@ class Stream:
         total = xxhash.xxh3_64()
         deadline = self._deadline(self.timeout_seconds, len(before) + len(buffer))
         views = [memoryview(before)] if before else []
-        for start in range(0, len(buffer), _PART_BYTES):
-            part = buffer[start : start + _PART_BYTES]
+        for start in range(0, len(buffer), _SENT_PART_BYTES):
+            part = buffer[start : start + _SENT_PART_BYTES]
             self._send([*views, part], deadline)
             total.update(part)
             views = []
@@ -117,29 +124,54 @@ class Stream:
 
     def _send(self, views: list[memoryview], deadline: float) -> None:
         while views:
-            self._limit(self.timeout_seconds, deadline)
-            views = _rest(views, self._socket.sendmsg(views[:_MAX_PARTS]))
+            call = partial(self._socket.sendmsg, list(_first(views, _SENT_PART_BYTES)))
+            began = time.monotonic()
+            sent = self._limited(call, socket.SO_SNDTIMEO, self.timeout_seconds, deadline)
+            waited = time.monotonic() - began
+            if waited >= self.timeout_seconds and sent < waited * MIN_BYTES_PER_SECOND:
+                raise TimeoutError(_TOO_SLOW)  # the kernel had room for some bytes, and waited in vain for more
+            views = _rest(views, sent)
 
     def _deadline(self, wait: float, nbytes: int) -> float:
         whole = max(wait, min(wait + nbytes / MIN_BYTES_PER_SECOND, self._longest_seconds))
         return time.monotonic() + whole
 
     def _receive_some(self, buffer: memoryview, wait: float, deadline: float) -> int:
-        self._limit(wait, deadline)
-        count = self._socket.recv_into(buffer)
+        count = self._limited(partial(self._socket.recv_into, buffer), socket.SO_RCVTIMEO, wait, deadline)
         if not count:
             raise ConnectionResetError("the peer closed the connection")
         return count
 
-    def _limit(self, wait: float, deadline: float) -> None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the transfer is too slow")
-        self._socket.settimeout(min(wait, left))
+    def _limited(self, call: Callable[[], int], option: int, wait: float, deadline: float) -> int:
+        """Make a system call under the timeout of ``option``, and return its result."""
+        seconds = min(wait, deadline - time.monotonic())
+        if seconds <= 0:
+            raise TimeoutError(_TOO_SLOW)
+        if self._kernel_seconds.get(option) != seconds:
+            microseconds = max(1, round(seconds * 1_000_000))  # 0 would mean no timeout
+            timeval = struct.pack("@ll", *divmod(microseconds, 1_000_000))
+            self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
+            self._kernel_seconds[option] = seconds
+        try:
+            return call()
+        except BlockingIOError as error:
+            raise TimeoutError(_TOO_SLOW) from error
 
 
 _MAX_PARTS = 512
 _PART_BYTES = 256 * 1024
+_SENT_PART_BYTES = 1024**2
+"""Parts are larger than the received ones, so that a fast peer does not run dry and sleep after each of them."""
+_TOO_SLOW = "the transfer is too slow"
+
+
+def _first(views: Sequence[memoryview], nbytes: int) -> Iterator[memoryview]:
+    """Yield the parts of the first ``nbytes`` bytes, as many as one system call takes."""
+    for view in views[:_MAX_PARTS]:
+        if nbytes <= 0:
+            break
+        yield view[:nbytes]
+        nbytes -= len(view)
 
 
 def _rest(views: Sequence[memoryview], sent: int) -> list[memoryview]:
