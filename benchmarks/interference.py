@@ -7,8 +7,9 @@ That time is not part of the step. "Own work" shows it per step.
 Loads and stores go to a ``disk`` tier in the page cache, at a given rate. The kernel writes stores out on the same
 processors, which is part of a store's cost. Before the next contender it has written all of them (``sync``).
 
-All contenders take turns in every round, and "alone" is measured in each round. A ratio compares a percentile with that of "alone" in the same round; the table
-shows the median over rounds. With only two cores, an unlimited rate takes the second one whole.
+All contenders take turns in every round, and "alone" is measured in each round. A ratio compares a percentile with
+that of "alone" in the same round; the table shows the median over rounds. With only two cores, an unlimited rate takes
+the second one whole.
 
     python -m benchmarks.interference [--seconds 4] [--rounds 3] [--folder FOLDER] [--tier disk] [--niceness 0]
 """
