@@ -40,7 +40,7 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.backends_distributed import DISTRIBUTED, alone, running_stores
+from benchmarks.backends_distributed import DISTRIBUTED, Store, alone, running_stores
 from benchmarks.backends_growth import growth_of, peaks_of
 from benchmarks.backends_lent import OurLentMemory
 from benchmarks.backends_loop import PlainLoop
@@ -113,7 +113,7 @@ def cells_of(backend: str) -> list[Cell]:
     if backend == "cpu":
         media = ("memory",)
     if backend in DISTRIBUTED:
-        media = ("page cache",) if backend == "nixl" else ("network",)
+        media = ("page cache", "network") if backend == "nixl" else ("network",)
     sizes = (CHUNK_BYTES, PAGE_BYTES)
     return [Cell(backend, medium, size, threads) for medium in media for size in sizes for threads in THREADS]
 
@@ -129,11 +129,11 @@ def options_of(backend: str, folder: Path, medium: Medium, nbytes: int) -> dict[
 
 
 def contenders_of(
-    cell: Cell, folder: Path, memory: Memory, chunks: int, stores: Mapping[str, dict[str, Any]], encryption: bool
+    cell: Cell, folder: Path, memory: Memory, chunks: int, stores: Mapping[tuple[str, Medium], Store], encryption: bool
 ) -> Iterator[Callable[[], Contender]]:
     """Yield a factory for each contender of a cell."""
-    own = stores.get(cell.backend)
-    options = own or options_of(cell.backend, folder, cell.medium, chunks * CHUNK_BYTES)
+    own = stores.get((cell.backend, cell.medium))
+    options = own.tier if own else options_of(cell.backend, folder, cell.medium, chunks * CHUNK_BYTES)
     options = options | {"io_threads": cell.threads}
     packed = "ours" if cell.page_bytes == CHUNK_BYTES else "ours, pack of 8"
     yield lambda: OurTier(packed, memory, chunks, CHUNK_BYTES, options)
@@ -165,7 +165,7 @@ def measure(
     chunks: int,
     rounds: int,
     console: Console,
-    stores: Mapping[str, dict[str, Any]],
+    stores: Mapping[tuple[str, Medium], Store],
     encryption: bool,
 ) -> list[Measured]:
     """Let the contenders of each cell take turns; the first round warms everything up and does not count."""
@@ -416,7 +416,8 @@ def main() -> None:
             and cell.medium == (arguments.medium or cell.medium)
             and cell.page_bytes == (arguments.page_kib or cell.page_bytes // 1024) * 1024
         ]
-        with running_stores(backends, folder, chunks * CHUNK_BYTES) as stores:
+        places = [(cell.backend, cell.medium) for cell in cells]
+        with running_stores(places, folder, chunks * CHUNK_BYTES) as stores:
             rows = measure(cells, folder, chunks, rounds, console, stores, arguments.encryption)
         local = [name for name in backends if name not in DISTRIBUTED]
         growths = [] if arguments.only == "speed" else growth_of(local, folder, counts, console)

@@ -1,6 +1,7 @@
 """Contenders of ``benchmarks/backends.py`` for distributed stores: the client of each engine alone, without us.
 
-Mooncake's client and NIXL move the same objects between the same memory and the same store. The server of LMCache that
+Mooncake's client and NIXL move the same objects between the same memory and the same store. A bucket for NIXL lies on a
+test server, which is slow: the figures there show the cost beside a slow store. The server of LMCache that
 our module is loaded into has no client for opaque objects. LMCache's older one has (``lm://``), so the two move the
 same objects from and to that server. Plain TCP to a process that keeps the bytes in memory is a further row there.
 """
@@ -8,25 +9,29 @@ same objects from and to that server. Plain TCP to a process that keeps the byte
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import queue
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from benchmarks.backends_rig import CHUNK_BYTES, Memory, PlainThreads
+from benchmarks.backends_rig import CHUNK_BYTES, Medium, Memory, PlainThreads
 from tests.support.clusters import lmcache, mooncake, nixl
+from tests.support.s3_server import S3_CREDENTIALS, S3Server
 from tests.support.server_process import ServerProcess, accepts, free_port
 
 DISTRIBUTED: dict[str, Callable[[], str | None]] = {
@@ -40,35 +45,50 @@ _CALL_BYTES = 16 * 1024**2
 _AGENT = "bench"
 
 
+class Store(NamedTuple):
+    """A running store."""
+
+    lab: Any
+    tier: dict[str, Any]
+    """The configuration keys of a tier on it."""
+
+
 @contextmanager
-def running_stores(backends: Sequence[str], folder: Path, nbytes: int) -> Iterator[dict[str, dict[str, Any]]]:
-    """Start the stores of some backends; give the configuration keys of a tier on each, and stop them at the end."""
+def running_stores(
+    places: Iterable[tuple[str, Medium]], folder: Path, nbytes: int
+) -> Iterator[dict[tuple[str, Medium], Store]]:
+    """Start the stores of some backends and media, and stop them at the end."""
     gib = max(1, -(-4 * nbytes // 1024**3))
-    labs: dict[str, Any] = {}
-    if "lmcache" in backends:
-        labs["lmcache"] = lmcache.LMCacheCluster(folder / "lmcache.log", l1_gib=gib)
-    if "mooncake" in backends:
-        labs["mooncake"] = mooncake.MooncakeCluster(folder, segment=f"{gib}GB")
-    if "nixl" in backends:
-        labs["nixl"] = nixl.FolderLab()
+    makers: dict[tuple[str, Medium], Callable[[], Any]] = {
+        ("lmcache", "network"): lambda: lmcache.LMCacheCluster(folder / "lmcache.log", l1_gib=gib),
+        ("mooncake", "network"): lambda: mooncake.MooncakeCluster(folder, segment=f"{gib}GB"),
+        ("nixl", "page cache"): nixl.FolderLab,
+        ("nixl", "network"): nixl.BucketLab,
+    }
+    labs = {place: makers[place]() for place in dict.fromkeys(places) if place in makers}
+    if ("nixl", "network") in labs:
+        os.environ |= S3_CREDENTIALS
     try:
         for lab in labs.values():
             lab.start()
-        yield {name: lab.tier() for name, lab in labs.items()}
+        yield {place: Store(lab, lab.tier()) for place, lab in labs.items()}
     finally:
         for lab in labs.values():
             lab.stop()
 
 
 def alone(
-    backend: str, memory: Memory, chunks: int, page_bytes: int, threads: int, tier: dict[str, Any], folder: Path
+    backend: str, memory: Memory, chunks: int, page_bytes: int, threads: int, store: Store, folder: Path
 ) -> list[Callable[[], PlainThreads]]:
     """Return factories of the contenders that move a backend's objects without us, the engine's client first."""
     if backend == "mooncake":
         name = "limit: Mooncake's client"
-        return [partial(MooncakeAlone, name, memory, chunks, threads, page_bytes, tier["master"])]
+        return [partial(MooncakeAlone, name, memory, chunks, threads, page_bytes, store.tier["master"])]
+    if isinstance(store.lab, nixl.BucketLab):
+        place = store.lab.server, store.lab.bucket
+        return [partial(NixlBucket, "limit: NIXL", memory, chunks, page_bytes, *place)]
     if backend == "nixl":
-        return [partial(NixlAlone, "limit: NIXL", memory, chunks, 1, page_bytes, folder / "nixl-alone")]
+        return [partial(NixlFiles, "limit: NIXL", memory, chunks, page_bytes, folder / "nixl-alone")]
     return [
         partial(LMCacheAlone, "limit: LMCache's client", memory, chunks, threads, page_bytes, folder),
         partial(PlainTcp, "plain TCP", memory, chunks, threads),
@@ -123,57 +143,107 @@ class MooncakeAlone(_Pages):
         self._store.close()
 
 
-class NixlAlone(_Pages):
-    """NIXL's plugin POSIX on files, eight transfers at a time on one thread, in memory that is registered once."""
+class _NixlAlone(_Pages):
+    """NIXL, eight transfers at a time on one thread, in memory that is registered once."""
 
-    def __init__(self, name: str, memory: Memory, chunks: int, threads: int, page_bytes: int, folder: Path) -> None:
-        super().__init__(name, memory, chunks, threads, page_bytes)
+    plugin = segment = ""
+    pause_seconds = 0.0
+    """The pause between two looks at a transfer."""
+
+    def __init__(
+        self, name: str, memory: Memory, chunks: int, page_bytes: int, params: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(name, memory, chunks, 1, page_bytes)
         from nixl_cu12._api import nixl_agent, nixl_agent_config
 
-        folder.mkdir(exist_ok=True)
-        self._folder = folder
         self._agent = nixl_agent(_AGENT, nixl_agent_config(backends=[]))
-        self._agent.create_backend("POSIX", {})
+        self._agent.create_backend(self.plugin, dict(params or {}))
         whole = np.frombuffer(memory.pool.memory, np.uint8)
-        self._agent.register_memory([(whole.ctypes.data, whole.nbytes, 0, "")], "DRAM", backends=["POSIX"])
+        self._agent.register_memory([(whole.ctypes.data, whole.nbytes, 0, "")], "DRAM", backends=[self.plugin])
         self._at_once = 8
 
-    def _transfer(self, direction: str, flags: int, names: list[str], pages: list[memoryview]) -> None:
-        agent = self._agent
+    @abstractmethod
+    def _open(self, direction: str, name: str) -> tuple[int, str]:
+        """Return the number and the name that NIXL wants for an object."""
+
+    def _close(self, number: int) -> None:
+        """End the use of an object, whose number is given."""
+
+    def _transfer(self, direction: str, names: list[str], pages: list[memoryview]) -> None:
+        agent, plugins = self._agent, [self.plugin]
         running: list[tuple[Any, Any, int]] = []
         for name, page in zip(names, pages, strict=True):
-            descriptor = os.open(self._folder / name.replace("/", "-"), flags, 0o600)
+            number, object_name = self._open(direction, name)
             address = np.frombuffer(page, np.uint8).ctypes.data
-            files = agent.register_memory([(0, len(page), descriptor, "")], "FILE", backends=["POSIX"])
+            target = agent.register_memory([(0, len(page), number, object_name)], self.segment, backends=plugins)
             handle = agent.initialize_xfer(
                 direction,
                 agent.get_xfer_descs([(address, len(page), 0)], "DRAM"),
-                agent.get_xfer_descs([(0, len(page), descriptor)], "FILE"),
+                agent.get_xfer_descs([(0, len(page), number)], self.segment),
                 _AGENT,
                 b"",
-                ["POSIX"],
+                plugins,
             )
             agent.transfer(handle)
-            running.append((handle, files, descriptor))
-        for handle, files, descriptor in running:
+            running.append((handle, target, number))
+        for handle, target, number in running:
             while (state := agent.check_xfer_state(handle)) == "PROC":
-                pass
+                time.sleep(self.pause_seconds)
             if state != "DONE":
                 raise SystemExit(f"{self.name}: {state}")
             agent.release_xfer_handle(handle)
-            agent.deregister_memory(files, backends=["POSIX"])
-            os.close(descriptor)
+            agent.deregister_memory(target, backends=plugins)
+            self._close(number)
 
     def _store_calls(self, number: int) -> list[Callable[[], Any]]:
-        flags = os.O_RDWR | os.O_CREAT
-        return [partial(self._transfer, "WRITE", flags, *batch) for batch in self._batches(number)]
+        return [partial(self._transfer, "WRITE", *batch) for batch in self._batches(number)]
 
     def _load_calls(self, number: int) -> list[Callable[[], Any]]:
-        return [partial(self._transfer, "READ", os.O_RDONLY, *batch) for batch in self._batches(number)]
+        return [partial(self._transfer, "READ", *batch) for batch in self._batches(number)]
+
+
+class NixlFiles(_NixlAlone):
+    """NIXL's plugin POSIX on files."""
+
+    plugin, segment = "POSIX", "FILE"
+
+    def __init__(self, name: str, memory: Memory, chunks: int, page_bytes: int, folder: Path) -> None:
+        super().__init__(name, memory, chunks, page_bytes)
+        folder.mkdir(exist_ok=True)
+        self._folder = folder
+
+    def _open(self, direction: str, name: str) -> tuple[int, str]:
+        flags = os.O_RDONLY if direction == "READ" else os.O_RDWR | os.O_CREAT
+        return os.open(self._folder / name.replace("/", "-"), flags, 0o600), ""
+
+    def _close(self, number: int) -> None:
+        os.close(number)
 
     def clean(self, number: int) -> None:
         for path in self._folder.iterdir():
             path.unlink()
+
+
+class NixlBucket(_NixlAlone):
+    """NIXL's plugin OBJ on a bucket, below a prefix of its own."""
+
+    plugin = segment = "OBJ"
+    pause_seconds = 0.0005
+
+    def __init__(self, name: str, memory: Memory, chunks: int, page_bytes: int, server: S3Server, bucket: str) -> None:
+        params = {"bucket": bucket, "endpoint_override": server.url, "scheme": "http", "num_threads": "8"}
+        super().__init__(name, memory, chunks, page_bytes, params)
+        self._server, self._bucket = server, bucket
+        self._numbers = itertools.count(1)
+
+    def _open(self, direction: str, name: str) -> tuple[int, str]:
+        return next(self._numbers), name
+
+    def clean(self, number: int) -> None:
+        names = [name for batch, _ in self._batches(number) for name in batch]
+        for start in range(0, len(names), 1000):
+            objects = [{"Key": name} for name in names[start : start + 1000]]
+            self._server.client().delete_objects(Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True})
 
 
 @dataclass(frozen=True)
