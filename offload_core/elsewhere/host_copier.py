@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from offload_core.memory.block_copier import BlockSlice
+from offload_core.api.one_pass import CHECK_BYTES
+from offload_core.memory.block_copier import BlockSlice, Copy, OnPart, PartCopier, copy_in_parts, to_nobody
 from offload_core.memory.payload_layout import PackLayout
 
-_Bytes: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.int8]]"
 PlaceParts = Sequence[memoryview]
 """The bytes of a place in the other system's memory: one or more parts in order, each flat and writable."""
 PlaceView = Callable[[int], PlaceParts]
@@ -28,7 +26,6 @@ class HostCopier:
     """
 
     takes_pageable_memory = takes_pinned_pieces = True
-    in_parts = None
     gather_bytes = math.inf
 
     def __init__(self, view_of: PlaceView) -> None:
@@ -38,10 +35,20 @@ class HostCopier:
         """Return ``True``: a gather needs no memory beside the payload."""
         return True
 
+    @property
+    def in_parts(self) -> PartCopier:
+        """This copier."""
+        return self
+
     def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:
         """Copy a place into ``payload``."""
-        for part, place in self._parts(blocks, payload):
-            np.copyto(part, place)  # lets other threads run, unlike a copy of memoryviews
+        return self.gather_in_parts(layout, blocks, payload, to_nobody)
+
+    def gather_in_parts(
+        self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor, on_part: OnPart
+    ) -> bool:
+        """Copy a place into ``payload``, and tell of each part."""
+        copy_in_parts(self._copies(blocks, payload), len(payload), CHECK_BYTES, on_part, to_payload=True)
         return True
 
     def gathers_end(self) -> None:
@@ -49,8 +56,13 @@ class HostCopier:
 
     def scatter(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> None:
         """Copy ``payload`` into a place."""
-        for part, place in self._parts(blocks, payload):
-            np.copyto(place, part)
+        self.scatter_in_parts(layout, blocks, payload, to_nobody)
+
+    def scatter_in_parts(
+        self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor, on_part: OnPart
+    ) -> None:
+        """Copy ``payload`` into a place, and tell of each part."""
+        copy_in_parts(self._copies(blocks, payload), len(payload), CHECK_BYTES, on_part, to_payload=False)
 
     def scatters_end(self) -> None:
         """Return ``None``: the scatters are complete."""
@@ -61,13 +73,17 @@ class HostCopier:
     def wait(self) -> None:
         """Do nothing: the copies are complete."""
 
-    def _parts(self, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> Iterator[tuple[_Bytes, _Bytes]]:
-        """Yield each part of the payload, with the part of the place that has its bytes."""
+    def _copies(self, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> Iterator[Copy]:
+        """Yield parts of the payload, each with the bytes of the place, and with its end in the payload."""
         ((number,),) = (part.block_ids for part in blocks)
         places = [np.frombuffer(part, np.int8) for part in self._view_of(number)]
-        ends = list(itertools.accumulate(map(len, places)))
-        if ends[-1] != len(payload):
-            raise ValueError(f"place {number} has {ends[-1]} bytes, and its object {len(payload)}")
+        nbytes = sum(map(len, places))
+        if nbytes != len(payload):
+            raise ValueError(f"place {number} has {nbytes} bytes, and its object {len(payload)}")
         whole = payload.numpy()
-        for place, end in zip(places, ends, strict=True):
-            yield whole[end - len(place) : end], place
+        end = 0
+        for place in places:
+            for first in range(0, len(place), CHECK_BYTES):
+                part = place[first : first + CHECK_BYTES]
+                end += len(part)
+                yield whole[end - len(part) : end], part, end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -25,6 +25,8 @@ The parts come in order, without gaps. So the caller finds each part in the proc
 """
 
 _Bytes: TypeAlias = npt.NDArray[np.int8]
+Copy: TypeAlias = tuple[_Bytes, _Bytes, int]
+"""The bytes of one copy in the payload, those outside, and the end of those in the payload."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,6 @@ class CpuBlockCopier:
 
     def __init__(self, caches: CanonicalKVCaches, part_bytes: int = CHECK_BYTES) -> None:
         self._part_bytes = part_bytes
-        self._least_bytes = part_bytes // 2
         self._arrays: list[npt.NDArray[np.int8]] = []
         self.attach(caches)
 
@@ -181,7 +182,7 @@ class CpuBlockCopier:
 
     def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:
         """Copy blocks from the KV cache into ``payload``; see :class:`BlockCopier`."""
-        return self.gather_in_parts(layout, blocks, payload, _to_nobody)
+        return self.gather_in_parts(layout, blocks, payload, to_nobody)
 
     def gather_in_parts(
         self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor, on_part: OnPart
@@ -189,7 +190,8 @@ class CpuBlockCopier:
         """Copy blocks from the KV cache into ``payload``; see :class:`PartCopier`."""
         if not self._arrays:
             return False
-        self._copy(layout, blocks, payload.numpy(), on_part, to_cache=False)
+        copies = self._copies(layout, blocks, payload.numpy())
+        copy_in_parts(copies, len(payload), self._part_bytes, on_part, to_payload=True)
         return True
 
     def gathers_end(self) -> None:
@@ -197,14 +199,15 @@ class CpuBlockCopier:
 
     def scatter(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> None:
         """Copy blocks from ``payload`` into the KV cache; see :class:`BlockCopier`."""
-        self.scatter_in_parts(layout, blocks, payload, _to_nobody)
+        self.scatter_in_parts(layout, blocks, payload, to_nobody)
 
     def scatter_in_parts(
         self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor, on_part: OnPart
     ) -> None:
         """Copy blocks from ``payload`` into the KV cache; see :class:`PartCopier`."""
         check_attached(self._arrays)
-        self._copy(layout, blocks, payload.numpy(), on_part, to_cache=True)
+        copies = self._copies(layout, blocks, payload.numpy())
+        copy_in_parts(copies, len(payload), self._part_bytes, on_part, to_payload=False)
 
     def scatters_end(self) -> None:
         """Return ``None``: the scatters are complete."""
@@ -223,24 +226,7 @@ class CpuBlockCopier:
         """Copy from and to these tensors; see :class:`CacheCopier`."""
         self._arrays = [tensor.tensor.numpy() for tensor in caches.tensors]
 
-    def _copy(
-        self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: _Bytes, on_part: OnPart, *, to_cache: bool
-    ) -> None:
-        told = 0
-        for pages, cached, end in self._copies(layout, blocks, payload):
-            if to_cache:
-                np.copyto(cached, pages)
-            else:
-                np.copyto(pages, cached)
-            if end - told >= self._least_bytes:
-                on_part(end - told)
-                told = end
-        if told < len(payload):
-            on_part(len(payload) - told)
-
-    def _copies(
-        self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: _Bytes
-    ) -> Iterator[tuple[_Bytes, _Bytes, int]]:
+    def _copies(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: _Bytes) -> Iterator[Copy]:
         """Yield the copies of one payload: the bytes in it, those in the KV cache, and the end of those in it.
 
         The ends increase. Slots that get no page lie between two of them.
@@ -260,7 +246,30 @@ class CpuBlockCopier:
                     yield part, cached[row : row + rows, column : column + columns], part_end
 
 
-def _to_nobody(nbytes: int) -> None:
+def copy_in_parts(
+    copies: Iterable[Copy], payload_bytes: int, part_bytes: int, on_part: OnPart, *, to_payload: bool
+) -> None:
+    """Make the copies of one payload, and tell of each part of it.
+
+    Args:
+        copies: in the order of their bytes in the payload.
+        part_bytes: each part has at least half of these bytes, but for the last one.
+        to_payload: the direction.
+    """
+    told = 0
+    for inside, outside, end in copies:
+        if to_payload:
+            np.copyto(inside, outside)  # lets other threads run, unlike a copy of memoryviews
+        else:
+            np.copyto(outside, inside)
+        if end - told >= part_bytes // 2:
+            on_part(end - told)
+            told = end
+    if told < payload_bytes:
+        on_part(payload_bytes - told)
+
+
+def to_nobody(nbytes: int) -> None:
     """Take the number of bytes of a part, and do nothing."""
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload_core.api.one_pass import CHECK_BYTES
 from offload_core.elsewhere.host_copier import HostCopier
 from offload_core.memory.block_copier import BlockSlice
 from offload_core.memory.payload_layout import PackLayout
@@ -24,6 +27,29 @@ def test_a_place_of_several_parts_is_copied_both_ways(parts: list[bytes]) -> Non
     payload.copy_(payload.flip(0).clone())
     copier.scatter(layout, block, payload)
     assert b"".join(memory) == whole[::-1]
+
+
+def test_a_large_place_is_copied_part_by_part() -> None:
+    sizes = [CHECK_BYTES + 5, 7, CHECK_BYTES // 2]
+    memory = [bytearray(os.urandom(size)) for size in sizes]
+    whole = b"".join(memory)
+    copier = HostCopier(lambda place: [memoryview(part) for part in memory])
+    layout, block = PackLayout("pack", (), len(whole)), [BlockSlice(0, (3,))]
+    payload = torch.zeros(len(whole), dtype=torch.int8)
+    told: list[int] = []
+
+    def is_there(nbytes: int) -> None:
+        told.append(nbytes)
+        assert bytes(payload.view(torch.uint8).numpy()[: sum(told)]) == whole[: sum(told)]
+
+    assert copier.gather_in_parts(layout, block, payload, is_there)
+    parts = [CHECK_BYTES, 5 + 7 + CHECK_BYTES // 2]
+    assert told == parts
+    payload.copy_(payload.flip(0).clone())
+    told.clear()
+    copier.scatter_in_parts(layout, block, payload, told.append)
+    assert b"".join(memory) == whole[::-1]
+    assert told == parts
 
 
 @pytest.mark.parametrize("nbytes", [1, 7, 9])

@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from offload_backend_cpu import CpuOptions
 from typer.testing import CliRunner
 from vllm.plugins import load_general_plugins
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from offload_core.api.backend import StoreOutcome
+from offload_core.api.backend import BackendType, StoreOutcome
 from offload_core.api.errors import ConfigError
 from offload_core.api.keys import ObjectKey
 from offload_core.cli import app
 from offload_core.config.loading import load_config
+from offload_core.config.model import BackendConfig, TierConfig
 from offload_core.elsewhere import vllm_tiering
 from offload_core.plugins.registry import PluginRegistry, load_plugins
 from offload_core.testing.faults.script import FaultScript, ScriptSettings
@@ -36,9 +38,10 @@ from tests.elsewhere.tiering_rig import (
     offloading_config,
 )
 from tests.support.damage import flipped
-from tests.support.memory_backend import MemoryBackend, memory_config
+from tests.support.memory_backend import MemoryBackend, config_of, memory_config
 from tests.support.paths import ROOT
 from tests.support.polling import wait_until
+from tests.support.rotting_cpu import RottingCpu
 
 DEADLINES = {"lookup_timeout_seconds": 0.3, "load_timeout_seconds": 0.3, "store_timeout_seconds": 0.3}
 
@@ -242,6 +245,26 @@ def test_a_damaged_object_is_a_miss_and_the_others_of_its_job_are_hits(memory: A
     assert damaged not in backend.objects
     hits = one.tier.get_stats().data["data"]["vllm:hybrid_offload_load_hits"][("memory",)]
     assert hits == 7, "the chunks that were loaded are loaded again"
+
+
+def test_an_object_that_is_damaged_in_lent_memory_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = TierConfig(
+        BackendConfig.model_validate({"name": "ram", "type": "rotting-cpu"}),
+        BackendType("rotting-cpu", RottingCpu, CpuOptions),
+        CpuOptions.model_validate({"capacity": "64MiB"}),
+    )
+    monkeypatch.setattr(vllm_tiering, "load_config", lambda keys: config_of(tier))
+    with engine(OUR_TIER) as one:
+        one.store(range(4))
+        one.forget_primary()
+        assert one.fetch(range(4)) == [None] * 4
+        counted = one.tier.get_stats().data["data"]
+        assert counted["vllm:hybrid_offload_load_corrupt"][("ram",)] == 4
+        one.store(range(4))  # it damages an object once only
+        one.forget_primary()
+        assert one.fetch(range(4)) == list(map(content, range(4)))
+        counted = one.tier.get_stats().data["data"]
+        assert counted["vllm:hybrid_offload_load_lent"][("ram",)] == 4
 
 
 @pytest.mark.parametrize("call", ["contains", "load_into", "prepare_load"])

@@ -46,7 +46,7 @@ def test_objects_that_are_damaged_in_lent_memory_are_computed(lab: Lab, tmp_path
     ]
     tier = {"name": "ram", "type": "rotting-cpu", "capacity": "256MiB"}
     transfer = ours(tmp_path, hybrid_chunk_size=lab.block_size, backends=[tier])
-    result = lab.run(rounds, transfer, env=installed(tmp_path, "rotting_cpu"))
+    result = lab.run(rounds, transfer, env=installed(tmp_path, "rotting_cpu", "tests.support"))
 
     assert compare(lab.reference(rounds), result) == []
     assert not any(served(result, 1).values()), "nothing that is left can be whole"

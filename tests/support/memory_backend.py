@@ -206,6 +206,11 @@ def memory_tier(
 def memory_config(**common: object) -> tuple[OffloadConfig, list[MemoryBackend]]:
     """Return a whole configuration with such a tier, for the doors to other systems, and the tier's backends."""
     tier, made = memory_tier(**common)  # type: ignore[arg-type]
+    return config_of(tier), made
+
+
+def config_of(tier: TierConfig) -> OffloadConfig:
+    """Return a whole configuration with one tier, for the doors to other systems."""
     keys = {
         "staging_bytes": 32 << 20,
         "io_process": "off",
@@ -214,4 +219,4 @@ def memory_config(**common: object) -> tuple[OffloadConfig, list[MemoryBackend]]
         "shutdown_timeout_seconds": 0.1,
         "close_timeout_seconds": 0.1,
     }
-    return OffloadConfig(OffloadSettings.model_validate(keys), (tier,)), made
+    return OffloadConfig(OffloadSettings.model_validate(keys), (tier,))

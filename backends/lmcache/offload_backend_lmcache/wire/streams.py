@@ -124,7 +124,7 @@ class Stream:
 
     def _send(self, views: list[memoryview], deadline: float) -> None:
         while views:
-            call = partial(self._socket.sendmsg, list(_first(views, _SENT_PART_BYTES)))
+            call = partial(self._socket.sendmsg, list(_first(views, _CALL_BYTES)))
             began = time.monotonic()
             sent = self._limited(call, socket.SO_SNDTIMEO, self.timeout_seconds, deadline)
             waited = time.monotonic() - began
@@ -162,6 +162,8 @@ _MAX_PARTS = 512
 _PART_BYTES = 256 * 1024
 _SENT_PART_BYTES = 1024**2
 """Parts are larger than the received ones, so that a fast peer does not run dry and sleep after each of them."""
+_CALL_BYTES = _SENT_PART_BYTES + 64 * 1024
+"""One system call sends at most a part, with the header before it."""
 _TOO_SLOW = "the transfer is too slow"
 
 
