@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.backends_process import OurProcess
 from benchmarks.backends_rig import Memory
 from offload_core.api.backend import LoadOutcome
-from offload_core.api.one_pass import CHECK_BYTES
+from offload_core.memory.block_copier import COPY_BYTES
 from offload_core.objects.arriving_object import ArrivingObject
 from offload_core.objects.departing_object import DepartingObject
 from offload_core.objects.format import HEADER_BYTES
@@ -168,9 +168,9 @@ def _copy_and_verify(staged: StagedObject, source: memoryview) -> None:
 def _copied_parts(target: memoryview, source: memoryview) -> Iterator[int]:
     """Copy a payload part by part, and yield the bytes of each part."""
     to, of = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
-    for start in range(HEADER_BYTES, len(to), CHECK_BYTES):
-        part = to[start : start + CHECK_BYTES]
-        np.copyto(part, of[start : start + CHECK_BYTES])
+    for start in range(HEADER_BYTES, len(to), COPY_BYTES):
+        part = to[start : start + COPY_BYTES]
+        np.copyto(part, of[start : start + COPY_BYTES])
         yield len(part)
 
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from offload_core.api.one_pass import CHECK_BYTES
-from offload_core.memory.block_copier import BlockSlice, Copy, OnPart, PartCopier, copy_in_parts, to_nobody
+from offload_core.memory.block_copier import COPY_BYTES, BlockSlice, Copy, OnPart, PartCopier, copy_in_parts, to_nobody
 from offload_core.memory.payload_layout import PackLayout
 
 PlaceParts = Sequence[memoryview]
@@ -48,7 +47,7 @@ class HostCopier:
         self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor, on_part: OnPart
     ) -> bool:
         """Copy a place into ``payload``, and tell of each part."""
-        copy_in_parts(self._copies(blocks, payload), len(payload), CHECK_BYTES, on_part, to_payload=True)
+        copy_in_parts(self._copies(blocks, payload), len(payload), COPY_BYTES, on_part, to_payload=True)
         return True
 
     def gathers_end(self) -> None:
@@ -62,7 +61,7 @@ class HostCopier:
         self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor, on_part: OnPart
     ) -> None:
         """Copy ``payload`` into a place, and tell of each part."""
-        copy_in_parts(self._copies(blocks, payload), len(payload), CHECK_BYTES, on_part, to_payload=False)
+        copy_in_parts(self._copies(blocks, payload), len(payload), COPY_BYTES, on_part, to_payload=False)
 
     def scatters_end(self) -> None:
         """Return ``None``: the scatters are complete."""
@@ -83,7 +82,7 @@ class HostCopier:
         whole = payload.numpy()
         end = 0
         for place in places:
-            for first in range(0, len(place), CHECK_BYTES):
-                part = place[first : first + CHECK_BYTES]
+            for first in range(0, len(place), COPY_BYTES):
+                part = place[first : first + COPY_BYTES]
                 end += len(part)
                 yield whole[end - len(part) : end], part, end

@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload_core.api.one_pass import CHECK_BYTES
 from offload_core.memory.canonical import CanonicalKVCaches
 from offload_core.memory.payload_layout import PackLayout
 
+COPY_BYTES = 512 * 1024
+"""Maximum number of bytes of one copy in host memory: both sides are still in the processor's cache afterwards."""
 COPY_LOOK_SECONDS = 0.001
 """Time between two looks for the end of a copy on a device."""
 
@@ -166,7 +167,7 @@ class CpuBlockCopier:
     takes_pageable_memory = takes_pinned_pieces = True
     gather_bytes = math.inf
 
-    def __init__(self, caches: CanonicalKVCaches, part_bytes: int = CHECK_BYTES) -> None:
+    def __init__(self, caches: CanonicalKVCaches, part_bytes: int = COPY_BYTES) -> None:
         self._part_bytes = part_bytes
         self._arrays: list[npt.NDArray[np.int8]] = []
         self.attach(caches)

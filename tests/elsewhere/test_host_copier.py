@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_core.api.one_pass import CHECK_BYTES
 from offload_core.elsewhere.host_copier import HostCopier
-from offload_core.memory.block_copier import BlockSlice
+from offload_core.memory.block_copier import COPY_BYTES, BlockSlice
 from offload_core.memory.payload_layout import PackLayout
 
 
@@ -30,7 +29,7 @@ def test_a_place_of_several_parts_is_copied_both_ways(parts: list[bytes]) -> Non
 
 
 def test_a_large_place_is_copied_part_by_part() -> None:
-    sizes = [CHECK_BYTES + 5, 7, CHECK_BYTES // 2]
+    sizes = [COPY_BYTES + 5, 7, COPY_BYTES // 2]
     memory = [bytearray(os.urandom(size)) for size in sizes]
     whole = b"".join(memory)
     copier = HostCopier(lambda place: [memoryview(part) for part in memory])
@@ -43,7 +42,7 @@ def test_a_large_place_is_copied_part_by_part() -> None:
         assert bytes(payload.view(torch.uint8).numpy()[: sum(told)]) == whole[: sum(told)]
 
     assert copier.gather_in_parts(layout, block, payload, is_there)
-    parts = [CHECK_BYTES, 5 + 7 + CHECK_BYTES // 2]
+    parts = [COPY_BYTES, 5 + 7 + COPY_BYTES // 2]
     assert told == parts
     payload.copy_(payload.flip(0).clone())
     told.clear()

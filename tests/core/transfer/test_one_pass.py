@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from offload_core.api.one_pass import CHECK_BYTES
+from offload_core.memory.block_copier import COPY_BYTES
 from offload_core.objects import format as object_format
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.transfer.stores.pending_store import StoreResult
@@ -66,12 +66,12 @@ def test_a_store_is_hashed_once_for_all_tiers_and_a_load_is_checked_once(
 def test_an_object_that_its_tier_does_not_seal_is_hashed_part_by_part_with_its_copy(
     io: IoLoop, hashed: list[int]
 ) -> None:
-    page_bytes = 3 * CHECK_BYTES + 4096
+    page_bytes = 3 * COPY_BYTES + 4096
     rig = Rig(io, page_bytes=page_bytes, num_blocks=4)
     memory = rig.add_memory_tier()
     rig.start()
     rig.store_all(item(1, block=1))
-    assert [nbytes for nbytes in hashed if nbytes] == [CHECK_BYTES, CHECK_BYTES, CHECK_BYTES, 4096]
+    assert [nbytes for nbytes in hashed if nbytes] == [COPY_BYTES, COPY_BYTES, COPY_BYTES, 4096]
     (stored,) = memory.objects.values()
     object_format.verify(memoryview(stored), key(1, PACK))
     rig.finish()
