@@ -50,7 +50,7 @@ def test_a_peer_that_reads_nothing_times_out_after_one_wait() -> None:
 
 
 def test_a_peer_that_reads_slowly_gets_everything() -> None:
-    """Each call waits for longer than the timeout in sum, but the peer is faster than the least speed."""
+    """The transfer takes longer than the timeout, but no wait does."""
     payload = bytes(range(256)) * (96 * 1024 * 1024 // 256)
     received = xxhash.xxh3_64()
 
