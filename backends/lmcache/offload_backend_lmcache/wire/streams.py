@@ -96,8 +96,8 @@ class Stream:
         total = xxhash.xxh3_64()
         deadline = self._deadline(self.timeout_seconds, len(before) + len(buffer))
         views = [memoryview(before)] if before else []
-        for start in range(0, len(buffer), _SENT_PART_BYTES):
-            part = buffer[start : start + _SENT_PART_BYTES]
+        for start in range(0, len(buffer), _PART_BYTES):
+            part = buffer[start : start + _PART_BYTES]
             self._send([*views, part], deadline)
             total.update(part)
             views = []
@@ -159,10 +159,9 @@ class Stream:
 
 
 _MAX_PARTS = 512
-_PART_BYTES = 256 * 1024
-_SENT_PART_BYTES = 1024**2
-"""Parts are larger than the received ones, so that a fast peer does not run dry and sleep after each of them."""
-_CALL_BYTES = _SENT_PART_BYTES + 64 * 1024
+_PART_BYTES = 1024**2
+"""Each part is summed after its transfer. With smaller parts, a fast peer runs dry and sleeps more often."""
+_CALL_BYTES = _PART_BYTES + 64 * 1024
 """One system call sends at most a part, with the header before it."""
 _TOO_SLOW = "the transfer is too slow"
 
