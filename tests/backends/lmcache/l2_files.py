@@ -13,10 +13,11 @@ from tests.support.polling import wait_until
 
 
 def files(cluster: LMCacheCluster, name: bytes) -> list[Path]:
-    """Return the files of an object and of its size record."""
+    """Return the files of an object and of its size record, without those that LMCache is still writing."""
     assert cluster.l2 is not None, "the cluster has no L2"
     digest = stored_form.digest(name).hex()
-    return [path for path in Path(cluster.l2["base_path"]).rglob("*") if digest in path.name and path.is_file()]
+    found = [path for path in Path(cluster.l2["base_path"]).rglob("*") if digest in path.name]
+    return [path for path in found if path.suffix != ".tmp" and path.is_file()]
 
 
 def object_file(cluster: LMCacheCluster, name: bytes) -> Path:
