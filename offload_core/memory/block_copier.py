@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -25,8 +26,8 @@ OnPart = Callable[[int], object]
 The parts come in order, without gaps. So the caller finds each part in the processor's cache.
 """
 
-_Bytes: TypeAlias = npt.NDArray[np.int8]
-Copy: TypeAlias = tuple[_Bytes, _Bytes, int]
+Bytes: TypeAlias = npt.NDArray[np.int8]
+Copy: TypeAlias = tuple[Bytes, Bytes, int]
 """The bytes of one copy in the payload, those outside, and the end of those in the payload."""
 
 
@@ -153,11 +154,11 @@ class CacheCopier(BlockCopier, Protocol):
         ...
 
 
-class CpuBlockCopier:
-    """Copies with numpy, for KV caches in host memory.
+class HostMemoryCopier(ABC):
+    """A :class:`BlockCopier` between places in host memory. Each copy is complete when its call returns.
 
-    For pages of this size, torch would start its thread pool. Those threads then spin for a while on the cores that the
-    I/O threads need. Each copy is complete when its call returns.
+    numpy copies, and lets other threads run meanwhile. For pages of this size, torch would start its thread pool. Those
+    threads then spin for a while on the cores that the I/O threads need.
 
     Args:
         part_bytes: maximum number of bytes of one copy. A part of which the caller is told has at least half of them,
@@ -167,14 +168,16 @@ class CpuBlockCopier:
     takes_pageable_memory = takes_pinned_pieces = True
     gather_bytes = math.inf
 
-    def __init__(self, caches: CanonicalKVCaches, part_bytes: int = COPY_BYTES) -> None:
+    def __init__(self, part_bytes: int = COPY_BYTES) -> None:
         self._part_bytes = part_bytes
-        self._arrays: list[npt.NDArray[np.int8]] = []
-        self.attach(caches)
+
+    @abstractmethod
+    def _copies(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: Bytes) -> Iterator[Copy]:
+        """Yield the copies of one payload, in the order of their bytes in it."""
 
     def has_room(self, payload_bytes: int) -> bool:
-        """Return whether there is a KV cache; see :class:`BlockCopier`."""
-        return bool(self._arrays)
+        """Return ``True``: a gather needs no memory beside the payload."""
+        return True
 
     @property
     def in_parts(self) -> PartCopier:
@@ -182,42 +185,76 @@ class CpuBlockCopier:
         return self
 
     def gather(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> bool:
-        """Copy blocks from the KV cache into ``payload``; see :class:`BlockCopier`."""
-        return self.gather_in_parts(layout, blocks, payload, to_nobody)
+        """Copy into ``payload``; see :class:`BlockCopier`."""
+        return self.gather_in_parts(layout, blocks, payload, _to_nobody)
 
     def gather_in_parts(
         self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor, on_part: OnPart
     ) -> bool:
-        """Copy blocks from the KV cache into ``payload``; see :class:`PartCopier`."""
-        if not self._arrays:
+        """Copy into ``payload``; see :class:`PartCopier`."""
+        if not self.has_room(len(payload)):
             return False
-        copies = self._copies(layout, blocks, payload.numpy())
-        copy_in_parts(copies, len(payload), self._part_bytes, on_part, to_payload=True)
+        self._copy(layout, blocks, payload.numpy(), on_part, to_payload=True)
         return True
 
     def gathers_end(self) -> None:
         """Return ``None``: the gathers are complete."""
+        return
 
     def scatter(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor) -> None:
-        """Copy blocks from ``payload`` into the KV cache; see :class:`BlockCopier`."""
-        self.scatter_in_parts(layout, blocks, payload, to_nobody)
+        """Copy from ``payload``; see :class:`BlockCopier`."""
+        self.scatter_in_parts(layout, blocks, payload, _to_nobody)
 
     def scatter_in_parts(
         self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: torch.Tensor, on_part: OnPart
     ) -> None:
-        """Copy blocks from ``payload`` into the KV cache; see :class:`PartCopier`."""
-        check_attached(self._arrays)
-        copies = self._copies(layout, blocks, payload.numpy())
-        copy_in_parts(copies, len(payload), self._part_bytes, on_part, to_payload=False)
+        """Copy from ``payload``; see :class:`PartCopier`."""
+        self._copy(layout, blocks, payload.numpy(), on_part, to_payload=False)
 
     def scatters_end(self) -> None:
         """Return ``None``: the scatters are complete."""
+        return
 
     def let_engine_follow_scatters(self) -> None:
         """Do nothing: the scatters are complete."""
+        return
 
     def wait(self) -> None:
         """Do nothing: the copies are complete."""
+        return
+
+    def _copy(
+        self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: Bytes, on_part: OnPart, *, to_payload: bool
+    ) -> None:
+        least_bytes = self._part_bytes // 2
+        told = 0
+        for inside, outside, end in self._copies(layout, blocks, payload):
+            if to_payload:
+                np.copyto(inside, outside)
+            else:
+                np.copyto(outside, inside)
+            if end - told >= least_bytes:
+                on_part(end - told)
+                told = end
+        if told < len(payload):
+            on_part(len(payload) - told)
+
+
+class CpuBlockCopier(HostMemoryCopier):
+    """Copies for KV caches in host memory; a :class:`CacheCopier`.
+
+    Args:
+        part_bytes: see :class:`HostMemoryCopier`.
+    """
+
+    def __init__(self, caches: CanonicalKVCaches, part_bytes: int = COPY_BYTES) -> None:
+        super().__init__(part_bytes)
+        self._arrays: list[Bytes] = []
+        self.attach(caches)
+
+    def has_room(self, payload_bytes: int) -> bool:
+        """Return whether there is a KV cache; see :class:`BlockCopier`."""
+        return bool(self._arrays)
 
     def detach(self) -> None:
         """Let go of the KV cache; see :class:`CacheCopier`."""
@@ -227,11 +264,12 @@ class CpuBlockCopier:
         """Copy from and to these tensors; see :class:`CacheCopier`."""
         self._arrays = [tensor.tensor.numpy() for tensor in caches.tensors]
 
-    def _copies(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: _Bytes) -> Iterator[Copy]:
+    def _copies(self, layout: PackLayout, blocks: Sequence[BlockSlice], payload: Bytes) -> Iterator[Copy]:
         """Yield the copies of one payload: the bytes in it, those in the KV cache, and the end of those in it.
 
         The ends increase. Slots that get no page lie between two of them.
         """
+        check_attached(self._arrays)
         for tensor_index, page_bytes, block_id, count, start in copy_spans(layout, blocks):
             end = start + count * page_bytes
             pages = payload[start:end].reshape(count, page_bytes)
@@ -247,30 +285,7 @@ class CpuBlockCopier:
                     yield part, cached[row : row + rows, column : column + columns], part_end
 
 
-def copy_in_parts(
-    copies: Iterable[Copy], payload_bytes: int, part_bytes: int, on_part: OnPart, *, to_payload: bool
-) -> None:
-    """Make the copies of one payload, and tell of each part of it.
-
-    Args:
-        copies: in the order of their bytes in the payload.
-        part_bytes: each part has at least half of these bytes, but for the last one.
-        to_payload: the direction.
-    """
-    told = 0
-    for inside, outside, end in copies:
-        if to_payload:
-            np.copyto(inside, outside)  # lets other threads run, unlike a copy of memoryviews
-        else:
-            np.copyto(outside, inside)
-        if end - told >= part_bytes // 2:
-            on_part(end - told)
-            told = end
-    if told < payload_bytes:
-        on_part(payload_bytes - told)
-
-
-def to_nobody(nbytes: int) -> None:
+def _to_nobody(nbytes: int) -> None:
     """Take the number of bytes of a part, and do nothing."""
 
 
