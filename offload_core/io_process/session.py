@@ -27,6 +27,7 @@ from offload_core.io_process.lent_mapping import LentMapping
 from offload_core.io_process.log_relay import relay
 from offload_core.io_process.messages import Lane, MessageChannel, RingPair, make_rings
 from offload_core.io_process.protocol import Kind, Message
+from offload_core.io_process.signs_of_life import SignsOfLife
 from offload_core.io_process.start.companion import make_companion
 from offload_core.io_process.start.joined_process import JoinedProcess
 from offload_core.io_process.start.meeting_point import MeetingPoint
@@ -36,7 +37,6 @@ from offload_core.tiers.storage import StorageAwayError
 
 logger = logging.getLogger(__name__)
 
-_PING_SECONDS = 1.0
 _BUSY_LOOK_SECONDS, _IDLE_LOOK_SECONDS = 0.05, 0.25
 _KILL_SECONDS = 0.2
 """Time in which a killed process is mostly gone."""
@@ -78,7 +78,6 @@ class Session:
         self._on_message = on_message
         self._on_end = on_end
         self._on_killed = on_killed
-        self._silence_seconds = silence_seconds
         self._loop = asyncio.get_running_loop()
         self._log, self._their_log = ControlSocket.pair()
         self._control: ControlChannel | None = None
@@ -103,10 +102,9 @@ class Session:
         self._process: CompanionProcess | JoinedProcess | None = None
         self._calls = count(1)
         self._pending: dict[int, asyncio.Future[Message]] = {}
-        self._ping: asyncio.TimerHandle | None = None
         self._look: asyncio.TimerHandle | None = None
         self._dropped: asyncio.TimerHandle | None = None
-        self._unanswered_pings = 0
+        self._signs_of_life = SignsOfLife(lambda: self.call(Kind.PING, 0), self._silent, silence_seconds)
         self._is_over = self._is_closing = self._is_killed = False
         self._over = asyncio.Event()
 
@@ -141,7 +139,8 @@ class Session:
                 self._ended("did not start")
             await self.abandon()
             raise
-        self._ping = self._loop.call_later(_PING_SECONDS, self._send_ping)
+        if not self.is_killed:
+            self._signs_of_life.watch()
         self._take_direct_answers()
 
     async def _meet(self) -> None:
@@ -259,6 +258,7 @@ class Session:
     def kill(self) -> None:
         """Kill the process. :attr:`on_end` follows once it is gone."""
         self._is_killed = True
+        self._signs_of_life.stop()
         self.direct.refuse()
         if self._process is not None:
             self._process.kill()
@@ -273,6 +273,7 @@ class Session:
         they have ended here: call this when the engine has ended.
         """
         self._is_closing = True
+        self._signs_of_life.stop()
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.call(Kind.PING, 0)  # after it, the process has all earlier messages
@@ -311,8 +312,7 @@ class Session:
         """Kill a process that lives, but has closed its socket."""
         if not self.is_killed:
             logger.error("the I/O process (pid %s) serves this process no more and is killed", self.pid)
-            self.kill()
-            self._on_killed(self)
+            self._kill_unasked()
 
     def _on_log(self) -> None:
         if not self._log.receive_all(lambda record, _: relay(record)):
@@ -320,8 +320,7 @@ class Session:
 
     def _damaged(self, error: Exception) -> None:
         logger.error("the I/O process (pid %s) has sent damaged messages and is killed: %s", self.pid, error)
-        self.kill()
-        self._on_killed(self)
+        self._kill_unasked()
 
     def _damaged_on_any_thread(self, error: Exception) -> None:
         self._loop.call_soon_threadsafe(self._damaged, error)
@@ -333,27 +332,14 @@ class Session:
             seconds = _BUSY_LOOK_SECONDS if self.direct.has_calls else _IDLE_LOOK_SECONDS
             self._look = self._loop.call_later(seconds, self._take_direct_answers)
 
-    def _send_ping(self) -> None:
-        """Ask the process for a sign of life. A process that a debugger or a signal stopped gives none.
+    def _silent(self, seconds: float) -> None:
+        if not self.is_killed:
+            logger.warning("the I/O process (pid %s) has not answered for %g s and is killed", self.pid, seconds)
+            self._kill_unasked()
 
-        Ticks are counted, and not seconds: after a stop of this process too, the other one has time to answer.
-        """
-        if self.is_killed or self._is_closing:
-            return
-        if self._unanswered_pings * _PING_SECONDS >= self._silence_seconds:
-            logger.warning(
-                "the I/O process (pid %s) has not answered for %g s and is killed", self.pid, self._silence_seconds
-            )
-            self.kill()
-            self._on_killed(self)
-            return
-        self._unanswered_pings += 1
-        self.call(Kind.PING, 0).add_done_callback(self._pinged)
-        self._ping = self._loop.call_later(_PING_SECONDS, self._send_ping)
-
-    def _pinged(self, answer: asyncio.Future[Message]) -> None:
-        if not answer.cancelled() and answer.exception() is None:
-            self._unanswered_pings = 0
+    def _kill_unasked(self) -> None:
+        self.kill()
+        self._on_killed(self)
 
     def _ended_on_any_thread(self, description: str) -> None:
         """Note the end, on the companion's thread."""
@@ -369,7 +355,8 @@ class Session:
         if self._control is not None:
             self._control.receive()
         self._on_log()
-        for timer in (self._ping, self._look, self._dropped):
+        self._signs_of_life.stop()
+        for timer in (self._look, self._dropped):
             if timer is not None:
                 timer.cancel()
         self._channel.close()
