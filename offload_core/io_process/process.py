@@ -18,10 +18,10 @@ from offload_core.config.limits import Limits
 from offload_core.config.model import OffloadConfig, TierConfig
 from offload_core.io_process.direct_calls import DirectCalls
 from offload_core.io_process.lent_mapping import LentMapping
+from offload_core.io_process.life.meeting_point import MeetingPoint
 from offload_core.io_process.protocol import Kind, Message, Reader, pack_event
 from offload_core.io_process.remote_storage import RemoteStorage, pack_objects
 from offload_core.io_process.session import Session
-from offload_core.io_process.start.meeting_point import MeetingPoint
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters
@@ -69,7 +69,7 @@ class IoProcess:
         self._observed_by: dict[int, Counters] = {}
         self._staging: SharedMemory | None = None
         self.replace_memory: Callable[[], None] | None = None
-        """Called on the I/O loop if the process outlives its SIGKILL."""
+        """Called on the I/O loop if the process, or a fork with its memory, outlives its SIGKILL."""
         self._pause = RestartPause()
         self._replacing: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -178,7 +178,7 @@ class IoProcess:
         await session.start(START_SECONDS)
         try:
             if self._staging is not None:
-                await session.ask({"staging": self._staging.nbytes}, [self._staging.descriptor])
+                await session.share_staging(self._staging)
             for storage in self._storages.values():
                 await session.ask({"tier": storage.number, "name": storage.name, "half": storage.half})
         except BaseException:  # a plugin may raise anything, and the engine may end meanwhile
@@ -213,7 +213,7 @@ class IoProcess:
     async def _share_staging(self, memory: SharedMemory) -> None:
         self._staging = memory
         if self._session is not None:
-            await self._session.ask({"staging": memory.nbytes}, [memory.descriptor])
+            await self._session.share_staging(memory)
 
     async def _make_storage(self, config: TierConfig, changes: StorageEvents, half: str) -> RemoteStorage:
         number = next(self._numbers)
@@ -294,16 +294,16 @@ class IoProcess:
         self._replacing = self._io.loop.create_task(self._replace(pause))
 
     def _killed(self, session: Session) -> None:
-        """Do not wait long for the end of a killed process: a call on a dead medium can outlive it.
+        """Do not wait long for the end of a killed process: a call on a dead medium, or a fork, can outlive it.
 
-        The memory of its calls stays in use until it is gone. Other calls get other memory.
+        The memory of its calls stays in use until it is gone, and its forks too. Other calls get other memory.
         """
         self._io.loop.call_later(_GONE_SECONDS, self._not_gone, session)
 
     def _not_gone(self, session: Session) -> None:
         if not self._is_closed and session is self._session:
             self._generation += 1  # it still has the meeting point
-            self._ended(session, "was killed and is not gone yet")
+            self._ended(session, session.remains)
             if self.replace_memory is not None:
                 self.replace_memory()
 

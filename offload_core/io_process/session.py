@@ -1,8 +1,9 @@
 """One I/O process during its life, seen from a process of the engine: its start, its calls, and its end.
 
-A call ends with its answer, or once the process is gone with all of its threads. So nobody uses a call's memory again
-while a thread of the process could still write into it (invariant I3). The one exception is :meth:`Session.end`.
-A process in an uninterruptible call stays after SIGKILL, and its calls stay with it. A replacement need not wait.
+A call ends with its answer, or once the process is gone with all of its threads. If the process has given the staging
+memory to others, such as forks, these must be gone too. So nobody uses a call's memory again while it could still be
+written to (invariant I3). The one exception is :meth:`Session.end`. A process in an uninterruptible call stays after
+SIGKILL, and its calls stay with it. A replacement need not wait.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from itertools import count
 
 from offload_core.api.cancellation import to_the_end
 from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.config.model import OffloadConfig
-from offload_core.io_process import protocol
 from offload_core.io_process.control import BELLS, JOIN_DESCRIPTORS, ControlSocket, Record
 from offload_core.io_process.control_channel import ControlChannel
 from offload_core.io_process.direct_calls import DirectCalls
 from offload_core.io_process.lent_mapping import LentMapping
+from offload_core.io_process.life.companion import make_companion
+from offload_core.io_process.life.joined_process import JoinedProcess
+from offload_core.io_process.life.meeting_point import MeetingPoint
+from offload_core.io_process.life.memory_use import MemoryUse
+from offload_core.io_process.life.signs_of_life import SignsOfLife
 from offload_core.io_process.log_relay import relay
-from offload_core.io_process.messages import Lane, MessageChannel, RingPair, make_rings
+from offload_core.io_process.loop_calls import LoopCalls
+from offload_core.io_process.messages import Lane, RingPair, make_rings
 from offload_core.io_process.protocol import Kind, Message
-from offload_core.io_process.signs_of_life import SignsOfLife
-from offload_core.io_process.start.companion import make_companion
-from offload_core.io_process.start.joined_process import JoinedProcess
-from offload_core.io_process.start.meeting_point import MeetingPoint
 from offload_core.runtime.companion_process import CompanionProcess
 from offload_core.runtime.doorbell import Doorbell
 from offload_core.tiers.storage import StorageAwayError
@@ -42,6 +43,8 @@ _KILL_SECONDS = 0.2
 """Time in which a killed process is mostly gone."""
 _DROPPED_SECONDS = 1.0
 """Time in which a process that has closed its socket is mostly gone."""
+_UNMAPPED_SECONDS = 0.05
+"""Pause between two looks for other processes that have the memory of a process that is gone."""
 _LATER_GENERATIONS = 2
 _RETRY_SECONDS = 0.02
 """Pause before the next attempt to meet, while the I/O process begins or ends."""
@@ -56,7 +59,8 @@ class Session:
         threads: for the start of the process.
         on_message: gets each message that is no answer.
         on_end: called once, when the process is gone, with a description.
-        on_killed: called when the process is killed because it is damaged or silent.
+        on_killed: called when the process was killed because it is damaged or silent, or when others have its memory
+            after its end. ``on_end`` may then follow late.
         silence_seconds: a process that has not answered for so long is killed.
     """
 
@@ -75,7 +79,6 @@ class Session:
         self._meeting_point = meeting_point
         self._generation = generation
         self._threads = threads
-        self._on_message = on_message
         self._on_end = on_end
         self._on_killed = on_killed
         self._loop = asyncio.get_running_loop()
@@ -84,26 +87,25 @@ class Session:
         self._theirs: list[ControlSocket | socket.socket] = [self._their_log]
         self._rings = make_rings()
         self._bells = {name: Doorbell() for name in BELLS}
-        self._channel = MessageChannel(
+        self._calls = LoopCalls(
             RingPair(self._rings, Lane.LOOP, to_process=True),
             own_bell=self._bells["to_engine"],
             other_bell=self._bells["to_process"],
-            on_message=self._received,
-            on_error=self._damaged,
+            on_message=on_message,
+            on_damage=self._damaged,
         )
         self.direct = DirectCalls(
             RingPair(self._rings, Lane.DIRECT, to_process=True),
             own_bell=self._bells["direct_to_engine"],
             other_bell=self._bells["direct_to_process"],
-            on_message=self._on_message,
+            on_message=on_message,
             on_damage=self._damaged_on_any_thread,
         )
         """Calls that need no event loop."""
         self._process: CompanionProcess | JoinedProcess | None = None
-        self._calls = count(1)
-        self._pending: dict[int, asyncio.Future[Message]] = {}
         self._look: asyncio.TimerHandle | None = None
         self._dropped: asyncio.TimerHandle | None = None
+        self._staging_use: MemoryUse | None = None
         self._signs_of_life = SignsOfLife(lambda: self.call(Kind.PING, 0), self._silent, silence_seconds)
         self._is_over = self._is_closing = self._is_killed = False
         self._over = asyncio.Event()
@@ -122,6 +124,13 @@ class Session:
     def is_killed(self) -> bool:
         """``True`` once the process was killed or has ended: it takes no more calls."""
         return self._is_killed or self._is_over
+
+    @property
+    def remains(self) -> str:
+        """The words for the state in which the process was killed, but its memory may still be written to."""
+        if self.pid is not None:
+            return "was killed and is not gone yet"
+        return "has ended, and a process that has its memory from it has not"
 
     async def start(self, seconds: float) -> None:
         """Meet the I/O process of the engine, or start it, and wait until it serves.
@@ -172,7 +181,7 @@ class Session:
         if listener is not None:
             descriptors["listener"] = listener.fileno()
             self._theirs.append(listener)
-        self._process = process = make_companion(self._config, descriptors, self._ended_on_any_thread)
+        self._process = process = make_companion(self._config, descriptors, self._gone_on_any_thread)
         await to_the_end(self._loop.run_in_executor(self._threads, process.start))
         self._close_theirs()
         await control.ready
@@ -191,7 +200,7 @@ class Session:
         except ConnectionError as error:
             control.close(error)
             raise
-        self._process = JoinedProcess(record["ready"], descriptor, self._ended)
+        self._process = JoinedProcess(record["ready"], descriptor, self._gone)
         self._close_theirs()
 
     def _descriptors(self) -> dict[str, int]:
@@ -214,15 +223,12 @@ class Session:
         """
         if self.is_killed:
             raise StorageAwayError("the I/O process has ended and is being replaced")
-        number = next(self._calls)
-        self._pending[number] = answer = self._loop.create_future()
-        self._channel.send(protocol.message(kind, tier, number, body))
-        return answer
+        return self._calls.call(kind, tier, body)
 
     def tell(self, kind: Kind, tier: int, body: bytes) -> None:
         """Send a message without an answer; it is lost if the process has ended."""
         if not self.is_killed:
-            self._channel.send(protocol.message(kind, tier, 0, body))
+            self._calls.tell(kind, tier, body)
 
     async def ask(self, record: Record, descriptors: Sequence[int] = ()) -> Record:
         """Send a control message, and return its answer.
@@ -233,6 +239,19 @@ class Session:
         if self._is_over or self._control is None:
             raise StorageAwayError("the I/O process has ended and is being replaced")
         return await self._control.ask(record, descriptors)
+
+    async def share_staging(self, memory: SharedMemory) -> None:
+        """Let the process map the staging memory. Call it once.
+
+        Raises:
+            OSError: the process is gone, or cannot map it.
+        """
+        use = MemoryUse(memory)
+        try:
+            await self.ask({"staging": memory.nbytes}, [use.descriptor])
+        finally:
+            use.sent()
+            self._staging_use = use
 
     async def lent_memory(self, tier: int, label: str) -> LentMapping | None:
         """Map the memory that a tier lends; ``None`` if it lends none to other processes.
@@ -293,15 +312,6 @@ class Session:
             async with asyncio.timeout(_KILL_SECONDS):
                 await self._over.wait()
 
-    def _received(self, message: Message) -> None:
-        if message.kind not in (Kind.DONE, Kind.FAILED):
-            self._on_message(message)
-        elif (answer := self._pending.pop(message.call, None)) is not None and not answer.done():
-            if message.kind is Kind.DONE:
-                answer.set_result(message)
-            else:
-                answer.set_exception(protocol.Reader(message.body).error())
-
     def _on_end_of_file(self) -> None:
         if self._process is None and self._control is not None:
             self._control.fail(ConnectionResetError("the I/O process has ended before it served"))
@@ -341,16 +351,27 @@ class Session:
         self.kill()
         self._on_killed(self)
 
-    def _ended_on_any_thread(self, description: str) -> None:
-        """Note the end, on the companion's thread."""
+    def _gone_on_any_thread(self, description: str) -> None:
+        """Note that the process is gone, on the companion's thread."""
         with contextlib.suppress(RuntimeError):  # the loop has been closed
-            self._loop.call_soon_threadsafe(self._ended, description)
+            self._loop.call_soon_threadsafe(self._gone, description)
 
-    def _ended(self, description: str) -> None:
-        """Fail the calls without an answer. The process is gone with all of its threads, or was left."""
+    def _gone(self, description: str) -> None:
+        """Note that the process is gone with all of its threads. Others that have its memory are waited for."""
         if self._is_over:
             return
-        self._channel.receive()  # answers from before its end
+        if self._staging_use is None or self._staging_use.has_ended():
+            self._ended(description)
+            return
+        if not self.is_killed:
+            self._kill_unasked()
+        self._loop.call_later(_UNMAPPED_SECONDS, self._gone, description)
+
+    def _ended(self, description: str) -> None:
+        """Fail the calls without an answer. Nobody writes to their memory any more, or the process was left."""
+        if self._is_over:
+            return
+        self._calls.receive()  # answers from before its end
         self._is_over = True
         if self._control is not None:
             self._control.receive()
@@ -359,7 +380,7 @@ class Session:
         for timer in (self._look, self._dropped):
             if timer is not None:
                 timer.cancel()
-        self._channel.close()
+        self._calls.close()
         self._loop.remove_reader(self._log.fileno())
         self._log.close()
         self._close_theirs()
@@ -372,9 +393,6 @@ class Session:
         self._rings.close()
         if self._control is not None:
             self._control.close(error)
-        for answer in self._pending.values():
-            if not answer.done():
-                answer.set_exception(error)
-        self._pending.clear()
+        self._calls.fail_all(error)
         self._over.set()
         self._on_end(self, description)

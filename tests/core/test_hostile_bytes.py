@@ -221,9 +221,10 @@ PARSERS: Mapping[str, Parser] = {
 OWN_BYTES: Mapping[str, str] = {
     "runtime/message_ring.py": "frames in memory: tests/core/runtime/test_message_ring.py damages them",
     "runtime/companion_child.py": "the parent process wrote it into the child's standard input",
+    "io_process/life/memory_use.py": "the kernel tells of a lock",
     "io_process/serving/server.py": "the engine's process wrote it into the socket between the two",
     "io_process/control.py": "the engine's processes wrote it into the socket between them",
-    "io_process/start/meeting_point.py": "the kernel wrote it",
+    "io_process/life/meeting_point.py": "the kernel wrote it",
     "cli/proof/engines.py": "the command's own child process wrote it into the command's private folder",
     "vllm/proof_run.py": "the parent process wrote it into its private folder",
     "objects/kept_digests.py": "this user's own file: tests/core/objects/test_kept_digests.py damages it",

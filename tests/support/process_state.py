@@ -12,6 +12,9 @@ from pathlib import Path
 
 _OWN_FILES = re.compile(r"/memfd:|anon_inode:\[(eventfd|eventpoll|pidfd)\]|(socket|pipe):")
 
+_ACCEPTS = 0x10000
+"""``__SO_ACCEPTCON`` of linux/net.h, a flag in ``/proc/net/unix``."""
+
 
 def process_state(pid: int) -> str:
     """Return a process's state letter, such as ``D`` for one that even SIGKILL does not end."""
@@ -29,6 +32,16 @@ def thread_states(pid: int) -> Counter[str]:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 found[_state_in(task)] += 1
     return found
+
+
+def listening_sockets(pid: int) -> set[str]:
+    """Return the addresses of the Unix sockets on which a process can accept connections."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            inodes.add(str(link.readlink()).removeprefix("socket:[").rstrip("]"))
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return {line[7] for line in lines if int(line[3], 16) & _ACCEPTS and line[6] in inodes and len(line) > 7}
 
 
 def is_running(pid: int) -> bool:

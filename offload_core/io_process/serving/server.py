@@ -19,11 +19,11 @@ from offload_core.config.loading import load_config
 from offload_core.config.model import OffloadConfig
 from offload_core.io_process import protocol
 from offload_core.io_process.control import JOIN_DESCRIPTORS, ControlSocket
+from offload_core.io_process.life.meeting_point import is_own_user
 from offload_core.io_process.log_relay import LogSender
 from offload_core.io_process.protocol import ProtocolError
 from offload_core.io_process.serving.client import SEALING_THREADS, ServedClient
 from offload_core.io_process.serving.tier import ServedTier
-from offload_core.io_process.start.meeting_point import is_own_user
 from offload_core.plugins.observers import EventDelivery
 from offload_core.runtime.companion_child import StartMessage, outlive_parent
 from offload_core.runtime.metrics import Counters
@@ -87,6 +87,7 @@ class _Server:
         if "listener" in descriptors:
             listener = socket.socket(fileno=descriptors["listener"])
             listener.setblocking(False)
+            os.register_at_fork(after_in_child=listener.close)  # else the engine's processes would wait for a fork
             self._loop.add_reader(listener, self._accept, listener)
         await self._end.wait()
         if listener is not None:  # a process that comes now starts another I/O process

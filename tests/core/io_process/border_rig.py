@@ -66,12 +66,16 @@ class Medium:
     def slow_down(self) -> None:
         self._write(self.folder / commanded.SLOW, "")
 
+    def fork_loads(self) -> None:
+        self._write(self.folder / commanded.FORKED, "")
+
     def recover(self) -> None:
         """Open all gates, and end all faults."""
         for call in ("load", "store"):
             commanded.gate_file(self.folder, call).unlink(missing_ok=True)
             commanded.fault_file(self.folder, call).unlink(missing_ok=True)
-        (self.folder / commanded.SLOW).unlink(missing_ok=True)
+        for name in (commanded.SLOW, commanded.FORKED):
+            (self.folder / name).unlink(missing_ok=True)
 
     def forget(self, number: int) -> None:
         (self._objects / str(number)).unlink(missing_ok=True)

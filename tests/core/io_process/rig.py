@@ -91,12 +91,16 @@ class Rig:
     def moved(self, start: Start[T], staged: Sequence[StagedObject]) -> T | None:
         """Make a load or a store, as the engine's thread does; ``None`` if it was refused."""
         ended = self.begin(start, staged)
+        self.receive_until(ended.done)
+        return None if ended.cancelled() else ended.result()
+
+    def receive_until(self, done: Callable[[], bool]) -> None:
+        """Take the ends of calls, as the engine's thread does."""
         limit = time.monotonic() + SECONDS
-        while not ended.done():
+        while not done():
             assert time.monotonic() < limit, "a call has not ended"
             self.processes.wait(0.05)
             self.processes.receive()
-        return None if ended.cancelled() else ended.result()
 
     def lease(self) -> Lease:
         lease = self.pool.try_acquire(OBJECT_BYTES, for_store=True)

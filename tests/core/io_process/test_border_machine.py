@@ -32,7 +32,7 @@ from offload_core.memory.staging_pool import StagingPool
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.transfer.loads import LoadResult
 from tests.core.io_process.border_rig import BorderRig, send
-from tests.core.io_process.commanded import CANCELLATION, ERROR, EXIT
+from tests.core.io_process.commanded import CANCELLATION, ERROR, EXIT, FORK
 from tests.support.logged_errors import LoggedErrors
 from tests.support.memory_backend import key
 from tests.support.plugin_site import Site
@@ -68,7 +68,8 @@ class Disturbance(Enum):
     HANG_OF_PROCESS = "calls of the present process hang"
     HANG_OF_MEDIUM = "calls of its successors hang too"
     SLOWNESS = "copies pause in the middle"
-    RECOVERY = "hangs, faults and slowness end"
+    FORKS = "loads run in forks"
+    RECOVERY = "hangs, faults, slowness and forks end"
     KILL = "SIGKILL"
     STOP = "SIGSTOP"
     CONTINUATION = "SIGCONT to each stopped process, replaced ones too"
@@ -196,6 +197,8 @@ class Border(RuleBasedStateMachine):
             medium.recover()
         elif disturbance is Disturbance.SLOWNESS:
             medium.slow_down()
+        elif disturbance is Disturbance.FORKS:
+            medium.fork_loads()
         elif disturbance is Disturbance.HANG_OF_MEDIUM:
             medium.shut(call)
         elif disturbance is Disturbance.BURIAL:
@@ -254,6 +257,23 @@ class Border(RuleBasedStateMachine):
             self.step(0.01)
         self.disturb(tier, call, Disturbance.DEAFNESS)
         self.wait_for_replacements()
+
+    @rule(tier=tiers, number=st.sampled_from(NUMBERS))
+    def kill_beside_a_fork(self, tier: int, number: int) -> None:
+        """Kill a process whose load runs in a fork, if there is a process and the load comes."""
+        pid = self.there.process(tier).pid
+        if pid is None or pid in self.killed | self.stopped:
+            return
+        self.there.media[tier].recover()
+        self.there.media[tier].fork_loads()
+        self.submit_load(tier, [number])
+        limit = time.monotonic() + CALL_SECONDS
+        while not any(running.name.endswith(FORK) for running in self.there.running()[tier]):
+            if time.monotonic() > limit:  # the breaker is open, the queue is full, or the process has ended
+                return
+            self.step(0.005)
+        self.disturb(tier, "load", Disturbance.KILL)
+        self.step(0.02)  # the engine's process hears of it, and the fork goes on
 
     # What holds at any time
 

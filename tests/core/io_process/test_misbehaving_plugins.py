@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,9 +14,11 @@ import pytest
 
 from offload_core.api.backend import LoadOutcome
 from offload_core.runtime.io_loop import IoLoop
-from tests.core.io_process.rig import Rig
+from offload_core.tiers.staged_object import StagedObject
+from tests.core.io_process.rig import Rig, key
 from tests.support.plugin_site import Site
 from tests.support.polling import wait_until
+from tests.support.process_state import is_running, listening_sockets
 
 HIT = LoadOutcome.HIT
 
@@ -34,7 +38,7 @@ class Trouble(Backend):
     def _file(self, key):
         return Path(self.options.path) / key.chunk_hash.hex()
 
-    def _order(self):
+    def _order(self, buffers):
         # An order is carried out once: the replacement finds none.
         place = Path(self.options.path) / "order"
         try:
@@ -57,6 +61,15 @@ class Trouble(Backend):
         elif order == "fork":
             if os.fork() == 0:
                 os._exit(0)
+        elif order == "load in a fork":
+            if (child := os.fork()) == 0:
+                while not (Path(self.options.path) / "go").exists():
+                    time.sleep(0.001)
+                for buffer in buffers:
+                    buffer[:] = bytes([0xEE]) * len(buffer)
+                os._exit(0)
+            (Path(self.options.path) / "forked").write_text(str(child))
+            os.waitpid(child, 0)
         elif order == "stop the loop":
             time.sleep(60)
 
@@ -64,7 +77,7 @@ class Trouble(Backend):
         return [self._file(key).exists() for key in keys]
 
     async def load_into(self, keys, buffers):
-        self._order()
+        self._order(buffers)
         for key, buffer in zip(keys, buffers):
             buffer[:] = self._file(key).read_bytes()
         return [LoadOutcome.HIT] * len(keys)
@@ -144,6 +157,32 @@ def test_a_fork_of_the_process_does_no_harm(make: Callable[..., Rig], tmp_path: 
     assert rig.load(1) == [HIT]
     assert rig.load(1) == [HIT]
     assert rig.pid == first
+
+
+def test_i3_a_fork_that_outlives_the_process_writes_to_no_memory_of_others(
+    make: Callable[..., Rig], tmp_path: Path
+) -> None:
+    """A backend may load in a process of its own, which nobody kills with the I/O process."""
+    rig = make()
+    rig.store(1, 2)
+    order(tmp_path, "load in a fork")
+    medium, first = tmp_path / "medium", rig.pid
+    hung = StagedObject(key(1), rig.lease())
+    ended = rig.begin(rig.tiers[0].start_load, [hung])
+    wait_until((medium / "forked").exists, "the backend has not forked")
+    child = int((medium / "forked").read_text())
+    assert listening_sockets(first), "the process of the engine that starts it gives it one"
+    assert not listening_sockets(child), "others would wait for this process"
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: rig.process.pid not in (None, first), "the process is not replaced beside the fork")
+    assert rig.load(2) == [HIT]
+    assert not ended.done(), "the fork may write to the memory of the call"
+    (medium / "go").touch()
+    wait_until(lambda: not is_running(child), "the fork has not ended")
+    rig.receive_until(ended.done)
+    assert ended.result() == [None]
+    assert set(hung.lease.view) == {0xEE}
+    hung.lease.release()
 
 
 class _Longest:

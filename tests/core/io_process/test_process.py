@@ -19,7 +19,7 @@ import pytest
 
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.errors import ConfigError
-from offload_core.io_process.start.companion import WITHHELD
+from offload_core.io_process.life.companion import WITHHELD
 from offload_core.runtime.io_loop import IoLoop
 from tests.core.io_process.rig import OBJECT_BYTES, SECONDS, Rig, content, key
 from tests.support.plugin_site import Site

@@ -18,8 +18,8 @@ import pytest
 from offload_core.api.backend import LoadOutcome
 from offload_core.config.loading import load_config
 from offload_core.io_process.control import BELLS, ControlSocket
+from offload_core.io_process.life.meeting_point import MeetingPoint
 from offload_core.io_process.messages import make_rings
-from offload_core.io_process.start.meeting_point import MeetingPoint
 from offload_core.runtime.doorbell import Doorbell
 from offload_core.runtime.io_loop import IoLoop
 from tests.core.io_process.border_rig import Medium

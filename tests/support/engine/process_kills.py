@@ -131,7 +131,7 @@ def _left(process: IoProcess, files: Counter[str]) -> dict[str, int]:
     session = process._session
     left = {
         "staging_bytes": sum(pool.used_bytes for pool in pools),
-        "calls": len(session._pending) if session is not None else 0,
+        "calls": len(session._calls) if session is not None else 0,
         "missing_processes": int(session is None),
         "further_processes": max(0, len(io_process_ids()) - 1),
         **(own_files() - files),

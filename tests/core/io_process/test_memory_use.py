@@ -1,0 +1,79 @@
+"""The use of shared memory by another process ends with its last mapping and its last descriptor."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+
+from offload_core.api.memory.shared_memory import SharedMemory
+from offload_core.io_process.life.memory_use import MemoryUse
+
+NBYTES = 8192
+_MAPS_UNTIL_TOLD = """
+import mmap, os, sys
+descriptor = int(sys.argv[1])
+memory = mmap.mmap(descriptor, 0)
+os.close(descriptor)
+print("mapped", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_it_lasts_as_long_as_a_mapping() -> None:
+    memory = SharedMemory.create("test", NBYTES)
+    use = MemoryUse(memory)
+    mapping = mmap.mmap(use.descriptor, NBYTES)
+    use.sent()
+    assert not use.has_ended()
+    mapping.close()
+    assert use.has_ended()
+    memory.close()
+
+
+def test_it_lasts_as_long_as_a_descriptor() -> None:
+    memory = SharedMemory.create("test", NBYTES)
+    use = MemoryUse(memory)
+    other = os.dup(use.descriptor)
+    use.sent()
+    assert not use.has_ended()
+    os.close(other)
+    assert use.has_ended()
+    memory.close()
+
+
+def test_uses_are_told_apart() -> None:
+    memory = SharedMemory.create("test", NBYTES)
+    first, second = MemoryUse(memory), MemoryUse(memory)
+    first.sent()
+    assert (first.has_ended(), second.has_ended()) == (True, False)
+    second.sent()
+    assert second.has_ended()
+    memory.close()
+
+
+def test_a_process_that_got_the_memory_from_the_other_one_counts() -> None:
+    memory = SharedMemory.create("test", NBYTES)
+    use = MemoryUse(memory)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _MAPS_UNTIL_TOLD, str(use.descriptor)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=[use.descriptor],
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"mapped\n"
+    use.sent()
+    assert not use.has_ended()
+    process.communicate()
+    assert use.has_ended()
+    memory.close()
+
+
+def test_it_has_ended_if_the_memory_is_closed_here() -> None:
+    memory = SharedMemory.create("test", NBYTES)
+    use = MemoryUse(memory)
+    use.sent()
+    memory.close()
+    assert use.has_ended()
