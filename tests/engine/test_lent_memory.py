@@ -35,7 +35,8 @@ def test_objects_move_between_the_kv_cache_and_the_tiers_memory(
     assert count(result, "loads_within_step", "ram") == len(prompts)
     assert count(result, "load_kept", "ram") == count(result, "load_hits", "ram")
     assert count(result, "load_lent", "ram") == count(result, "load_hits", "ram") > 0
-    assert count(result, "store_lent", "ram") == count(result, "stores", "ram") > 0
+    # If the answer about an object's room is late, the object passes through staging memory.
+    assert 0 < count(result, "store_lent", "ram") <= count(result, "stores", "ram")
 
 
 @pytest.mark.parametrize("lab", ["gemma3", pytest.param("qwen3_next", marks=pytest.mark.long)], indirect=True)

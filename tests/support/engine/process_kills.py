@@ -19,6 +19,7 @@ from offload_core.memory.staging_pool import StagingPool
 from offload_core.runtime.restart_pause import RestartPause
 from offload_core.transfer.engine import TransferEngine
 from offload_core.transfer.loads import LoadResult
+from tests.support.polling import wait_until
 from tests.support.process_state import io_process_ids, own_files
 from tests.support.workload import Workload
 
@@ -39,6 +40,7 @@ def under_kills(workload: Workload, drain: Callable[[], float]) -> Iterator[dict
     notes: dict[str, Any] = {"kills": 0, "stops": 0, "silences": 0, "served": 0, "left": {}}
     (process,) = IoProcess._shared.values()
     process._pause = RestartPause(first_seconds=0.02, longest_seconds=0.05)  # so that there is something to kill
+    wait_until(lambda: _is_whole(process), "the I/O process of the workload before is not replaced")
     files = own_files()
     killer = _Killer(process, workload.fault_seed, notes)
     if workload.fault_seed is not None:
@@ -119,6 +121,11 @@ def _seen_by(killer: _Killer) -> Iterator[None]:
 
     with mock.patch.object(TransferEngine, "poll", watched):
         yield
+
+
+def _is_whole(process: IoProcess) -> bool:
+    """Return whether the process serves and its tiers are open, so that their memory is mapped here."""
+    return process.pid is not None and all(storage._is_here for storage in process._storages.values())
 
 
 def _left(process: IoProcess, files: Counter[str]) -> dict[str, int]:
