@@ -135,13 +135,15 @@ class NixlBackend(Backend[NixlOptions]):
         self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck] = ()
     ) -> list[LoadOutcome]:
         seconds = self.options.transfer_timeout_seconds
-        return transfers.load_batch(self._supervisor.child(), keys, buffers, seconds, checks)
+        in_place = self.options.moves_in_place
+        return transfers.load_batch(self._supervisor.child(), keys, buffers, seconds, checks, in_place=in_place)
 
     def _store(
         self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], seals: Sequence[StoreSeal] = ()
     ) -> list[StoreOutcome]:
         seconds = self.options.transfer_timeout_seconds
-        return transfers.store_batch(self._supervisor.child(), keys, buffers, seconds, seals)
+        in_place = self.options.moves_in_place
+        return transfers.store_batch(self._supervisor.child(), keys, buffers, seconds, seals, in_place=in_place)
 
     def _sizes(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         """Return the size of each object, ``None`` for an absent one and for one that is too large to be loaded."""

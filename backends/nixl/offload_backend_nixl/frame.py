@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from typing import TYPE_CHECKING
 
-from offload_core.api import ObjectKey
+if TYPE_CHECKING:  # the child imports nothing of the core
+    from offload_core.api import ObjectKey
 
 _MAGIC = b"OFNIXL\x00\x01"
 _HEAD = struct.Struct("<8sQ16s")
@@ -20,9 +22,9 @@ OVERHEAD_BYTES = HEAD_BYTES + _DIGEST_BYTES
 """The bytes that a stored object has more than its content."""
 
 
-def write_frame(memory: memoryview, key: ObjectKey) -> None:
-    """Write the head and the tail of an object that fills ``memory``."""
-    head, tail = _frame(key, len(memory) - OVERHEAD_BYTES)
+def write_frame(memory: memoryview, key: ObjectKey, nbytes: int) -> None:
+    """Write the head and the tail of an object with a content of ``nbytes`` to both ends of ``memory``."""
+    head, tail = _frame(key, nbytes)
     memory[:HEAD_BYTES] = head
     memory[-_DIGEST_BYTES:] = tail
 
@@ -33,9 +35,9 @@ def clear_frame(memory: memoryview) -> None:
     memory[-_DIGEST_BYTES:] = bytes(_DIGEST_BYTES)
 
 
-def is_whole(memory: memoryview, key: ObjectKey) -> bool:
-    """Return whether ``memory`` holds the whole object of ``key``, and no object of another size."""
-    head, tail = _frame(key, len(memory) - OVERHEAD_BYTES)
+def is_whole(memory: memoryview, key: ObjectKey, nbytes: int) -> bool:
+    """Return whether the ends of ``memory`` are those of the object of ``key`` with a content of ``nbytes``."""
+    head, tail = _frame(key, nbytes)
     return memory[:HEAD_BYTES] == head and memory[-_DIGEST_BYTES:] == tail
 
 

@@ -47,7 +47,7 @@ class NixlOptions(BackendOptions):
             ge=1024**2,
             le=1024**4,
             description="memory that the engine and the child process share; no object may be larger, and it limits "
-            "the transfers at the same time; the system gives pages when they are first used",
+            "the transfers through it at the same time; the system gives pages when they are first used",
         ),
     ] = 256 * 1024**2
     transfer_timeout_seconds: Seconds = Field(
@@ -112,6 +112,14 @@ class NixlOptions(BackendOptions):
     def keeps_files(self) -> bool:
         """``True`` if the objects are files in a folder."""
         return self.plugin != "OBJ"
+
+    @property
+    def moves_in_place(self) -> bool:
+        """``True`` if an object may lie in several pieces of memory: content in the engine's, the rest in the ring.
+
+        An object of a bucket must be one piece. GPUDirect Storage wants aligned ones.
+        """
+        return self.plugin == "POSIX"
 
     @property
     def place(self) -> str:

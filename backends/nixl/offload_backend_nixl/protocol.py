@@ -18,11 +18,14 @@ MAX_NAMES = 128
 MAX_NAME_BYTES = 600
 MAX_TEXT_BYTES = 2000
 MAX_ENTRIES = 128
+MAX_MEMORIES = 16
+RING = 0
+"""The number of the memory that is shared from the start."""
 ABSENT = -1
 """The size of an object that does not exist."""
 
 _HEAD = struct.Struct("<BQ")
-_RANGE = struct.Struct("<QQ")
+_RANGE = struct.Struct("<QQHQ")
 _COUNT = struct.Struct("<H")
 _SIZE = struct.Struct("<q")
 _ENTRY = struct.Struct("<Qd")
@@ -43,6 +46,7 @@ class Operation(enum.IntEnum):
     SIZES = 4
     DELETE = 5
     LIST = 6
+    MAP = 7
 
 
 class Outcome(enum.IntEnum):
@@ -72,6 +76,10 @@ class Request(NamedTuple):
     offset: int = 0
     """First byte of the object in the shared memory, of a load or a store."""
     nbytes: int = 0
+    memory: int = RING
+    """The memory that has the content of the object. All but :data:`RING` were mapped before, under this number."""
+    start: int = 0
+    """First byte of the content in that memory, if it is not the ring. Then the ring has only head and tail."""
     names: tuple[str, ...] = ()
     """The objects. For a listing, the name after which it goes on; none for the beginning."""
     text: str = ""
@@ -103,10 +111,12 @@ def encode_request(request: Request) -> bytes:
     head = _HEAD.pack(request.operation, request.number)
     if request.operation is Operation.CONFIGURE:
         return _checked(head + request.text.encode())
+    if request.operation is Operation.MAP:
+        return _checked(head + _COUNT.pack(request.memory))
     names = b"".join(map(_pack_name, request.names))
     body = _COUNT.pack(len(request.names)) + names
     if request.operation in (Operation.LOAD, Operation.STORE):
-        body = _RANGE.pack(request.offset, request.nbytes) + body
+        body = _RANGE.pack(request.offset, request.nbytes, request.memory, request.start) + body
     return _checked(head + body)
 
 
@@ -121,16 +131,20 @@ def decode_request(packet: bytes) -> Request:
     operation = _member(Operation, kind)
     if operation is Operation.CONFIGURE:
         return Request(operation, number, text=reader.rest())
-    offset = nbytes = 0
+    if operation is Operation.MAP:
+        (memory,) = reader.unpack(_COUNT)
+        reader.end()
+        return Request(operation, number, memory=_at_most(memory, MAX_MEMORIES))
+    offset = nbytes = memory = start = 0
     if operation in (Operation.LOAD, Operation.STORE):
-        offset, nbytes = reader.unpack(_RANGE)
+        offset, nbytes, memory, start = reader.unpack(_RANGE)
     (count,) = reader.unpack(_COUNT)
     names = tuple(reader.text(MAX_NAME_BYTES) for _ in range(_at_most(count, MAX_NAMES)))
     reader.end()
     is_transfer = operation in (Operation.LOAD, Operation.STORE)
     if (is_transfer and count != 1) or (operation is Operation.LIST and count > 1):
         raise ProtocolError(f"{operation.name} with {count} names")
-    return Request(operation, number, offset, nbytes, names)
+    return Request(operation, number, offset, nbytes, memory, start, names)
 
 
 def encode_answer(answer: Answer) -> bytes:

@@ -6,10 +6,16 @@ however that process ends.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
+import threading
+from typing import ClassVar
+from weakref import WeakValueDictionary
+
+from offload_core.api.memory.addresses import address_of
 
 
 class SharedMemory:
@@ -21,11 +27,17 @@ class SharedMemory:
     One thread calls :meth:`create`, :meth:`from_descriptor` and :meth:`close`; any thread may use the view.
     """
 
+    _open: ClassVar[WeakValueDictionary[int, SharedMemory]] = WeakValueDictionary()
+    _open_lock = threading.Lock()
+
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self._mapping: mmap.mmap | None = mmap.mmap(descriptor, nbytes)
         self._view: memoryview | None = memoryview(self._mapping)
         self._nbytes = nbytes
         self._descriptor = descriptor
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        with self._open_lock:
+            self._open[self._address] = self
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> SharedMemory:
@@ -79,6 +91,26 @@ class SharedMemory:
         os.set_inheritable(descriptor, False)
         return memory
 
+    @classmethod
+    def of(cls, buffer: memoryview) -> tuple[SharedMemory, int] | None:
+        """Return the open shared memory that contains a buffer, and the buffer's offset there, or ``None``.
+
+        In an I/O process, the buffers of loads and stores lie in staging memory. A backend may pass its descriptor to a
+        process of its own, which maps it. If the I/O process dies, the engine does not use the memory of a call again
+        while such a process has it. So pass this descriptor, and do not open the file anew.
+
+        Nobody may touch a buffer after the end of its call. A call whose process hangs must therefore wait for the end
+        of that process.
+        """
+        start = address_of(buffer)
+        with cls._open_lock:
+            memories = list(cls._open.values())
+        for memory in memories:
+            offset = start - memory._address
+            if offset >= 0 and offset + buffer.nbytes <= memory.nbytes and buffer.nbytes:
+                return memory, offset
+        return None
+
     @property
     def view(self) -> memoryview:
         """The memory, writable byte by byte.
@@ -107,6 +139,8 @@ class SharedMemory:
         one unmaps the memory, which takes about 0.1 s for each GiB that was in use.
         """
         if self._mapping is not None:
+            with self._open_lock:
+                self._open.pop(self._address, None)
             self._view = self._mapping = None
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from offload_backend_nixl.backend import NixlBackend
 from offload_backend_nixl.naming import name_of
 from offload_backend_nixl.plugin import NIXL
 
-from offload_core.api.keys import ObjectKey
+from offload_core.api import LoadCheck, LoadOutcome, ObjectKey, SharedMemory, StoreOutcome, StoreSeal
+from offload_core.memory.staging_pool import StagingPool
 from offload_core.testing.contract.suite import BackendContract
 from offload_core.testing.state_machine.machine import EXAMPLES
 from tests.support import outages
@@ -45,6 +49,80 @@ class TestFolder(BackendContract):
 @pytest.mark.timeout(1200)
 class TestFolderAtLength(TestFolder):
     machine_examples = EXAMPLES
+
+
+class InPlace(NixlBackend):
+    """A backend whose callers have their buffers in shared memory, as an engine with an I/O process does."""
+
+    _memory: SharedMemory | None = None
+
+    def _open(self) -> None:
+        self._memory = memory = SharedMemory.create("in place", 48 * 1024**2)
+        self._pool = StagingPool(memory.nbytes, 1.0, arena=memory.view)
+        super()._open()
+
+    async def close(self) -> None:
+        await super().close()
+        if self._memory is not None:
+            await self.run_blocking(self._memory.close)
+
+    def _load(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck] = ()
+    ) -> list[LoadOutcome]:
+        with self._shared(buffers) as parts:
+            copied = [_CopiedCheck(*one) for one in zip(checks, parts, buffers, strict=True)] if checks else ()
+            outcomes = super()._load(keys, parts, copied)
+            for part, buffer in zip(parts, buffers, strict=True):
+                buffer[:] = part
+        return outcomes
+
+    def _store(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], seals: Sequence[StoreSeal] = ()
+    ) -> list[StoreOutcome]:
+        for seal in seals:
+            seal.seal()
+        with self._shared(buffers) as parts:
+            return super()._store(keys, parts)
+
+    @contextmanager
+    def _shared(self, buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+        """Copy buffers to shared memory. Without room for them, and for empty ones, they stay as they are."""
+        sizes = [max(len(buffer), 1) for buffer in buffers]
+        leases = self._pool.try_acquire_all(sizes)
+        if leases is None:
+            yield list(buffers)
+            return
+        parts = [lease.view[: len(buffer)] for lease, buffer in zip(leases, buffers, strict=True)]
+        for part, buffer in zip(parts, buffers, strict=True):
+            part[:] = buffer
+        try:
+            yield parts
+        finally:
+            for lease in leases:
+                lease.release()
+
+
+class _CopiedCheck(LoadCheck):
+    """Copies what has arrived to the buffer that the check reads."""
+
+    def __init__(self, check: LoadCheck, part: memoryview, buffer: memoryview) -> None:
+        self._check = check
+        self._part = part
+        self._buffer = buffer
+        self._checked_bytes = 0
+
+    def filled(self, nbytes: int) -> bool:
+        end = self._checked_bytes + nbytes
+        self._buffer[self._checked_bytes : end] = self._part[self._checked_bytes : end]
+        self._checked_bytes = end
+        return self._check.filled(nbytes)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+class TestFolderInPlace(TestFolder):
+    backend_type = replace(NIXL, backend=InPlace)
+    machine_examples = 30
 
 
 @pytest.mark.long

@@ -90,25 +90,25 @@ def test_a_reservation_ends_at_its_time(ring: Ring) -> None:
 @hypothesis.given(strategies.keys(), st.binary(max_size=100))
 def test_a_frame_is_found_again(one: ObjectKey, content: bytes) -> None:
     memory = memoryview(bytearray(frame.HEAD_BYTES) + content + bytes(frame.OVERHEAD_BYTES - frame.HEAD_BYTES))
-    frame.write_frame(memory, one)
-    assert frame.is_whole(memory, one)
+    frame.write_frame(memory, one, len(content))
+    assert frame.is_whole(memory, one, len(content))
     assert memory[frame.HEAD_BYTES : frame.HEAD_BYTES + len(content)] == content
     other = one._replace(pack=one.pack + "x")
-    assert not frame.is_whole(memory, other), "an object of another key was taken for this one"
+    assert not frame.is_whole(memory, other, len(content)), "an object of another key was taken for this one"
     longer = memoryview(bytes(memory) + b"\0")
-    assert not frame.is_whole(longer, one), "an object of another size was taken for this one"
+    assert not frame.is_whole(longer, one, len(content) + 1), "an object of another size was taken for this one"
     frame.clear_frame(memory)
-    assert not frame.is_whole(memory, one)
+    assert not frame.is_whole(memory, one, len(content))
 
 
 @hypothesis.given(st.integers(0, 147), st.binary(min_size=100, max_size=100))
 def test_a_load_that_fills_only_a_part_is_seen(filled: int, content: bytes) -> None:
     stored = memoryview(bytearray(frame.HEAD_BYTES) + content + bytes(frame.OVERHEAD_BYTES - frame.HEAD_BYTES))
-    frame.write_frame(stored, key(1))
+    frame.write_frame(stored, key(1), len(content))
     target = memoryview(bytearray(b"\xa5" * len(stored)))
     frame.clear_frame(target)
     target[:filled] = stored[:filled]
-    assert not frame.is_whole(target, key(1)), f"only {filled} of {len(stored)} bytes arrived"
+    assert not frame.is_whole(target, key(1), len(content)), f"only {filled} of {len(stored)} bytes arrived"
 
 
 @hypothesis.given(strategies.keys())

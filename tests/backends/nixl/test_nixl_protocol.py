@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis
 import pytest
 from hypothesis import strategies as st
@@ -13,15 +15,21 @@ pytestmark = pytest.mark.needs_no_nixl
 U64 = st.integers(0, 2**64 - 1)
 NAME = st.text(st.characters(exclude_categories=["Cs"]), max_size=150)
 NO_NAMES: st.SearchStrategy[tuple[str, ...]] = st.just(())
+MEMORY = st.integers(0, protocol.MAX_MEMORIES)
+TRANSFERS = st.sampled_from([Operation.LOAD, Operation.STORE])
+QUESTIONS = st.sampled_from([Operation.SIZES, Operation.DELETE])
+
+
+def requests(operations: st.SearchStrategy[Operation], **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Request]:
+    return st.fixed_dictionaries({"operation": operations, "number": U64, **fields}).map(lambda drawn: Request(**drawn))
+
+
 REQUESTS = (
-    st.builds(Request, st.sampled_from([Operation.LOAD, Operation.STORE]), U64, U64, U64, st.tuples(NAME), st.just(""))
-    | st.builds(
-        Request,
-        st.sampled_from([Operation.SIZES, Operation.DELETE]),
-        *(U64, st.just(0), st.just(0), st.lists(NAME, max_size=20).map(tuple), st.just("")),
-    )
-    | st.builds(Request, st.just(Operation.LIST), U64, st.just(0), st.just(0), NO_NAMES | st.tuples(NAME), st.just(""))
-    | st.builds(Request, st.just(Operation.CONFIGURE), U64, st.just(0), st.just(0), NO_NAMES, NAME)
+    requests(TRANSFERS, offset=U64, nbytes=U64, memory=st.integers(0, 2**16 - 1), start=U64, names=st.tuples(NAME))
+    | requests(QUESTIONS, names=st.lists(NAME, max_size=20).map(tuple))
+    | requests(st.just(Operation.LIST), names=NO_NAMES | st.tuples(NAME))
+    | requests(st.just(Operation.CONFIGURE), text=NAME)
+    | requests(st.just(Operation.MAP), memory=MEMORY)
 )
 
 ENTRY = st.tuples(NAME, U64, st.floats(allow_nan=False)).map(lambda fields: Entry(*fields))
@@ -115,7 +123,7 @@ def test_a_long_reason_is_cut() -> None:
 
 @pytest.mark.parametrize("operation", [Operation.LOAD, Operation.STORE])
 def test_a_transfer_has_one_name(operation: Operation) -> None:
-    packet = protocol.encode_request(Request(operation, 1, 0, 10, ("a", "b")))
+    packet = protocol.encode_request(Request(operation, 1, 0, 10, names=("a", "b")))
     with pytest.raises(ProtocolError, match="with 2 names"):
         protocol.decode_request(packet)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import mmap
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from offload_backend_nixl import protocol
+from offload_backend_nixl.child.engine import Piece
 from offload_backend_nixl.child.folder import FolderStorage
-from offload_backend_nixl.child.server import MAX_FAILURES, Server
-from offload_backend_nixl.protocol import Answer, Operation, Outcome, Request
+from offload_backend_nixl.child.server import MAX_FAILURES, Server, pieces_of
+from offload_backend_nixl.protocol import RING, Answer, Operation, Outcome, Request
 
 pytestmark = pytest.mark.needs_no_nixl
 
@@ -26,7 +26,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.started: list[FakeTransfer] = []
 
-    def start(self, direction: str, offset: int, nbytes: int, target: Any) -> FakeTransfer:
+    def start(self, direction: str, pieces: Sequence[Piece], target: Any) -> FakeTransfer:
         self.started.append(FakeTransfer())
         return self.started[-1]
 
@@ -49,7 +49,7 @@ class Parent:
         self.connection.settimeout(20)
         self.engine = FakeEngine()
         storage = FolderStorage(str(root), "writer", create=True)
-        server = Server(self.child, mmap.mmap(-1, 4096), storage, self.engine)  # type: ignore[arg-type]
+        server = Server(self.child, storage, self.engine)  # type: ignore[arg-type]
         self.thread = threading.Thread(target=server.run)
         self.thread.start()
 
@@ -128,7 +128,19 @@ def test_a_write_that_was_cut_is_no_success(parent: Parent, tmp_path: Path) -> N
     assert (tmp_path / NAME).read_bytes() == b"x" * 100, "the object that was there before is still whole"
 
 
-def test_memory_outside_of_the_ring_is_refused(parent: Parent) -> None:
-    parent.transfer(1, offset=4000)
-    answer = parent.answer()
-    assert (answer.outcome, answer.text) == (Outcome.FAILED, "bytes 4000 + 100 are outside of the shared memory")
+def test_no_answer_follows_a_load_that_may_still_fill_other_memory(parent: Parent) -> None:
+    parent.send(1, Operation.LOAD, nbytes=100, memory=1, names=(NAME,))
+    parent.started(1).outcome = False
+    parent.thread.join(20)
+    assert not parent.thread.is_alive(), "the process ends"
+    parent.connection.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        parent.answer()
+
+
+def test_pieces_follow_each_other() -> None:
+    request = Request(Operation.LOAD, 1, offset=4096, nbytes=148, memory=2, start=70, names=(NAME,))
+    assert pieces_of(request) == [Piece(RING, 4096, 32), Piece(2, 70, 100), Piece(RING, 4128, 16)]
+    assert pieces_of(request._replace(memory=RING)) == [Piece(RING, 4096, 148)]
+    with pytest.raises(OSError, match="an object of 48 bytes has no content"):
+        pieces_of(request._replace(nbytes=48))

@@ -63,7 +63,8 @@ class Trouble(Backend):
                 os._exit(0)
         elif order == "load in a fork":
             if (child := os.fork()) == 0:
-                while not (Path(self.options.path) / "go").exists():
+                limit = time.monotonic() + 60
+                while not (Path(self.options.path) / "go").exists() and time.monotonic() < limit:
                     time.sleep(0.001)
                 for buffer in buffers:
                     buffer[:] = bytes([0xEE]) * len(buffer)

@@ -7,10 +7,14 @@ server polls it, and the parent kills the process if it takes too long.
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
+
+from offload_backend_nixl.protocol import RING
 
 Direction = Literal["READ", "WRITE"]
 
@@ -19,6 +23,15 @@ _AGENT = "offload-core"
 
 class EngineError(OSError):
     """NIXL cannot be used at all."""
+
+
+class Piece(NamedTuple):
+    """A part of an object, in memory that both processes share."""
+
+    memory: int
+    """The number of the memory."""
+    offset: int
+    nbytes: int
 
 
 class Target(NamedTuple):
@@ -55,12 +68,12 @@ class Transfer:
 
 
 class NixlEngine:
-    """One NIXL agent with one storage plugin. The shared memory is registered once.
+    """One NIXL agent with one storage plugin. Each shared memory is registered once.
 
     Args:
         plugin: name of the plugin.
         params: its parameters.
-        memory: the shared memory.
+        memory: the ring.
 
     Raises:
         EngineError: NIXL or the plugin does not load, or refuses its parameters.
@@ -70,21 +83,35 @@ class NixlEngine:
         self._plugin = plugin
         self._segment = "OBJ" if plugin == "OBJ" else "FILE"
         self._object_numbers = itertools.count(1)
-        self._pinned = ctypes.c_char.from_buffer(memory)
-        self._address = ctypes.addressof(self._pinned)
+        self._memories: dict[int, tuple[ctypes.c_char, int]] = {}
         self._agent = _make_agent(plugin, params)
-        try:
-            self._agent.register_memory([(self._address, len(memory), 0, "")], "DRAM", backends=[plugin])
-        except Exception as error:
-            raise EngineError(f"NIXL's plugin {plugin} cannot register memory: {error}") from error
+        self.add_memory(RING, memory)
 
-    def start(self, direction: Direction, offset: int, nbytes: int, target: Target) -> Transfer:
-        """Begin a transfer between the shared memory and the beginning of the target.
+    def add_memory(self, number: int, memory: mmap.mmap) -> None:
+        """Register a shared memory, which stays mapped.
 
         Raises:
-            OSError: NIXL refused it. Then nothing touches the memory.
+            EngineError: NIXL refuses it.
+        """
+        pinned = ctypes.c_char.from_buffer(memory)
+        try:
+            self._agent.register_memory(
+                [(ctypes.addressof(pinned), len(memory), 0, "")], "DRAM", backends=[self._plugin]
+            )
+        except Exception as error:
+            raise EngineError(f"NIXL's plugin {self._plugin} cannot register memory: {error}") from error
+        self._memories[number] = (pinned, len(memory))
+
+    def start(self, direction: Direction, pieces: Sequence[Piece], target: Target) -> Transfer:
+        """Begin a transfer between pieces of shared memory and the target, in which they follow each other.
+
+        Raises:
+            OSError: NIXL refused it, or a piece is outside of its memory. Then nothing touches the memory.
         """
         agent, plugin = self._agent, self._plugin
+        addresses = list(map(self._address_of, pieces))
+        offsets = list(accumulate((piece.nbytes for piece in pieces), initial=0))
+        nbytes = offsets.pop()
         device = next(self._object_numbers) if target.descriptor is None else target.descriptor
         try:
             registration = agent.register_memory(
@@ -95,8 +122,10 @@ class NixlEngine:
         try:
             handle = agent.initialize_xfer(
                 direction,
-                agent.get_xfer_descs([(self._address + offset, nbytes, 0)], "DRAM"),
-                agent.get_xfer_descs([(0, nbytes, device)], self._segment),
+                agent.get_xfer_descs([(at, one.nbytes, 0) for at, one in zip(addresses, pieces, strict=True)], "DRAM"),
+                agent.get_xfer_descs(
+                    [(at, one.nbytes, device) for at, one in zip(offsets, pieces, strict=True)], self._segment
+                ),
                 _AGENT,
                 b"",
                 [plugin],
@@ -105,6 +134,12 @@ class NixlEngine:
             agent.deregister_memory(registration, backends=[plugin])
             raise OSError(f"NIXL's plugin {plugin} refused a transfer: {error}") from error
         return Transfer(self, handle, registration, self._post(handle))
+
+    def _address_of(self, piece: Piece) -> int:
+        pinned, nbytes = self._memories.get(piece.memory, (None, 0))
+        if pinned is None or piece.offset + piece.nbytes > nbytes:
+            raise OSError(errno.EFAULT, f"{piece} is outside of the shared memory")
+        return ctypes.addressof(pinned) + piece.offset
 
     def status_of(self, handle: Any) -> str:
         """Return ``DONE``, ``PROC`` or ``ERR``."""

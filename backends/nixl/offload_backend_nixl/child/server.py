@@ -5,20 +5,24 @@ from __future__ import annotations
 import errno
 import json
 import mmap
+import os
 import select
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from offload_backend_nixl.child.bucket import BucketStorage, nixl_params
-from offload_backend_nixl.child.engine import Direction, NixlEngine, Transfer
+from offload_backend_nixl.child.engine import Direction, NixlEngine, Piece, Transfer
 from offload_backend_nixl.child.folder import FolderStorage
 from offload_backend_nixl.child.storage import Pending, Storage
+from offload_backend_nixl.frame import HEAD_BYTES, OVERHEAD_BYTES
 from offload_backend_nixl.protocol import (
     MAX_ENTRIES,
     MAX_PACKET_BYTES,
+    RING,
     Answer,
     Operation,
     Outcome,
@@ -41,18 +45,16 @@ class Server:
 
     Args:
         connection: the parent's end of a socket pair of packets.
-        memory: the shared memory.
         storage: the medium.
         engine: NIXL.
     """
 
-    def __init__(self, connection: socket.socket, memory: mmap.mmap, storage: Storage, engine: NixlEngine) -> None:
+    def __init__(self, connection: socket.socket, storage: Storage, engine: NixlEngine) -> None:
         self._connection = connection
-        self._num_bytes = len(memory)
         self._storage = storage
         self._engine = engine
         self._threads = ThreadPoolExecutor(_THREADS, "request")
-        self._transfers: dict[int, tuple[Transfer, Pending]] = {}
+        self._transfers: dict[int, tuple[Transfer, Pending, Request]] = {}
         self._failures = 0
         self._changed_seconds = time.monotonic()
 
@@ -78,15 +80,21 @@ class Server:
         A plugin may move all bytes before its call returns. So the transfers that have ended are answered between two
         requests, and the parent copies one object while the next one is read.
         """
-        packet = self._connection.recv(MAX_PACKET_BYTES + 1)
-        if packet:
-            self._begin(decode_request(packet))
+        packet, descriptors, _, _ = socket.recv_fds(self._connection, MAX_PACKET_BYTES + 1, 1)
+        try:
+            if packet:
+                self._begin(decode_request(packet), descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
         return bool(packet)
 
-    def _begin(self, request: Request) -> None:
+    def _begin(self, request: Request, descriptors: Sequence[int]) -> None:
         operation = request.operation
         if operation in (Operation.LOAD, Operation.STORE):
             self._answer_errors(request.number, lambda: self._begin_transfer(request))
+        elif operation is Operation.MAP:
+            self._answer_errors(request.number, lambda: self._map(request, descriptors))
         elif operation is Operation.SIZES:
             self._in_thread(request.number, lambda: self._sizes(request))
         elif operation is Operation.DELETE:
@@ -96,9 +104,13 @@ class Server:
         else:
             self._answer(Answer(Outcome.FAILED, request.number, code=errno.EPROTO, text="configured already"))
 
+    def _map(self, request: Request, descriptors: Sequence[int]) -> None:
+        if len(descriptors) != 1:
+            raise OSError(errno.EPROTO, f"{len(descriptors)} descriptors came in place of one")
+        self._engine.add_memory(request.memory, mmap.mmap(descriptors[0], 0))
+        self._answer(Answer(Outcome.DONE, request.number))
+
     def _begin_transfer(self, request: Request) -> None:
-        if request.offset + request.nbytes > self._num_bytes:
-            raise OSError(errno.EFAULT, f"bytes {request.offset} + {request.nbytes} are outside of the shared memory")
         self._changed_seconds = time.monotonic()
         is_load = request.operation is Operation.LOAD
         (name,) = request.names
@@ -109,23 +121,33 @@ class Server:
             return
         try:
             direction: Direction = "READ" if is_load else "WRITE"
-            transfer = self._engine.start(direction, request.offset, request.nbytes, pending.target)
+            transfer = self._engine.start(direction, pieces_of(request), pending.target)
         except OSError:
             self._failures += 1
-            pending.finish(False)
+            with suppress(OSError):
+                pending.finish(False)
             raise
-        self._transfers[request.number] = transfer, pending
+        self._transfers[request.number] = transfer, pending, request
 
     def _poll(self) -> None:
         """Answer the transfers that have ended."""
-        for number, (transfer, pending) in list(self._transfers.items()):
+        for number, (transfer, pending, request) in list(self._transfers.items()):
             succeeded = transfer.poll()
             if succeeded is not None:
                 del self._transfers[number]
                 self._changed_seconds = time.monotonic()
-                self._end(number, pending, succeeded)
+                self._end(request, pending, succeeded)
 
-    def _end(self, number: int, pending: Pending, succeeded: bool) -> None:
+    def _end(self, request: Request, pending: Pending, succeeded: bool) -> None:
+        """Answer a transfer that has ended.
+
+        After the failure of one piece, NIXL may still fill others. In the ring that does no harm. For other memory the
+        process ends in place of an answer.
+        """
+        number = request.number
+        if not succeeded and request.operation is Operation.LOAD and request.memory != RING:
+            self._failures = MAX_FAILURES
+            return
         if self._storage.finishes_slowly and not succeeded:
             self._in_thread(number, lambda: self._finish(number, pending, succeeded))
             return
@@ -180,12 +202,30 @@ def serve(connection: socket.socket, memory: mmap.mmap) -> None:
         params = settings["params"]
         if settings["plugin"] == "OBJ":
             params = nixl_params(params, settings["credentials"])
-        server = Server(connection, memory, storage, NixlEngine(settings["plugin"], params, memory))
+        server = Server(connection, storage, NixlEngine(settings["plugin"], params, memory))
     except Exception as error:
         connection.send(encode_answer(failure(request.number, error)))
         return
     connection.send(encode_answer(Answer(Outcome.DONE, request.number)))
     server.run()
+
+
+def pieces_of(request: Request) -> list[Piece]:
+    """Return the places of an object in shared memory, in their order in the object.
+
+    Raises:
+        OSError: it is smaller than its head and tail.
+    """
+    if request.memory == RING:
+        return [Piece(RING, request.offset, request.nbytes)]
+    content = request.nbytes - OVERHEAD_BYTES
+    if content <= 0:
+        raise OSError(errno.EPROTO, f"an object of {request.nbytes} bytes has no content")
+    return [
+        Piece(RING, request.offset, HEAD_BYTES),
+        Piece(request.memory, request.start, content),
+        Piece(RING, request.offset + HEAD_BYTES, OVERHEAD_BYTES - HEAD_BYTES),
+    ]
 
 
 def make_storage(settings: Mapping[str, Any]) -> Storage:

@@ -7,6 +7,7 @@ ends, so it must live as long as the child.
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import socket
@@ -15,13 +16,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from offload_backend_nixl.parent.ring import PAGE_BYTES, Ring
 from offload_backend_nixl.protocol import (
+    MAX_MEMORIES,
     MAX_PACKET_BYTES,
+    RING,
     Answer,
     Operation,
     Outcome,
@@ -30,6 +34,7 @@ from offload_backend_nixl.protocol import (
     decode_answer,
     encode_request,
 )
+from offload_core.api import SharedMemory
 
 CHILD_MODULE = "offload_backend_nixl.child"
 _END_SECONDS = 2.0
@@ -41,6 +46,14 @@ _ENVIRONMENT = {"AWS_RETRY_MODE": "standard", "AWS_MAX_ATTEMPTS": "2", "NIXL_LOG
 
 class ChildError(OSError):
     """The child process has ended, was killed, or could not be started."""
+
+
+class Place(NamedTuple):
+    """The beginning of a buffer in memory that the child has mapped."""
+
+    memory: int
+    """The number of the memory."""
+    start: int
 
 
 class Ticket:
@@ -73,6 +86,9 @@ class Child:
         self._reason: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._started = threading.Event()
+        self._memories: WeakKeyDictionary[SharedMemory, int] = WeakKeyDictionary()
+        self._memory_numbers = itertools.count(RING + 1)
+        self._memories_lock = threading.Lock()
         self.has_answered = False
         """``True`` once it has answered a request after its configuration."""
         self._memory_descriptor = os.memfd_create(f"offload-nixl-{name}", os.MFD_CLOEXEC)
@@ -109,8 +125,34 @@ class Child:
             self.end("it refused its configuration")
             raise error
 
-    def send(self, operation: Operation, **fields: Any) -> Ticket:
-        """Send a request.
+    def place_of(self, buffer: memoryview) -> Place | None:
+        """Return the place of a buffer that the child can reach; ``None`` if it must be copied through the ring.
+
+        The child maps the memory of the buffer at its first use.
+
+        Raises:
+            ChildError: the child has ended.
+        """
+        found = SharedMemory.of(buffer)
+        if found is None:
+            return None
+        memory, start = found
+        with self._memories_lock:
+            number = self._memories.get(memory)
+            if number is None:
+                number = self._memories[memory] = self._map(memory)
+        return None if number == RING else Place(number, start)
+
+    def _map(self, memory: SharedMemory) -> int:
+        """Let the child map a memory, and return its number; that of the ring if the child cannot."""
+        number = next(self._memory_numbers)
+        if number > MAX_MEMORIES:
+            return RING
+        answer = self.wait(self.send(Operation.MAP, [memory.descriptor], memory=number))
+        return number if answer.outcome is Outcome.DONE else RING
+
+    def send(self, operation: Operation, descriptors: Sequence[int] = (), **fields: Any) -> Ticket:
+        """Send a request, and copies of descriptors.
 
         Raises:
             ChildError: the child has ended, or takes no requests.
@@ -122,7 +164,8 @@ class Child:
             self._next_number += 1
             self._tickets[ticket.number] = ticket
         try:
-            self._socket.send(encode_request(Request(operation, ticket.number, **fields)))
+            packet = encode_request(Request(operation, ticket.number, **fields))
+            socket.send_fds(self._socket, [packet], list(descriptors))
         except ConnectionError as error:
             self._owner.join(2 * _END_SECONDS)  # finds the reason
             self.end("it closed its connection")
@@ -163,6 +206,13 @@ class Child:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._fail_all()
+
+    def wait_gone(self) -> None:
+        """Wait until the process has ended with all of its threads, so that it writes nowhere any more.
+
+        A killed process in a call that nothing interrupts keeps the caller.
+        """
+        self._owner.join()
 
     def close(self) -> None:
         """Let the process end in an orderly way, or kill it after two seconds."""

@@ -1,0 +1,197 @@
+"""Objects in shared memory, as in an engine: the child moves their content itself, and the ring has only the frames."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from offload_backend_nixl.backend import NixlBackend
+from offload_backend_nixl.naming import name_of
+from offload_backend_nixl.protocol import Operation, Outcome
+
+from offload_core.api import LoadOutcome, SharedMemory, StoreOutcome
+from tests.backends.nixl.conftest import Nixl, key
+from tests.support.polling import wait_until
+from tests.support.process_state import is_running, process_state
+
+SIZE = 3 * 1024**2 + 100
+FREE = 0xA5
+BEFORE, AFTER = 4096 + 1, 77
+"""Bytes of the memory before and after the objects, which nobody may change."""
+OBJECTS = 12
+
+
+class Staging:
+    """Shared memory with places for objects."""
+
+    def __init__(self) -> None:
+        self.memory = SharedMemory.create("in place", BEFORE + OBJECTS * SIZE + AFTER)
+        self.memory.view[:] = bytes([FREE]) * self.memory.nbytes
+
+    def place(self, number: int) -> memoryview:
+        return self.memory.view[BEFORE + number * SIZE : BEFORE + (number + 1) * SIZE]
+
+    def fill(self, *numbers: int) -> None:
+        for number in numbers:
+            self.place(number)[:] = content(number)
+
+    def clear(self) -> None:
+        self.memory.view[:] = bytes([FREE]) * self.memory.nbytes
+
+    def check(self, *numbers: int) -> None:
+        """Check that these objects are in their places, and that nothing else was written."""
+        assert set(self.memory.view[:BEFORE]) | set(self.memory.view[-AFTER:]) == {FREE}
+        for number in range(OBJECTS):
+            wanted = content(number) if number in numbers else bytes([FREE]) * SIZE
+            assert self.place(number) == wanted, f"other bytes are in the place of object {number}"
+
+
+def content(number: int) -> bytes:
+    return bytes([number + 1]) * (SIZE // 2) + bytes([number + 101]) * (SIZE - SIZE // 2)
+
+
+@pytest.fixture
+def staging() -> Iterator[Staging]:
+    staging = Staging()
+    yield staging
+    staging.memory.close()
+
+
+async def store(backend: NixlBackend, staging: Staging, *numbers: int) -> None:
+    staging.fill(*numbers)
+    outcomes = await backend.store([key(number) for number in numbers], [staging.place(number) for number in numbers])
+    assert list(outcomes) == [StoreOutcome.STORED] * len(numbers)
+
+
+async def load(backend: NixlBackend, staging: Staging, *numbers: int) -> list[LoadOutcome]:
+    return list(
+        await backend.load_into([key(number) for number in numbers], [staging.place(number) for number in numbers])
+    )
+
+
+def ring_bytes(pid: int) -> int:
+    """Return the memory of the ring that a process has touched."""
+    lines = Path(f"/proc/{pid}/smaps").read_text().splitlines()
+    (start,) = (index for index, line in enumerate(lines) if "memfd:offload-nixl" in line)
+    (resident,) = (line.split()[1] for line in lines[start : start + 8] if line.startswith("Rss:"))
+    return int(resident) * 1024
+
+
+def test_objects_do_not_pass_through_the_ring(nixl: Nixl, folder_options: dict[str, Any], staging: Staging) -> None:
+    async def run() -> None:
+        backend = nixl(**folder_options)
+        await backend.open()
+        await store(backend, staging, *range(OBJECTS))
+        staging.check(*range(OBJECTS))
+        staging.clear()
+        assert await load(backend, staging, *range(0, OBJECTS, 2)) == [LoadOutcome.HIT] * (OBJECTS // 2)
+        staging.check(*range(0, OBJECTS, 2))
+        assert backend.child_pid is not None
+        assert ring_bytes(backend.child_pid) <= 1024**2, "one page for each object on its way"
+        assert await backend.contains([key(OBJECTS)]) == [False]
+        await backend.close()
+
+    asyncio.run(run())
+
+
+def test_objects_are_the_same_as_those_that_passed_through_the_ring(
+    nixl: Nixl, folder_options: dict[str, Any], staging: Staging
+) -> None:
+    async def run() -> None:
+        backend = nixl(**folder_options)
+        await backend.open()
+        await store(backend, staging, 1)
+        await backend.store([key(2)], [memoryview(content(2))])
+        staging.clear()
+        assert await load(backend, staging, 2) == [LoadOutcome.HIT]
+        staging.check(2)
+        own = bytearray(SIZE)
+        assert await backend.load_into([key(1)], [memoryview(own)]) == [LoadOutcome.HIT]
+        assert own == content(1)
+        await backend.close()
+
+    asyncio.run(run())
+
+
+def test_misses_and_files_of_other_sizes_leave_the_memory_as_it_is(
+    nixl: Nixl, folder_options: dict[str, Any], staging: Staging
+) -> None:
+    async def run() -> None:
+        backend = nixl(**folder_options)
+        await backend.open()
+        await store(backend, staging, 1, 2, 3)
+        cut, other = (Path(folder_options["path"], name_of(key(number))) for number in (1, 2))
+        os.truncate(cut, SIZE - 1)
+        staging.clear()
+        assert await load(backend, staging, 0, 1, 3) == [LoadOutcome.MISS, LoadOutcome.CORRUPT, LoadOutcome.HIT]
+        staging.check(3)
+        other.unlink()
+        other.hardlink_to(Path(folder_options["path"], name_of(key(3))))
+        assert await load(backend, staging, 2) == [LoadOutcome.CORRUPT], "it is whole, and of another key"
+        await backend.close()
+
+    asyncio.run(run())
+
+
+def test_i3_a_load_has_not_ended_before_its_child(
+    nixl: Nixl, folder_options: dict[str, Any], staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kill of a child that is in a call that nothing interrupts has no effect until that call ends."""
+
+    async def run() -> None:
+        backend = nixl(**folder_options, transfer_timeout_seconds=1)
+        await backend.open()
+        await store(backend, staging, 1)
+        assert await load(backend, staging, 1) == [LoadOutcome.HIT], "the child has the memory"
+        child = backend._supervisor.child()
+        process, pid = child._process, backend.child_pid
+        assert process is not None
+        assert pid is not None
+        monkeypatch.setattr(process, "kill", lambda: None)
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: process_state(pid) == "T", "the child does not stop")
+        call = asyncio.ensure_future(load(backend, staging, 1))
+        await asyncio.to_thread(wait_until, lambda: child.has_ended, "the deadline has no effect")
+        began = time.monotonic()
+        while time.monotonic() - began < 0.2:
+            assert not call.done(), "the child may still write to the memory"
+            await asyncio.sleep(0.01)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(OSError, match="did not answer for 1 s"):
+            await call
+        assert not is_running(pid)
+        assert await load(backend, staging, 1) == [LoadOutcome.HIT], "the next child has the memory too"
+        await backend.close()
+
+    asyncio.run(run())
+
+
+def test_memory_that_the_child_does_not_have_is_refused(
+    nixl: Nixl, folder_options: dict[str, Any], staging: Staging
+) -> None:
+    async def run() -> None:
+        backend = nixl(**folder_options)
+        await backend.open()
+        await store(backend, staging, 1)
+        child = backend._supervisor.child()
+        name = name_of(key(1))
+        for offset, memory, start in ((0, 1, BEFORE + OBJECTS * SIZE), (0, 2, 0), (16 * 1024**2, 0, 0)):
+            request: dict[str, Any] = {
+                "offset": offset,
+                "nbytes": SIZE + 48,
+                "memory": memory,
+                "start": start,
+                "names": (name,),
+            }
+            answer = child.wait(child.send(Operation.LOAD, **request))
+            assert answer.outcome is Outcome.FAILED
+            assert "is outside of the shared memory" in answer.text
+        await backend.close()
+
+    asyncio.run(run())
