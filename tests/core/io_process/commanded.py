@@ -38,8 +38,8 @@ SLOW = "slow"
 """While this file exists, copies pause in the middle."""
 FORKED = "forked"
 """While this file exists, each load runs in a fork of the process."""
-FORK = "fork"
-"""In the place of the number, in the names of work that runs in forks."""
+FORK = "-fork"
+"""The end of the name of work in a fork. Before it stands the name of the call that has forked."""
 ERROR, CANCELLATION, EXIT = "an error", "a cancellation", "an exit"
 
 _POLL_SECONDS = 0.001
@@ -91,17 +91,16 @@ class Commanded(Backend[CommandedOptions]):
             self._object(key).unlink(missing_ok=True)
 
     def _load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
-        with self._call("load", len(keys)):
+        with self._call("load", len(keys)) as name:
             if not (self._folder / FORKED).exists():
                 return [self._load_one(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
             if (child := os.fork()) == 0:
-                self._load_and_exit(keys, buffers)
+                self._load_and_exit(name + FORK, keys, buffers)
             _, status = os.waitpid(child, 0)
             return [LoadOutcome.HIT if status == 0 else LoadOutcome.MISS] * len(keys)
 
-    def _load_and_exit(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> NoReturn:
+    def _load_and_exit(self, name: str, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> NoReturn:
         """Load in a fork, whose work has lines of its own in the log. It may outlive the process."""
-        name = f"{os.getpid()}-{FORK}"
         line = f"{os.getpid()} {name} load {len(keys)}"
         outcomes = []
         try:
