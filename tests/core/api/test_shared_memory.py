@@ -39,6 +39,23 @@ def descriptors(name: str) -> int:
     return sum(link.startswith(f"/memfd:{name} ") for link in links)
 
 
+def test_a_buffer_leads_to_its_memory() -> None:
+    with closing(SharedMemory.create("first", 8192)) as first, closing(SharedMemory.create("second", 8192)) as second:
+        for memory in (first, second):
+            assert SharedMemory.of(memory.view) == (memory, 0)
+            assert SharedMemory.of(memory.view[100:200].toreadonly()) == (memory, 100)
+            assert SharedMemory.of(memory.view[-1:]) == (memory, 8191)
+        assert SharedMemory.of(memoryview(bytearray(10))) is None
+        assert SharedMemory.of(first.view[5:5]) is None, "it has no address"
+
+
+def test_a_buffer_in_closed_memory_leads_nowhere() -> None:
+    memory = SharedMemory.create("closed", 4096)
+    view = memory.view
+    memory.close()
+    assert SharedMemory.of(view) is None, "its descriptor is closed"
+
+
 def test_both_mappings_of_a_file_are_the_same_memory() -> None:
     with (
         closing(SharedMemory.create("same", 5000)) as first,
