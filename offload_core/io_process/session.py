@@ -363,7 +363,7 @@ class Session:
         if self._staging_use is None or self._staging_use.has_ended():
             self._ended(description)
             return
-        if not self.is_killed:
+        if not self.is_killed:  # nobody has killed it, but it takes no more calls, and its end may be late
             self._kill_unasked()
         self._loop.call_later(_UNMAPPED_SECONDS, self._gone, description)
 

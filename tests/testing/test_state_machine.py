@@ -297,7 +297,7 @@ BROKEN = [
     (FindsWhatWasDeleted, "C1|C12|C16"),
     (Tears, "C1|C6"),
     (TearsWhenCancelled, "C6|C1|C12|C18|C2"),
-    pytest.param(IgnoresPins, "C9|C5|C11", marks=long),  # what vanished may be noticed at either place
+    pytest.param(IgnoresPins, "C9|C5|C11", marks=long),  # what vanished may be noticed at each of these places
     (LeaksCapacity, "C10|C5"),
     (LeaksPins, "C10"),
     (LeaksCapacityWhenCancelled, "C10|C5"),

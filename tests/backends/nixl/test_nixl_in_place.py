@@ -63,6 +63,12 @@ def staging() -> Iterator[Staging]:
     staging.memory.close()
 
 
+async def opened(nixl: Nixl, folder_options: dict[str, Any], **options: Any) -> NixlBackend:
+    backend = nixl(**folder_options, **options)
+    await backend.open()
+    return backend
+
+
 async def store(backend: NixlBackend, staging: Staging, *numbers: int) -> None:
     staging.fill(*numbers)
     outcomes = await backend.store([key(number) for number in numbers], [staging.place(number) for number in numbers])
@@ -85,8 +91,7 @@ def ring_bytes(pid: int) -> int:
 
 def test_objects_do_not_pass_through_the_ring(nixl: Nixl, folder_options: dict[str, Any], staging: Staging) -> None:
     async def run() -> None:
-        backend = nixl(**folder_options)
-        await backend.open()
+        backend = await opened(nixl, folder_options)
         await store(backend, staging, *range(OBJECTS))
         staging.check(*range(OBJECTS))
         staging.clear()
@@ -104,8 +109,7 @@ def test_objects_are_the_same_as_those_that_passed_through_the_ring(
     nixl: Nixl, folder_options: dict[str, Any], staging: Staging
 ) -> None:
     async def run() -> None:
-        backend = nixl(**folder_options)
-        await backend.open()
+        backend = await opened(nixl, folder_options)
         await store(backend, staging, 1)
         await backend.store([key(2)], [memoryview(content(2))])
         staging.clear()
@@ -123,8 +127,7 @@ def test_misses_and_files_of_other_sizes_leave_the_memory_as_it_is(
     nixl: Nixl, folder_options: dict[str, Any], staging: Staging
 ) -> None:
     async def run() -> None:
-        backend = nixl(**folder_options)
-        await backend.open()
+        backend = await opened(nixl, folder_options)
         await store(backend, staging, 1, 2, 3)
         cut, other = (Path(folder_options["path"], name_of(key(number))) for number in (1, 2))
         os.truncate(cut, SIZE - 1)
@@ -145,8 +148,7 @@ def test_i3_a_load_has_not_ended_before_its_child(
     """The kill of a child that is in a call that nothing interrupts has no effect until that call ends."""
 
     async def run() -> None:
-        backend = nixl(**folder_options, transfer_timeout_seconds=1)
-        await backend.open()
+        backend = await opened(nixl, folder_options, transfer_timeout_seconds=1)
         await store(backend, staging, 1)
         assert await load(backend, staging, 1) == [LoadOutcome.HIT], "the child has the memory"
         child = backend._supervisor.child()
@@ -176,8 +178,7 @@ def test_memory_that_the_child_does_not_have_is_refused(
     nixl: Nixl, folder_options: dict[str, Any], staging: Staging
 ) -> None:
     async def run() -> None:
-        backend = nixl(**folder_options)
-        await backend.open()
+        backend = await opened(nixl, folder_options)
         await store(backend, staging, 1)
         child = backend._supervisor.child()
         name = name_of(key(1))

@@ -6,6 +6,10 @@ import mmap
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
 
 from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.io_process.life.memory_use import MemoryUse
@@ -21,40 +25,39 @@ sys.stdin.read()
 """
 
 
-def test_it_lasts_as_long_as_a_mapping() -> None:
-    memory = SharedMemory.create("test", NBYTES)
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    with closing(SharedMemory.create("test", NBYTES)) as memory:
+        yield memory
+
+
+def test_it_lasts_as_long_as_a_mapping(memory: SharedMemory) -> None:
     use = MemoryUse(memory)
     mapping = mmap.mmap(use.descriptor, NBYTES)
     use.sent()
     assert not use.has_ended()
     mapping.close()
     assert use.has_ended()
-    memory.close()
 
 
-def test_it_lasts_as_long_as_a_descriptor() -> None:
-    memory = SharedMemory.create("test", NBYTES)
+def test_it_lasts_as_long_as_a_descriptor(memory: SharedMemory) -> None:
     use = MemoryUse(memory)
     other = os.dup(use.descriptor)
     use.sent()
     assert not use.has_ended()
     os.close(other)
     assert use.has_ended()
-    memory.close()
 
 
-def test_uses_are_told_apart() -> None:
-    memory = SharedMemory.create("test", NBYTES)
+def test_uses_are_told_apart(memory: SharedMemory) -> None:
     first, second = MemoryUse(memory), MemoryUse(memory)
     first.sent()
     assert (first.has_ended(), second.has_ended()) == (True, False)
     second.sent()
     assert second.has_ended()
-    memory.close()
 
 
-def test_a_process_that_got_the_memory_from_the_other_one_counts() -> None:
-    memory = SharedMemory.create("test", NBYTES)
+def test_a_process_that_got_the_memory_from_the_other_one_counts(memory: SharedMemory) -> None:
     use = MemoryUse(memory)
     process = subprocess.Popen(
         [sys.executable, "-c", _MAPS_UNTIL_TOLD, str(use.descriptor)],
@@ -68,11 +71,9 @@ def test_a_process_that_got_the_memory_from_the_other_one_counts() -> None:
     assert not use.has_ended()
     process.communicate()
     assert use.has_ended()
-    memory.close()
 
 
-def test_it_has_ended_if_the_memory_is_closed_here() -> None:
-    memory = SharedMemory.create("test", NBYTES)
+def test_it_has_ended_if_the_memory_is_closed_here(memory: SharedMemory) -> None:
     use = MemoryUse(memory)
     use.sent()
     memory.close()
