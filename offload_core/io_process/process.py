@@ -177,10 +177,10 @@ class IoProcess:
         )
         await session.start(START_SECONDS)
         try:
-            if self._staging is not None:
-                await session.share_staging(self._staging)
             for storage in self._storages.values():
                 await session.ask({"tier": storage.number, "name": storage.name, "half": storage.half})
+            if self._staging is not None:  # last: it may have been shared during the start
+                await session.share_staging(self._staging)
         except BaseException:  # a plugin may raise anything, and the engine may end meanwhile
             await session.abandon()
             raise
@@ -211,9 +211,13 @@ class IoProcess:
                 return
 
     async def _share_staging(self, memory: SharedMemory) -> None:
-        self._staging = memory
-        if self._session is not None:
-            await self._session.share_staging(memory)
+        self._staging = memory  # a process that serves later gets it at its start
+        if (session := self._session) is not None:
+            try:
+                await session.share_staging(memory)
+            except OSError:
+                if session is self._session:  # it lives
+                    raise
 
     async def _make_storage(self, config: TierConfig, changes: StorageEvents, half: str) -> RemoteStorage:
         number = next(self._numbers)

@@ -44,9 +44,21 @@ def content(number: int) -> bytes:
 
 
 class Rig:
-    """The tiers of a configuration."""
+    """The tiers of a configuration.
 
-    def __init__(self, io: IoLoop, config: OffloadConfig, engine: str = f"test {os.getpid()}", half: str = "") -> None:
+    Args:
+        shares_staging: whether the process gets the staging memory now; otherwise call :meth:`share_staging`.
+    """
+
+    def __init__(
+        self,
+        io: IoLoop,
+        config: OffloadConfig,
+        engine: str = f"test {os.getpid()}",
+        half: str = "",
+        *,
+        shares_staging: bool = True,
+    ) -> None:
         self.io = io
         self.config = config
         self.counters = Counters()
@@ -54,7 +66,8 @@ class Rig:
         self.tiers: list[Tier] = []
         try:
             self.memory = SharedMemory.create("test", STAGING_BYTES)
-            self.processes.share_staging(self.memory)
+            if shares_staging:
+                self.share_staging()
             self.tiers = open_tiers(config, io, self.counters, half=half, host=self.processes)
         except BaseException:
             self.processes.release(SECONDS)
@@ -62,9 +75,16 @@ class Rig:
         self.pool = StagingPool(STAGING_BYTES, 0.5, arena=self.memory.view)
 
     @classmethod
-    def of(cls, io: IoLoop, *backends: dict[str, Any], half: str = "", **settings: Any) -> Rig:
+    def of(
+        cls, io: IoLoop, *backends: dict[str, Any], half: str = "", shares_staging: bool = True, **settings: Any
+    ) -> Rig:
         """Open the tiers of a configuration with these entries of ``backends``."""
-        return cls(io, load_config({"io_process": "engine", **settings, "backends": list(backends)}), half=half)
+        config = load_config({"io_process": "engine", **settings, "backends": list(backends)})
+        return cls(io, config, half=half, shares_staging=shares_staging)
+
+    def share_staging(self) -> None:
+        """Let the process map the staging memory."""
+        self.processes.share_staging(self.memory)
 
     @property
     def process(self) -> IoProcess:

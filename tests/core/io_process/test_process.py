@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,17 @@ from pathlib import Path
 def offload_wrap_backend(backend, tier):
     if Path({path!r}).exists():
         raise LookupError("out of order")
+"""
+
+SLOW = """
+import time
+from pathlib import Path
+
+@hookimpl
+def offload_wrap_backend(backend, tier):
+    Path({path!r}, "begun").touch()
+    while Path({path!r}, "slow").exists():
+        time.sleep(0.01)
 """
 
 COUNTING = """
@@ -274,6 +286,36 @@ def test_a_killed_process_is_replaced_and_the_disk_serves_again(
     assert len(warnings) == 1, "one line"
     assert "the I/O process of tiers 'disk', 'ram' was killed by SIGKILL" in warnings[0].getMessage()
     assert all(tier.health.available for tier in rig.tiers)
+
+
+def test_staging_memory_that_is_shared_while_a_process_is_replaced_reaches_the_next_one(
+    make: Make, tmp_path: Path, site: Site
+) -> None:
+    site.install("slow", SLOW.format(path=str(tmp_path)))
+    rig = make(disk(tmp_path / "kv"), shares_staging=False)
+    (tmp_path / "begun").unlink()
+    (tmp_path / "slow").touch()
+    os.kill(rig.pid, signal.SIGKILL)
+    wait_until((tmp_path / "begun").exists, "the next process does not make the tier")
+    rig.share_staging()
+    (tmp_path / "slow").unlink()
+    wait_until(lambda: rig.process.pid is not None, "it is not replaced")
+    assert rig.store(1) == [True]
+    assert rig.load(1) == [HIT]
+
+
+def test_the_process_may_end_while_staging_memory_is_shared(make: Make, tmp_path: Path) -> None:
+    rig = make(disk(tmp_path), shares_staging=False)
+    pid = rig.pid
+    os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as threads:
+        sharing = threads.submit(rig.share_staging)
+        wait_until(lambda: own_files()["/memfd:test (deleted)"] > 1, "it is not shared")
+        os.kill(pid, signal.SIGKILL)
+        sharing.result(SECONDS)
+    wait_until(lambda: rig.process.pid not in (None, pid), "it is not replaced")
+    assert rig.store(1) == [True]
+    assert rig.load(1) == [HIT]
 
 
 def test_nothing_of_a_process_that_has_ended_waits_for_the_garbage_collector(make: Make) -> None:
