@@ -1,7 +1,6 @@
 """Contenders of ``benchmarks/backends.py`` for distributed stores: the client of each engine alone, without us.
 
-Mooncake's client and NIXL move the same objects between the same memory and the same store. A bucket for NIXL lies on a
-test server, which is slow: the figures there show the cost beside a slow store. The server of LMCache that
+Mooncake's client and NIXL move the same objects between the same memory and the same store. The server of LMCache that
 our module is loaded into has no client for opaque objects. LMCache's older one has (``lm://``), so the two move the
 same objects from and to that server. Plain TCP to a process that keeps the bytes in memory is a further row there.
 """
@@ -9,16 +8,13 @@ same objects from and to that server. Plain TCP to a process that keeps the byte
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import queue
 import socket
 import subprocess
 import sys
 import threading
-import time
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,9 +25,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.backends_rig import CHUNK_BYTES, Medium, Memory, PlainThreads
+from benchmarks.backends_nixl import NixlBucket, NixlFiles
+from benchmarks.backends_rig import CHUNK_BYTES, Medium, Memory, Pages, PlainThreads
 from tests.support.clusters import lmcache, mooncake, nixl
-from tests.support.s3_server import S3_CREDENTIALS, S3Server
+from tests.support.s3_server import S3_CREDENTIALS
 from tests.support.server_process import ServerProcess, accepts, free_port
 
 DISTRIBUTED: dict[str, Callable[[], str | None]] = {
@@ -40,9 +37,8 @@ DISTRIBUTED: dict[str, Callable[[], str | None]] = {
     "nixl": nixl.why_not,
 }
 """The backends on distributed stores, each with a function that returns the reason for which it cannot run here."""
-
-_CALL_BYTES = 16 * 1024**2
-_AGENT = "bench"
+NIXL_CHECKED = "NIXL and a hash"
+"""The row of NIXL's client with a second thread that hashes each object: no framework could do less work."""
 
 
 class Store(NamedTuple):
@@ -88,30 +84,18 @@ def alone(
         place = store.lab.server, store.lab.bucket
         return [partial(NixlBucket, "limit: NIXL", memory, chunks, page_bytes, *place)]
     if backend == "nixl":
-        return [partial(NixlFiles, "limit: NIXL", memory, chunks, page_bytes, folder / "nixl-alone")]
+        files = partial(NixlFiles, memory=memory, chunks=chunks, page_bytes=page_bytes)
+        return [
+            partial(files, "limit: NIXL", folder=folder / "nixl-alone"),
+            partial(files, NIXL_CHECKED, folder=folder / "nixl-checked", checked=True),
+        ]
     return [
         partial(LMCacheAlone, "limit: LMCache's client", memory, chunks, threads, page_bytes, folder),
         partial(PlainTcp, "plain TCP", memory, chunks, threads),
     ]
 
 
-class _Pages(PlainThreads):
-    """Contender with one object per page."""
-
-    def __init__(self, name: str, memory: Memory, chunks: int, threads: int, page_bytes: int) -> None:
-        super().__init__(name, memory, chunks, threads)
-        self._pages = [
-            view[start : start + page_bytes] for view in self._views for start in range(0, CHUNK_BYTES, page_bytes)
-        ]
-        self._at_once = max(1, _CALL_BYTES // page_bytes)
-
-    def _batches(self, number: int) -> Iterator[tuple[list[str], list[memoryview]]]:
-        names = [f"alone/{number}/{index}" for index in range(len(self._pages))]
-        for start in range(0, len(names), self._at_once):
-            yield names[start : start + self._at_once], self._pages[start : start + self._at_once]
-
-
-class MooncakeAlone(_Pages):
+class MooncakeAlone(Pages):
     """Mooncake's own client, in batches of 16 MiB."""
 
     def __init__(self, name: str, memory: Memory, chunks: int, threads: int, page_bytes: int, master: str) -> None:
@@ -141,109 +125,6 @@ class MooncakeAlone(_Pages):
     def close(self) -> None:
         super().close()
         self._store.close()
-
-
-class _NixlAlone(_Pages):
-    """NIXL, eight transfers at a time on one thread, in memory that is registered once."""
-
-    plugin = segment = ""
-    pause_seconds = 0.0
-    """The pause between two looks at a transfer."""
-
-    def __init__(
-        self, name: str, memory: Memory, chunks: int, page_bytes: int, params: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(name, memory, chunks, 1, page_bytes)
-        from nixl_cu12._api import nixl_agent, nixl_agent_config
-
-        self._agent = nixl_agent(_AGENT, nixl_agent_config(backends=[]))
-        self._agent.create_backend(self.plugin, dict(params or {}))
-        whole = np.frombuffer(memory.pool.memory, np.uint8)
-        self._agent.register_memory([(whole.ctypes.data, whole.nbytes, 0, "")], "DRAM", backends=[self.plugin])
-        self._at_once = 8
-
-    @abstractmethod
-    def _open(self, direction: str, name: str) -> tuple[int, str]:
-        """Return the number and the name that NIXL wants for an object."""
-
-    def _close(self, number: int) -> None:
-        """End the use of an object, whose number is given."""
-
-    def _transfer(self, direction: str, names: list[str], pages: list[memoryview]) -> None:
-        agent, plugins = self._agent, [self.plugin]
-        running: list[tuple[Any, Any, int]] = []
-        for name, page in zip(names, pages, strict=True):
-            number, object_name = self._open(direction, name)
-            address = np.frombuffer(page, np.uint8).ctypes.data
-            target = agent.register_memory([(0, len(page), number, object_name)], self.segment, backends=plugins)
-            handle = agent.initialize_xfer(
-                direction,
-                agent.get_xfer_descs([(address, len(page), 0)], "DRAM"),
-                agent.get_xfer_descs([(0, len(page), number)], self.segment),
-                _AGENT,
-                b"",
-                plugins,
-            )
-            agent.transfer(handle)
-            running.append((handle, target, number))
-        for handle, target, number in running:
-            while (state := agent.check_xfer_state(handle)) == "PROC":
-                time.sleep(self.pause_seconds)
-            if state != "DONE":
-                raise SystemExit(f"{self.name}: {state}")
-            agent.release_xfer_handle(handle)
-            agent.deregister_memory(target, backends=plugins)
-            self._close(number)
-
-    def _store_calls(self, number: int) -> list[Callable[[], Any]]:
-        return [partial(self._transfer, "WRITE", *batch) for batch in self._batches(number)]
-
-    def _load_calls(self, number: int) -> list[Callable[[], Any]]:
-        return [partial(self._transfer, "READ", *batch) for batch in self._batches(number)]
-
-
-class NixlFiles(_NixlAlone):
-    """NIXL's plugin POSIX on files."""
-
-    plugin, segment = "POSIX", "FILE"
-
-    def __init__(self, name: str, memory: Memory, chunks: int, page_bytes: int, folder: Path) -> None:
-        super().__init__(name, memory, chunks, page_bytes)
-        folder.mkdir(exist_ok=True)
-        self._folder = folder
-
-    def _open(self, direction: str, name: str) -> tuple[int, str]:
-        flags = os.O_RDONLY if direction == "READ" else os.O_RDWR | os.O_CREAT
-        return os.open(self._folder / name.replace("/", "-"), flags, 0o600), ""
-
-    def _close(self, number: int) -> None:
-        os.close(number)
-
-    def clean(self, number: int) -> None:
-        for path in self._folder.iterdir():
-            path.unlink()
-
-
-class NixlBucket(_NixlAlone):
-    """NIXL's plugin OBJ on a bucket, below a prefix of its own."""
-
-    plugin = segment = "OBJ"
-    pause_seconds = 0.0005
-
-    def __init__(self, name: str, memory: Memory, chunks: int, page_bytes: int, server: S3Server, bucket: str) -> None:
-        params = {"bucket": bucket, "endpoint_override": server.url, "scheme": "http", "num_threads": "8"}
-        super().__init__(name, memory, chunks, page_bytes, params)
-        self._server, self._bucket = server, bucket
-        self._numbers = itertools.count(1)
-
-    def _open(self, direction: str, name: str) -> tuple[int, str]:
-        return next(self._numbers), name
-
-    def clean(self, number: int) -> None:
-        names = [name for batch, _ in self._batches(number) for name in batch]
-        for start in range(0, len(names), 1000):
-            objects = [{"Key": name} for name in names[start : start + 1000]]
-            self._server.client().delete_objects(Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True})
 
 
 @dataclass(frozen=True)
@@ -305,7 +186,7 @@ class _OldLMCacheClient:
         return CacheEngineKey("bench", 1, 0, int(name.rsplit("/", 1)[1]), torch.uint8)
 
 
-class LMCacheAlone(_Pages):
+class LMCacheAlone(Pages):
     """LMCache's own client for bytes (``lm://``), a connection for each thread, to a server of its own.
 
     The server cannot delete, so each round overwrites the objects of the one before.

@@ -64,7 +64,7 @@ class PlainLoop(PlainThreads):
     def _store_files(self, header: memoryview, paths: Sequence[str], blocks: Sequence[memoryview]) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._flags
         for path, block in zip(paths, blocks, strict=True):
-            header[:16] = _digest(block)
+            header[:16] = digest(block)
             descriptor = os.open(f"{path}.tmp", flags, 0o600)
             try:
                 os.pwritev(descriptor, [header, block], 0)
@@ -94,7 +94,8 @@ class PlainLoop(PlainThreads):
             Path(path).unlink()
 
 
-def _digest(block: memoryview) -> bytes:
-    digest = xxhash.xxh3_128()
-    digest.update(block)
-    return digest.digest()
+def digest(block: memoryview) -> bytes:
+    """Return the XXH3-128 of a block. Other threads run meanwhile."""
+    state = xxhash.xxh3_128()
+    state.update(block)
+    return state.digest()

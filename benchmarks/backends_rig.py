@@ -12,7 +12,7 @@ import os
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -356,6 +356,22 @@ class PlainThreads:
 
     def close(self) -> None:
         self._executor.shutdown()
+
+
+class Pages(PlainThreads):
+    """Contender with one object per page."""
+
+    def __init__(self, name: str, memory: Memory, chunks: int, threads: int, page_bytes: int) -> None:
+        super().__init__(name, memory, chunks, threads)
+        self._pages = [
+            view[start : start + page_bytes] for view in self._views for start in range(0, CHUNK_BYTES, page_bytes)
+        ]
+        self._at_once = max(1, PEER_CALL_BYTES // page_bytes)
+
+    def _batches(self, number: int) -> Iterator[tuple[list[str], list[memoryview]]]:
+        names = [f"alone/{number}/{index}" for index in range(len(self._pages))]
+        for start in range(0, len(names), self._at_once):
+            yield names[start : start + self._at_once], self._pages[start : start + self._at_once]
 
 
 class VllmHelpers(PlainThreads):

@@ -1,0 +1,193 @@
+"""Contenders of ``benchmarks/backends.py``: NIXL alone, and a plain loop around it that checks the objects too.
+
+A bucket for NIXL lies on a test server, which is slow: the figures there show the cost beside a slow store.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.backends_loop import digest
+from benchmarks.backends_rig import Memory, Pages
+from tests.support.s3_server import S3Server
+
+_AGENT = "bench"
+_AT_ONCE = 8
+
+
+class _Nixl(Pages):
+    """NIXL, eight transfers at a time on one thread, in memory that is registered once.
+
+    Args:
+        checked: hash each object on a second thread, before its store and right after its load.
+    """
+
+    plugin = segment = ""
+    pause_seconds = 0.0
+    """The pause between two looks at a transfer."""
+
+    def __init__(
+        self,
+        name: str,
+        memory: Memory,
+        chunks: int,
+        page_bytes: int,
+        params: Mapping[str, str] | None = None,
+        *,
+        checked: bool,
+    ) -> None:
+        super().__init__(name, memory, chunks, 1, page_bytes)
+        from nixl_cu12._api import nixl_agent, nixl_agent_config
+
+        self._agent = nixl_agent(_AGENT, nixl_agent_config(backends=[]))
+        self._agent.create_backend(self.plugin, dict(params or {}))
+        whole = np.frombuffer(memory.pool.memory, np.uint8)
+        self._agent.register_memory([(whole.ctypes.data, whole.nbytes, 0, "")], "DRAM", backends=[self.plugin])
+        self._at_once = _AT_ONCE
+        self._hasher = ThreadPoolExecutor(1) if checked else None
+        self._stored: dict[str, bytes] = {}
+
+    @abstractmethod
+    def _open(self, direction: str, name: str) -> tuple[int, str]:
+        """Return the number and the name that NIXL wants for an object."""
+
+    def _close(self, number: int) -> None:
+        """End the use of an object, whose number is given."""
+
+    def _store_pages(self, names: list[str], pages: list[memoryview]) -> None:
+        if self._hasher is None:
+            self._transfer("WRITE", names, pages)
+            return
+        digests = self._hasher.map(digest, pages)  # each ahead of its store
+        self._transfer("WRITE", names, pages, lambda name, _: self._stored.update({name: next(digests)}))
+
+    def _load_pages(self, names: list[str], pages: list[memoryview]) -> None:
+        if (hasher := self._hasher) is None:
+            self._transfer("READ", names, pages)
+            return
+        found: dict[str, Future[bytes]] = {}
+        self._transfer("READ", names, pages, after=lambda name, page: found.update({name: hasher.submit(digest, page)}))
+        for name, found_digest in found.items():
+            if found_digest.result() != self._stored[name]:
+                raise SystemExit(f"{self.name}: {name} has other bytes than were stored")
+
+    def _transfer(
+        self,
+        direction: str,
+        names: list[str],
+        pages: list[memoryview],
+        before: Callable[[str, memoryview], None] = lambda name, page: None,
+        after: Callable[[str, memoryview], None] = lambda name, page: None,
+    ) -> None:
+        agent, plugins = self._agent, [self.plugin]
+        running: list[tuple[Any, Any, int, str, memoryview]] = []
+        for name, page in zip(names, pages, strict=True):
+            before(name, page)
+            number, object_name = self._open(direction, name)
+            address = np.frombuffer(page, np.uint8).ctypes.data
+            target = agent.register_memory([(0, len(page), number, object_name)], self.segment, backends=plugins)
+            handle = agent.initialize_xfer(
+                direction,
+                agent.get_xfer_descs([(address, len(page), 0)], "DRAM"),
+                agent.get_xfer_descs([(0, len(page), number)], self.segment),
+                _AGENT,
+                b"",
+                plugins,
+            )
+            if agent.transfer(handle) == "DONE":
+                after(name, page)
+                self._end(handle, target, number)
+            else:
+                running.append((handle, target, number, name, page))
+        for handle, target, number, name, page in running:
+            while (state := agent.check_xfer_state(handle)) == "PROC":
+                time.sleep(self.pause_seconds)
+            if state != "DONE":
+                raise SystemExit(f"{self.name}: {state}")
+            after(name, page)
+            self._end(handle, target, number)
+
+    def _end(self, handle: Any, target: Any, number: int) -> None:
+        self._agent.release_xfer_handle(handle)
+        self._agent.deregister_memory(target, backends=[self.plugin])
+        self._close(number)
+
+    def _calls(self, move: Callable[..., Any], number: int) -> Iterator[Callable[[], Any]]:
+        return (partial(move, *batch) for batch in self._batches(number))
+
+    def _store_calls(self, number: int) -> list[Callable[[], Any]]:
+        return list(self._calls(self._store_pages, number))
+
+    def _load_calls(self, number: int) -> list[Callable[[], Any]]:
+        return list(self._calls(self._load_pages, number))
+
+    def close(self) -> None:
+        super().close()
+        if self._hasher is not None:
+            self._hasher.shutdown()
+
+
+class NixlFiles(_Nixl):
+    """NIXL's plugin POSIX on files."""
+
+    plugin, segment = "POSIX", "FILE"
+
+    def __init__(
+        self, name: str, memory: Memory, chunks: int, page_bytes: int, folder: Path, *, checked: bool = False
+    ) -> None:
+        super().__init__(name, memory, chunks, page_bytes, checked=checked)
+        folder.mkdir(exist_ok=True)
+        self._folder = folder
+
+    def _open(self, direction: str, name: str) -> tuple[int, str]:
+        flags = os.O_RDONLY if direction == "READ" else os.O_RDWR | os.O_CREAT
+        return os.open(self._folder / name.replace("/", "-"), flags, 0o600), ""
+
+    def _close(self, number: int) -> None:
+        os.close(number)
+
+    def clean(self, number: int) -> None:
+        for path in self._folder.iterdir():
+            path.unlink()
+
+
+class NixlBucket(_Nixl):
+    """NIXL's plugin OBJ on a bucket, below a prefix of its own."""
+
+    plugin = segment = "OBJ"
+    pause_seconds = 0.0005
+
+    def __init__(
+        self,
+        name: str,
+        memory: Memory,
+        chunks: int,
+        page_bytes: int,
+        server: S3Server,
+        bucket: str,
+        *,
+        checked: bool = False,
+    ) -> None:
+        params = {"bucket": bucket, "endpoint_override": server.url, "scheme": "http", "num_threads": "8"}
+        super().__init__(name, memory, chunks, page_bytes, params, checked=checked)
+        self._server, self._bucket = server, bucket
+        self._numbers = itertools.count(1)
+
+    def _open(self, direction: str, name: str) -> tuple[int, str]:
+        return next(self._numbers), name
+
+    def clean(self, number: int) -> None:
+        names = [name for batch, _ in self._batches(number) for name in batch]
+        for start in range(0, len(names), 1000):
+            objects = [{"Key": name} for name in names[start : start + 1000]]
+            self._server.client().delete_objects(Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True})
