@@ -177,10 +177,7 @@ class IoProcess:
         )
         await session.start(START_SECONDS)
         try:
-            for storage in self._storages.values():
-                await session.ask({"tier": storage.number, "name": storage.name, "half": storage.half})
-            if self._staging is not None:  # last: it may have been shared during the start
-                await session.share_staging(self._staging)
+            await self._prepare(session)
         except BaseException:  # a plugin may raise anything, and the engine may end meanwhile
             await session.abandon()
             raise
@@ -192,6 +189,21 @@ class IoProcess:
                 self._io.submit(self._reopen(storage, session)).add_done_callback(log_unexpected)
             else:
                 storage.reopened()
+
+    async def _prepare(self, session: Session) -> None:
+        """Give a new process the tiers and the staging memory, also those that come meanwhile."""
+        made: set[int] = set()
+        has_staging = False
+        while True:
+            left = [storage for storage in self._storages.values() if storage.number not in made]
+            if not left and (has_staging or self._staging is None):
+                return
+            for storage in left:
+                await session.ask({"tier": storage.number, "name": storage.name, "half": storage.half})
+                made.add(storage.number)
+            if self._staging is not None and not has_staging:
+                has_staging = True
+                await session.share_staging(self._staging)
 
     async def _reopen(self, storage: RemoteStorage, session: Session) -> None:
         """Open a tier in a new process, again and again until it works."""
@@ -211,7 +223,7 @@ class IoProcess:
                 return
 
     async def _share_staging(self, memory: SharedMemory) -> None:
-        self._staging = memory  # a process that serves later gets it at its start
+        self._staging = memory  # a process that starts now gets it too
         if (session := self._session) is not None:
             try:
                 await session.share_staging(memory)
@@ -221,6 +233,8 @@ class IoProcess:
 
     async def _make_storage(self, config: TierConfig, changes: StorageEvents, half: str) -> RemoteStorage:
         number = next(self._numbers)
+        if self._session is None and self._replacing is not None:
+            await asyncio.wait([self._replacing])
         if self._session is None:
             raise OSError("the I/O process has ended during the start of the engine")
         answer = await self._session.ask({"tier": number, "name": config.common.name, "half": half})

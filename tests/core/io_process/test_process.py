@@ -288,6 +288,15 @@ def test_a_killed_process_is_replaced_and_the_disk_serves_again(
     assert all(tier.health.available for tier in rig.tiers)
 
 
+def test_a_process_that_ends_before_the_tiers_are_made_does_not_end_the_start(make: Make, tmp_path: Path) -> None:
+    first = make(disk(tmp_path))
+    os.kill(first.pid, signal.SIGKILL)
+    wait_until(lambda: first.process.pid is None, "its end is not seen")
+    rig = make(disk(tmp_path))
+    assert rig.store(1) == [True]
+    assert rig.load(1) == [HIT]
+
+
 def test_staging_memory_that_is_shared_while_a_process_is_replaced_reaches_the_next_one(
     make: Make, tmp_path: Path, site: Site
 ) -> None:
