@@ -51,6 +51,7 @@ class LMCacheBackend(Backend[LMCacheOptions]):
     def __init__(self, options: LMCacheOptions, context: BackendContext) -> None:
         super().__init__(options, context)
         self._pool: ConnectionPool | None = None
+        self._busy_lanes = 0
 
     async def open(self) -> None:
         """Connect once. The error tells a dead server from an LMCache server without the module."""
@@ -134,17 +135,23 @@ class LMCacheBackend(Backend[LMCacheOptions]):
     ) -> list[T]:
         """Run ``work`` on parts of a batch, each on a connection of its own. The outcomes are in the batch's order.
 
+        While other batches use the threads, a batch stays whole: more parts would only wait, and cost more requests.
+
         Args:
             work: gets the connection and its part of each of the other arguments, which have one value per object.
         """
         if not keys:
             return []
         wanted = sum(map(len, buffers)) // _LANE_BYTES
-        useful = min(wanted, self.options.connections, self.context.threads, len(keys))
+        useful = min(wanted, self.options.connections, self.context.threads - self._busy_lanes, len(keys))
         lanes = max(1, useful, -(-len(keys) // _BATCH_OBJECTS))
-        done = await self._gather_to_the_end(
-            self._call(work, *(values[lane::lanes] for values in (keys, buffers, *more))) for lane in range(lanes)
-        )
+        self._busy_lanes += lanes
+        try:
+            done = await self._gather_to_the_end(
+                self._call(work, *(values[lane::lanes] for values in (keys, buffers, *more))) for lane in range(lanes)
+            )
+        finally:
+            self._busy_lanes -= lanes
         outcomes: list[T | None] = [None] * len(keys)
         for lane, part in enumerate(done):
             outcomes[lane::lanes] = part

@@ -22,7 +22,10 @@ class LMCacheOptions(BackendOptions):
         description="text before the names of this tier's objects; tiers with different prefixes share no object",
     )
     connections: int = Field(
-        2, ge=1, le=64, description="connections over which the objects of a batch are spread; io_threads bounds it too"
+        2,
+        ge=1,
+        le=64,
+        description="connections over which the objects of a batch are spread, as far as io_threads has free ones",
     )
     connect_timeout_seconds: Seconds = Field(2.0, gt=0, le=60, description="longest wait for a new connection")
     io_timeout_seconds: Seconds = Field(
