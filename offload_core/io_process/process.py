@@ -234,7 +234,7 @@ class IoProcess:
     async def _make_storage(self, config: TierConfig, changes: StorageEvents, half: str) -> RemoteStorage:
         number = next(self._numbers)
         if self._session is None and self._replacing is not None:
-            await asyncio.wait([self._replacing])
+            await asyncio.wait([self._replacing], timeout=START_SECONDS / 2)  # the caller waits longer
         if self._session is None:
             raise OSError("the I/O process has ended during the start of the engine")
         answer = await self._session.ask({"tier": number, "name": config.common.name, "half": half})

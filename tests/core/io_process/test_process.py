@@ -20,6 +20,7 @@ import pytest
 
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.errors import ConfigError
+from offload_core.io_process import process
 from offload_core.io_process.life.companion import WITHHELD
 from offload_core.runtime.io_loop import IoLoop
 from tests.core.io_process.rig import OBJECT_BYTES, SECONDS, Rig, content, key
@@ -295,6 +296,19 @@ def test_a_process_that_ends_before_the_tiers_are_made_does_not_end_the_start(ma
     rig = make(disk(tmp_path))
     assert rig.store(1) == [True]
     assert rig.load(1) == [HIT]
+
+
+def test_an_engine_that_gets_no_process_is_told_so(
+    make: Make, tmp_path: Path, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.install("fussy", FUSSY.format(path=str(tmp_path / "out of order")))
+    first = make(disk(tmp_path / "kv"))
+    (tmp_path / "out of order").touch()
+    os.kill(first.pid, signal.SIGKILL)
+    wait_until(lambda: first.process.pid is None, "its end is not seen")
+    monkeypatch.setattr(process, "START_SECONDS", 2.0)
+    with pytest.raises(ConfigError, match="the I/O process has ended during the start of the engine"):
+        make(disk(tmp_path / "kv"))
 
 
 def test_staging_memory_that_is_shared_while_a_process_is_replaced_reaches_the_next_one(
