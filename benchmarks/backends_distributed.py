@@ -37,8 +37,6 @@ DISTRIBUTED: dict[str, Callable[[], str | None]] = {
     "nixl": nixl.why_not,
 }
 """The backends on distributed stores, each with a function that returns the reason for which it cannot run here."""
-NIXL_CHECKED = "NIXL and a hash"
-"""The row of NIXL's client with a second thread that hashes each object: no framework could do less work."""
 
 
 class Store(NamedTuple):
@@ -87,7 +85,7 @@ def alone(
         files = partial(NixlFiles, memory=memory, chunks=chunks, page_bytes=page_bytes)
         return [
             partial(files, "limit: NIXL", folder=folder / "nixl-alone"),
-            partial(files, NIXL_CHECKED, folder=folder / "nixl-checked", checked=True),
+            partial(files, "NIXL and a hash", folder=folder / "nixl-checked", checked=True),
         ]
     return [
         partial(LMCacheAlone, "limit: LMCache's client", memory, chunks, threads, page_bytes, folder),

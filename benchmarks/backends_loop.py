@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 from benchmarks.backends_rig import CHUNK_BYTES, Memory, PlainThreads
-from offload_core.objects.format import HEADER_BYTES
+from offload_core.objects.format import HEADER_BYTES, checksum
 
 STEP_BYTES = 256 * 1024
 """Bytes that are read and then hashed at once: they fit into the processor's cache."""
@@ -64,7 +64,7 @@ class PlainLoop(PlainThreads):
     def _store_files(self, header: memoryview, paths: Sequence[str], blocks: Sequence[memoryview]) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._flags
         for path, block in zip(paths, blocks, strict=True):
-            header[:16] = digest(block)
+            header[:16] = checksum(block)
             descriptor = os.open(f"{path}.tmp", flags, 0o600)
             try:
                 os.pwritev(descriptor, [header, block], 0)
@@ -92,10 +92,3 @@ class PlainLoop(PlainThreads):
     def clean(self, number: int) -> None:
         for path in self._paths(number):
             Path(path).unlink()
-
-
-def digest(block: memoryview) -> bytes:
-    """Return the XXH3-128 of a block. Other threads run meanwhile."""
-    state = xxhash.xxh3_128()
-    state.update(block)
-    return state.digest()

@@ -9,27 +9,26 @@ import itertools
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.backends_loop import digest
 from benchmarks.backends_rig import Memory, Pages
+from offload_core.objects.format import checksum
 from tests.support.s3_server import S3Server
 
 _AGENT = "bench"
-_AT_ONCE = 8
 
 
 class _Nixl(Pages):
     """NIXL, eight transfers at a time on one thread, in memory that is registered once.
 
     Args:
-        checked: hash each object on a second thread, before its store and right after its load.
+        checked: hash each object on the same thread, before its store and right after its load. It is the least work
+            that a tier with checksums can do around NIXL.
     """
 
     plugin = segment = ""
@@ -44,7 +43,7 @@ class _Nixl(Pages):
         page_bytes: int,
         params: Mapping[str, str] | None = None,
         *,
-        checked: bool,
+        checked: bool = False,
     ) -> None:
         super().__init__(name, memory, chunks, 1, page_bytes)
         from nixl_cu12._api import nixl_agent, nixl_agent_config
@@ -53,8 +52,8 @@ class _Nixl(Pages):
         self._agent.create_backend(self.plugin, dict(params or {}))
         whole = np.frombuffer(memory.pool.memory, np.uint8)
         self._agent.register_memory([(whole.ctypes.data, whole.nbytes, 0, "")], "DRAM", backends=[self.plugin])
-        self._at_once = _AT_ONCE
-        self._hasher = ThreadPoolExecutor(1) if checked else None
+        self._at_once = 8
+        self._checked = checked
         self._stored: dict[str, bytes] = {}
 
     @abstractmethod
@@ -64,35 +63,12 @@ class _Nixl(Pages):
     def _close(self, number: int) -> None:
         """End the use of an object, whose number is given."""
 
-    def _store_pages(self, names: list[str], pages: list[memoryview]) -> None:
-        if self._hasher is None:
-            self._transfer("WRITE", names, pages)
-            return
-        digests = self._hasher.map(digest, pages)  # each ahead of its store
-        self._transfer("WRITE", names, pages, lambda name, _: self._stored.update({name: next(digests)}))
-
-    def _load_pages(self, names: list[str], pages: list[memoryview]) -> None:
-        if (hasher := self._hasher) is None:
-            self._transfer("READ", names, pages)
-            return
-        found: dict[str, Future[bytes]] = {}
-        self._transfer("READ", names, pages, after=lambda name, page: found.update({name: hasher.submit(digest, page)}))
-        for name, found_digest in found.items():
-            if found_digest.result() != self._stored[name]:
-                raise SystemExit(f"{self.name}: {name} has other bytes than were stored")
-
-    def _transfer(
-        self,
-        direction: str,
-        names: list[str],
-        pages: list[memoryview],
-        before: Callable[[str, memoryview], None] = lambda name, page: None,
-        after: Callable[[str, memoryview], None] = lambda name, page: None,
-    ) -> None:
+    def _transfer(self, direction: str, names: list[str], pages: list[memoryview]) -> None:
         agent, plugins = self._agent, [self.plugin]
-        running: list[tuple[Any, Any, int, str, memoryview]] = []
+        running: list[tuple[Any, Callable[[], None]]] = []
         for name, page in zip(names, pages, strict=True):
-            before(name, page)
+            if self._checked and direction == "WRITE":
+                self._stored[name] = checksum(page)
             number, object_name = self._open(direction, name)
             address = np.frombuffer(page, np.uint8).ctypes.data
             target = agent.register_memory([(0, len(page), number, object_name)], self.segment, backends=plugins)
@@ -104,37 +80,30 @@ class _Nixl(Pages):
                 b"",
                 plugins,
             )
+            end: Callable[[], None] = partial(self._end, direction, name, page, handle, target, number)
             if agent.transfer(handle) == "DONE":
-                after(name, page)
-                self._end(handle, target, number)
+                end()
             else:
-                running.append((handle, target, number, name, page))
-        for handle, target, number, name, page in running:
+                running.append((handle, end))
+        for handle, end in running:
             while (state := agent.check_xfer_state(handle)) == "PROC":
                 time.sleep(self.pause_seconds)
             if state != "DONE":
                 raise SystemExit(f"{self.name}: {state}")
-            after(name, page)
-            self._end(handle, target, number)
+            end()
 
-    def _end(self, handle: Any, target: Any, number: int) -> None:
+    def _end(self, direction: str, name: str, page: memoryview, handle: Any, target: Any, number: int) -> None:
+        if self._checked and direction == "READ" and checksum(page) != self._stored[name]:
+            raise SystemExit(f"{self.name}: {name} has other bytes than were stored")
         self._agent.release_xfer_handle(handle)
         self._agent.deregister_memory(target, backends=[self.plugin])
         self._close(number)
 
-    def _calls(self, move: Callable[..., Any], number: int) -> Iterator[Callable[[], Any]]:
-        return (partial(move, *batch) for batch in self._batches(number))
-
     def _store_calls(self, number: int) -> list[Callable[[], Any]]:
-        return list(self._calls(self._store_pages, number))
+        return [partial(self._transfer, "WRITE", *batch) for batch in self._batches(number)]
 
     def _load_calls(self, number: int) -> list[Callable[[], Any]]:
-        return list(self._calls(self._load_pages, number))
-
-    def close(self) -> None:
-        super().close()
-        if self._hasher is not None:
-            self._hasher.shutdown()
+        return [partial(self._transfer, "READ", *batch) for batch in self._batches(number)]
 
 
 class NixlFiles(_Nixl):
@@ -167,19 +136,9 @@ class NixlBucket(_Nixl):
     plugin = segment = "OBJ"
     pause_seconds = 0.0005
 
-    def __init__(
-        self,
-        name: str,
-        memory: Memory,
-        chunks: int,
-        page_bytes: int,
-        server: S3Server,
-        bucket: str,
-        *,
-        checked: bool = False,
-    ) -> None:
+    def __init__(self, name: str, memory: Memory, chunks: int, page_bytes: int, server: S3Server, bucket: str) -> None:
         params = {"bucket": bucket, "endpoint_override": server.url, "scheme": "http", "num_threads": "8"}
-        super().__init__(name, memory, chunks, page_bytes, params, checked=checked)
+        super().__init__(name, memory, chunks, page_bytes, params)
         self._server, self._bucket = server, bucket
         self._numbers = itertools.count(1)
 

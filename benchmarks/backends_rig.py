@@ -46,7 +46,7 @@ MIB = 1024 * 1024
 CHUNK_BYTES = 2 * MIB
 """Bytes of one chunk in a pack: one page of 2 MiB, or eight of 256 KiB."""
 PEER_CALL_BYTES = 16 * MIB
-"""Bytes in one call of vLLM's helpers; large calls need fewer hops to threads."""
+"""Bytes in one call of vLLM's helpers or of a store's client; large calls need fewer hops to threads."""
 NAMESPACE = "0" * 64
 MARK_BYTES = 16
 Medium = Literal["page cache", "O_DIRECT", "memory", "network"]
