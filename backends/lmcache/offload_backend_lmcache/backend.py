@@ -52,6 +52,7 @@ class LMCacheBackend(Backend[LMCacheOptions]):
         super().__init__(options, context)
         self._pool: ConnectionPool | None = None
         self._busy_lanes = 0
+        """The parts of all batches that use a thread or wait for one."""
 
     async def open(self) -> None:
         """Connect once. The error tells a dead server from an LMCache server without the module."""
