@@ -15,6 +15,7 @@ import asyncio
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
@@ -329,7 +330,19 @@ class Backend(ABC, Generic[OptionsT]):
 
         If the call is cancelled, the cancellation goes through after the function has ended (C7).
         """
-        call = ThreadCall(self.context.executor, partial(function, *args, **kwargs))
+        return await self.__run_on(self.context.executor, partial(function, *args, **kwargs))
+
+    async def run_lookup(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a short question about objects, such as that of ``contains``, on threads that move no objects.
+
+        So a lookup does not wait until the loads and stores of other requests have ended. The function runs beside
+        those of :meth:`run_blocking`, and as many at a time. All else holds as there.
+        """
+        threads = self.context.lookup_executor or self.context.executor
+        return await self.__run_on(threads, partial(function, *args, **kwargs))
+
+    async def __run_on(self, executor: Executor, function: Callable[[], T]) -> T:
+        call = ThreadCall(executor, function)
         self.__running.add(call)
         try:
             return await call

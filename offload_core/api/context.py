@@ -57,6 +57,8 @@ class BackendContext:
             where there are several ranks. It is empty before ``open`` and outside an engine, and it may change.
         lends_to_processes: whether other processes map the memory that the backend lends. It should then be
             :class:`SharedMemory`, and these processes pin it if they use a GPU.
+        lookup_executor: more threads of the tier, as many, for :meth:`offload_core.api.Backend.run_lookup` alone.
+            Without them, ``executor`` takes the lookups too.
     """
 
     name: str
@@ -70,6 +72,7 @@ class BackendContext:
     close_timeout_seconds: float = math.inf
     halves: Collection[str] = ()
     lends_to_processes: bool = False
+    lookup_executor: Executor | None = None
 
     @property
     def label(self) -> str:

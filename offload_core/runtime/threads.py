@@ -12,7 +12,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
@@ -148,15 +148,15 @@ class DaemonExecutor(Executor):
 
 
 class StuckThreadTimer:
-    """A timer on the running loop that replaces an executor's stuck threads while the executor is busy.
+    """A timer on the running loop that replaces the stuck threads of executors while one of them is busy.
 
     Args:
-        executor: the executor to check.
+        executors: the executors to check.
         seconds: interval between two checks.
     """
 
-    def __init__(self, executor: DaemonExecutor, seconds: float) -> None:
-        self._executor = executor
+    def __init__(self, executors: Sequence[DaemonExecutor], seconds: float) -> None:
+        self._executors = executors
         self._seconds = seconds
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -174,6 +174,7 @@ class StuckThreadTimer:
 
     def _check(self) -> None:
         self._timer = None
-        self._executor.replace_stuck()
-        if self._executor.busy:
+        for executor in self._executors:
+            executor.replace_stuck()
+        if any(executor.busy for executor in self._executors):
             self.start()

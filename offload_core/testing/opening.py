@@ -36,8 +36,8 @@ async def open_backend(
     Raises:
         pydantic.ValidationError: the options are wrong.
     """
-    executor = DaemonExecutor(threads, name)
-    context = BackendContext(name, executor)
+    executors = [DaemonExecutor(threads, name), DaemonExecutor(threads, f"{name}-lookup")]
+    context = BackendContext(name, executors[0], threads, lookup_executor=executors[1])
     backend = wrap(backend_type.backend(backend_type.options.model_validate(dict(options or {})), context))
     try:
         await backend.open()
@@ -46,4 +46,5 @@ async def open_backend(
         finally:
             await backend.close()
     finally:
-        executor.shutdown()
+        for executor in executors:
+            executor.shutdown()

@@ -38,12 +38,15 @@ class TierBackend:
     ) -> None:
         name, stuck_after = config.common.name, limits.longest_call_seconds
         self._halves: list[str] = []  # of those who have opened it; the log lines of the backend name them
-        self._executor = DaemonExecutor(config.common.io_threads, f"offload-{name}", stuck_after, on_stuck_threads)
-        self._stuck_thread_timer = StuckThreadTimer(self._executor, stuck_after / 2)
+        threads = config.common.io_threads
+        executor = DaemonExecutor(threads, f"offload-{name}", stuck_after, on_stuck_threads)
+        lookup_executor = DaemonExecutor(threads, f"offload-{name}-lookup", stuck_after, on_stuck_threads)
+        self._executors = executor, lookup_executor
+        self._stuck_thread_timer = StuckThreadTimer(self._executors, stuck_after / 2)
         context = BackendContext(
             name,
-            self._executor,
-            config.common.io_threads,
+            executor,
+            threads,
             open_timeout_seconds=limits.open_timeout_seconds,
             lookup_timeout_seconds=limits.lookup_timeout_seconds,
             load_timeout_seconds=limits.load_timeout_seconds,
@@ -52,6 +55,7 @@ class TierBackend:
             close_timeout_seconds=limits.close_timeout_seconds,
             halves=self._halves,
             lends_to_processes=lends_to_processes,
+            lookup_executor=lookup_executor,
         )
         backend = config.backend_type.backend(config.options, context)
         info = TierInfo(name, config.backend_type.name, config.common.load_weight)
@@ -63,7 +67,7 @@ class TierBackend:
     @property
     def stuck_threads(self) -> int:
         """Number of threads that are stuck now."""
-        return self._executor.stuck
+        return sum(executor.stuck for executor in self._executors)
 
     @property
     def users(self) -> int:
@@ -107,4 +111,5 @@ class TierBackend:
         try:
             await self.backend.close()
         finally:
-            self._executor.shutdown()
+            for executor in self._executors:
+                executor.shutdown()

@@ -104,13 +104,13 @@ class DiskBackend(Backend[DiskOptions]):
 
     async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
         """See :meth:`Backend.contains`."""
-        return await self.run_blocking(self._folder.contains, keys)
+        return await self.run_lookup(self._folder.contains, keys)
 
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
         """Pin the objects that are present. Without a capacity nothing is evicted, so their sizes are enough."""
         bounded = self._bounded
         if bounded is None:
-            sizes = await self.run_blocking(self._folder.sizes, keys)
+            sizes = await self.run_lookup(self._folder.sizes, keys)
             return LoadReservation([size is not None for size in sizes], nbytes=sizes)
         sizes = []
         try:

@@ -56,7 +56,8 @@ class LMCacheBackend(Backend[LMCacheOptions]):
 
     async def open(self) -> None:
         """Connect once. The error tells a dead server from an LMCache server without the module."""
-        pool = ConnectionPool(self.target(), max_idle=max(self.options.connections, self.context.threads))
+        busy = max(self.options.connections, self.context.threads)
+        pool = ConnectionPool(self.target(), max_idle=busy + 1)  # one more for lookups meanwhile
         await self.run_blocking(pool.call, lambda connection: None)
         self._pool = pool
 
@@ -117,14 +118,21 @@ class LMCacheBackend(Backend[LMCacheOptions]):
 
     async def _call(self, work: Callable[..., T], *arguments: object) -> T:
         """Run ``work(connection, *arguments)`` on a thread."""
+        return await self.run_blocking(self._opened.call, lambda connection: work(connection, *arguments))
+
+    @property
+    def _opened(self) -> ConnectionPool:
         if self._pool is None:
             raise OSError(errno.ENOTCONN, f"tier {self.context.name!r} is not open")
-        return await self.run_blocking(self._pool.call, lambda connection: work(connection, *arguments))
+        return self._pool
 
     async def _find(self, keys: Sequence[ObjectKey]) -> list[Found]:
         names = self._names(keys)
         batches = [names[start : start + MAX_ENTRIES] for start in range(0, len(names), MAX_ENTRIES)]
-        found = [await self._call(Connection.find, batch) for batch in batches]
+        found = [
+            await self.run_lookup(self._opened.call, lambda connection, batch=batch: connection.find(batch))
+            for batch in batches
+        ]
         return [one for batch in found for one in batch]
 
     async def _spread(

@@ -48,11 +48,11 @@ class MooncakeBackend(Backend[MooncakeOptions]):
 
     async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
         """See :meth:`Backend.contains`."""
-        return await self.run_blocking(self._opened.contains, self._names(keys))
+        return await self.run_lookup(self._opened.contains, self._names(keys))
 
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
         """Return the presence and size of each object. The lookup itself protects the objects for a while."""
-        found = await self.run_blocking(self._opened.sizes, self._names(keys))
+        found = await self.run_lookup(self._opened.sizes, self._names(keys))
         return LoadReservation([is_there for is_there, _ in found], nbytes=[nbytes for _, nbytes in found])
 
     async def prepare_store(

@@ -229,7 +229,7 @@ class NfsBackend(Backend[NfsOptions]):
         """Ask the medium for the sizes of objects, in batches. Cancelled, it waits for requests that have begun."""
         size = self.medium.lookup_batch
         batches = [keys[start : start + size] for start in range(0, len(keys), size)]
-        answers = await self._gather_to_the_end(self.run_blocking(self._query_batch, batch) for batch in batches)
+        answers = await self._gather_to_the_end(self.run_lookup(self._query_batch, batch) for batch in batches)
         return {
             key: answer
             for batch, found in zip(batches, answers, strict=True)

@@ -66,11 +66,11 @@ class NixlBackend(Backend[NixlOptions]):
 
     async def contains(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
         """See :meth:`Backend.contains`. Cancelled, it waits for the answers."""
-        return [size is not None for size in await self.run_blocking(self._sizes, keys)]
+        return [size is not None for size in await self.run_lookup(self._sizes, keys)]
 
     async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
         """Return the presence and size of each object. Nothing is evicted, so nothing is pinned."""
-        sizes = await self.run_blocking(self._sizes, keys)
+        sizes = await self.run_lookup(self._sizes, keys)
         return LoadReservation([size is not None for size in sizes], nbytes=sizes)
 
     async def prepare_store(

@@ -11,6 +11,7 @@ import itertools
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -100,8 +101,9 @@ class Rig:
     def construct(self, threads: int = THREADS) -> Client:
         """Construct a backend, without opening it."""
         calls = Calls()
-        context = BackendContext("contract", WatchedThreads(threads, "contract", calls), threads)
-        client = Client(self.backend_type.backend(self._validated, context), calls)
+        executor, lookup_executor = (WatchedThreads(threads, name, calls) for name in ("contract", "contract-lookup"))
+        context = BackendContext("contract", executor, threads, lookup_executor=lookup_executor)
+        client = Client(self.backend_type.backend(self._validated, context), calls, (executor, lookup_executor))
         self.clients.append(client)
         return client
 
@@ -171,15 +173,17 @@ class Rig:
             if client.opened and not client.closed:
                 with suppress(Exception):  # the tests of C13 report errors of close
                     await client.close()
-            client.backend.context.executor.shutdown()
+            for executor in client.executors:
+                executor.shutdown()
 
 
 class Client:
     """A backend with its own threads; :attr:`calls` counts the calls that it hands to threads."""
 
-    def __init__(self, backend: Backend[Any], calls: Calls) -> None:
+    def __init__(self, backend: Backend[Any], calls: Calls, executors: Sequence[Executor]) -> None:
         self.backend = backend
         self.calls = calls
+        self.executors = executors
         self.opened = False
         self.closed = False
 

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
+from offload_backend_lmcache.plugin import LMCACHE
 from offload_backend_lmcache.server.object_store import Content
 from offload_backend_lmcache.wire.frames import Entry
 
 from offload_core.api.backend import LoadOutcome
 from tests.backends.lmcache.calls import Calls, key, opened
 from tests.backends.lmcache.shelf import Shelf, listening
+from tests.support.held_threads import lookups_beside_held_threads
 from tests.support.polling import wait_until
 
 MIB = 1024**2
@@ -83,3 +85,8 @@ def test_the_next_batch_uses_all_again(shelf: SlowShelf, calls: Calls) -> None:
 
     calls.run(many())
     assert shelf.requests == [2, 2]
+
+
+def test_lookups_are_answered_while_transfers_hold_all_threads() -> None:
+    with listening(Shelf()) as (address, _):
+        assert lookups_beside_held_threads(LMCACHE, {"address": address}) == [[True], [True]]

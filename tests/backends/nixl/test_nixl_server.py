@@ -15,8 +15,11 @@ from offload_backend_nixl.child.folder import FolderStorage
 from offload_backend_nixl.child.server import MAX_FAILURES, Server, pieces_of
 from offload_backend_nixl.protocol import RING, Answer, Operation, Outcome, Request
 
+from tests.support.polling import wait_until
+
 pytestmark = pytest.mark.needs_no_nixl
 
+SECONDS = 20
 NAME = f"{'ab' * 32}/full-u16/ab/abcd.kv"
 
 
@@ -25,8 +28,12 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.started: list[FakeTransfer] = []
+        self.starting = threading.Semaphore(0)
+        self.may_start = threading.Semaphore(1000)
 
     def start(self, direction: str, pieces: Sequence[Piece], target: Any) -> FakeTransfer:
+        self.starting.release()
+        assert self.may_start.acquire(timeout=SECONDS)
         self.started.append(FakeTransfer())
         return self.started[-1]
 
@@ -46,7 +53,7 @@ class Parent:
 
     def __init__(self, root: Path) -> None:
         self.connection, self.child = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.connection.settimeout(20)
+        self.connection.settimeout(SECONDS)
         self.engine = FakeEngine()
         storage = FolderStorage(str(root), "writer", create=True)
         server = Server(self.child, storage, self.engine)  # type: ignore[arg-type]
@@ -64,9 +71,7 @@ class Parent:
 
     def started(self, count: int) -> FakeTransfer:
         """Wait until so many transfers have started, and return the last."""
-        self.send(10_000 + count, Operation.CONFIGURE)  # requests begin in order, and this one is refused at once
-        assert self.answer().number == 10_000 + count
-        assert len(self.engine.started) == count
+        wait_until(lambda: len(self.engine.started) == count, f"no {count} transfers have started")
         return self.engine.started[-1]
 
 
@@ -78,7 +83,7 @@ def parent(tmp_path: Path) -> Iterator[Parent]:
     parent = Parent(tmp_path)
     yield parent
     parent.connection.close()
-    parent.thread.join(20)
+    parent.thread.join(SECONDS)
     parent.child.close()
     assert not parent.thread.is_alive(), "the server goes on after the parent's end"
 
@@ -96,12 +101,29 @@ def test_transfers_end_out_of_order(parent: Parent) -> None:
     assert parent.answer() == Answer(Outcome.DONE, 1)
 
 
+def test_a_question_overtakes_transfers_that_have_not_begun(parent: Parent) -> None:
+    """A transfer may keep the thread, as the plugin POSIX does."""
+    engine = parent.engine
+    engine.may_start = threading.Semaphore(0)
+    parent.transfer(1)
+    assert engine.starting.acquire(timeout=SECONDS)
+    parent.transfer(2)
+    parent.send(3, Operation.SIZES, names=(NAME,))
+    engine.may_start.release()
+    assert parent.answer() == Answer(Outcome.SIZES, 3, sizes=(100,))
+    engine.may_start.release()
+    parent.started(2)
+    for number, transfer in enumerate(engine.started, 1):
+        transfer.outcome = True
+        assert parent.answer() == Answer(Outcome.DONE, number)
+
+
 def test_several_failures_in_a_row_end_the_process(parent: Parent) -> None:
     for number in range(MAX_FAILURES):
         parent.transfer(number)
         parent.started(number + 1).outcome = False
         assert parent.answer().outcome is Outcome.FAILED
-    parent.thread.join(20)
+    parent.thread.join(SECONDS)
     assert not parent.thread.is_alive(), f"the server goes on after {MAX_FAILURES} failures"
 
 
@@ -131,7 +153,7 @@ def test_a_write_that_was_cut_is_no_success(parent: Parent, tmp_path: Path) -> N
 def test_no_answer_follows_a_load_that_may_still_fill_other_memory(parent: Parent) -> None:
     parent.send(1, Operation.LOAD, nbytes=100, memory=1, names=(NAME,))
     parent.started(1).outcome = False
-    parent.thread.join(20)
+    parent.thread.join(SECONDS)
     assert not parent.thread.is_alive(), "the process ends"
     parent.connection.setblocking(False)
     with pytest.raises(BlockingIOError):

@@ -154,6 +154,33 @@ def test_a_tier_counts_its_stuck_threads_while_they_are(io: IoLoop, counters: Co
     close_tiers([tier], io, SECONDS)
 
 
+def test_stuck_lookups_count_and_are_replaced_too(io: IoLoop, counters: Counters) -> None:
+    config, made = memory_tier(io_threads=1)
+    short = {f"{name}_timeout_seconds": STUCK_AFTER_SECONDS for name in ("open", "lookup", "load", "store", "close")}
+    tier = Tier(config, Limits(**short), counters)  # type: ignore[arg-type]  # by name
+    gates = [threading.Event(), threading.Event()]
+    backend = made[0]
+    io.submit(tier.lookup([key(1)])).result(SECONDS)  # starts the timer
+    calls = [
+        io.submit(run(gate.wait, SECONDS))
+        for run, gate in zip((backend.run_blocking, backend.run_lookup), gates, strict=True)
+    ]
+    stuck = 0.0
+
+    def count(expected: int) -> bool:
+        nonlocal stuck
+        stuck += counters.take().get(("stuck_threads", "memory"), 0)
+        return stuck == expected
+
+    until(lambda: count(2))
+    assert io.submit(backend.run_lookup(str)).result(SECONDS) == ""
+    for gate, left in zip(gates, (1, 0), strict=True):
+        gate.set()
+        until(lambda left=left: count(left))  # type: ignore[misc]
+    assert all(call.result(SECONDS) for call in calls)
+    close_tiers([tier], io, SECONDS)
+
+
 HANGS = """
 import asyncio, os, sys, threading, time
 from offload_core.config.model import OffloadConfig, OffloadSettings

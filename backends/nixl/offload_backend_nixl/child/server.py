@@ -9,6 +9,7 @@ import os
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -54,6 +55,7 @@ class Server:
         self._storage = storage
         self._engine = engine
         self._threads = ThreadPoolExecutor(_THREADS, "request")
+        self._waiting: deque[Request] = deque()
         self._transfers: dict[int, tuple[Transfer, Pending, Request]] = {}
         self._failures = 0
         self._changed_seconds = time.monotonic()
@@ -61,14 +63,18 @@ class Server:
     def run(self) -> None:
         """Serve until the parent closes its end, or until NIXL seems unusable."""
         while self._failures < MAX_FAILURES:
-            if self._may_receive() and not self._receive():
-                return
+            while self._may_receive():
+                if not self._receive():
+                    return
+            self._begin_next()
             self._poll()
 
     def _may_receive(self) -> bool:
-        """Wait for a request, but only a short time if a transfer is in progress."""
+        """Wait for a request: not at all if a transfer waits, and only a short time if one is in progress."""
         pause = None
-        if self._transfers:
+        if self._waiting:
+            pause = 0.0
+        elif self._transfers:
             pause = (time.monotonic() - self._changed_seconds) / _POLL_PART
             pause = min(max(pause, _MIN_POLL_SECONDS), _MAX_POLL_SECONDS)
         readable, _, _ = select.select([self._connection], [], [], pause)
@@ -77,8 +83,7 @@ class Server:
     def _receive(self) -> bool:
         """Take the next request; return ``False`` at the parent's end.
 
-        A plugin may move all bytes before its call returns. So the transfers that have ended are answered between two
-        requests, and the parent copies one object while the next one is read.
+        Transfers wait for their turn. Questions do not wait for transfers that came before them.
         """
         packet, descriptors, _, _ = socket.recv_fds(self._connection, MAX_PACKET_BYTES + 1, 1)
         try:
@@ -92,7 +97,7 @@ class Server:
     def _begin(self, request: Request, descriptors: Sequence[int]) -> None:
         operation = request.operation
         if operation in (Operation.LOAD, Operation.STORE):
-            self._answer_errors(request.number, lambda: self._begin_transfer(request))
+            self._waiting.append(request)
         elif operation is Operation.MAP:
             self._answer_errors(request.number, lambda: self._map(request, descriptors))
         elif operation is Operation.SIZES:
@@ -103,6 +108,16 @@ class Server:
             self._in_thread(request.number, lambda: self._list(request))
         else:
             self._answer(Answer(Outcome.FAILED, request.number, code=errno.EPROTO, text="configured already"))
+
+    def _begin_next(self) -> None:
+        """Begin one transfer.
+
+        A plugin may move all bytes before its call returns. So the transfers that have ended are answered before the
+        next one begins, and the parent copies one object while the next one is read.
+        """
+        if self._waiting:
+            request = self._waiting.popleft()
+            self._answer_errors(request.number, lambda: self._begin_transfer(request))
 
     def _map(self, request: Request, descriptors: Sequence[int]) -> None:
         if len(descriptors) != 1:
