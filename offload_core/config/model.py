@@ -92,7 +92,13 @@ class BackendConfig(LimitOverrides, _TierIdentity):
     ] = None
     io_threads: Annotated[
         int,
-        Field(ge=1, le=256, strict=True, description="Threads for this tier's blocking calls.", examples=[8]),
+        Field(
+            ge=1,
+            le=256,
+            strict=True,
+            description="Threads for this tier's loads and stores. Lookups have as many of their own.",
+            examples=[8],
+        ),
     ] = 4
     compression: Annotated[
         Compression,
