@@ -332,14 +332,17 @@ class Backend(ABC, Generic[OptionsT]):
         """
         return await self.__run_on(self.context.executor, partial(function, *args, **kwargs))
 
-    async def run_lookup(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a short question about objects, such as that of ``contains``, on threads that move no objects.
+    async def run_load(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do the same as :meth:`run_blocking` for a load, on threads that only loads use.
 
-        So a lookup does not wait until the loads and stores of other requests have ended. The function runs beside
-        those of :meth:`run_blocking`, and as many at a time. All else holds as there.
+        A request waits for a load, and nobody waits for a store. The function runs beside those of
+        :meth:`run_blocking`, and as many at a time.
         """
-        threads = self.context.lookup_executor or self.context.executor
-        return await self.__run_on(threads, partial(function, *args, **kwargs))
+        return await self.__run_on(self.context.load_executor, partial(function, *args, **kwargs))
+
+    async def run_lookup(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do the same as :meth:`run_load` for a short question about objects, such as that of ``contains``."""
+        return await self.__run_on(self.context.lookup_executor, partial(function, *args, **kwargs))
 
     async def __run_on(self, executor: Executor, function: Callable[[], T]) -> T:
         call = ThreadCall(executor, function)

@@ -44,7 +44,7 @@ class BackendContext:
         name: the tier's name in the configuration, for error messages. For log lines take :meth:`logger`.
         executor: the tier's own threads. A hung call can block only these (invariant I4). The core owns the executor:
             do not shut it down.
-        threads: the most threads of the executor that work at once.
+        threads: the most threads of each executor that work at once.
         open_timeout_seconds: the core's deadline for :meth:`offload_core.api.Backend.open` of this tier. A client
             timeout of your own should end a call no later than its deadline. All deadlines are infinite if nobody
             keeps them, as in most tests.
@@ -57,8 +57,9 @@ class BackendContext:
             where there are several ranks. It is empty before ``open`` and outside an engine, and it may change.
         lends_to_processes: whether other processes map the memory that the backend lends. It should then be
             :class:`SharedMemory`, and these processes pin it if they use a GPU.
-        lookup_executor: more threads of the tier, as many, for :meth:`offload_core.api.Backend.run_lookup` alone.
-            Without them, ``executor`` takes the lookups too.
+        load_executor: more threads of the tier, as many, for :meth:`offload_core.api.Backend.run_load` alone. Without
+            them, it is ``executor``.
+        lookup_executor: the same for :meth:`offload_core.api.Backend.run_lookup`.
     """
 
     name: str
@@ -72,7 +73,13 @@ class BackendContext:
     close_timeout_seconds: float = math.inf
     halves: Collection[str] = ()
     lends_to_processes: bool = False
-    lookup_executor: Executor | None = None
+    load_executor: Executor = None  # type: ignore[assignment]  # set below
+    lookup_executor: Executor = None  # type: ignore[assignment]  # set below
+
+    def __post_init__(self) -> None:
+        for name in ("load_executor", "lookup_executor"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, self.executor)
 
     @property
     def label(self) -> str:

@@ -96,7 +96,7 @@ class BackendConfig(LimitOverrides, _TierIdentity):
             ge=1,
             le=256,
             strict=True,
-            description="Threads for this tier's loads and stores. Lookups have as many of their own.",
+            description="Threads for this tier's stores. Loads and lookups have as many each.",
             examples=[8],
         ),
     ] = 4

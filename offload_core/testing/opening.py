@@ -36,8 +36,8 @@ async def open_backend(
     Raises:
         pydantic.ValidationError: the options are wrong.
     """
-    executors = [DaemonExecutor(threads, name), DaemonExecutor(threads, f"{name}-lookup")]
-    context = BackendContext(name, executors[0], threads, lookup_executor=executors[1])
+    executors = [DaemonExecutor(threads, f"{name}{use}") for use in ("", "-load", "-lookup")]
+    context = BackendContext(name, executors[0], threads, load_executor=executors[1], lookup_executor=executors[2])
     backend = wrap(backend_type.backend(backend_type.options.model_validate(dict(options or {})), context))
     try:
         await backend.open()

@@ -239,7 +239,7 @@ class TierCodec:
         ``backend`` verify large objects, decrypt and decompress. When cancelled, this call waits for them to end.
         """
         if self.encrypts or any(form.compressed or len(form.view) > _INLINE_CHECK_BYTES for form in forms):
-            return await backend.run_blocking(self._decode_all, forms, outcomes, damage)
+            return await backend.run_load(self._decode_all, forms, outcomes, damage)
         checked: list[LoadOutcome] = []
         nbytes = 0
         for form, outcome in zip(forms, outcomes, strict=True):

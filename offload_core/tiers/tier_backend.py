@@ -39,9 +39,10 @@ class TierBackend:
         name, stuck_after = config.common.name, limits.longest_call_seconds
         self._halves: list[str] = []  # of those who have opened it; the log lines of the backend name them
         threads = config.common.io_threads
-        executor = DaemonExecutor(threads, f"offload-{name}", stuck_after, on_stuck_threads)
-        lookup_executor = DaemonExecutor(threads, f"offload-{name}-lookup", stuck_after, on_stuck_threads)
-        self._executors = executor, lookup_executor
+        executor, load_executor, lookup_executor = self._executors = tuple(
+            DaemonExecutor(threads, f"offload-{name}{use}", stuck_after, on_stuck_threads)
+            for use in ("", "-load", "-lookup")
+        )
         self._stuck_thread_timer = StuckThreadTimer(self._executors, stuck_after / 2)
         context = BackendContext(
             name,
@@ -55,6 +56,7 @@ class TierBackend:
             close_timeout_seconds=limits.close_timeout_seconds,
             halves=self._halves,
             lends_to_processes=lends_to_processes,
+            load_executor=load_executor,
             lookup_executor=lookup_executor,
         )
         backend = config.backend_type.backend(config.options, context)

@@ -127,13 +127,13 @@ class DiskBackend(Backend[DiskOptions]):
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`."""
-        return await self.run_to_the_end(_load(self._folder, keys, buffers, executor=self.context.executor))
+        return await self.run_to_the_end(_load(self._folder, keys, buffers, executor=self.context.load_executor))
 
     async def load_and_check(
         self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
     ) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_and_check`."""
-        return await self.run_blocking((self._bounded or self._folder).load_and_check, keys, buffers, checks)
+        return await self.run_load((self._bounded or self._folder).load_and_check, keys, buffers, checks)
 
     async def prepare_store(
         self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()

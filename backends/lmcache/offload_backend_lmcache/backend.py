@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from typing import TypeVar
 
 from offload_backend_lmcache.client.connection import Connection, Target
@@ -51,13 +53,13 @@ class LMCacheBackend(Backend[LMCacheOptions]):
     def __init__(self, options: LMCacheOptions, context: BackendContext) -> None:
         super().__init__(options, context)
         self._pool: ConnectionPool | None = None
-        self._busy_lanes = 0
+        self._busy_lanes: Counter[Executor] = Counter()
         """The parts of all batches that use a thread or wait for one."""
 
     async def open(self) -> None:
         """Connect once. The error tells a dead server from an LMCache server without the module."""
         busy = max(self.options.connections, self.context.threads)
-        pool = ConnectionPool(self.target(), max_idle=busy + 1)  # one more for lookups meanwhile
+        pool = ConnectionPool(self.target(), max_idle=2 * busy + 1)  # of loads, of stores, and of a lookup
         await self.run_blocking(pool.call, lambda connection: None)
         self._pool = pool
 
@@ -79,22 +81,22 @@ class LMCacheBackend(Backend[LMCacheOptions]):
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`. Cancelled, it waits for the requests that have begun."""
-        return await self._spread(self._load, keys, buffers)
+        return await self._spread_load(keys, buffers)
 
     async def load_and_check(
         self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
     ) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_and_check`. It asks the server for nothing but the objects."""
-        return await self._spread(self._load, keys, buffers, [FirstRead(check) for check in checks])
+        return await self._spread_load(keys, buffers, [FirstRead(check) for check in checks])
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         """See :meth:`Backend.store`. ``REJECTED``: LMCache has no memory left and did not evict fast enough."""
-        return await self._spread(self._store, keys, buffers)
+        return await self._spread(self.run_blocking, self.context.executor, self._store, keys, buffers)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """See :meth:`Backend.delete`. Cancelled, it waits for the request that has begun."""
         for start in range(0, len(keys), MAX_ENTRIES):
-            await self._call(self._delete, keys[start : start + MAX_ENTRIES])
+            await self._call(self.run_blocking, self._delete, keys[start : start + MAX_ENTRIES])
 
     def target(self) -> Target:
         """Return the server with its timeouts: no longer than the core waits for the calls that they limit."""
@@ -116,27 +118,27 @@ class LMCacheBackend(Backend[LMCacheOptions]):
     def _names(self, keys: Sequence[ObjectKey]) -> list[bytes]:
         return [self._name(key) for key in keys]
 
-    async def _call(self, work: Callable[..., T], *arguments: object) -> T:
-        """Run ``work(connection, *arguments)`` on a thread."""
-        return await self.run_blocking(self._opened.call, lambda connection: work(connection, *arguments))
-
-    @property
-    def _opened(self) -> ConnectionPool:
+    async def _call(self, run: Callable[..., Awaitable[T]], work: Callable[..., T], *arguments: object) -> T:
+        """Run ``work(connection, *arguments)`` on a thread, with the method ``run``."""
         if self._pool is None:
             raise OSError(errno.ENOTCONN, f"tier {self.context.name!r} is not open")
-        return self._pool
+        return await run(self._pool.call, lambda connection: work(connection, *arguments))
 
     async def _find(self, keys: Sequence[ObjectKey]) -> list[Found]:
         names = self._names(keys)
         batches = [names[start : start + MAX_ENTRIES] for start in range(0, len(names), MAX_ENTRIES)]
-        found = [
-            await self.run_lookup(self._opened.call, lambda connection, batch=batch: connection.find(batch))
-            for batch in batches
-        ]
+        found: list[list[Found]] = [await self._call(self.run_lookup, Connection.find, batch) for batch in batches]
         return [one for batch in found for one in batch]
+
+    async def _spread_load(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], *checks: Sequence[FirstRead]
+    ) -> list[LoadOutcome]:
+        return await self._spread(self.run_load, self.context.load_executor, self._load, keys, buffers, *checks)
 
     async def _spread(
         self,
+        run: Callable[..., Awaitable[list[T]]],
+        executor: Executor,
         work: Callable[..., list[T]],
         keys: Sequence[ObjectKey],
         buffers: Sequence[memoryview],
@@ -147,20 +149,23 @@ class LMCacheBackend(Backend[LMCacheOptions]):
         While other batches use the threads, a batch stays whole: more parts would only wait, and cost more requests.
 
         Args:
+            run: runs a function on a thread of ``executor``.
             work: gets the connection and its part of each of the other arguments, which have one value per object.
         """
         if not keys:
             return []
         wanted = sum(map(len, buffers)) // _LANE_BYTES
-        useful = min(wanted, self.options.connections, self.context.threads - self._busy_lanes, len(keys))
+        free = self.context.threads - self._busy_lanes[executor]
+        useful = min(wanted, self.options.connections, free, len(keys))
         lanes = max(1, useful, -(-len(keys) // _BATCH_OBJECTS))
-        self._busy_lanes += lanes
+        self._busy_lanes[executor] += lanes
         try:
             done = await self._gather_to_the_end(
-                self._call(work, *(values[lane::lanes] for values in (keys, buffers, *more))) for lane in range(lanes)
+                self._call(run, work, *(values[lane::lanes] for values in (keys, buffers, *more)))
+                for lane in range(lanes)
             )
         finally:
-            self._busy_lanes -= lanes
+            self._busy_lanes[executor] -= lanes
         outcomes: list[T | None] = [None] * len(keys)
         for lane, part in enumerate(done):
             outcomes[lane::lanes] = part

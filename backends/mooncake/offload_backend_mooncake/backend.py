@@ -63,13 +63,13 @@ class MooncakeBackend(Backend[MooncakeOptions]):
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`. Cancelled, it waits for the transfers."""
-        return await self.run_blocking(self._opened.load, self._names(keys), buffers)
+        return await self.run_load(self._opened.load, self._names(keys), buffers)
 
     async def load_and_check(
         self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
     ) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_and_check`. It asks the master no question before the transfer."""
-        return await self.run_blocking(self._opened.load, self._names(keys), buffers, checks)
+        return await self.run_load(self._opened.load, self._names(keys), buffers, checks)
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         """See :meth:`Backend.store`. Cancelled, it waits for the transfers."""

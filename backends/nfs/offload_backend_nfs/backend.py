@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
 import fsspec
@@ -150,17 +150,15 @@ class NfsBackend(Backend[NfsOptions]):
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`. Cancelled, it waits for the reads that have begun."""
-        return await self._for_each_object(self._load, keys, buffers)
+        return await self._load_each(keys, buffers)
 
     async def load_and_check(
         self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
     ) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_and_check`. Cancelled, it waits for the reads that have begun."""
         if self._reservations is None:
-            return await self._for_each_object(self._load, keys, buffers, checks)
-        return await self._reservations.load(
-            lambda *shown: self._for_each_object(self._load, *shown), keys, buffers, checks
-        )
+            return await self._load_each(keys, buffers, checks)
+        return await self._reservations.load(self._load_each, keys, buffers, checks)
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         """See :meth:`Backend.store`. Cancelled, it waits for the writes that have begun."""
@@ -236,18 +234,33 @@ class NfsBackend(Backend[NfsOptions]):
             for key, answer in zip(batch, found, strict=True)
         }
 
+    async def _load_each(self, *objects: Sequence[Any]) -> list[LoadOutcome]:
+        return await self._on_all_threads(self.run_load, self.context.load_executor, self._load, objects)
+
     async def _for_each_object(self, work: Callable[..., T], *objects: Sequence[Any]) -> list[T]:
-        """Run ``work`` on every object, on all threads of the tier. Raise the first error after the last call.
+        return await self._on_all_threads(self.run_blocking, self.context.executor, work, objects)
+
+    async def _on_all_threads(
+        self,
+        run: Callable[[Callable[[], None]], Awaitable[None]],
+        executor: Executor,
+        work: Callable[..., T],
+        objects: Sequence[Sequence[Any]],
+    ) -> list[T]:
+        """Run ``work`` on every object, on all threads of an executor. Raise the first error after the last call.
 
         Each thread takes one object after the other. Cancelled, this waits for all of them.
+
+        Args:
+            run: runs a function on one thread of the executor.
         """
         arguments = list(zip(*objects, strict=True))
         threads = min(len(arguments), self.context.threads)
         batch = ObjectBatch(work, arguments)
         if threads == 1:
-            await self.run_blocking(batch.work_on_waiting)
+            await run(batch.work_on_waiting)
         elif threads:
-            await self.run_to_the_end(batch.start(self.context.executor, threads, self._thread_calls))
+            await self.run_to_the_end(batch.start(executor, threads, self._thread_calls))
         return batch.results()
 
     async def _gather_to_the_end(self, calls: Iterable[Awaitable[T]]) -> list[T]:

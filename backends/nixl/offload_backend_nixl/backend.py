@@ -86,13 +86,13 @@ class NixlBackend(Backend[NixlOptions]):
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_into`. Cancelled, it waits for the transfers, at most until their deadline."""
-        return await self.run_blocking(self._load, keys, buffers)
+        return await self.run_load(self._load, keys, buffers)
 
     async def load_and_check(
         self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
     ) -> Sequence[LoadOutcome]:
         """See :meth:`Backend.load_and_check`. Each part is checked while the child reads the next object."""
-        return await self.run_blocking(self._load, keys, buffers, checks)
+        return await self.run_load(self._load, keys, buffers, checks)
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         """See :meth:`Backend.store`. Cancelled, it waits for the transfers, at most until their deadline."""

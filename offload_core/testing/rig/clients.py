@@ -101,9 +101,12 @@ class Rig:
     def construct(self, threads: int = THREADS) -> Client:
         """Construct a backend, without opening it."""
         calls = Calls()
-        executor, lookup_executor = (WatchedThreads(threads, name, calls) for name in ("contract", "contract-lookup"))
-        context = BackendContext("contract", executor, threads, lookup_executor=lookup_executor)
-        client = Client(self.backend_type.backend(self._validated, context), calls, (executor, lookup_executor))
+        executors = [WatchedThreads(threads, f"contract{use}", calls) for use in ("", "-load", "-lookup")]
+        executor, load_executor, lookup_executor = executors
+        context = BackendContext(
+            "contract", executor, threads, load_executor=load_executor, lookup_executor=lookup_executor
+        )
+        client = Client(self.backend_type.backend(self._validated, context), calls, executors)
         self.clients.append(client)
         return client
 

@@ -34,14 +34,15 @@ class FakeEngine:
     def start(self, direction: str, pieces: Sequence[Piece], target: Any) -> FakeTransfer:
         self.starting.release()
         assert self.may_start.acquire(timeout=SECONDS)
-        self.started.append(FakeTransfer())
+        self.started.append(FakeTransfer(direction))
         return self.started[-1]
 
 
 class FakeTransfer:
     """A transfer that is in progress until the test ends it."""
 
-    def __init__(self) -> None:
+    def __init__(self, direction: str) -> None:
+        self.direction = direction
         self.outcome: bool | None = None
 
     def poll(self) -> bool | None:
@@ -116,6 +117,23 @@ def test_a_question_overtakes_transfers_that_have_not_begun(parent: Parent) -> N
     for number, transfer in enumerate(engine.started, 1):
         transfer.outcome = True
         assert parent.answer() == Answer(Outcome.DONE, number)
+
+
+def test_loads_and_stores_take_turns(parent: Parent) -> None:
+    engine = parent.engine
+    engine.may_start = threading.Semaphore(0)
+    for number in range(3):
+        parent.transfer(number, Operation.STORE)
+    assert engine.starting.acquire(timeout=SECONDS)
+    for number in range(3, 5):
+        parent.transfer(number)
+    for _ in range(5):
+        engine.may_start.release()
+    parent.started(5)
+    assert [transfer.direction for transfer in engine.started] == ["WRITE", "READ", "WRITE", "READ", "WRITE"]
+    for transfer in engine.started:
+        transfer.outcome = False
+    assert {parent.answer().outcome for _ in range(5)} == {Outcome.FAILED}
 
 
 def test_several_failures_in_a_row_end_the_process(parent: Parent) -> None:

@@ -64,28 +64,31 @@ def test_run_blocking_uses_the_tiers_own_threads_with_keyword_arguments(backend:
     assert asyncio.run(backend.run_blocking(name, suffix="!")) == "test-threads-0!"
 
 
-def test_lookups_have_threads_of_their_own(executor: DaemonExecutor) -> None:
-    lookup_executor = DaemonExecutor(2, "test-lookups")
-    backend = MemoryBackend(MemoryOptions(), BackendContext("memory", executor, 2, lookup_executor=lookup_executor))
+def test_loads_and_lookups_have_threads_of_their_own(executor: DaemonExecutor) -> None:
+    more = [DaemonExecutor(2, name) for name in ("test-loads", "test-lookups")]
+    context = BackendContext("memory", executor, 2, load_executor=more[0], lookup_executor=more[1])
+    backend = MemoryBackend(MemoryOptions(), context)
     writes = [SlowWrite(), SlowWrite()]
 
     async def main() -> None:
-        transfers = [asyncio.ensure_future(backend.run_blocking(write)) for write in writes]
+        stores = [asyncio.ensure_future(backend.run_blocking(write)) for write in writes]
         for write in writes:
             await wait_for(write.started)
         async with asyncio.timeout(SECONDS):
-            thread = await backend.run_lookup(threading.current_thread)
-        assert thread.name == "test-lookups-0"
+            load, lookup = [await run(threading.current_thread) for run in (backend.run_load, backend.run_lookup)]
+        assert (load.name, lookup.name) == ("test-loads-0", "test-lookups-0")
         for write in writes:
             write.gate.set()
-        await asyncio.gather(*transfers)
+        await asyncio.gather(*stores)
 
     asyncio.run(main())
-    lookup_executor.shutdown()
+    for threads in more:
+        threads.shutdown()
 
 
-def test_lookups_use_the_tiers_threads_if_there_are_no_others(backend: MemoryBackend) -> None:
-    assert asyncio.run(backend.run_lookup(threading.current_thread)).name == "test-threads-0"
+def test_loads_and_lookups_use_the_tiers_threads_if_there_are_no_others(backend: MemoryBackend) -> None:
+    for run in (backend.run_load, backend.run_lookup):
+        assert asyncio.run(run(threading.current_thread)).name.startswith("test-threads-")
 
 
 def through_run_blocking(write: SlowWrite, backend: MemoryBackend, executor: DaemonExecutor) -> Awaitable[str]:
@@ -96,11 +99,15 @@ def through_run_lookup(write: SlowWrite, backend: MemoryBackend, executor: Daemo
     return backend.run_lookup(write)
 
 
+def through_run_load(write: SlowWrite, backend: MemoryBackend, executor: DaemonExecutor) -> Awaitable[str]:
+    return backend.run_load(write)
+
+
 def through_to_the_end(write: SlowWrite, backend: MemoryBackend, executor: DaemonExecutor) -> Awaitable[str]:
     return to_the_end(asyncio.get_running_loop().run_in_executor(executor, write))
 
 
-@pytest.mark.parametrize("start", [through_run_blocking, through_run_lookup, through_to_the_end])
+@pytest.mark.parametrize("start", [through_run_blocking, through_run_load, through_run_lookup, through_to_the_end])
 @pytest.mark.parametrize("cancellations", [1, 3])
 def test_c7_a_cancellation_is_held_back_until_the_thread_has_ended(
     start: Callable[[SlowWrite, MemoryBackend, DaemonExecutor], Awaitable[str]],
@@ -186,15 +193,15 @@ def test_the_inherited_preparation_steps_say_what_contains_says(backend: MemoryB
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("lookup", [False, True])
+@pytest.mark.parametrize("method", ["run_blocking", "run_load", "run_lookup"])
 def test_c13_the_inherited_close_waits_for_what_its_threads_run(
-    backend: MemoryBackend, wrapped: bool, lookup: bool
+    backend: MemoryBackend, wrapped: bool, method: str
 ) -> None:
     write = SlowWrite()
     outermost: Backend[Any] = BackendWrapper(backend) if wrapped else backend
 
     async def main() -> None:
-        task = asyncio.ensure_future((outermost.run_lookup if lookup else outermost.run_blocking)(write))
+        task = asyncio.ensure_future(getattr(outermost, method)(write))
         await wait_for(write.started)
         # The test backend has a close of its own, so the base class is asked.
         closing = asyncio.ensure_future(outermost.close() if wrapped else Backend.close(outermost))

@@ -154,16 +154,16 @@ def test_a_tier_counts_its_stuck_threads_while_they_are(io: IoLoop, counters: Co
     close_tiers([tier], io, SECONDS)
 
 
-def test_stuck_lookups_count_and_are_replaced_too(io: IoLoop, counters: Counters) -> None:
+def test_stuck_loads_and_lookups_count_and_are_replaced_too(io: IoLoop, counters: Counters) -> None:
     config, made = memory_tier(io_threads=1)
     short = {f"{name}_timeout_seconds": STUCK_AFTER_SECONDS for name in ("open", "lookup", "load", "store", "close")}
     tier = Tier(config, Limits(**short), counters)  # type: ignore[arg-type]  # by name
-    gates = [threading.Event(), threading.Event()]
+    gates = [threading.Event() for _ in range(3)]
     backend = made[0]
     io.submit(tier.lookup([key(1)])).result(SECONDS)  # starts the timer
     calls = [
         io.submit(run(gate.wait, SECONDS))
-        for run, gate in zip((backend.run_blocking, backend.run_lookup), gates, strict=True)
+        for run, gate in zip((backend.run_blocking, backend.run_load, backend.run_lookup), gates, strict=True)
     ]
     stuck = 0.0
 
@@ -172,9 +172,10 @@ def test_stuck_lookups_count_and_are_replaced_too(io: IoLoop, counters: Counters
         stuck += counters.take().get(("stuck_threads", "memory"), 0)
         return stuck == expected
 
-    until(lambda: count(2))
-    assert io.submit(backend.run_lookup(str)).result(SECONDS) == ""
-    for gate, left in zip(gates, (1, 0), strict=True):
+    until(lambda: count(3))
+    for run in (backend.run_load, backend.run_lookup):
+        assert io.submit(run(str)).result(SECONDS) == ""
+    for gate, left in zip(gates, (2, 1, 0), strict=True):
         gate.set()
         until(lambda left=left: count(left))  # type: ignore[misc]
     assert all(call.result(SECONDS) for call in calls)

@@ -55,7 +55,10 @@ class Server:
         self._storage = storage
         self._engine = engine
         self._threads = ThreadPoolExecutor(_THREADS, "request")
-        self._waiting: deque[Request] = deque()
+        self._loads: deque[Request] = deque()
+        self._stores: deque[Request] = deque()
+        self._turns = deque([self._loads, self._stores])
+        """Transfers that have not begun. The first queue has the next turn: no load waits for all stores before it."""
         self._transfers: dict[int, tuple[Transfer, Pending, Request]] = {}
         self._failures = 0
         self._changed_seconds = time.monotonic()
@@ -72,7 +75,7 @@ class Server:
     def _may_receive(self) -> bool:
         """Wait for a request: not at all if a transfer waits, and only a short time if one is in progress."""
         pause = None
-        if self._waiting:
+        if self._loads or self._stores:
             pause = 0.0
         elif self._transfers:
             pause = (time.monotonic() - self._changed_seconds) / _POLL_PART
@@ -83,7 +86,7 @@ class Server:
     def _receive(self) -> bool:
         """Take the next request; return ``False`` at the parent's end.
 
-        Transfers wait for their turn. Questions do not wait for transfers that came before them.
+        Transfers wait for their turn, questions do not.
         """
         packet, descriptors, _, _ = socket.recv_fds(self._connection, MAX_PACKET_BYTES + 1, 1)
         try:
@@ -97,7 +100,7 @@ class Server:
     def _begin(self, request: Request, descriptors: Sequence[int]) -> None:
         operation = request.operation
         if operation in (Operation.LOAD, Operation.STORE):
-            self._waiting.append(request)
+            (self._loads if operation is Operation.LOAD else self._stores).append(request)
         elif operation is Operation.MAP:
             self._answer_errors(request.number, lambda: self._map(request, descriptors))
         elif operation is Operation.SIZES:
@@ -115,8 +118,11 @@ class Server:
         A plugin may move all bytes before its call returns. So the transfers that have ended are answered before the
         next one begins, and the parent copies one object while the next one is read.
         """
-        if self._waiting:
-            request = self._waiting.popleft()
+        if not self._turns[0]:
+            self._turns.rotate()
+        if self._turns[0]:
+            request = self._turns[0].popleft()
+            self._turns.rotate()
             self._answer_errors(request.number, lambda: self._begin_transfer(request))
 
     def _map(self, request: Request, descriptors: Sequence[int]) -> None:

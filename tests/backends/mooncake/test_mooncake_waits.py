@@ -1,0 +1,12 @@
+"""A lookup does not wait for transfers, and a load does not wait for stores."""
+
+from __future__ import annotations
+
+from offload_backend_mooncake.plugin import MOONCAKE
+
+from tests.support.clusters.mooncake import MooncakeCluster
+from tests.support.held_threads import check_that_nothing_waits_for_slower_work
+
+
+def test_lookups_wait_for_no_transfers_and_loads_for_no_stores(shared_cluster: MooncakeCluster) -> None:
+    check_that_nothing_waits_for_slower_work(MOONCAKE, {"master": shared_cluster.master})
