@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from offload_backend_mooncake.plugin import MOONCAKE
 
-from tests.backends.mooncake.conftest import DEADLINES
+from tests.backends.mooncake.raw_client import DEADLINES
 from tests.support.clusters.mooncake import MooncakeCluster
 from tests.support.held_threads import check_that_nothing_waits_for_slower_work
 
