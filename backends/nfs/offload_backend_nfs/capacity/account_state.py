@@ -105,7 +105,7 @@ class AccountState(_Stored):
     removed_bytes: Count = 0
     """All bytes that ever left ``used_bytes`` because their objects were removed."""
     rejected_bytes: Count = 0
-    """Bytes of the largest reservation that was rejected since the last eviction."""
+    """Bytes of the largest reservation that was rejected, and for which nothing was evicted yet."""
     housekeeper: Name | Literal[""] = ""
     """The member that scans and evicts for all members."""
     members: dict[Name, Member] = {}
@@ -132,6 +132,15 @@ class AccountState(_Stored):
     def is_deleting(self) -> bool:
         """``True`` if objects may be gone whose bytes are not subtracted yet, or will soon be."""
         return any(batch.phase == DELETING for batch in self.pending_evictions.values())
+
+    def missing_bytes(self, capacity_bytes: int) -> int:
+        """Return the bytes without which the largest rejected reservation does not fit.
+
+        They are 0 if it fits by now, and if it never can.
+        """
+        if not 0 < self.rejected_bytes <= capacity_bytes:
+            return 0
+        return max(0, self.occupied_bytes + self.rejected_bytes - capacity_bytes)
 
     def has_live(self, member_id: str) -> bool:
         """Return whether a process is a member whose lease has not expired."""

@@ -172,8 +172,7 @@ class Housekeeping:
         excess = 0
         if occupied - state.pending_eviction_bytes > self._options.high_watermark * capacity:
             excess = occupied - int(self._options.low_watermark * capacity)
-        if 0 < state.rejected_bytes <= capacity:
-            excess = max(excess, occupied + state.rejected_bytes - capacity)
+        excess = max(excess, state.missing_bytes(capacity))
         return max(0, excess - state.pending_eviction_bytes)
 
     def _scan(self, max_pages: int | None = None) -> None:

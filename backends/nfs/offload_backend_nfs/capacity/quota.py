@@ -141,7 +141,7 @@ class Quota:
 
     def _is_short(self, state: AccountState) -> bool:
         """Return whether there is no capacity for spare objects: kept ones use it, or wait for it."""
-        return state.occupied_bytes > self._limit(spare=True) or 0 < state.rejected_bytes <= self._limit(spare=False)
+        return state.occupied_bytes > self._limit(spare=True) or state.missing_bytes(self._limit(spare=False)) > 0
 
     def _limit(self, *, spare: bool) -> int:
         share = self._options.high_watermark if spare else 1.0
@@ -161,7 +161,8 @@ class Quota:
             available = self._limit(spare=spare) - state.occupied_bytes + state.members[member_id].quota_bytes - quota
             fitting = sum(_fitting(sizes, free + available))
             missing = max(0, fitting - free)
-            rejected = state.rejected_bytes
+            waits = state.missing_bytes(self._limit(spare=False)) > 0
+            rejected = state.rejected_bytes if waits else 0  # what has room by now needs no eviction later
             if fitting != sum(sizes) and not spare:
                 rejected = max(rejected, sum(sizes))
             if not missing and rejected == state.rejected_bytes:

@@ -104,6 +104,16 @@ def test_spare_objects_take_no_capacity_while_a_kept_one_waits_for_an_eviction(w
     assert put(host, 20, size=600) == [STORED]
 
 
+def test_a_rejected_object_waits_for_no_eviction_once_there_is_room(world: World) -> None:
+    host = joined(world)
+    put(host, *range(5))
+    assert put(host, 20, size=600) == [REJECTED]
+    host.do(lambda: host.bounded_store.delete([key(0), key(1)]))
+    assert put(host, 21, 22, 23, spare=True) == [STORED] * 3
+    pass_time(world, [host], GRACE + 20)
+    assert existing(world) == [2, 3, 4, 21, 22, 23]
+
+
 def test_a_process_that_has_not_heard_of_it_takes_no_capacity_for_spare_objects_either(world: World) -> None:
     options = AccountOptions(1000, grace_seconds=GRACE, lease_seconds=LEASE, quota_unit_bytes=100)
     host, other = joined(world, options), joined(world, options)
