@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
+ExecutorT = TypeVar("ExecutorT", bound=Executor)
 
 
 @dataclass(eq=False)
@@ -145,6 +146,15 @@ class DaemonExecutor(Executor):
                     if len(self._workers) - self._stuck > self._max_threads:
                         self._workers.discard(worker)
                         return
+
+
+def executors_of_tier(name: str, make: Callable[[str], ExecutorT]) -> tuple[ExecutorT, ExecutorT, ExecutorT]:
+    """Return a tier's executors: for its stores and all else, for its loads, and for its lookups.
+
+    Args:
+        make: returns an executor, whose threads' names begin so.
+    """
+    return make(name), make(f"{name}-load"), make(f"{name}-lookup")
 
 
 class StuckThreadTimer:

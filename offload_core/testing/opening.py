@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from offload_core.api import Backend, BackendContext, BackendType
-from offload_core.runtime.threads import DaemonExecutor
+from offload_core.runtime.threads import DaemonExecutor, executors_of_tier
 
 
 @asynccontextmanager
@@ -36,7 +36,7 @@ async def open_backend(
     Raises:
         pydantic.ValidationError: the options are wrong.
     """
-    executors = [DaemonExecutor(threads, f"{name}{use}") for use in ("", "-load", "-lookup")]
+    executors = executors_of_tier(name, lambda begin: DaemonExecutor(threads, begin))
     context = BackendContext(name, executors[0], threads, load_executor=executors[1], lookup_executor=executors[2])
     backend = wrap(backend_type.backend(backend_type.options.model_validate(dict(options or {})), context))
     try:

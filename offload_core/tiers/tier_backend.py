@@ -11,7 +11,7 @@ from offload_core.api.hooks import TierInfo
 from offload_core.config.limits import Limits
 from offload_core.config.model import TierConfig
 from offload_core.plugins.registry import PluginRegistry
-from offload_core.runtime.threads import DaemonExecutor, StuckThreadTimer
+from offload_core.runtime.threads import DaemonExecutor, StuckThreadTimer, executors_of_tier
 
 
 class TierBackend:
@@ -39,10 +39,10 @@ class TierBackend:
         name, stuck_after = config.common.name, limits.longest_call_seconds
         self._halves: list[str] = []  # of those who have opened it; the log lines of the backend name them
         threads = config.common.io_threads
-        executor, load_executor, lookup_executor = self._executors = tuple(
-            DaemonExecutor(threads, f"offload-{name}{use}", stuck_after, on_stuck_threads)
-            for use in ("", "-load", "-lookup")
+        self._executors = executors_of_tier(
+            f"offload-{name}", lambda begin: DaemonExecutor(threads, begin, stuck_after, on_stuck_threads)
         )
+        executor, load_executor, lookup_executor = self._executors
         self._stuck_thread_timer = StuckThreadTimer(self._executors, stuck_after / 2)
         context = BackendContext(
             name,

@@ -9,7 +9,7 @@ load ends, the object returns there as just used, and is spare no longer.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from offload_backend_cpu.arena import Arena
 from offload_backend_cpu.free_pages import Run
@@ -153,7 +153,7 @@ class CpuBackend(Backend[CpuOptions]):
                 pinned.append((key, held))
                 self._pin(key, held)
         try:
-            await self._copy(self._memory.read, copies, are_resident=True)
+            await self._copy(self.run_load, self._memory.read, copies, are_resident=True)
         finally:
             self._unpin_all(pinned)
         return outcomes
@@ -249,7 +249,7 @@ class CpuBackend(Backend[CpuOptions]):
                 copies.append((held.runs, buffer))
         try:
             are_resident = all(self._memory.is_resident(runs) for runs, _ in copies)
-            await self._copy(self._memory.write, copies, are_resident=are_resident)
+            await self._copy(self.run_blocking, self._memory.write, copies, are_resident=are_resident)
         except BaseException:
             for _, held, _ in filling:
                 self._free(held)
@@ -291,6 +291,7 @@ class CpuBackend(Backend[CpuOptions]):
 
     async def _copy(
         self,
+        run: Callable[..., Awaitable[None]],
         copy: Callable[[tuple[Run, ...], memoryview], None],
         batch: Sequence[tuple[tuple[Run, ...], memoryview]],
         *,
@@ -299,12 +300,13 @@ class CpuBackend(Backend[CpuOptions]):
         """Run a batch's copies on one of the tier's threads; a small batch is copied here, which is faster.
 
         Args:
+            run: runs a function on a thread.
             are_resident: the system has given the memory of all copies.
         """
         if are_resident and sum([len(buffer) for _, buffer in batch]) <= _INLINE_COPY_BYTES:
             _copy_all(copy, batch)
         else:
-            await self.run_blocking(_copy_all, copy, batch)
+            await run(_copy_all, copy, batch)
 
     def _reserve(self, nbytes: int, evicted: list[ObjectKey]) -> _Object | None:
         """Take pages for an object, or ``None`` if too few can be evicted. Evicted keys are added to ``evicted``."""

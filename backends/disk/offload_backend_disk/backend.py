@@ -114,7 +114,7 @@ class DiskBackend(Backend[DiskOptions]):
             return LoadReservation([size is not None for size in sizes], nbytes=sizes)
         sizes = []
         try:
-            await self.run_blocking(lambda: sizes.extend(bounded.pin(keys)))
+            await self.run_lookup(lambda: sizes.extend(bounded.pin(keys)))
         except asyncio.CancelledError:  # the thread has ended nevertheless
             bounded.unpin([key for key, size in zip(keys, sizes, strict=False) if size is not None])
             raise

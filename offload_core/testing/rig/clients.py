@@ -28,6 +28,7 @@ from offload_core.api.backend import (
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.keys import ObjectKey
 from offload_core.api.one_pass import LoadCheck, StoreSeal
+from offload_core.runtime.threads import executors_of_tier
 from offload_core.testing.rig.watched_calls import Calls, WatchedLoopThreads, WatchedThreads, current_calls
 
 logger = logging.getLogger(__name__)
@@ -101,11 +102,9 @@ class Rig:
     def construct(self, threads: int = THREADS) -> Client:
         """Construct a backend, without opening it."""
         calls = Calls()
-        executors = [WatchedThreads(threads, f"contract{use}", calls) for use in ("", "-load", "-lookup")]
-        executor, load_executor, lookup_executor = executors
-        context = BackendContext(
-            "contract", executor, threads, load_executor=load_executor, lookup_executor=lookup_executor
-        )
+        name = "contract"
+        executors = executors_of_tier(name, lambda begin: WatchedThreads(threads, begin, calls))
+        context = BackendContext(name, executors[0], threads, load_executor=executors[1], lookup_executor=executors[2])
         client = Client(self.backend_type.backend(self._validated, context), calls, executors)
         self.clients.append(client)
         return client
