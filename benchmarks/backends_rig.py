@@ -216,6 +216,9 @@ class OurTier:
         self._give_back()
         return sample
 
+    def look_up(self, keys: Sequence[ObjectKey]) -> None:
+        self._io.submit(self._tier.lookup(keys)).result()
+
     def _batches(self, objects: list[StagedObject]) -> list[list[StagedObject]]:
         return [objects[start : start + self._at_once] for start in range(0, len(objects), self._at_once)]
 

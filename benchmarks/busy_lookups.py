@@ -32,50 +32,41 @@ PAUSE_SECONDS = 0.01
 MEDIA: tuple[Medium, ...] = ("page cache", "O_DIRECT")
 
 
-class Asker(threading.Thread):
-    """A thread that asks again and again."""
+class _QueuedTier(OurTier):
+    """A tier that can also ask on the threads that load or store."""
 
-    def __init__(self, ask: Callable[[], object]) -> None:
-        super().__init__(daemon=True)
-        self._ask = ask
-        self._ended = threading.Event()
-        self.milliseconds: list[float] = []
-
-    def run(self) -> None:
-        while not self._ended.wait(PAUSE_SECONDS):
-            began = time.perf_counter()
-            self._ask()
-            self.milliseconds.append((time.perf_counter() - began) * 1e3)
-
-    @contextmanager
-    def asking(self) -> Iterator[None]:
-        self.start()
-        yield
-        self._ended.set()
-        self.join()
-
-
-class _AskingTier(OurTier):
-    def ask(self) -> None:
-        self._io.submit(self._tier.lookup(KEYS)).result()
-
-    def ask_in_the_queue(self, work: str) -> None:
+    def look_up_queued(self, work: str) -> None:
         backend = self._tier.backend
         run = backend.run_load if work == "loads" else backend.run_blocking
         self._io.submit(run(backend._folder.contains, KEYS)).result()  # type: ignore[attr-defined]
 
 
-class _AskingProcess(OurProcess):
-    def ask(self) -> None:
-        self._io.submit(self._tier.lookup(KEYS)).result()
+@contextmanager
+def asking(ask: Callable[[], object]) -> Iterator[list[float]]:
+    """Ask again and again on a thread, and yield the milliseconds of all answers, a list that grows."""
+    milliseconds: list[float] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(PAUSE_SECONDS):
+            began = time.perf_counter()
+            ask()
+            milliseconds.append((time.perf_counter() - began) * 1e3)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield milliseconds
+    finally:
+        ended.set()
+        thread.join()
 
 
 def measure(tier: OurTier, work: str, seconds: float, ask: Callable[[], object]) -> list[float]:
     """Return the milliseconds of each lookup beside some work."""
-    asker = Asker(ask)
     end = time.monotonic() + seconds
     stored = 0
-    with asker.asking():
+    with asking(ask) as milliseconds:
         while time.monotonic() < end:
             if work == "stores":
                 stored += 1
@@ -86,20 +77,20 @@ def measure(tier: OurTier, work: str, seconds: float, ask: Callable[[], object])
                 time.sleep(PAUSE_SECONDS)
     for number in range(1, stored + 1):
         tier.clean(number)
-    return asker.milliseconds
+    return milliseconds
 
 
 def rows_of(folder: Path, medium: Medium, memory: Memory, chunks: int, seconds: float) -> Iterator[Sequence[str]]:
     """Measure all contenders on one medium, and yield the rows of the table."""
     options = options_of("disk", folder, medium, chunks * CHUNK_BYTES)
-    process = _AskingProcess("I/O process", memory, chunks, CHUNK_BYTES, options)
-    ours = _AskingTier("ours", memory, chunks, CHUNK_BYTES, options)
+    process = OurProcess("I/O process", memory, chunks, CHUNK_BYTES, options)
+    ours = _QueuedTier("ours", memory, chunks, CHUNK_BYTES, options)
     ours.store(0)
     for work in ("nothing", "stores", "loads"):
         contenders: list[tuple[OurTier, str, Callable[[], object]]] = [
-            (process, "I/O process", process.ask),
-            (ours, "ours", ours.ask),
-            (ours, "queued", partial(ours.ask_in_the_queue, work)),
+            (process, "I/O process", partial(process.look_up, KEYS)),
+            (ours, "ours", partial(ours.look_up, KEYS)),
+            (ours, "queued", partial(ours.look_up_queued, work)),
         ]
         for tier, name, ask in contenders:
             found = measure(tier, work, seconds, ask)

@@ -1,4 +1,4 @@
-"""A lookup does not wait for transfers, and a load does not wait for stores."""
+"""Lookups and loads have threads of their own. Two transfers at a time remain the limit of Mooncake's client."""
 
 from __future__ import annotations
 

@@ -133,53 +133,60 @@ def test_a_short_call_is_not_stuck(rig: Rig) -> None:
     assert rig.look() == 0
 
 
-def test_a_tier_counts_its_stuck_threads_while_they_are(io: IoLoop, counters: Counters) -> None:
-    config, made = memory_tier(io_threads=1)
-    short = {f"{name}_timeout_seconds": STUCK_AFTER_SECONDS for name in ("open", "lookup", "load", "store", "close")}
-    tier = Tier(config, Limits(**short), counters)  # type: ignore[arg-type]  # by name
-    gate = made[0].gates["contains"]
+class ShortTier:
+    """A tier with one thread of each kind, which is stuck soon."""
+
+    def __init__(self, counters: Counters) -> None:
+        config, made = memory_tier(io_threads=1)
+        names = ("open", "lookup", "load", "store", "close")
+        short = {f"{name}_timeout_seconds": STUCK_AFTER_SECONDS for name in names}
+        self.tier = Tier(config, Limits(**short), counters)  # type: ignore[arg-type]  # by name
+        self.backend = made[0]
+        self._counters = counters
+        self._stuck = 0.0
+
+    def wait_for_stuck(self, expected: int) -> None:
+        """Wait until so many threads are stuck."""
+
+        def is_so() -> bool:
+            self._stuck += self._counters.take().get(("stuck_threads", "memory"), 0)
+            return self._stuck == expected
+
+        until(is_so)
+
+
+@pytest.fixture
+def short(io: IoLoop, counters: Counters) -> Iterator[ShortTier]:
+    made = ShortTier(counters)
+    yield made
+    close_tiers([made.tier], io, SECONDS)
+
+
+def test_a_tier_counts_its_stuck_threads_while_they_are(io: IoLoop, short: ShortTier) -> None:
+    gate = short.backend.gates["contains"]
     gate.shut()
-    lookup = io.submit(tier.lookup([key(1)], within_seconds=SECONDS))
-    stuck = 0.0
-
-    def count(expected: int) -> bool:
-        nonlocal stuck
-        stuck += counters.take().get(("stuck_threads", "memory"), 0)
-        return stuck == expected
-
-    until(lambda: count(1))
+    lookup = io.submit(short.tier.lookup([key(1)], within_seconds=SECONDS))
+    short.wait_for_stuck(1)
     gate.open()
     assert lookup.result(SECONDS) == [False]
-    until(lambda: count(0))
-    close_tiers([tier], io, SECONDS)
+    short.wait_for_stuck(0)
 
 
-def test_stuck_loads_and_lookups_count_and_are_replaced_too(io: IoLoop, counters: Counters) -> None:
-    config, made = memory_tier(io_threads=1)
-    short = {f"{name}_timeout_seconds": STUCK_AFTER_SECONDS for name in ("open", "lookup", "load", "store", "close")}
-    tier = Tier(config, Limits(**short), counters)  # type: ignore[arg-type]  # by name
+def test_stuck_loads_and_lookups_count_and_are_replaced_too(io: IoLoop, short: ShortTier) -> None:
+    backend = short.backend
     gates = [threading.Event() for _ in range(3)]
-    backend = made[0]
-    io.submit(tier.lookup([key(1)])).result(SECONDS)  # starts the timer
+    io.submit(short.tier.lookup([key(1)])).result(SECONDS)  # starts the timer
     calls = [
         io.submit(run(gate.wait, SECONDS))
         for run, gate in zip((backend.run_blocking, backend.run_load, backend.run_lookup), gates, strict=True)
     ]
-    stuck = 0.0
-
-    def count(expected: int) -> bool:
-        nonlocal stuck
-        stuck += counters.take().get(("stuck_threads", "memory"), 0)
-        return stuck == expected
-
-    until(lambda: count(3))
+    short.wait_for_stuck(3)
     for run in (backend.run_load, backend.run_lookup):
         assert io.submit(run(str)).result(SECONDS) == ""
     for gate, left in zip(gates, (2, 1, 0), strict=True):
         gate.set()
-        until(lambda left=left: count(left))  # type: ignore[misc]
+        short.wait_for_stuck(left)
     assert all(call.result(SECONDS) for call in calls)
-    close_tiers([tier], io, SECONDS)
 
 
 HANGS = """
