@@ -154,6 +154,7 @@ def test_script_ends_under_load(
     script = Script(gemma3, settings, tmp_path / "errors", steps=20)
     scripts.append(script)
     script.wait_for("stored")
+    wait_until(lambda: any(fault_fs.backing.rglob("*.kv")), "no store has ended")
     (storage_process,) = io_process_ids(script.process.pid) or [script.process.pid]
     rule = None
     if hangs == "stopped":
