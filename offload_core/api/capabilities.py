@@ -26,6 +26,8 @@ class Capabilities:
             :meth:`Backend.touch` sets its order of eviction (C21). It needs ``bounded``.
         lends: reservations lend the objects' memory, which is the backend's own, so that the core copies them once
             (C25). Only for ``host``: a read of a view cannot fail or hang.
+        parallel: a call moves several of its objects at the same time by itself. So the core does not divide it among
+            the tier's threads. Calls on a ``remote`` medium are never divided.
 
     Raises:
         ValueError: both ``bounded`` and ``evicts`` are declared, or ``spares`` without ``bounded``, or ``lends``
@@ -41,6 +43,7 @@ class Capabilities:
     evicts: bool = False
     spares: bool = False
     lends: bool = False
+    parallel: bool = False
 
     def __post_init__(self) -> None:
         if self.spares and not self.bounded:

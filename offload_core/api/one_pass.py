@@ -33,6 +33,26 @@ class LoadCheck(ABC):
             backend's own is not needed. ``False`` says nothing about the bytes.
         """
 
+    @property
+    def hash_start(self) -> int | None:
+        """The first byte of the part of the buffer whose digest :meth:`hashed` takes; ``None`` if it takes none."""
+        return None
+
+    def hashed(self, digest: bytes) -> bool:
+        """Check the whole buffer, in place of all calls of :meth:`filled`.
+
+        This is for a backend whose bytes another process has written to the memory of the buffer. There they are in the
+        processor's cache. That process must compute the digest from the buffer itself, when all bytes are final. A
+        digest of other memory, or one that was stored, would hide damage.
+
+        Args:
+            digest: XXH3-128 of all bytes from :attr:`hash_start` on: 16 bytes in canonical form, as ``xxhash`` returns.
+
+        Returns:
+            See :meth:`filled`. After ``False`` the core checks the whole object itself.
+        """
+        return False
+
 
 class StoreSeal(ABC):
     """The seal of one object while a backend stores the object's buffer. Most backends need only :meth:`parts`."""

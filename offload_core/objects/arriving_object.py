@@ -15,7 +15,7 @@ from offload_core.api.errors import ObjectFormatError
 from offload_core.api.keys import ObjectKey
 from offload_core.api.one_pass import LoadCheck
 from offload_core.objects import format as object_format
-from offload_core.objects.format import HEADER_BYTES
+from offload_core.objects.format import CHECKSUM_BYTES, HEADER_BYTES
 
 
 class ArrivingBytes(LoadCheck):
@@ -71,6 +71,19 @@ class ArrivingObject(ArrivingBytes):
         self._key = key
         self._digest: xxhash.xxh3_128 | None = None
 
+    @property
+    def hash_start(self) -> int | None:
+        """See :attr:`LoadCheck.hash_start`: the payload."""
+        return HEADER_BYTES if len(self.view) > HEADER_BYTES else None
+
+    def hashed(self, digest: bytes) -> bool:
+        """See :meth:`LoadCheck.hashed`."""
+        self.passed = False
+        if self._arrived == 0 and len(digest) == CHECKSUM_BYTES and self.hash_start is not None:
+            self._arrived = len(self.view)
+            self.passed = self._is_object(digest)
+        return self.passed
+
     def take(self, start: int, end: int) -> None:
         """Hash bytes of the payload. A buffer that arrives in one piece is hashed in the end."""
         if end - start == len(self.view):
@@ -82,8 +95,11 @@ class ArrivingObject(ArrivingBytes):
 
     def is_valid(self) -> bool:
         """Return whether the object is whole and has its name."""
+        return self._is_object(None if self._digest is None else self._digest.digest())
+
+    def _is_object(self, payload_checksum: bytes | None) -> bool:
         try:
-            object_format.verify(self.view, self._key, None if self._digest is None else self._digest.digest())
+            object_format.verify(self.view, self._key, payload_checksum)
         except ObjectFormatError:
             return False
         return True

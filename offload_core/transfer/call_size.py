@@ -19,7 +19,7 @@ CALL_BATCHES = 8
 """Maximum number of batches in a large call."""
 CALL_BYTES = CALL_BATCHES * (BATCH_BYTES + BATCH_OBJECTS * HEADER_BYTES)
 """Maximum number of bytes in a large call of so many batches, with headers. A call of one batch may have more."""
-MESSAGE_BATCHES = 16
+MESSAGE_BATCHES = 32
 """Maximum number of batches in a call to a tier in another process."""
 SHARE_OF_CALLS = 0.5
 """Part of a tier's share of the staging memory that all its large calls together may hold, from 0 to 1.

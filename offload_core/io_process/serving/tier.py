@@ -50,7 +50,8 @@ class ServedTier:
         self.store_slots = CallSlots(self.io_threads + 1, spare_slots=self.io_threads)
         self._loop = asyncio.get_running_loop()
         self._backend = TierBackend(tier, limits, config.plugins, self._stuck_on_any_thread, lends_to_processes=True)
-        self._is_remote = self._backend.backend.capabilities.medium == "remote"
+        capabilities = self._backend.backend.capabilities
+        self._divides_calls = capabilities.medium != "remote" and not capabilities.parallel
         self._users: dict[TierUser, int] = {}  # with the number of stuck threads that each of them knows
 
     @property
@@ -67,12 +68,13 @@ class ServedTier:
     def store_parts(self) -> int:
         """Number of parts into which to divide a store: one per free thread.
 
-        On a remote medium, a call of many objects costs as many round trips as one of few. Its backend gets it whole.
+        On a remote medium, a call of many objects costs as many round trips as one of few. Its backend gets it whole,
+        as does a backend that moves several objects of a call at the same time.
         """
         return self._parts(self.store_slots.free - 1)
 
     def _parts(self, free_threads: int) -> int:
-        return 1 if self._is_remote else max(1, free_threads)
+        return max(1, free_threads) if self._divides_calls else 1
 
     @property
     def is_closed(self) -> bool:

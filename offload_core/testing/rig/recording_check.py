@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import xxhash
+
 from offload_core.api.one_pass import LoadCheck
 
 
 class RecordingCheck(LoadCheck):
-    """Copies each part of the buffer when it is told of it.
+    """Copies each part of the buffer when it is told of it, or the whole one when it gets its digest.
 
     Args:
         buffer: the object's buffer.
@@ -22,6 +24,20 @@ class RecordingCheck(LoadCheck):
         self._right = right
         self.told = bytearray()
         self.problem: str | None = None
+
+    @property
+    def hash_start(self) -> int | None:
+        """See :attr:`LoadCheck.hash_start`: the whole buffer."""
+        return 0
+
+    def hashed(self, digest: bytes) -> bool:
+        """See :meth:`LoadCheck.hashed`."""
+        if self.told:
+            self.problem = self.problem or f"hashed() after filled() of {len(self.told)} bytes"
+        self.told[:] = self._buffer
+        if digest != xxhash.xxh3_128_digest(self._buffer):
+            self.problem = self.problem or f"the digest {digest.hex()}, which is not that of its buffer"
+        return self._right is not None and bytes(self.told) == self._right
 
     def filled(self, nbytes: int) -> bool:
         """See :meth:`LoadCheck.filled`."""

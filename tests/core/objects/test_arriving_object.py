@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_core.api.keys import ObjectKey
+from offload_core.api.one_pass import LoadCheck
 from offload_core.objects import format as object_format
 from offload_core.objects.arriving_object import ArrivingObject
 from offload_core.objects.format import HEADER_BYTES, seal
@@ -86,6 +87,51 @@ def test_parts_that_are_told_before_they_arrive_do_not_pass(part: int) -> None:
         arriving.filled(min(part, SIZE - start))
     buffer[:] = content
     assert not arriving.passed
+
+
+def test_a_whole_object_passes_by_the_digest_of_its_payload() -> None:
+    buffer = memoryview(sealed())
+    arriving = ArrivingObject(buffer, KEY)
+    assert arriving.hash_start == HEADER_BYTES
+    assert arriving.hashed(xxhash.xxh3_128_digest(buffer[HEADER_BYTES:]))
+    assert arriving.passed
+
+
+@given(st.integers(0, SIZE - 1), st.integers(0, 7))
+def test_a_flipped_bit_does_not_pass_by_a_digest(at: int, bit: int) -> None:
+    buffer = sealed()
+    buffer[at] ^= 1 << bit
+    arriving = ArrivingObject(memoryview(buffer), KEY)
+    assert not arriving.hashed(xxhash.xxh3_128_digest(buffer[HEADER_BYTES:]))
+    assert not arriving.passed
+
+
+def test_only_a_whole_digest_that_comes_alone_and_once_passes() -> None:
+    buffer = memoryview(sealed())
+    digest = xxhash.xxh3_128_digest(buffer[HEADER_BYTES:])
+    for wrong in (b"", digest[:15], digest + b"\0", bytes(16)):
+        assert not ArrivingObject(buffer, KEY).hashed(wrong)
+    after_parts = ArrivingObject(buffer, KEY)
+    after_parts.filled(5000)
+    assert not after_parts.hashed(digest)
+    twice = ArrivingObject(buffer, KEY)
+    assert twice.hashed(digest)
+    assert not twice.hashed(digest)
+    assert not twice.passed
+    other = ArrivingObject(buffer, KEY._replace(chunk_hash=bytes(31) + b"x"))
+    assert not other.hashed(digest)
+    short = ArrivingObject(memoryview(bytearray(100)), KEY)
+    assert short.hash_start is None
+    assert not short.hashed(xxhash.xxh3_128_digest(b""))
+
+
+def test_a_check_takes_no_digest_by_default() -> None:
+    class Parts(LoadCheck):
+        def filled(self, nbytes: int) -> bool:
+            return True
+
+    assert Parts().hash_start is None
+    assert not Parts().hashed(bytes(16))
 
 
 def test_another_object_does_not_pass() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import xxhash
+
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.api.one_pass import LoadCheck, StoreSeal
@@ -41,6 +43,17 @@ class TellsOfWholeParts(ReferenceBackend):
     def tell(self, check: LoadCheck, buffer: memoryview) -> None:
         for _ in range(0, len(buffer), 1000):
             check.filled(1000)
+
+
+class HashesOtherMemory(ReferenceBackend):
+    def tell(self, check: LoadCheck, buffer: memoryview) -> None:
+        check.hashed(bytes(16))
+
+
+class HashesAfterParts(ReferenceBackend):
+    def tell(self, check: LoadCheck, buffer: memoryview) -> None:
+        super().tell(check, buffer)
+        check.hashed(xxhash.xxh3_128_digest(buffer))
 
 
 class LeavesItsThreadInOneCall(ReferenceBackend):

@@ -1,0 +1,81 @@
+"""The objects of one call are divided among a tier's threads, unless its backend moves several by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from offload_core.config.loading import load_config
+from offload_core.runtime.io_loop import IoLoop
+from tests.core.io_process.rig import Rig
+from tests.support.plugin_site import Site
+
+PLUGIN = """
+from offload_core.api import Capabilities, LoadOutcome, LoadReservation, StoreOutcome
+
+class Counting(Backend):
+    def write(self, call, keys):
+        with open({path!r}, "a") as log:
+            log.write(f"{{call}} {{len(keys)}}\\n")
+
+    async def contains(self, keys):
+        return [False] * len(keys)
+
+    async def prepare_load(self, keys):
+        return LoadReservation([True] * len(keys))
+
+    async def load_into(self, keys, buffers):
+        self.write("load", keys)
+        return [LoadOutcome.MISS] * len(keys)
+
+    async def store(self, keys, buffers):
+        self.write("store", keys)
+        return [StoreOutcome.STORED] * len(keys)
+
+    async def delete(self, keys):
+        pass
+
+class One(Counting):
+    capabilities = Capabilities(medium="disk", persistent=True, shared=True)
+
+class Several(Counting):
+    capabilities = Capabilities(medium="disk", persistent=True, shared=True, parallel=True)
+
+class Remote(Counting):
+    capabilities = Capabilities(medium="remote", persistent=True, shared=True)
+
+@hookimpl
+def offload_register_backends():
+    return [BackendType(name, backend, Options) for name, backend in [("one", One), ("more", Several), ("far", Remote)]]
+"""
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def rig_of(io: IoLoop, site: Site, log: Path) -> Iterator[Callable[[str], Rig]]:
+    rigs: list[Rig] = []
+
+    def make(kind: str) -> Rig:
+        site.install("counting", PLUGIN.format(path=str(log)))
+        config = load_config({"io_process": "engine", "backends": [{"name": "tier", "type": kind, "io_threads": 4}]})
+        rigs.append(Rig(io, config))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("one", 4), ("more", 1), ("far", 1)])
+def test_calls(rig_of: Callable[[str], Rig], log: Path, kind: str, calls: int) -> None:
+    rig = rig_of(kind)
+    rig.load(*range(32))
+    assert rig.store(*range(32)) == [True] * 32
+    lines = log.read_text().splitlines()
+    assert sorted(lines) == [f"load {32 // calls}"] * calls + [f"store {32 // calls}"] * calls
