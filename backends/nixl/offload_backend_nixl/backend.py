@@ -43,7 +43,7 @@ class NixlBackend(Backend[NixlOptions]):
     def capabilities(self) -> Capabilities:
         """Files may lie on a disk; a bucket is remote. Other processes may use both."""
         medium: Literal["disk", "remote"] = "disk" if self.options.keeps_files else "remote"
-        return Capabilities(medium=medium, persistent=True, shared=True, lists=True, sizes=True)
+        return Capabilities(medium=medium, persistent=True, shared=True, lists=True, sizes=True, parallel=True)
 
     @property
     def child_pid(self) -> int | None:

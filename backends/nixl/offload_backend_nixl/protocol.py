@@ -23,9 +23,13 @@ RING = 0
 """The number of the memory that is shared from the start."""
 ABSENT = -1
 """The size of an object that does not exist."""
+NO_HASH = -1
+"""The first byte to hash of an object of which no digest is wanted."""
+DIGEST_BYTES = 16
 
 _HEAD = struct.Struct("<BQ")
-_RANGE = struct.Struct("<QQHQ")
+_RANGE = struct.Struct("<QQHQq")
+_RESULT = struct.Struct("<BB")
 _COUNT = struct.Struct("<H")
 _SIZE = struct.Struct("<q")
 _ENTRY = struct.Struct("<Qd")
@@ -58,6 +62,7 @@ class Outcome(enum.IntEnum):
     FAILED = 67
     SIZES = 68
     ENTRIES = 69
+    MOVED = 70
 
 
 class Entry(NamedTuple):
@@ -68,20 +73,41 @@ class Entry(NamedTuple):
     stored_at_seconds: float
 
 
+class Item(NamedTuple):
+    """One object of a load or a store."""
+
+    name: str
+    offset: int
+    """First byte of the object in the ring."""
+    nbytes: int
+    memory: int = RING
+    """The memory that has the content of the object. All but :data:`RING` were mapped before, under this number."""
+    start: int = 0
+    """First byte of the content in that memory, if it is not the ring. Then the ring has only head and tail."""
+    hash_start: int = NO_HASH
+    """The content from this byte on is hashed after a load, if it is in other memory than the ring."""
+
+
+class Result(NamedTuple):
+    """The end of one transfer."""
+
+    outcome: Outcome
+    """``DONE``, ``MISS`` or ``CORRUPT``."""
+    digest: bytes = b""
+    """The XXH3-128 digest of a loaded content, if it was wanted."""
+
+
 class Request(NamedTuple):
     """A request to the child. The fields that its operation does not need keep their defaults."""
 
     operation: Operation
     number: int
-    offset: int = 0
-    """First byte of the object in the shared memory, of a load or a store."""
-    nbytes: int = 0
-    memory: int = RING
-    """The memory that has the content of the object. All but :data:`RING` were mapped before, under this number."""
-    start: int = 0
-    """First byte of the content in that memory, if it is not the ring. Then the ring has only head and tail."""
+    items: tuple[Item, ...] = ()
+    """The objects of a load or a store."""
     names: tuple[str, ...] = ()
-    """The objects. For a listing, the name after which it goes on; none for the beginning."""
+    """The objects of a question. For a listing, the name after which it goes on; none for the beginning."""
+    memory: int = RING
+    """The number under which a memory is mapped."""
     text: str = ""
     """The configuration, as JSON."""
 
@@ -91,6 +117,8 @@ class Answer(NamedTuple):
 
     outcome: Outcome
     number: int
+    results: tuple[Result, ...] = ()
+    """The end of each transfer of a request, in its order."""
     sizes: tuple[int, ...] = ()
     """The bytes of each object that was asked for, or :data:`ABSENT`."""
     entries: tuple[Entry, ...] = ()
@@ -113,11 +141,11 @@ def encode_request(request: Request) -> bytes:
         return _checked(head + request.text.encode())
     if request.operation is Operation.MAP:
         return _checked(head + _COUNT.pack(request.memory))
-    names = b"".join(map(_pack_name, request.names))
-    body = _COUNT.pack(len(request.names)) + names
     if request.operation in (Operation.LOAD, Operation.STORE):
-        body = _RANGE.pack(request.offset, request.nbytes, request.memory, request.start) + body
-    return _checked(head + body)
+        items = b"".join(_RANGE.pack(*item[1:]) + _pack_name(item.name) for item in request.items)
+        return _checked(head + _COUNT.pack(len(request.items)) + items)
+    names = b"".join(map(_pack_name, request.names))
+    return _checked(head + _COUNT.pack(len(request.names)) + names)
 
 
 def decode_request(packet: bytes) -> Request:
@@ -135,16 +163,19 @@ def decode_request(packet: bytes) -> Request:
         (memory,) = reader.unpack(_COUNT)
         reader.end()
         return Request(operation, number, memory=_at_most(memory, MAX_MEMORIES))
-    offset = nbytes = memory = start = 0
-    if operation in (Operation.LOAD, Operation.STORE):
-        offset, nbytes, memory, start = reader.unpack(_RANGE)
     (count,) = reader.unpack(_COUNT)
-    names = tuple(reader.text(MAX_NAME_BYTES) for _ in range(_at_most(count, MAX_NAMES)))
+    _at_most(count, MAX_NAMES)
+    if operation in (Operation.LOAD, Operation.STORE):
+        items = tuple(_read_item(reader) for _ in range(count))
+        reader.end()
+        if not items:
+            raise ProtocolError(f"{operation.name} of no objects")
+        return Request(operation, number, items=items)
+    names = tuple(reader.text(MAX_NAME_BYTES) for _ in range(count))
     reader.end()
-    is_transfer = operation in (Operation.LOAD, Operation.STORE)
-    if (is_transfer and count != 1) or (operation is Operation.LIST and count > 1):
+    if operation is Operation.LIST and count > 1:
         raise ProtocolError(f"{operation.name} with {count} names")
-    return Request(operation, number, offset, nbytes, memory, start, names)
+    return Request(operation, number, names=names)
 
 
 def encode_answer(answer: Answer) -> bytes:
@@ -156,6 +187,9 @@ def encode_answer(answer: Answer) -> bytes:
     packet = _HEAD.pack(answer.outcome, answer.number)
     if answer.outcome is Outcome.FAILED:
         packet += _FAILURE.pack(answer.code) + answer.text.encode(errors="replace")[:MAX_TEXT_BYTES]
+    elif answer.outcome is Outcome.MOVED:
+        packet += _COUNT.pack(len(answer.results))
+        packet += b"".join(_RESULT.pack(one.outcome, len(one.digest)) + one.digest for one in answer.results)
     elif answer.outcome is Outcome.SIZES:
         packet += _COUNT.pack(len(answer.sizes)) + b"".join(map(_SIZE.pack, answer.sizes))
     elif answer.outcome is Outcome.ENTRIES:
@@ -177,7 +211,10 @@ def decode_answer(packet: bytes) -> Answer:
     if outcome is Outcome.FAILED:
         (code,) = reader.unpack(_FAILURE)
         return Answer(outcome, number, code=code, text=reader.rest(MAX_TEXT_BYTES, errors="replace"))
-    if outcome is Outcome.SIZES:
+    if outcome is Outcome.MOVED:
+        (count,) = reader.unpack(_COUNT)
+        answer = Answer(outcome, number, results=tuple(_read_result(reader) for _ in range(_at_most(count, MAX_NAMES))))
+    elif outcome is Outcome.SIZES:
         (count,) = reader.unpack(_COUNT)
         sizes = tuple(reader.unpack(_SIZE)[0] for _ in range(_at_most(count, MAX_NAMES)))
         if min(sizes, default=0) < ABSENT:
@@ -190,8 +227,10 @@ def decode_answer(packet: bytes) -> Answer:
         if more > 1 or (more and not entries):
             raise ProtocolError(f"a listing with {count} entries goes on ({more})")
         answer = Answer(outcome, number, entries=entries, more=bool(more))
-    else:
+    elif outcome is Outcome.DONE:
         answer = Answer(outcome, number)
+    else:
+        raise ProtocolError(f"an answer of the kind {outcome.name}, which is the end of one transfer")
     reader.end()
     return answer
 
@@ -215,12 +254,15 @@ class _Reader:
 
     def text(self, limit: int) -> str:
         (length,) = self.unpack(_COUNT)
-        end = self._position + _at_most(length, limit)
+        return _decode(self.take(_at_most(length, limit)))
+
+    def take(self, count: int) -> bytes:
+        end = self._position + count
         if end > len(self._packet):
-            raise ProtocolError(f"a packet of {len(self._packet)} bytes ends in a name")
+            raise ProtocolError(f"a packet of {len(self._packet)} bytes ends in a field of {count}")
         found = self._packet[self._position : end]
         self._position = end
-        return _decode(found)
+        return found
 
     def rest(self, limit: int = MAX_PACKET_BYTES, errors: str = "strict") -> str:
         found = self._packet[self._position :]
@@ -231,6 +273,22 @@ class _Reader:
     def end(self) -> None:
         if self._position != len(self._packet):
             raise ProtocolError(f"{len(self._packet) - self._position} bytes after the end of a packet")
+
+
+def _read_item(reader: _Reader) -> Item:
+    offset, nbytes, memory, start, hash_start = reader.unpack(_RANGE)
+    name = reader.text(MAX_NAME_BYTES)
+    if hash_start < NO_HASH or (hash_start != NO_HASH and (memory == RING or hash_start > nbytes)):
+        raise ProtocolError(f"a digest from byte {hash_start} on, of an object of {nbytes} bytes in memory {memory}")
+    return Item(name, offset, nbytes, memory, start, hash_start)
+
+
+def _read_result(reader: _Reader) -> Result:
+    kind, digest_bytes = reader.unpack(_RESULT)
+    outcome = _member(Outcome, kind)
+    if outcome not in (Outcome.DONE, Outcome.MISS, Outcome.CORRUPT) or digest_bytes not in (0, DIGEST_BYTES):
+        raise ProtocolError(f"a transfer ended with {outcome.name} and a digest of {digest_bytes} bytes")
+    return Result(outcome, reader.take(digest_bytes))
 
 
 def _read_entry(reader: _Reader) -> Entry:

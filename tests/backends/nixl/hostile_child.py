@@ -16,6 +16,7 @@ from offload_backend_nixl.protocol import (
     Operation,
     Outcome,
     Request,
+    Result,
     decode_request,
     encode_answer,
 )
@@ -35,6 +36,11 @@ def main() -> None:
             misbehave(behaviour, connection, memory, request)
 
 
+def moved(request: Request, outcome: Outcome) -> Answer:
+    """Return the answer to a load or a store of which all transfers ended alike."""
+    return Answer(Outcome.MOVED, request.number, results=(Result(outcome),) * len(request.items))
+
+
 def misbehave(behaviour: str, connection: socket.socket, memory: mmap.mmap, request: Request) -> None:
     number = request.number
     if behaviour == "nonsense":
@@ -47,7 +53,11 @@ def misbehave(behaviour: str, connection: socket.socket, memory: mmap.mmap, requ
         connection.send(encode_answer(Answer(Outcome.DONE, number + 1000)))
     elif behaviour == "endless":
         while True:
-            connection.send(encode_answer(Answer(Outcome.MISS, number)))
+            connection.send(encode_answer(moved(request, Outcome.MISS)))
+    elif behaviour == "too few results":
+        connection.send(encode_answer(Answer(Outcome.MOVED, number)))
+    elif behaviour == "too many results":
+        connection.send(encode_answer(Answer(Outcome.MOVED, number, results=(Result(Outcome.DONE),) * 9)))
     elif behaviour == "other question":
         answer = Answer(Outcome.ENTRIES, number, entries=(Entry("x", 1, 0.0),), more=True)
         connection.send(encode_answer(answer))
@@ -60,10 +70,11 @@ def misbehave(behaviour: str, connection: socket.socket, memory: mmap.mmap, requ
     elif behaviour == "silence":
         time.sleep(1000)
     elif behaviour == "other bytes":
-        memory[request.offset : request.offset + request.nbytes] = b"\x55" * request.nbytes
-        connection.send(encode_answer(Answer(Outcome.DONE, number)))
+        for item in request.items:
+            memory[item.offset : item.offset + item.nbytes] = b"\x55" * item.nbytes
+        connection.send(encode_answer(moved(request, Outcome.DONE)))
     elif behaviour == "no bytes":
-        connection.send(encode_answer(Answer(Outcome.DONE, number)))
+        connection.send(encode_answer(moved(request, Outcome.DONE)))
     else:
         raise AssertionError(behaviour)
 

@@ -117,6 +117,14 @@ class _CopiedCheck(LoadCheck):
         self._checked_bytes = end
         return self._check.filled(nbytes)
 
+    @property
+    def hash_start(self) -> int | None:
+        return self._check.hash_start
+
+    def hashed(self, digest: bytes) -> bool:
+        self._buffer[:] = self._part
+        return self._check.hashed(digest)
+
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from offload_backend_nixl.backend import NixlBackend
 from offload_backend_nixl.naming import name_of
-from offload_backend_nixl.protocol import Operation, Outcome
+from offload_backend_nixl.protocol import Item, Operation, Outcome
 
 from offload_core.api import LoadOutcome, SharedMemory, StoreOutcome
+from offload_core.objects import format as object_format
+from offload_core.objects.arriving_object import ArrivingObject
 from tests.backends.nixl.conftest import Nixl, key
 from tests.support.polling import wait_until
 from tests.support.process_state import is_running, process_state
@@ -123,6 +125,55 @@ def test_objects_are_the_same_as_those_that_passed_through_the_ring(
     asyncio.run(run())
 
 
+def damage(path: Path) -> None:
+    """Change one byte in the middle of a file."""
+    with path.open("r+b") as file:
+        file.seek(SIZE // 2)
+        file.write(b"\xee")
+
+
+class NoParts(ArrivingObject):
+    """A check that is told of no parts."""
+
+    def filled(self, nbytes: int) -> bool:
+        raise AssertionError("the backend's thread reads the object")
+
+
+class PartsOnly(ArrivingObject):
+    """A check that takes no digest, as that of an encrypted object."""
+
+    @property
+    def hash_start(self) -> None:
+        return None
+
+
+def test_the_child_hashes_the_objects_that_it_has_read(
+    nixl: Nixl, folder_options: dict[str, Any], staging: Staging
+) -> None:
+    """An object with one wrong byte does not pass. A check that takes no digest gets the parts."""
+
+    async def run() -> None:
+        backend = await opened(nixl, folder_options)
+        numbers = range(OBJECTS)
+        staging.fill(*numbers)
+        for number in numbers:
+            object_format.seal(staging.place(number), key(number))
+        sealed = [bytes(staging.place(number)) for number in numbers]
+        await backend.store([key(number) for number in numbers], [staging.place(number) for number in numbers])
+        damage(Path(folder_options["path"], name_of(key(1))))
+        staging.clear()
+        places = [staging.place(number) for number in numbers]
+        kinds = [PartsOnly if number in (2, 3) else NoParts for number in numbers]
+        checks = [kind(place, key(number)) for kind, place, number in zip(kinds, places, numbers, strict=True)]
+        outcomes = await backend.load_and_check([key(number) for number in numbers], places, checks)
+        assert list(outcomes) == [LoadOutcome.HIT] * OBJECTS
+        assert [number for number in numbers if not checks[number].passed] == [1]
+        assert [number for number in numbers if places[number] != sealed[number]] == [1]
+        await backend.close()
+
+    asyncio.run(run())
+
+
 def test_misses_and_files_of_other_sizes_leave_the_memory_as_it_is(
     nixl: Nixl, folder_options: dict[str, Any], staging: Staging
 ) -> None:
@@ -183,14 +234,8 @@ def test_memory_that_the_child_does_not_have_is_refused(
         child = backend._supervisor.child()
         name = name_of(key(1))
         for offset, memory, start in ((0, 1, BEFORE + OBJECTS * SIZE), (0, 2, 0), (16 * 1024**2, 0, 0)):
-            request: dict[str, Any] = {
-                "offset": offset,
-                "nbytes": SIZE + 48,
-                "memory": memory,
-                "start": start,
-                "names": (name,),
-            }
-            answer = child.wait(child.send(Operation.LOAD, **request))
+            item = Item(name, offset, SIZE + 48, memory, start)
+            answer = child.wait(child.send(Operation.LOAD, items=(item,)))
             assert answer.outcome is Outcome.FAILED
             assert "is outside of the shared memory" in answer.text
         await backend.close()

@@ -8,7 +8,18 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 from offload_backend_nixl import protocol
-from offload_backend_nixl.protocol import Answer, Entry, Operation, Outcome, ProtocolError, Request
+from offload_backend_nixl.protocol import (
+    NO_HASH,
+    RING,
+    Answer,
+    Entry,
+    Item,
+    Operation,
+    Outcome,
+    ProtocolError,
+    Request,
+    Result,
+)
 
 pytestmark = pytest.mark.needs_no_nixl
 
@@ -24,8 +35,14 @@ def requests(operations: st.SearchStrategy[Operation], **fields: st.SearchStrate
     return st.fixed_dictionaries({"operation": operations, "number": U64, **fields}).map(lambda drawn: Request(**drawn))
 
 
+I63 = st.integers(0, 2**63 - 1)
+IN_RING = st.tuples(NAME, U64, U64).map(lambda fields: Item(*fields))
+OUTSIDE = st.tuples(NAME, U64, I63, st.integers(1, 2**16 - 1), U64).map(lambda fields: Item(*fields))
+HASHED = st.builds(lambda item, part: item._replace(hash_start=int(part * item.nbytes)), OUTSIDE, st.floats(0, 0.5))
+ITEMS = st.lists(IN_RING | OUTSIDE | HASHED, min_size=1, max_size=20).map(tuple)
+
 REQUESTS = (
-    requests(TRANSFERS, offset=U64, nbytes=U64, memory=st.integers(0, 2**16 - 1), start=U64, names=st.tuples(NAME))
+    requests(TRANSFERS, items=ITEMS)
     | requests(QUESTIONS, names=st.lists(NAME, max_size=20).map(tuple))
     | requests(st.just(Operation.LIST), names=NO_NAMES | st.tuples(NAME))
     | requests(st.just(Operation.CONFIGURE), text=NAME)
@@ -35,8 +52,15 @@ REQUESTS = (
 ENTRY = st.tuples(NAME, U64, st.floats(allow_nan=False)).map(lambda fields: Entry(*fields))
 SIZES = st.lists(st.integers(-1, 2**63 - 1), max_size=20).map(tuple)
 ENTRIES = st.lists(ENTRY, min_size=1, max_size=9).map(tuple)
+RESULT = st.builds(
+    Result,
+    st.sampled_from([Outcome.DONE, Outcome.MISS, Outcome.CORRUPT]),
+    st.just(b"") | st.binary(min_size=protocol.DIGEST_BYTES, max_size=protocol.DIGEST_BYTES),
+)
+RESULTS = st.lists(RESULT, max_size=20).map(tuple)
 ANSWERS = (
-    st.tuples(st.sampled_from([Outcome.DONE, Outcome.MISS, Outcome.CORRUPT]), U64).map(lambda head: Answer(*head))
+    U64.map(lambda number: Answer(Outcome.DONE, number))
+    | st.tuples(U64, RESULTS).map(lambda drawn: Answer(Outcome.MOVED, drawn[0], results=drawn[1]))
     | st.tuples(U64, st.integers(0, 2**32 - 1), NAME).map(
         lambda drawn: Answer(Outcome.FAILED, drawn[0], code=drawn[1], text=drawn[2])
     )
@@ -108,8 +132,9 @@ def test_a_request_that_is_too_long_is_not_sent(request_: Request) -> None:
 
 def test_the_largest_request_and_answer_fit_into_a_packet() -> None:
     names = ("x" * protocol.MAX_NAME_BYTES,) * protocol.MAX_NAMES
-    request = Request(Operation.DELETE, 1, names=names)
-    assert protocol.decode_request(protocol.encode_request(request)) == request
+    items = tuple(Item(name, 2**64 - 1, 2**63 - 1, 1, 2**64 - 1, 5) for name in names)
+    for request in (Request(Operation.DELETE, 1, names=names), Request(Operation.LOAD, 1, items=items)):
+        assert protocol.decode_request(protocol.encode_request(request)) == request
     entries = tuple(Entry(name, 1, 0.0) for name in names[: protocol.MAX_ENTRIES])
     answer = Answer(Outcome.ENTRIES, 1, entries=entries, more=True)
     assert protocol.decode_answer(protocol.encode_answer(answer)) == answer
@@ -122,10 +147,29 @@ def test_a_long_reason_is_cut() -> None:
 
 
 @pytest.mark.parametrize("operation", [Operation.LOAD, Operation.STORE])
-def test_a_transfer_has_one_name(operation: Operation) -> None:
-    packet = protocol.encode_request(Request(operation, 1, 0, 10, names=("a", "b")))
-    with pytest.raises(ProtocolError, match="with 2 names"):
-        protocol.decode_request(packet)
+def test_a_transfer_has_objects(operation: Operation) -> None:
+    with pytest.raises(ProtocolError, match=f"{operation.name} of no objects"):
+        protocol.decode_request(protocol.encode_request(Request(operation, 1)))
+
+
+@pytest.mark.parametrize(("memory", "hash_start"), [(RING, 0), (1, NO_HASH - 1), (1, 101)])
+def test_a_digest_is_one_of_bytes_in_other_memory_than_the_ring(memory: int, hash_start: int) -> None:
+    item = Item("a", 0, 100, memory, 0, hash_start)
+    with pytest.raises(ProtocolError, match=f"a digest from byte {hash_start} on, of an object of 100 bytes"):
+        protocol.decode_request(protocol.encode_request(Request(Operation.LOAD, 1, items=(item,))))
+
+
+@pytest.mark.parametrize("result", [Result(Outcome.FAILED), Result(Outcome.DONE, b"short"), Result(Outcome.MOVED)])
+def test_a_transfer_ends_with_an_outcome_and_a_whole_digest(result: Result) -> None:
+    packet = protocol.encode_answer(Answer(Outcome.MOVED, 1, results=(result,)))
+    with pytest.raises(ProtocolError, match=f"ended with {result.outcome.name} and a digest of {len(result.digest)}"):
+        protocol.decode_answer(packet)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.MISS, Outcome.CORRUPT])
+def test_the_end_of_one_transfer_is_no_answer(outcome: Outcome) -> None:
+    with pytest.raises(ProtocolError, match=outcome.name):
+        protocol.decode_answer(protocol.encode_answer(Answer(outcome, 1)))
 
 
 def test_a_listing_without_entries_cannot_go_on() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -9,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from offload_backend_nixl import protocol
 from offload_backend_nixl.child.engine import Piece
 from offload_backend_nixl.child.folder import FolderStorage
-from offload_backend_nixl.child.server import MAX_FAILURES, Server, pieces_of
-from offload_backend_nixl.protocol import RING, Answer, Operation, Outcome, Request
+from offload_backend_nixl.child.mover import pieces_of
+from offload_backend_nixl.child.server import Server
+from offload_backend_nixl.child.transfers import MAX_FAILURES
+from offload_backend_nixl.protocol import NO_HASH, RING, Answer, Item, Operation, Outcome, Request, Result
 
 from tests.support.polling import wait_until
 
@@ -28,8 +33,12 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.started: list[FakeTransfer] = []
+        self.memories: dict[int, mmap.mmap] = {}
         self.starting = threading.Semaphore(0)
         self.may_start = threading.Semaphore(1000)
+
+    def add_memory(self, number: int, memory: mmap.mmap) -> None:
+        self.memories[number] = memory
 
     def start(self, direction: str, pieces: Sequence[Piece], target: Any) -> FakeTransfer:
         self.starting.release()
@@ -52,41 +61,63 @@ class FakeTransfer:
 class Parent:
     """The parent's end, and the server on a thread."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, engines: int = 1) -> None:
         self.connection, self.child = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.connection.settimeout(SECONDS)
-        self.engine = FakeEngine()
+        self.engines = [FakeEngine() for _ in range(engines)]
+        self.engine = self.engines[0]
         storage = FolderStorage(str(root), "writer", create=True)
-        server = Server(self.child, storage, self.engine)  # type: ignore[arg-type]
+        server = Server(self.child, storage, self.engines)  # type: ignore[arg-type]
         self.thread = threading.Thread(target=server.run)
         self.thread.start()
 
     def send(self, number: int, operation: Operation, **fields: Any) -> None:
         self.connection.send(protocol.encode_request(Request(operation, number, **fields)))
 
-    def transfer(self, number: int, operation: Operation = Operation.LOAD, offset: int = 0) -> None:
-        self.send(number, operation, offset=offset, nbytes=100, names=(NAME,))
+    def transfer(self, number: int, operation: Operation = Operation.LOAD, objects: int = 1) -> None:
+        self.send(number, operation, items=(Item(NAME, 0, 100),) * objects)
 
     def answer(self) -> Answer:
         return protocol.decode_answer(self.connection.recv(protocol.MAX_PACKET_BYTES))
 
-    def started(self, count: int) -> FakeTransfer:
+    def end(self) -> None:
+        """End the server as the parent does, and wait for it."""
+        self.connection.close()
+        self.thread.join(SECONDS)
+        self.child.close()
+        assert not self.thread.is_alive(), "the server goes on after the parent's end"
+
+    def started(self, count: int, engine: FakeEngine | None = None) -> FakeTransfer:
         """Wait until so many transfers have started, and return the last."""
-        wait_until(lambda: len(self.engine.started) == count, f"no {count} transfers have started")
-        return self.engine.started[-1]
+        engine = engine or self.engine
+        wait_until(lambda: len(engine.started) == count, f"no {count} transfers have started")
+        return engine.started[-1]
 
 
 @pytest.fixture
-def parent(tmp_path: Path) -> Iterator[Parent]:
+def folder(tmp_path: Path) -> Path:
     path = tmp_path / NAME
     path.parent.mkdir(parents=True)
     path.write_bytes(b"x" * 100)
-    parent = Parent(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def parent(folder: Path) -> Iterator[Parent]:
+    parent = Parent(folder)
     yield parent
-    parent.connection.close()
-    parent.thread.join(SECONDS)
-    parent.child.close()
-    assert not parent.thread.is_alive(), "the server goes on after the parent's end"
+    parent.end()
+
+
+@pytest.fixture
+def parent_of_two(folder: Path) -> Iterator[Parent]:
+    parent = Parent(folder, engines=2)
+    yield parent
+    parent.end()
+
+
+def moved(number: int, *outcomes: Outcome) -> Answer:
+    return Answer(Outcome.MOVED, number, results=tuple(map(Result, outcomes)))
 
 
 def test_transfers_end_out_of_order(parent: Parent) -> None:
@@ -95,11 +126,11 @@ def test_transfers_end_out_of_order(parent: Parent) -> None:
     parent.transfer(2)
     second = parent.started(2)
     second.outcome = True
-    assert parent.answer() == Answer(Outcome.DONE, 2)
+    assert parent.answer() == moved(2, Outcome.DONE)
     parent.send(3, Operation.SIZES, names=(NAME, "none"))
     assert parent.answer() == Answer(Outcome.SIZES, 3, sizes=(100, -1)), "a question waits for no transfer"
     first.outcome = True
-    assert parent.answer() == Answer(Outcome.DONE, 1)
+    assert parent.answer() == moved(1, Outcome.DONE)
 
 
 def test_a_question_overtakes_transfers_that_have_not_begun(parent: Parent) -> None:
@@ -116,7 +147,84 @@ def test_a_question_overtakes_transfers_that_have_not_begun(parent: Parent) -> N
     parent.started(2)
     for number, transfer in enumerate(engine.started, 1):
         transfer.outcome = True
-        assert parent.answer() == Answer(Outcome.DONE, number)
+        assert parent.answer() == moved(number, Outcome.DONE)
+
+
+def test_a_request_is_answered_when_all_of_its_transfers_have_ended(parent: Parent) -> None:
+    """An answer gives the memory back."""
+    parent.send(1, Operation.LOAD, items=(Item(NAME, 0, 100), Item("none", 100, 100), Item(NAME, 200, 99)))
+    parent.transfer(2)
+    parent.started(2)
+    first, other = parent.engine.started
+    other.outcome = True
+    assert parent.answer() == moved(2, Outcome.DONE), "the first request has a transfer in progress"
+    first.outcome = True
+    assert parent.answer() == moved(1, Outcome.DONE, Outcome.MISS, Outcome.CORRUPT)
+
+
+def test_one_failure_fails_the_request_after_its_other_transfers(parent: Parent) -> None:
+    parent.transfer(1, objects=3)
+    parent.started(3)
+    parent.engine.started[1].outcome = False
+    parent.engine.started[2].outcome = True
+    parent.send(2, Operation.SIZES, names=(NAME,))
+    assert parent.answer() == Answer(Outcome.SIZES, 2, sizes=(100,)), "a transfer is still in progress"
+    parent.engine.started[0].outcome = True
+    answer = parent.answer()
+    assert (answer.number, answer.outcome, answer.text) == (1, Outcome.FAILED, "NIXL could not read a file")
+
+
+def test_threads_share_the_transfers(parent_of_two: Parent) -> None:
+    """One thread may hang in a call of NIXL, and the other goes on."""
+    hung, working = parent_of_two.engines
+    for engine in parent_of_two.engines:
+        engine.may_start = threading.Semaphore(0)
+    parent_of_two.transfer(0, objects=2)
+    for engine in parent_of_two.engines:
+        assert engine.starting.acquire(timeout=SECONDS), "a thread has no transfer"
+    working.may_start.release(1000)
+    for number in range(1, 4):
+        parent_of_two.transfer(number)
+        parent_of_two.started(number + 1, working).outcome = True
+        assert parent_of_two.answer() == moved(number, Outcome.DONE)
+    working.started[0].outcome = True
+    hung.may_start.release()
+    parent_of_two.started(1, hung).outcome = True
+    assert parent_of_two.answer() == moved(0, Outcome.DONE, Outcome.DONE)
+
+
+def test_the_end_of_one_thread_ends_the_process(parent_of_two: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise MemoryError
+
+    for engine in parent_of_two.engines:
+        monkeypatch.setattr(engine, "start", fail)
+    for number in range(MAX_FAILURES - 1):
+        parent_of_two.transfer(number)
+        assert parent_of_two.answer().outcome is Outcome.FAILED
+    assert parent_of_two.thread.is_alive(), "errors of one request are answered"
+    parent_of_two.child.shutdown(socket.SHUT_WR)  # no answer can be sent
+    parent_of_two.transfer(9)
+    parent_of_two.thread.join(SECONDS)
+    assert not parent_of_two.thread.is_alive(), "a server without its threads goes on"
+
+
+def test_a_digest_is_computed_from_the_memory(parent: Parent) -> None:
+    descriptor = os.memfd_create("memory")
+    os.ftruncate(descriptor, 4096)
+    packet = protocol.encode_request(Request(Operation.MAP, 1, memory=3))
+    socket.send_fds(parent.connection, [packet], [descriptor])
+    os.close(descriptor)
+    assert parent.answer() == Answer(Outcome.DONE, 1)
+    hashed = Item(NAME, 0, 100, memory=3, start=1000, hash_start=10)
+    parent.send(2, Operation.LOAD, items=(hashed, hashed._replace(hash_start=NO_HASH), hashed._replace(name="none")))
+    parent.started(2)
+    parent.engine.memories[3][1000:1052] = content = os.urandom(52)  # 100 bytes less the head and the tail
+    for transfer in parent.engine.started:
+        transfer.outcome = True
+    digest = xxhash.xxh3_128_digest(content[10:])
+    wanted = (Result(Outcome.DONE, digest), Result(Outcome.DONE), Result(Outcome.MISS))
+    assert parent.answer() == Answer(Outcome.MOVED, 2, results=wanted)
 
 
 def test_loads_and_stores_take_turns(parent: Parent) -> None:
@@ -127,6 +235,8 @@ def test_loads_and_stores_take_turns(parent: Parent) -> None:
     assert engine.starting.acquire(timeout=SECONDS)
     for number in range(3, 5):
         parent.transfer(number)
+    parent.send(5, Operation.SIZES, names=(NAME,))
+    assert parent.answer().number == 5, "all requests before it wait in the queue now"
     for _ in range(5):
         engine.may_start.release()
     parent.started(5)
@@ -169,7 +279,7 @@ def test_a_write_that_was_cut_is_no_success(parent: Parent, tmp_path: Path) -> N
 
 
 def test_no_answer_follows_a_load_that_may_still_fill_other_memory(parent: Parent) -> None:
-    parent.send(1, Operation.LOAD, nbytes=100, memory=1, names=(NAME,))
+    parent.send(1, Operation.LOAD, items=(Item(NAME, 0, 100, memory=1),))
     parent.started(1).outcome = False
     parent.thread.join(SECONDS)
     assert not parent.thread.is_alive(), "the process ends"
@@ -179,8 +289,8 @@ def test_no_answer_follows_a_load_that_may_still_fill_other_memory(parent: Paren
 
 
 def test_pieces_follow_each_other() -> None:
-    request = Request(Operation.LOAD, 1, offset=4096, nbytes=148, memory=2, start=70, names=(NAME,))
-    assert pieces_of(request) == [Piece(RING, 4096, 32), Piece(2, 70, 100), Piece(RING, 4128, 16)]
-    assert pieces_of(request._replace(memory=RING)) == [Piece(RING, 4096, 148)]
+    item = Item(NAME, offset=4096, nbytes=148, memory=2, start=70)
+    assert pieces_of(item) == [Piece(RING, 4096, 32), Piece(2, 70, 100), Piece(RING, 4128, 16)]
+    assert pieces_of(item._replace(memory=RING)) == [Piece(RING, 4096, 148)]
     with pytest.raises(OSError, match="an object of 48 bytes has no content"):
-        pieces_of(request._replace(nbytes=48))
+        pieces_of(item._replace(nbytes=48))

@@ -1,7 +1,7 @@
 """The calls of NIXL, all of them: the only module that depends on its version (tried with 1.5.1).
 
-NIXL has no deadlines, and a transfer in progress cannot be given up safely. Nothing here waits for a transfer: the
-server polls it, and the parent kills the process if it takes too long.
+NIXL has no deadlines, and a transfer in progress cannot be given up safely. Nothing here waits for a transfer: a mover
+polls it, and the parent kills the process if it takes too long.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Target(NamedTuple):
     object_name: str = ""
 
 
-class Transfer:
-    """A transfer in progress.
+class Movement:
+    """NIXL's part of a transfer in progress.
 
     Args:
         engine: its owner.
@@ -69,6 +69,8 @@ class Transfer:
 
 class NixlEngine:
     """One NIXL agent with one storage plugin. Each shared memory is registered once.
+
+    One thread moves bytes; another may add memory meanwhile.
 
     Args:
         plugin: name of the plugin.
@@ -102,7 +104,7 @@ class NixlEngine:
             raise EngineError(f"NIXL's plugin {self._plugin} cannot register memory: {error}") from error
         self._memories[number] = (pinned, len(memory))
 
-    def start(self, direction: Direction, pieces: Sequence[Piece], target: Target) -> Transfer:
+    def start(self, direction: Direction, pieces: Sequence[Piece], target: Target) -> Movement:
         """Begin a transfer between pieces of shared memory and the target, in which they follow each other.
 
         Raises:
@@ -133,7 +135,7 @@ class NixlEngine:
         except Exception as error:
             agent.deregister_memory(registration, backends=[plugin])
             raise OSError(f"NIXL's plugin {plugin} refused a transfer: {error}") from error
-        return Transfer(self, handle, registration, self._post(handle))
+        return Movement(self, handle, registration, self._post(handle))
 
     def _address_of(self, piece: Piece) -> int:
         pinned, nbytes = self._memories.get(piece.memory, (None, 0))
@@ -163,7 +165,8 @@ class NixlEngine:
 def _make_agent(plugin: str, params: Mapping[str, str]) -> Any:
     api = _import_api()
     try:
-        agent = api.nixl_agent(_AGENT, api.nixl_agent_config(backends=[]))
+        locked = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        agent = api.nixl_agent(_AGENT, api.nixl_agent_config(backends=[], sync_mode=locked))
     except Exception as error:
         raise EngineError(f"NIXL does not start: {error}") from error
     try:

@@ -1,4 +1,4 @@
-"""The loop of the child process: it takes requests, keeps transfers in progress, and answers."""
+"""The loop of the child process: it takes requests, answers questions, and hands transfers to the movers."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import errno
 import json
 import mmap
 import os
-import select
 import socket
-import time
-from collections import deque
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 from offload_backend_nixl.child.bucket import BucketStorage, nixl_params
-from offload_backend_nixl.child.engine import Direction, NixlEngine, Piece, Transfer
+from offload_backend_nixl.child.engine import NixlEngine
 from offload_backend_nixl.child.folder import FolderStorage
-from offload_backend_nixl.child.storage import Pending, Storage
-from offload_backend_nixl.frame import HEAD_BYTES, OVERHEAD_BYTES
+from offload_backend_nixl.child.mover import Mover
+from offload_backend_nixl.child.storage import Storage
+from offload_backend_nixl.child.transfers import Group, TransferQueue, failure
 from offload_backend_nixl.protocol import (
     MAX_ENTRIES,
     MAX_PACKET_BYTES,
-    RING,
     Answer,
     Operation,
     Outcome,
@@ -32,13 +30,9 @@ from offload_backend_nixl.protocol import (
     encode_answer,
 )
 
-MAX_FAILURES = 3
-"""After so many failed file transfers in a row the process ends, because a plugin may be unusable after an error."""
 _THREADS = 8
-_MIN_POLL_SECONDS = 20e-6
-_MAX_POLL_SECONDS = 1e-3
-_POLL_PART = 8
-"""The pause between two polls is this part of the time since a transfer last began or ended."""
+_FILE_MOVERS = 2
+"""Threads that move files with the plugin POSIX. It moves all bytes on the thread that calls it."""
 
 
 class Server:
@@ -47,47 +41,35 @@ class Server:
     Args:
         connection: the parent's end of a socket pair of packets.
         storage: the medium.
-        engine: NIXL.
+        engines: NIXL, once for each thread that moves bytes.
     """
 
-    def __init__(self, connection: socket.socket, storage: Storage, engine: NixlEngine) -> None:
+    def __init__(self, connection: socket.socket, storage: Storage, engines: Sequence[NixlEngine]) -> None:
         self._connection = connection
         self._storage = storage
-        self._engine = engine
+        self._engines = engines
+        self._memories: dict[int, memoryview] = {}
         self._threads = ThreadPoolExecutor(_THREADS, "request")
-        self._loads: deque[Request] = deque()
-        self._stores: deque[Request] = deque()
-        self._turns = deque([self._loads, self._stores])
-        """Transfers that have not begun. The first queue has the next turn: no load waits for all stores before it."""
-        self._transfers: dict[int, tuple[Transfer, Pending, Request]] = {}
-        self._failures = 0
-        self._changed_seconds = time.monotonic()
+        self._queue = TransferQueue()
 
     def run(self) -> None:
         """Serve until the parent closes its end, or until NIXL seems unusable."""
-        while self._failures < MAX_FAILURES:
-            while self._may_receive():
-                if not self._receive():
-                    return
-            self._begin_next()
-            self._poll()
+        for engine in self._engines:
+            mover = Mover(engine, self._storage, self._memories, self._queue, self._threads)
+            threading.Thread(target=self._move, args=[mover], name="mover", daemon=True).start()
+        while self._receive():
+            pass
+        self._queue.close()
 
-    def _may_receive(self) -> bool:
-        """Wait for a request: not at all if a transfer waits, and only a short time if one is in progress."""
-        pause = None
-        if self._loads or self._stores:
-            pause = 0.0
-        elif self._transfers:
-            pause = (time.monotonic() - self._changed_seconds) / _POLL_PART
-            pause = min(max(pause, _MIN_POLL_SECONDS), _MAX_POLL_SECONDS)
-        readable, _, _ = select.select([self._connection], [], [], pause)
-        return bool(readable)
+    def _move(self, mover: Mover) -> None:
+        try:
+            mover.run()
+        finally:
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RD)  # ends the other thread's wait for a request
 
     def _receive(self) -> bool:
-        """Take the next request; return ``False`` at the parent's end.
-
-        Transfers wait for their turn, questions do not.
-        """
+        """Take the next request; return ``False`` at the parent's end, and after the end of a mover."""
         packet, descriptors, _, _ = socket.recv_fds(self._connection, MAX_PACKET_BYTES + 1, 1)
         try:
             if packet:
@@ -98,9 +80,10 @@ class Server:
         return bool(packet)
 
     def _begin(self, request: Request, descriptors: Sequence[int]) -> None:
+        """Begin a request. A question waits for no transfer."""
         operation = request.operation
         if operation in (Operation.LOAD, Operation.STORE):
-            (self._loads if operation is Operation.LOAD else self._stores).append(request)
+            self._queue.put(Group(request, self._answer, self._queue.count))
         elif operation is Operation.MAP:
             self._answer_errors(request.number, lambda: self._map(request, descriptors))
         elif operation is Operation.SIZES:
@@ -112,73 +95,16 @@ class Server:
         else:
             self._answer(Answer(Outcome.FAILED, request.number, code=errno.EPROTO, text="configured already"))
 
-    def _begin_next(self) -> None:
-        """Begin one transfer.
-
-        A plugin may move all bytes before its call returns. So the transfers that have ended are answered before the
-        next one begins, and the parent copies one object while the next one is read.
-        """
-        if not self._turns[0]:
-            self._turns.rotate()
-        if self._turns[0]:
-            request = self._turns[0].popleft()
-            self._turns.rotate()
-            self._answer_errors(request.number, lambda: self._begin_transfer(request))
-
     def _map(self, request: Request, descriptors: Sequence[int]) -> None:
         if len(descriptors) != 1:
             raise OSError(errno.EPROTO, f"{len(descriptors)} descriptors came in place of one")
-        self._engine.add_memory(request.memory, mmap.mmap(descriptors[0], 0))
+        memory = mmap.mmap(descriptors[0], 0)
+        for engine in self._engines:
+            engine.add_memory(request.memory, memory)
+        self._memories[request.memory] = memoryview(memory)
         self._answer(Answer(Outcome.DONE, request.number))
 
-    def _begin_transfer(self, request: Request) -> None:
-        self._changed_seconds = time.monotonic()
-        is_load = request.operation is Operation.LOAD
-        (name,) = request.names
-        begin = self._storage.begin_load if is_load else self._storage.begin_store
-        pending = begin(name, request.nbytes)
-        if isinstance(pending, Outcome):
-            self._answer(Answer(pending, request.number))
-            return
-        try:
-            direction: Direction = "READ" if is_load else "WRITE"
-            transfer = self._engine.start(direction, pieces_of(request), pending.target)
-        except OSError:
-            self._failures += 1
-            with suppress(OSError):
-                pending.finish(False)
-            raise
-        self._transfers[request.number] = transfer, pending, request
-
-    def _poll(self) -> None:
-        """Answer the transfers that have ended."""
-        for number, (transfer, pending, request) in list(self._transfers.items()):
-            succeeded = transfer.poll()
-            if succeeded is not None:
-                del self._transfers[number]
-                self._changed_seconds = time.monotonic()
-                self._end(request, pending, succeeded)
-
-    def _end(self, request: Request, pending: Pending, succeeded: bool) -> None:
-        """Answer a transfer that has ended.
-
-        After the failure of one piece, NIXL may still fill others. In the ring that does no harm. For other memory the
-        process ends in place of an answer.
-        """
-        number = request.number
-        if not succeeded and request.operation is Operation.LOAD and request.memory != RING:
-            self._failures = MAX_FAILURES
-            return
-        if self._storage.finishes_slowly and not succeeded:
-            self._in_thread(number, lambda: self._finish(number, pending, succeeded))
-            return
-        self._failures = 0 if succeeded else self._failures + 1
-        self._answer_errors(number, lambda: self._finish(number, pending, succeeded))
-
     # The methods below run on any thread.
-
-    def _finish(self, number: int, pending: Pending, succeeded: bool) -> None:
-        self._answer(Answer(pending.finish(succeeded), number))
 
     def _sizes(self, request: Request) -> None:
         self._answer(Answer(Outcome.SIZES, request.number, sizes=tuple(self._storage.sizes(request.names))))
@@ -204,14 +130,6 @@ class Server:
         self._connection.send(encode_answer(answer))
 
 
-def failure(number: int, error: Exception) -> Answer:
-    """Return the answer for an error."""
-    code = error.errno if isinstance(error, OSError) and error.errno is not None else errno.EIO
-    text = (error.strerror or str(error)) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-    place = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
-    return Answer(Outcome.FAILED, number, code=code, text=text + place)
-
-
 def serve(connection: socket.socket, memory: mmap.mmap) -> None:
     """Take the configuration, start NIXL, and serve until the parent's end."""
     request = decode_request(connection.recv(MAX_PACKET_BYTES + 1))
@@ -223,30 +141,14 @@ def serve(connection: socket.socket, memory: mmap.mmap) -> None:
         params = settings["params"]
         if settings["plugin"] == "OBJ":
             params = nixl_params(params, settings["credentials"])
-        server = Server(connection, storage, NixlEngine(settings["plugin"], params, memory))
+        count = _FILE_MOVERS if settings["plugin"] == "POSIX" else 1
+        engines = [NixlEngine(settings["plugin"], params, memory) for _ in range(count)]
+        server = Server(connection, storage, engines)
     except Exception as error:
         connection.send(encode_answer(failure(request.number, error)))
         return
     connection.send(encode_answer(Answer(Outcome.DONE, request.number)))
     server.run()
-
-
-def pieces_of(request: Request) -> list[Piece]:
-    """Return the places of an object in shared memory, in their order in the object.
-
-    Raises:
-        OSError: it is smaller than its head and tail.
-    """
-    if request.memory == RING:
-        return [Piece(RING, request.offset, request.nbytes)]
-    content = request.nbytes - OVERHEAD_BYTES
-    if content <= 0:
-        raise OSError(errno.EPROTO, f"an object of {request.nbytes} bytes has no content")
-    return [
-        Piece(RING, request.offset, HEAD_BYTES),
-        Piece(request.memory, request.start, content),
-        Piece(RING, request.offset + HEAD_BYTES, OVERHEAD_BYTES - HEAD_BYTES),
-    ]
 
 
 def make_storage(settings: Mapping[str, Any]) -> Storage:

@@ -26,7 +26,7 @@ class Pending(ABC):
 class Storage(ABC):
     """The objects of one medium.
 
-    The methods ``begin_load`` and ``begin_store`` run on the server's thread. The others may run on any thread.
+    All methods may run on several threads at once.
     """
 
     finishes_slowly: bool

@@ -1,8 +1,10 @@
 """The loads and stores of a batch, through slots of the ring, or between the medium and the caller's buffers.
 
-Several objects are in progress at the same time: while the child reads or writes some, this thread copies, checks or
-seals another. A child may write to the buffers of loads. So a function that raises has first waited for the end of the
-transfers, or of the child. Then the buffers are the caller's again.
+While the child reads or writes some objects, this thread copies, checks or seals another. If the child does all of the
+work for some objects, they share a request.
+
+A child may write to the buffers of loads. So a function that raises has first waited for the end of the transfers, or
+of the child. Then the buffers are the caller's again.
 """
 
 from __future__ import annotations
@@ -10,18 +12,20 @@ from __future__ import annotations
 import errno
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from offload_backend_nixl.frame import HEAD_BYTES, OVERHEAD_BYTES, clear_frame, is_whole, write_frame
 from offload_backend_nixl.naming import name_of
 from offload_backend_nixl.parent.connection import Child, ChildError, Place, Ticket
 from offload_backend_nixl.parent.ring import Slot
-from offload_backend_nixl.protocol import RING, Answer, Operation, Outcome
+from offload_backend_nixl.protocol import NO_HASH, RING, Item, Operation, Outcome, Result
 from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome, ObjectKey, StoreOutcome, StoreSeal
 
+MAX_GROUP = 16
+"""The most objects of one request."""
 MAX_IN_PROGRESS = 8
-"""The most objects of one batch that the child transfers at the same time."""
+"""The most objects of a batch that the child transfers at the same time, beside those of one more request."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,35 @@ class _Object:
     index: int
     key: ObjectKey
     buffer: memoryview
-    slot: Slot
     place: Place | None
-    """The place of the buffer, if the child moves the content; ``None`` if the content passes through the slot."""
+    """The place of the buffer, if the child moves the content; ``None`` if the content passes through the ring."""
+    hash_start: int
+    """The content from this byte on is hashed by the child; :data:`NO_HASH` for none."""
+    is_alone: bool
+    """``True`` if this thread works on the object too, so that it has a request of its own."""
+
+    @property
+    def ring_bytes(self) -> int:
+        return OVERHEAD_BYTES + (len(self.buffer) if self.place is None else 0)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Objects on their way, and their parts of a slot."""
+
+    objects: Sequence[_Object]
+    slot: Slot
     ticket: Ticket
+
+    def parts(self) -> Iterator[tuple[_Object, Slot]]:
+        return _parts(self.objects, self.slot)
+
+
+def _parts(objects: Sequence[_Object], slot: Slot) -> Iterator[tuple[_Object, Slot]]:
+    offset = slot.offset
+    for one in objects:
+        yield one, Slot(offset, one.ring_bytes)
+        offset += one.ring_bytes
 
 
 def fits(child: Child, nbytes: int) -> bool:
@@ -62,16 +91,22 @@ def load_batch(
     """
     outcomes = [LoadOutcome.MISS] * len(keys)
 
-    def finish(loaded: _Object, answer: Answer) -> None:
-        if answer.outcome is Outcome.CORRUPT:
+    def finish(loaded: _Object, part: Slot, result: Result) -> None:
+        if result.outcome is Outcome.DONE:
+            check = checks[loaded.index] if checks else None
+            outcomes[loaded.index] = _take(child, loaded, part, check, result.digest)
+        elif result.outcome is Outcome.CORRUPT:
             outcomes[loaded.index] = LoadOutcome.CORRUPT
-        elif answer.outcome is Outcome.DONE:
-            outcomes[loaded.index] = _take(child, loaded, checks[loaded.index] if checks else None)
-        elif answer.outcome is not Outcome.MISS:
-            raise child.failure(answer)
+
+    def objects() -> Iterator[_Object]:
+        for index, (key, buffer) in _that_fit(child, keys, buffers):
+            place = child.place_of(buffer) if in_place else None
+            start = checks[index].hash_start if checks and place is not None else None
+            is_alone = place is None or (bool(checks) and start is None)
+            yield _Object(index, key, buffer, place, NO_HASH if start is None else start, is_alone)
 
     try:
-        _run(child, Operation.LOAD, keys, buffers, finish, deadline_seconds, in_place=in_place)
+        _run(child, Operation.LOAD, objects(), _clear, finish, deadline_seconds)
     except ChildError:
         if in_place:
             child.wait_gone()
@@ -99,51 +134,74 @@ def store_batch(
     """
     outcomes = [StoreOutcome.REJECTED] * len(keys)
 
-    def finish(stored: _Object, answer: Answer) -> None:
-        if answer.outcome is not Outcome.DONE:
-            raise child.failure(answer)
-        outcomes[stored.index] = StoreOutcome.STORED
+    def prepare(child: Child, one: _Object, part: Slot) -> None:
+        with child.ring.view(part) as memory:
+            write_frame(memory, one.key, len(one.buffer))
+        parts = seals[one.index].parts(one.buffer) if seals else [(0, one.buffer)]
+        if len(one.buffer):
+            for offset, bytes_of_part in parts:  # each is sealed after it
+                if one.place is None:
+                    child.ring.write(part, HEAD_BYTES + offset, bytes_of_part)
 
-    _run(child, Operation.STORE, keys, buffers, finish, deadline_seconds, seals, in_place=in_place)
+    def finish(stored: _Object, part: Slot, result: Result) -> None:
+        if result.outcome is Outcome.DONE:
+            outcomes[stored.index] = StoreOutcome.STORED
+
+    def objects() -> Iterator[_Object]:
+        for index, (key, buffer) in _that_fit(child, keys, buffers):
+            place = child.place_of(buffer) if in_place else None
+            yield _Object(index, key, buffer, place, NO_HASH, is_alone=place is None or bool(seals))
+
+    _run(child, Operation.STORE, objects(), prepare, finish, deadline_seconds)
     return outcomes
+
+
+def _that_fit(
+    child: Child, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]
+) -> Iterator[tuple[int, tuple[ObjectKey, memoryview]]]:
+    for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
+        if fits(child, len(buffer)):
+            yield index, (key, buffer)
 
 
 def _run(
     child: Child,
     operation: Operation,
-    keys: Sequence[ObjectKey],
-    buffers: Sequence[memoryview],
-    finish: Callable[[_Object, Answer], None],
+    objects: Iterable[_Object],
+    prepare: Callable[[Child, _Object, Slot], None],
+    finish: Callable[[_Object, Slot, Result], None],
     deadline_seconds: float,
-    seals: Sequence[StoreSeal] = (),
-    *,
-    in_place: bool,
 ) -> None:
     """Transfer a batch. After an error nothing more begins, and the transfers in progress are awaited.
 
     Slots of a child that has ended are not given back: their memory goes with the child.
+
+    Args:
+        prepare: readies an object and its part of the ring, before the child gets it.
+        finish: takes an object after its transfer.
     """
-    in_progress: deque[_Object] = deque()
+    in_progress: deque[_Request] = deque()
 
     def finish_first() -> None:
         first = in_progress.popleft()
         answer = child.wait(first.ticket)
         try:
-            finish(first, answer)
+            if answer.outcome is not Outcome.MOVED or len(answer.results) != len(first.objects):
+                raise child.failure(answer)
+            for (one, part), result in zip(first.parts(), answer.results, strict=True):
+                finish(one, part, result)
         finally:
             child.ring.release(first.slot)
 
     try:
-        for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-            if not fits(child, len(buffer)):
-                continue
-            place = child.place_of(buffer) if in_place else None
-            nbytes = OVERHEAD_BYTES + (len(buffer) if place is None else 0)
+        for group in _groups(objects):
+            nbytes = sum(one.ring_bytes for one in group)
             while (slot := _reserve(child, nbytes, bool(in_progress), deadline_seconds)) is None:
                 finish_first()
-            parts = seals[index].parts(buffer) if seals else [(0, buffer)]
-            in_progress.append(_begin(child, operation, index, key, buffer, parts, slot, place))
-            if len(in_progress) == MAX_IN_PROGRESS:
+            in_progress.append(_Request(group, slot, _begin(child, operation, group, slot, prepare)))
+            while (
+                sum(len(request.objects) for request in in_progress) - len(in_progress[-1].objects) >= MAX_IN_PROGRESS
+            ):
                 finish_first()
         while in_progress:
             finish_first()
@@ -154,6 +212,21 @@ def _run(
             child.wait(left.ticket)
             child.ring.release(left.slot)
         raise
+
+
+def _groups(objects: Iterable[_Object]) -> Iterator[list[_Object]]:
+    """Yield the objects of each request."""
+    group: list[_Object] = []
+    for one in objects:
+        if group and (one.is_alone or len(group) == MAX_GROUP):
+            yield group
+            group = []
+        group.append(one)
+        if one.is_alone:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def _reserve(child: Child, nbytes: int, at_once: bool, deadline_seconds: float) -> Slot | None:
@@ -168,52 +241,44 @@ def _reserve(child: Child, nbytes: int, at_once: bool, deadline_seconds: float) 
 def _begin(
     child: Child,
     operation: Operation,
-    index: int,
-    key: ObjectKey,
-    buffer: memoryview,
-    parts: Iterable[tuple[int, memoryview]],
+    group: Sequence[_Object],
     slot: Slot,
-    place: Place | None,
-) -> _Object:
+    prepare: Callable[[Child, _Object, Slot], None],
+) -> Ticket:
     try:
-        with child.ring.view(slot) as memory:
-            if operation is Operation.STORE:
-                write_frame(memory, key, len(buffer))
-            else:
-                clear_frame(memory)
-        if operation is Operation.STORE and len(buffer):
-            for offset, part in parts:  # each is sealed after it
-                if place is None:
-                    child.ring.write(slot, HEAD_BYTES + offset, part)
-        memory_number, start = place or (RING, 0)
-        ticket = child.send(
-            operation,
-            offset=slot.offset,
-            nbytes=len(buffer) + OVERHEAD_BYTES,
-            memory=memory_number,
-            start=start,
-            names=(name_of(key),),
-        )
+        items = []
+        for one, part in _parts(group, slot):
+            prepare(child, one, part)
+            memory, start = one.place or (RING, 0)
+            nbytes = len(one.buffer) + OVERHEAD_BYTES
+            items.append(Item(name_of(one.key), part.offset, nbytes, memory, start, one.hash_start))
+        return child.send(operation, items=tuple(items))
     except ChildError:
         raise
     except BaseException:
         child.ring.release(slot)  # the child never heard of it
         raise
-    return _Object(index, key, buffer, slot, place, ticket)
 
 
-def _take(child: Child, loaded: _Object, check: LoadCheck | None) -> LoadOutcome:
+def _clear(child: Child, one: _Object, part: Slot) -> None:
+    with child.ring.view(part) as memory:
+        clear_frame(memory)
+
+
+def _take(child: Child, loaded: _Object, part: Slot, check: LoadCheck | None, digest: bytes) -> LoadOutcome:
     """Check an object that has arrived, and copy it out of the ring if it is there."""
-    with child.ring.view(loaded.slot) as memory:
+    if check is not None and digest and check.hashed(digest):
+        return LoadOutcome.HIT  # whole and of its name, by its own header
+    with child.ring.view(part) as memory:
         if not is_whole(memory, loaded.key, len(loaded.buffer)):
             return LoadOutcome.CORRUPT
-    if loaded.place is not None and check is None:
+    if loaded.place is not None and (check is None or digest):
         return LoadOutcome.HIT
     step = len(loaded.buffer) if check is None else CHECK_BYTES
     for start in range(0, len(loaded.buffer), step or 1):
-        part = loaded.buffer[start : start + step]
+        bytes_of_part = loaded.buffer[start : start + step]
         if loaded.place is None:
-            child.ring.read(loaded.slot, HEAD_BYTES + start, part)
+            child.ring.read(part, HEAD_BYTES + start, bytes_of_part)
         if check is not None:
-            check.filled(len(part))
+            check.filled(len(bytes_of_part))
     return LoadOutcome.HIT
