@@ -19,13 +19,14 @@ CALL_BATCHES = 8
 """Maximum number of batches in a large call."""
 CALL_BYTES = CALL_BATCHES * (BATCH_BYTES + BATCH_OBJECTS * HEADER_BYTES)
 """Maximum number of bytes in a large call of so many batches, with headers. A call of one batch may have more."""
-MESSAGE_BATCHES = 32
-"""Maximum number of batches in a call to a tier in another process."""
+LOAD_MESSAGE_BATCHES = 32
+"""Maximum number of batches in a load from a tier in another process."""
+STORE_MESSAGE_BATCHES = 16
+"""Maximum number of batches in a store on a tier in another process. Each waits for the copies of all its objects."""
 SHARE_OF_CALLS = 0.5
 """Part of a tier's share of the staging memory that all its large calls together may hold, from 0 to 1.
 
-The rest is for stores that wait, and for compressed bytes. Loads by messages of ``MESSAGE_BATCHES`` need neither, so
-they get all of it.
+The rest is for stores that wait, and for compressed bytes. Loads by messages need neither, so they get all of it.
 """
 QUICK_SECONDS = 0.25
 """Limit for the duration of a large call. Slower tiers get smaller calls, which lose less at a deadline."""
@@ -61,7 +62,8 @@ def load_size_of(tier: Tier, share_bytes: int) -> CallSize:
         share_bytes: size of the share of the staging memory for these loads.
     """
     calls = load_slots_of(tier) + tier.config.io_threads  # with the overdue calls, whose slots other calls may use
-    return _call_size(tier, int(share_bytes * (1 if tier.is_elsewhere else SHARE_OF_CALLS)), calls)
+    nbytes = int(share_bytes * (1 if tier.is_elsewhere else SHARE_OF_CALLS))
+    return _call_size(tier, nbytes, calls, LOAD_MESSAGE_BATCHES)
 
 
 def store_size_of(tier: Tier, share_bytes: int) -> CallSize:
@@ -70,11 +72,12 @@ def store_size_of(tier: Tier, share_bytes: int) -> CallSize:
     Args:
         share_bytes: size of the share of the staging memory for these stores.
     """
-    return _call_size(tier, int(share_bytes * SHARE_OF_CALLS), 2 * tier.config.io_threads + 1)  # overdue calls too
+    calls = 2 * tier.config.io_threads + 1  # with the overdue calls
+    return _call_size(tier, int(share_bytes * SHARE_OF_CALLS), calls, STORE_MESSAGE_BATCHES)
 
 
-def _call_size(tier: Tier, bytes_of_calls: int, calls: int) -> CallSize:
-    most = MESSAGE_BATCHES if tier.is_elsewhere else CALL_BATCHES if tier.capabilities.medium == "remote" else 1
+def _call_size(tier: Tier, bytes_of_calls: int, calls: int, batches_of_message: int) -> CallSize:
+    most = batches_of_message if tier.is_elsewhere else CALL_BATCHES if tier.capabilities.medium == "remote" else 1
     return CallSize(most, max_call_bytes(bytes_of_calls, calls, 1 + tier.encodes, most) if most > 1 else 0)
 
 

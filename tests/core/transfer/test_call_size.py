@@ -15,8 +15,9 @@ from offload_core.objects.format import object_bytes
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.call_size import (
     CALL_BYTES,
-    MESSAGE_BATCHES,
+    LOAD_MESSAGE_BATCHES,
     QUICK_SECONDS,
+    STORE_MESSAGE_BATCHES,
     CallSize,
     load_size_of,
     load_slots_of,
@@ -70,7 +71,8 @@ def test_large_calls_leave_half_of_the_share_unless_they_load_by_messages(
 @pytest.mark.parametrize("medium", ["host", "disk", "remote"])
 def test_messages_are_equally_large_on_every_medium(medium: str) -> None:
     tier = tier_of(medium, threads=4, is_elsewhere=True)
-    assert grown(load_size_of(tier, 1024 * MIB)).batches == MESSAGE_BATCHES
+    assert grown(load_size_of(tier, 1024 * MIB)).batches == LOAD_MESSAGE_BATCHES
+    assert grown(store_size_of(tier, 1024 * MIB)).batches == STORE_MESSAGE_BATCHES
     assert load_slots_of(tier) == 4
 
 
