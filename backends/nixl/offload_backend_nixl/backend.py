@@ -41,9 +41,13 @@ class NixlBackend(Backend[NixlOptions]):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Files may lie on a disk; a bucket is remote. Other processes may use both."""
+        """Files may lie on a disk; a bucket is remote. Other processes may use both.
+
+        Where the child does the whole work of a load, a thread more does not help.
+        """
         medium: Literal["disk", "remote"] = "disk" if self.options.keeps_files else "remote"
-        return Capabilities(medium=medium, persistent=True, shared=True, lists=True, sizes=True, parallel=True)
+        parallel = self.options.moves_in_place
+        return Capabilities(medium=medium, persistent=True, shared=True, lists=True, sizes=True, parallel=parallel)
 
     @property
     def child_pid(self) -> int | None:
@@ -91,7 +95,7 @@ class NixlBackend(Backend[NixlOptions]):
     async def load_and_check(
         self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
     ) -> Sequence[LoadOutcome]:
-        """See :meth:`Backend.load_and_check`. Each part is checked while the child reads the next object."""
+        """See :meth:`Backend.load_and_check`. Threads check only objects that the child does not hash."""
         return await self.run_load(self._load, keys, buffers, checks)
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:

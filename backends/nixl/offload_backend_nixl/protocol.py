@@ -28,7 +28,7 @@ NO_HASH = -1
 DIGEST_BYTES = 16
 
 _HEAD = struct.Struct("<BQ")
-_RANGE = struct.Struct("<QQHQq")
+_ITEM = struct.Struct("<QQHQq")
 _RESULT = struct.Struct("<BB")
 _COUNT = struct.Struct("<H")
 _SIZE = struct.Struct("<q")
@@ -54,7 +54,7 @@ class Operation(enum.IntEnum):
 
 
 class Outcome(enum.IntEnum):
-    """The kind of an answer."""
+    """The kind of an answer, or the end of one transfer."""
 
     DONE = 64
     MISS = 65
@@ -142,7 +142,7 @@ def encode_request(request: Request) -> bytes:
     if request.operation is Operation.MAP:
         return _checked(head + _COUNT.pack(request.memory))
     if request.operation in (Operation.LOAD, Operation.STORE):
-        items = b"".join(_RANGE.pack(*item[1:]) + _pack_name(item.name) for item in request.items)
+        items = b"".join(_ITEM.pack(*item[1:]) + _pack_name(item.name) for item in request.items)
         return _checked(head + _COUNT.pack(len(request.items)) + items)
     names = b"".join(map(_pack_name, request.names))
     return _checked(head + _COUNT.pack(len(request.names)) + names)
@@ -276,7 +276,7 @@ class _Reader:
 
 
 def _read_item(reader: _Reader) -> Item:
-    offset, nbytes, memory, start, hash_start = reader.unpack(_RANGE)
+    offset, nbytes, memory, start, hash_start = reader.unpack(_ITEM)
     name = reader.text(MAX_NAME_BYTES)
     if hash_start < NO_HASH or (hash_start != NO_HASH and (memory == RING or hash_start > nbytes)):
         raise ProtocolError(f"a digest from byte {hash_start} on, of an object of {nbytes} bytes in memory {memory}")

@@ -51,7 +51,8 @@ class ServedTier:
         self._loop = asyncio.get_running_loop()
         self._backend = TierBackend(tier, limits, config.plugins, self._stuck_on_any_thread, lends_to_processes=True)
         capabilities = self._backend.backend.capabilities
-        self._divides_calls = capabilities.medium != "remote" and not capabilities.parallel
+        is_whole = capabilities.parallel and not tier.common.encodes  # threads share the work of encoding
+        self._divides_calls = capabilities.medium != "remote" and not is_whole
         self._users: dict[TierUser, int] = {}  # with the number of stuck threads that each of them knows
 
     @property
@@ -69,7 +70,7 @@ class ServedTier:
         """Number of parts into which to divide a store: one per free thread.
 
         On a remote medium, a call of many objects costs as many round trips as one of few. Its backend gets it whole,
-        as does a backend that moves several objects of a call at the same time.
+        as does a backend that moves several objects of a call at the same time, if the core need not encode them.
         """
         return self._parts(self.store_slots.free - 1)
 

@@ -56,6 +56,11 @@ def misbehave(behaviour: str, connection: socket.socket, memory: mmap.mmap, requ
             connection.send(encode_answer(moved(request, Outcome.MISS)))
     elif behaviour == "too few results":
         connection.send(encode_answer(Answer(Outcome.MOVED, number)))
+    elif behaviour == "digest":
+        results = (Result(Outcome.DONE, bytes(16)),) * len(request.items)
+        connection.send(encode_answer(Answer(Outcome.MOVED, number, results=results)))
+    elif behaviour == "miss of a store":
+        connection.send(encode_answer(moved(request, Outcome.MISS)))
     elif behaviour == "too many results":
         connection.send(encode_answer(Answer(Outcome.MOVED, number, results=(Result(Outcome.DONE),) * 9)))
     elif behaviour == "other question":

@@ -35,6 +35,7 @@ FAILURES = {
     "too long": "it answered nonsense .a packet of",
     "cut": "it answered nonsense .a packet of 24 bytes ends in a field",
     "too few results": "it answered MOVED to another question",
+    "digest": "it answered MOVED to another question",
     "too many results": "it answered MOVED to another question",
     "other request": "it answered nonsense .an answer to the request 1001, which nobody sent",
     "other question": "it answered ENTRIES to another question",
@@ -56,6 +57,17 @@ def test_a_wrong_answer_is_a_failure_and_ends_the_child(hostile: Any, behaviour:
         assert "tier 'fabric'" in str(failed.value), "the message names the tier"
         assert buffer == b"\xa5" * 100, "a failed load touched its buffer"
         assert backend.child_pid is None, f"the child {first} is still used"
+        await backend.close()
+
+    asyncio.run(run())
+
+
+def test_a_store_that_was_not_done_is_a_failure(hostile: Any) -> None:
+    async def run() -> None:
+        backend = hostile("miss of a store")
+        await backend.open()
+        with pytest.raises(OSError, match="it answered MOVED to another question"):
+            await backend.store([key(1)], [memoryview(bytes(100))])
         await backend.close()
 
     asyncio.run(run())

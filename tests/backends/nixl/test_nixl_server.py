@@ -34,6 +34,8 @@ class FakeEngine:
     def __init__(self) -> None:
         self.started: list[FakeTransfer] = []
         self.memories: dict[int, mmap.mmap] = {}
+        self.outcome: bool | None = None
+        """How transfers end at once, as with the plugin POSIX; ``None`` if the test ends them later."""
         self.starting = threading.Semaphore(0)
         self.may_start = threading.Semaphore(1000)
 
@@ -43,16 +45,16 @@ class FakeEngine:
     def start(self, direction: str, pieces: Sequence[Piece], target: Any) -> FakeTransfer:
         self.starting.release()
         assert self.may_start.acquire(timeout=SECONDS)
-        self.started.append(FakeTransfer(direction))
+        self.started.append(FakeTransfer(direction, self.outcome))
         return self.started[-1]
 
 
 class FakeTransfer:
     """A transfer that is in progress until the test ends it."""
 
-    def __init__(self, direction: str) -> None:
+    def __init__(self, direction: str, outcome: bool | None) -> None:
         self.direction = direction
-        self.outcome: bool | None = None
+        self.outcome = outcome
 
     def poll(self) -> bool | None:
         return self.outcome
@@ -141,9 +143,8 @@ def test_a_question_overtakes_transfers_that_have_not_begun(parent: Parent) -> N
     assert engine.starting.acquire(timeout=SECONDS)
     parent.transfer(2)
     parent.send(3, Operation.SIZES, names=(NAME,))
-    engine.may_start.release()
-    assert parent.answer() == Answer(Outcome.SIZES, 3, sizes=(100,))
-    engine.may_start.release()
+    assert parent.answer() == Answer(Outcome.SIZES, 3, sizes=(100,)), "while the thread is in a call of NIXL"
+    engine.may_start.release(2)
     parent.started(2)
     for number, transfer in enumerate(engine.started, 1):
         transfer.outcome = True
@@ -191,6 +192,41 @@ def test_threads_share_the_transfers(parent_of_two: Parent) -> None:
     hung.may_start.release()
     parent_of_two.started(1, hung).outcome = True
     assert parent_of_two.answer() == moved(0, Outcome.DONE, Outcome.DONE)
+
+
+def test_an_agent_that_always_fails_ends_the_process_although_another_works(parent_of_two: Parent) -> None:
+    broken, working = parent_of_two.engines
+    for engine in parent_of_two.engines:
+        engine.may_start = threading.Semaphore(0)
+    for number in range(MAX_FAILURES):
+        parent_of_two.transfer(number, objects=2)
+        for engine in parent_of_two.engines:
+            assert engine.starting.acquire(timeout=SECONDS), "a thread has no transfer"
+            engine.may_start.release()
+        parent_of_two.started(number + 1, broken).outcome = False
+        parent_of_two.started(number + 1, working).outcome = True
+        assert parent_of_two.answer().outcome is Outcome.FAILED
+    parent_of_two.thread.join(SECONDS)
+    assert not parent_of_two.thread.is_alive(), "the server goes on with an agent that fails"
+
+
+def test_an_answer_is_sent_before_the_process_ends(parent_of_two: Parent) -> None:
+    slow, broken = parent_of_two.engines
+    for engine in parent_of_two.engines:
+        engine.may_start = threading.Semaphore(0)
+    for number in range(2):
+        parent_of_two.transfer(number)
+    for engine in parent_of_two.engines:
+        assert engine.starting.acquire(timeout=SECONDS), "a thread has no transfer"
+    broken.may_start.release(1000)
+    for count in range(1, MAX_FAILURES + 1):
+        parent_of_two.started(count, broken).outcome = False
+        assert parent_of_two.answer().outcome is Outcome.FAILED
+        if count < MAX_FAILURES:
+            parent_of_two.transfer(1 + count)
+    slow.outcome = True
+    slow.may_start.release()
+    assert parent_of_two.answer().outcome is Outcome.MOVED
 
 
 def test_the_end_of_one_thread_ends_the_process(parent_of_two: Parent, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The objects of one call are divided among a tier's threads, unless its backend moves several by itself."""
+"""The objects of one call are divided among a tier's threads, unless its backend alone works on several at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from offload_core.config.loading import load_config
 from offload_core.runtime.io_loop import IoLoop
-from tests.core.io_process.rig import Rig
+from tests.core.io_process.rig import OBJECT_BYTES, Rig
 from tests.support.plugin_site import Site
 
 PLUGIN = """
@@ -24,7 +24,7 @@ class Counting(Backend):
         return [False] * len(keys)
 
     async def prepare_load(self, keys):
-        return LoadReservation([True] * len(keys))
+        return LoadReservation([True] * len(keys), nbytes=[{nbytes}] * len(keys))
 
     async def load_into(self, keys, buffers):
         self.write("load", keys)
@@ -41,7 +41,7 @@ class One(Counting):
     capabilities = Capabilities(medium="disk", persistent=True, shared=True)
 
 class Several(Counting):
-    capabilities = Capabilities(medium="disk", persistent=True, shared=True, parallel=True)
+    capabilities = Capabilities(medium="disk", persistent=True, shared=True, sizes=True, parallel=True)
 
 class Remote(Counting):
     capabilities = Capabilities(medium="remote", persistent=True, shared=True)
@@ -58,12 +58,17 @@ def log(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def rig_of(io: IoLoop, site: Site, log: Path) -> Iterator[Callable[[str], Rig]]:
+def rig_of(io: IoLoop, site: Site, log: Path) -> Iterator[Callable[[str, str], Rig]]:
     rigs: list[Rig] = []
 
-    def make(kind: str) -> Rig:
-        site.install("counting", PLUGIN.format(path=str(log)))
-        config = load_config({"io_process": "engine", "backends": [{"name": "tier", "type": kind, "io_threads": 4}]})
+    def make(kind: str, compression: str) -> Rig:
+        site.install("counting", PLUGIN.format(path=str(log), nbytes=OBJECT_BYTES))
+        config = load_config(
+            {
+                "io_process": "engine",
+                "backends": [{"name": "tier", "type": kind, "io_threads": 4, "compression": compression}],
+            }
+        )
         rigs.append(Rig(io, config))
         return rigs[-1]
 
@@ -72,9 +77,12 @@ def rig_of(io: IoLoop, site: Site, log: Path) -> Iterator[Callable[[str], Rig]]:
         rig.close()
 
 
-@pytest.mark.parametrize(("kind", "calls"), [("one", 4), ("more", 1), ("far", 1)])
-def test_calls(rig_of: Callable[[str], Rig], log: Path, kind: str, calls: int) -> None:
-    rig = rig_of(kind)
+@pytest.mark.parametrize(
+    ("kind", "compression", "calls"), [("one", "none", 4), ("more", "none", 1), ("more", "zstd", 4), ("far", "none", 1)]
+)
+def test_calls(rig_of: Callable[[str, str], Rig], log: Path, kind: str, compression: str, calls: int) -> None:
+    rig = rig_of(kind, compression)
+    rig.share_out()
     rig.load(*range(32))
     assert rig.store(*range(32)) == [True] * 32
     lines = log.read_text().splitlines()

@@ -437,6 +437,11 @@ BROKEN = [
         "c22_checks_are_told_of_final_bytes_in_order",
     ),
     _backend(
+        short.HashesTheWholeBuffer,
+        r"C22: the check of an object of \d+ bytes got the digest \w{32}, which is not that .* from byte [1-9]",
+        "c22_checks_are_told_of_final_bytes_in_order",
+    ),
+    _backend(
         short.HashesAfterParts,
         r"C22: the check of an object of 1 bytes got hashed\(\) after filled\(\) of 1 bytes",
         "c22_checks_are_told_of_final_bytes_in_order",

@@ -16,7 +16,7 @@ import xxhash
 
 from offload_backend_nixl.child.engine import Direction, Movement, NixlEngine, Piece
 from offload_backend_nixl.child.storage import Pending, Storage
-from offload_backend_nixl.child.transfers import Transfer, TransferQueue
+from offload_backend_nixl.child.transfers import NOT_ASKED, Transfer, TransferQueue
 from offload_backend_nixl.frame import HEAD_BYTES, OVERHEAD_BYTES
 from offload_backend_nixl.protocol import NO_HASH, RING, Item, Outcome, Result
 
@@ -36,6 +36,7 @@ class Mover:
     """One thread's transfers.
 
     Args:
+        number: its number in the process.
         engine: NIXL, for this thread.
         storage: the medium.
         memories: the shared memories but the ring, by their numbers.
@@ -45,12 +46,14 @@ class Mover:
 
     def __init__(
         self,
+        number: int,
         engine: NixlEngine,
         storage: Storage,
         memories: Mapping[int, memoryview],
         queue: TransferQueue,
         slow: Executor,
     ) -> None:
+        self._number = number
         self._engine = engine
         self._storage = storage
         self._memories = memories
@@ -89,7 +92,7 @@ class Mover:
         except Exception as error:
             with suppress(OSError):
                 pending.finish(False)
-            transfer.end(error, moved=False)
+            transfer.end(error, {self._number: False})
             return
         self._running.append(_Running(transfer, pending, movement))
 
@@ -122,15 +125,15 @@ class Mover:
         if not succeeded and transfer.group.is_load and transfer.item.memory != RING:
             self._queue.close()
         elif not succeeded and self._storage.finishes_slowly:
-            self._slow.submit(self._finish, running, succeeded, None)
+            self._slow.submit(self._finish, running, succeeded, NOT_ASKED)
         else:
-            self._finish(running, succeeded, succeeded)
+            self._finish(running, succeeded, {self._number: succeeded})
 
-    def _finish(self, running: _Running, succeeded: bool, moved: bool | None) -> None:
+    def _finish(self, running: _Running, succeeded: bool, moved: Mapping[int, bool]) -> None:
         end: Result | Exception
         try:
-            digest = self._digest_of(running.transfer.item) if succeeded else b""
-            end = Result(running.pending.finish(succeeded), digest)
+            outcome = running.pending.finish(succeeded)
+            end = Result(outcome, self._digest_of(running.transfer.item) if outcome is Outcome.DONE else b"")
         except Exception as error:
             end = error
         running.transfer.end(end, moved)

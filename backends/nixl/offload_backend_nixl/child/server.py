@@ -8,6 +8,7 @@ import mmap
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -31,6 +32,8 @@ from offload_backend_nixl.protocol import (
 )
 
 _THREADS = 8
+_LAST_ANSWERS_SECONDS = 1.0
+"""Time for the movers to answer the transfers that have ended, before the process ends."""
 _FILE_MOVERS = 2
 """Threads that move files with the plugin POSIX. It moves all bytes on the thread that calls it."""
 
@@ -54,12 +57,17 @@ class Server:
 
     def run(self) -> None:
         """Serve until the parent closes its end, or until NIXL seems unusable."""
-        for engine in self._engines:
-            mover = Mover(engine, self._storage, self._memories, self._queue, self._threads)
-            threading.Thread(target=self._move, args=[mover], name="mover", daemon=True).start()
+        threads = []
+        for number, engine in enumerate(self._engines):
+            mover = Mover(number, engine, self._storage, self._memories, self._queue, self._threads)
+            threads.append(threading.Thread(target=self._move, args=[mover], name="mover", daemon=True))
+            threads[-1].start()
         while self._receive():
             pass
         self._queue.close()
+        until = time.monotonic() + _LAST_ANSWERS_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _move(self, mover: Mover) -> None:
         try:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from offload_backend_nixl.protocol import Answer, Item, Operation, Outcome, Request, Result
 
 MAX_FAILURES = 3
-"""After so many failed requests in a row the process ends, because a plugin may be unusable after an error."""
+"""After so many requests in a row that one agent failed, the process ends: a plugin may be unusable after an error."""
+NOT_ASKED: Mapping[int, bool] = {}
+"""No mover was at work."""
 
 
 class Group:
@@ -20,16 +22,18 @@ class Group:
     Args:
         request: a load or a store.
         answer: sends the answer, once all of them have ended. Until then the memory is theirs.
-        moved: told after the answer whether NIXL moved all bytes that it should, if it should move any.
+        moved: told after the answer, for each mover at work, whether its agent moved all bytes that it should.
     """
 
-    def __init__(self, request: Request, answer: Callable[[Answer], None], moved: Callable[[bool], None]) -> None:
+    def __init__(
+        self, request: Request, answer: Callable[[Answer], None], moved: Callable[[Mapping[int, bool]], None]
+    ) -> None:
         self.is_load = request.operation is Operation.LOAD
         self._number = request.number
         self._items = request.items
         self._answer = answer
         self._moved = moved
-        self._movements: set[bool] = set()
+        self._has_moved: dict[int, bool] = {}
         self._lock = threading.Lock()
         self._ends: list[Result | Exception] = [Result(Outcome.MISS)] * len(request.items)
         self._running = len(request.items)
@@ -39,12 +43,12 @@ class Group:
         for place, item in enumerate(self._items):
             yield Transfer(self, place, item)
 
-    def end(self, place: int, end: Result | Exception, moved: bool | None) -> None:
+    def end(self, place: int, end: Result | Exception, moved: Mapping[int, bool]) -> None:
         """Note the end of one transfer. An error fails the request."""
         with self._lock:
             self._ends[place] = end
-            if moved is not None:
-                self._movements.add(moved)
+            for mover, has_moved in moved.items():
+                self._has_moved[mover] = has_moved and self._has_moved.get(mover, True)
             self._running -= 1
             if self._running:
                 return
@@ -54,8 +58,7 @@ class Group:
             self._answer(failure(self._number, errors[0]))
         else:
             self._answer(Answer(Outcome.MOVED, self._number, results=tuple(results)))
-        if self._movements:
-            self._moved(all(self._movements))
+        self._moved(self._has_moved)
 
 
 class Transfer(NamedTuple):
@@ -66,11 +69,11 @@ class Transfer(NamedTuple):
     """Its index in the request."""
     item: Item
 
-    def end(self, end: Result | Exception, moved: bool | None = None) -> None:
+    def end(self, end: Result | Exception, moved: Mapping[int, bool] = NOT_ASKED) -> None:
         """Note the end of this transfer.
 
         Args:
-            moved: whether NIXL moved its bytes; ``None`` if it was not asked, or if the medium may be the reason.
+            moved: the mover, and whether its agent moved the bytes; nothing if the medium may be the reason.
         """
         self.group.end(self.place, end, moved)
 
@@ -84,7 +87,7 @@ class TransferQueue:
         self._turns = deque([self._loads, self._stores])
         """The first one has the next turn."""
         self._changed = threading.Condition()
-        self._failures = 0
+        self._failures: Counter[int] = Counter()
         self.is_closed = False
 
     def put(self, group: Group) -> None:
@@ -109,11 +112,13 @@ class TransferQueue:
             self._turns.rotate()
             return transfer
 
-    def count(self, moved: bool) -> None:
-        """Count requests in a row that NIXL failed, and close the queue after :data:`MAX_FAILURES` of them."""
+    def count(self, moved: Mapping[int, bool]) -> None:
+        """Count the requests in a row that a mover's agent failed, and close the queue after :data:`MAX_FAILURES`."""
         with self._changed:
-            self._failures = 0 if moved else self._failures + 1
-        if self._failures >= MAX_FAILURES:
+            for mover, has_moved in moved.items():
+                self._failures[mover] = 0 if has_moved else self._failures[mover] + 1
+            is_unusable = max(self._failures.values(), default=0) >= MAX_FAILURES
+        if is_unusable:
             self.close()
 
     def close(self) -> None:

@@ -19,13 +19,13 @@ from offload_backend_nixl.frame import HEAD_BYTES, OVERHEAD_BYTES, clear_frame, 
 from offload_backend_nixl.naming import name_of
 from offload_backend_nixl.parent.connection import Child, ChildError, Place, Ticket
 from offload_backend_nixl.parent.ring import Slot
-from offload_backend_nixl.protocol import NO_HASH, RING, Item, Operation, Outcome, Result
+from offload_backend_nixl.protocol import NO_HASH, RING, Answer, Item, Operation, Outcome, Result
 from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome, ObjectKey, StoreOutcome, StoreSeal
 
 MAX_GROUP = 16
 """The most objects of one request."""
 MAX_IN_PROGRESS = 8
-"""The most objects of a batch that the child transfers at the same time, beside those of one more request."""
+"""While the child has so many objects of a batch in two requests or more, it gets no other of this batch."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,7 @@ def store_batch(
                     child.ring.write(part, HEAD_BYTES + offset, bytes_of_part)
 
     def finish(stored: _Object, part: Slot, result: Result) -> None:
-        if result.outcome is Outcome.DONE:
-            outcomes[stored.index] = StoreOutcome.STORED
+        outcomes[stored.index] = StoreOutcome.STORED
 
     def objects() -> Iterator[_Object]:
         for index, (key, buffer) in _that_fit(child, keys, buffers):
@@ -185,9 +184,12 @@ def _run(
     def finish_first() -> None:
         first = in_progress.popleft()
         answer = child.wait(first.ticket)
+        error = None if _answers(answer, operation, first.objects) else child.failure(answer)
+        if isinstance(error, ChildError):
+            raise error
         try:
-            if answer.outcome is not Outcome.MOVED or len(answer.results) != len(first.objects):
-                raise child.failure(answer)
+            if error is not None:
+                raise error
             for (one, part), result in zip(first.parts(), answer.results, strict=True):
                 finish(one, part, result)
         finally:
@@ -195,14 +197,12 @@ def _run(
 
     try:
         for group in _groups(objects):
+            while len(in_progress) > 1 and sum(len(one.objects) for one in in_progress) >= MAX_IN_PROGRESS:
+                finish_first()
             nbytes = sum(one.ring_bytes for one in group)
             while (slot := _reserve(child, nbytes, bool(in_progress), deadline_seconds)) is None:
                 finish_first()
             in_progress.append(_Request(group, slot, _begin(child, operation, group, slot, prepare)))
-            while (
-                sum(len(request.objects) for request in in_progress) - len(in_progress[-1].objects) >= MAX_IN_PROGRESS
-            ):
-                finish_first()
         while in_progress:
             finish_first()
     except ChildError:
@@ -212,6 +212,19 @@ def _run(
             child.wait(left.ticket)
             child.ring.release(left.slot)
         raise
+
+
+def _answers(answer: Answer, operation: Operation, objects: Sequence[_Object]) -> bool:
+    """Return whether an answer can be that to a request: with a digest where one is wanted, and nowhere else."""
+    if answer.outcome is not Outcome.MOVED or len(answer.results) != len(objects):
+        return False
+    for one, result in zip(objects, answer.results, strict=True):
+        is_done = result.outcome is Outcome.DONE
+        if bool(result.digest) != (is_done and one.hash_start != NO_HASH):
+            return False
+        if operation is Operation.STORE and not is_done:
+            return False
+    return True
 
 
 def _groups(objects: Iterable[_Object]) -> Iterator[list[_Object]]:
