@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import xxhash
 from offload_backend_nixl import protocol
+from offload_backend_nixl.child import server
 from offload_backend_nixl.child.engine import Piece
 from offload_backend_nixl.child.folder import FolderStorage
 from offload_backend_nixl.child.mover import pieces_of
@@ -69,8 +70,7 @@ class Parent:
         self.engines = [FakeEngine() for _ in range(engines)]
         self.engine = self.engines[0]
         storage = FolderStorage(str(root), "writer", create=True)
-        server = Server(self.child, storage, self.engines)  # type: ignore[arg-type]
-        self.thread = threading.Thread(target=server.run)
+        self.thread = threading.Thread(target=Server(self.child, storage, self.engines).run)  # type: ignore[arg-type]
         self.thread.start()
 
     def send(self, number: int, operation: Operation, **fields: Any) -> None:
@@ -210,7 +210,8 @@ def test_an_agent_that_always_fails_ends_the_process_although_another_works(pare
     assert not parent_of_two.thread.is_alive(), "the server goes on with an agent that fails"
 
 
-def test_an_answer_is_sent_before_the_process_ends(parent_of_two: Parent) -> None:
+def test_an_answer_is_sent_before_the_process_ends(parent_of_two: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_LAST_ANSWERS_SECONDS", SECONDS)
     slow, broken = parent_of_two.engines
     for engine in parent_of_two.engines:
         engine.may_start = threading.Semaphore(0)
@@ -224,6 +225,8 @@ def test_an_answer_is_sent_before_the_process_ends(parent_of_two: Parent) -> Non
         assert parent_of_two.answer().outcome is Outcome.FAILED
         if count < MAX_FAILURES:
             parent_of_two.transfer(1 + count)
+    parent_of_two.thread.join(0.2)
+    assert parent_of_two.thread.is_alive(), "the process ends before its last answer"
     slow.outcome = True
     slow.may_start.release()
     assert parent_of_two.answer().outcome is Outcome.MOVED
