@@ -1,7 +1,7 @@
 """The size of a tier's calls, in batches.
 
 If the tier is in another process, a call is a message. Each message wakes four threads, so that one message takes many
-batches, on which several threads of that process work, or a process of the backend.
+batches. Several threads of that process work on them, or a process of the backend.
 
 In the engine's process, a call in host memory and on a local disk takes one batch: small calls let reads, checks and
 copies overlap. On a remote medium each call costs round trips, so that it takes several batches there too.

@@ -69,8 +69,8 @@ class ServedTier:
     def store_parts(self) -> int:
         """Number of parts into which to divide a store: one per free thread.
 
-        On a remote medium, a call of many objects costs as many round trips as one of few. Its backend gets it whole,
-        as does a backend that moves several objects of a call at the same time, if the core need not encode them.
+        On a remote medium, a call of many objects costs as many round trips as one of few. Its backend gets it whole.
+        So does a backend that moves several objects of a call at the same time, if the core need not encode them.
         """
         return self._parts(self.store_slots.free - 1)
 
