@@ -202,6 +202,7 @@ def test_an_agent_that_always_fails_ends_the_process_although_another_works(pare
         parent_of_two.transfer(number, objects=2)
         for engine in parent_of_two.engines:
             assert engine.starting.acquire(timeout=SECONDS), "a thread has no transfer"
+        for engine in parent_of_two.engines:  # only now, or one thread could take both
             engine.may_start.release()
         parent_of_two.started(number + 1, broken).outcome = False
         parent_of_two.started(number + 1, working).outcome = True
