@@ -28,7 +28,7 @@ class _Nixl(Pages):
 
     Args:
         checked: hash each object on the same thread, before its store and right after its load. It is the least work
-            that a tier with checksums can do around NIXL.
+            that a tier with checksums can do around NIXL on one thread.
     """
 
     plugin = segment = ""
@@ -81,7 +81,7 @@ class _Nixl(Pages):
                 plugins,
             )
             end: Callable[[], None] = partial(self._end, direction, name, page, handle, target, number)
-            if agent.transfer(handle) == "DONE":
+            if agent.transfer(handle) == "DONE" or agent.check_xfer_state(handle) == "DONE":
                 end()
             else:
                 running.append((handle, end))
