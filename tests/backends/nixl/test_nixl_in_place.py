@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from offload_backend_nixl.backend import NixlBackend
 from offload_backend_nixl.naming import name_of
+from offload_backend_nixl.parent.connection import Child, Ticket
 from offload_backend_nixl.protocol import Item, Operation, Outcome
 
 from offload_core.api import LoadOutcome, SharedMemory, StoreOutcome
@@ -132,6 +134,12 @@ def damage(path: Path) -> None:
         file.write(b"\xee")
 
 
+def make_unreadable(path: Path) -> None:
+    """Put a link to itself in the place of a file."""
+    path.unlink()
+    path.symlink_to(path)
+
+
 class NoParts(ArrivingObject):
     """A check that is told of no parts."""
 
@@ -169,6 +177,59 @@ def test_the_child_hashes_the_objects_that_it_has_read(
         assert list(outcomes) == [LoadOutcome.HIT] * OBJECTS
         assert [number for number in numbers if not checks[number].passed] == [1]
         assert [number for number in numbers if places[number] != sealed[number]] == [1]
+        await backend.close()
+
+    asyncio.run(run())
+
+
+def watched_requests(child: Child, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Ticket]]:
+    """Return the requests that are sent from now on: the number of objects, and the ticket of each."""
+    requests: list[tuple[int, Ticket]] = []
+    send = child.send
+
+    def watched(*arguments: Any, **fields: Any) -> Ticket:
+        ticket = send(*arguments, **fields)
+        requests.append((len(fields["items"]), ticket))
+        return ticket
+
+    monkeypatch.setattr(child, "send", watched)
+    return requests
+
+
+def test_a_request_has_several_objects_and_not_too_many_bytes(
+    nixl: Nixl, folder_options: dict[str, Any], staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        backend = await opened(nixl, folder_options)
+        await store(backend, staging, *range(OBJECTS))
+        child = backend._supervisor.child()
+        requests = watched_requests(child, monkeypatch)
+        assert await load(backend, staging, *range(OBJECTS)) == [LoadOutcome.HIT] * OBJECTS
+        assert [count for count, _ in requests] == [11, 1], "11 objects of 3 MiB have 33 MiB"
+        await backend.close()
+
+    asyncio.run(run())
+
+
+def test_a_failed_request_ends_the_load_after_the_others_and_frees_the_ring(
+    nixl: Nixl, folder_options: dict[str, Any], staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        backend = await opened(nixl, folder_options)
+        await store(backend, staging, *range(OBJECTS))
+        child = backend._supervisor.child()
+        make_unreadable(Path(folder_options["path"], name_of(key(0))))
+        staging.clear()
+        keys, places = [key(number) for number in range(OBJECTS)], [staging.place(number) for number in range(OBJECTS)]
+        kinds = [PartsOnly, *[ArrivingObject] * (OBJECTS - 1)]  # the first one has a request of its own
+        checks = [kind(place, name) for kind, place, name in zip(kinds, places, keys, strict=True)]
+        requests = watched_requests(child, monkeypatch)
+        with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
+            await backend.load_and_check(keys, places, checks)
+        assert [(count, ticket.answered.is_set()) for count, ticket in requests] == [(1, True), (OBJECTS - 1, True)]
+        staging.check(*range(1, OBJECTS))
+        assert child.ring.reserve(child.ring.nbytes, 0.0) is not None, "a part of the ring was not given back"
+        assert not child.has_ended
         await backend.close()
 
     asyncio.run(run())

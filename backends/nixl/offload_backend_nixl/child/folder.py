@@ -45,7 +45,7 @@ class FolderStorage(Storage):
     def __init__(self, root: str, writer: str, create: bool) -> None:
         self._root = root
         self._writer = writer
-        self._stores = itertools.count(1)
+        self._store_numbers = itertools.count(1)
         self._listed: tuple[str, list[Entry]] = ("", [])
         self._has_marker = self._open(create)
         self._check_root()
@@ -69,7 +69,7 @@ class FolderStorage(Storage):
     def begin_store(self, name: str, nbytes: int) -> Pending:
         """See :meth:`Storage.begin_store`. A full file system is found before a byte is written."""
         folder = self._path(TEMPORARY_FOLDER)
-        temporary = f"{folder}/{self._writer}-{os.getpid()}-{next(self._stores)}"
+        temporary = f"{folder}/{self._writer}-{os.getpid()}-{next(self._store_numbers)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             descriptor = os.open(temporary, flags, FILE_MODE)

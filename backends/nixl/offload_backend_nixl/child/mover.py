@@ -63,14 +63,11 @@ class Mover:
         self._changed_seconds = time.monotonic()
 
     def run(self) -> None:
-        """Move until the queue is closed. An error closes it, too."""
-        try:
-            with suppress(ConnectionError):  # the parent has closed its end
-                while not self._queue.is_closed:
-                    self._begin_next()
-                    self._poll()
-        finally:
-            self._queue.close()
+        """Move until the queue is closed, or until the parent takes no answers."""
+        with suppress(ConnectionError):  # the parent has closed its end
+            while not self._queue.is_closed:
+                self._begin_next()
+                self._poll()
 
     def _begin_next(self) -> None:
         """Begin one transfer. Those that have ended are answered before the next one begins."""

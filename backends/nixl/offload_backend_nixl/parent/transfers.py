@@ -24,6 +24,8 @@ from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome, ObjectKey, Sto
 
 MAX_GROUP = 16
 """The most objects of one request."""
+MAX_GROUP_BYTES = 32 * 1024**2
+"""A request with so many bytes gets no other object, since all of its objects share one deadline."""
 MAX_IN_PROGRESS = 8
 """While the child has so many objects of a batch in two requests or more, it gets no other of this batch."""
 
@@ -49,17 +51,15 @@ class _Object:
 
 @dataclass(frozen=True)
 class _Request:
-    """Objects on their way, and their parts of a slot."""
+    """Objects on their way, and their slot."""
 
     objects: Sequence[_Object]
     slot: Slot
     ticket: Ticket
 
-    def parts(self) -> Iterator[tuple[_Object, Slot]]:
-        return _parts(self.objects, self.slot)
-
 
 def _parts(objects: Sequence[_Object], slot: Slot) -> Iterator[tuple[_Object, Slot]]:
+    """Yield the objects of a request, each with its part of the slot."""
     offset = slot.offset
     for one in objects:
         yield one, Slot(offset, one.ring_bytes)
@@ -105,8 +105,12 @@ def load_batch(
             is_alone = place is None or (bool(checks) and start is None)
             yield _Object(index, key, buffer, place, NO_HASH if start is None else start, is_alone)
 
+    def prepare(_: _Object, part: Slot) -> None:
+        with child.ring.view(part) as memory:
+            clear_frame(memory)
+
     try:
-        _run(child, Operation.LOAD, objects(), _clear, finish, deadline_seconds)
+        _run(child, Operation.LOAD, objects(), prepare, finish, deadline_seconds)
     except ChildError:
         if in_place:
             child.wait_gone()
@@ -134,7 +138,7 @@ def store_batch(
     """
     outcomes = [StoreOutcome.REJECTED] * len(keys)
 
-    def prepare(child: Child, one: _Object, part: Slot) -> None:
+    def prepare(one: _Object, part: Slot) -> None:
         with child.ring.view(part) as memory:
             write_frame(memory, one.key, len(one.buffer))
         parts = seals[one.index].parts(one.buffer) if seals else [(0, one.buffer)]
@@ -167,7 +171,7 @@ def _run(
     child: Child,
     operation: Operation,
     objects: Iterable[_Object],
-    prepare: Callable[[Child, _Object, Slot], None],
+    prepare: Callable[[_Object, Slot], None],
     finish: Callable[[_Object, Slot, Result], None],
     deadline_seconds: float,
 ) -> None:
@@ -190,7 +194,7 @@ def _run(
         try:
             if error is not None:
                 raise error
-            for (one, part), result in zip(first.parts(), answer.results, strict=True):
+            for (one, part), result in zip(_parts(first.objects, first.slot), answer.results, strict=True):
                 finish(one, part, result)
         finally:
             child.ring.release(first.slot)
@@ -231,11 +235,11 @@ def _groups(objects: Iterable[_Object]) -> Iterator[list[_Object]]:
     """Yield the objects of each request."""
     group: list[_Object] = []
     for one in objects:
-        if group and (one.is_alone or len(group) == MAX_GROUP):
+        if one.is_alone and group:
             yield group
             group = []
         group.append(one)
-        if one.is_alone:
+        if one.is_alone or len(group) == MAX_GROUP or sum(len(each.buffer) for each in group) >= MAX_GROUP_BYTES:
             yield group
             group = []
     if group:
@@ -256,12 +260,12 @@ def _begin(
     operation: Operation,
     group: Sequence[_Object],
     slot: Slot,
-    prepare: Callable[[Child, _Object, Slot], None],
+    prepare: Callable[[_Object, Slot], None],
 ) -> Ticket:
     try:
         items = []
         for one, part in _parts(group, slot):
-            prepare(child, one, part)
+            prepare(one, part)
             memory, start = one.place or (RING, 0)
             nbytes = len(one.buffer) + OVERHEAD_BYTES
             items.append(Item(name_of(one.key), part.offset, nbytes, memory, start, one.hash_start))
@@ -271,11 +275,6 @@ def _begin(
     except BaseException:
         child.ring.release(slot)  # the child never heard of it
         raise
-
-
-def _clear(child: Child, one: _Object, part: Slot) -> None:
-    with child.ring.view(part) as memory:
-        clear_frame(memory)
 
 
 def _take(child: Child, loaded: _Object, part: Slot, check: LoadCheck | None, digest: bytes) -> LoadOutcome:
