@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from offload_backend_disk.folder import direct_io
+from offload_backend_disk.folder.preallocation import preallocate
 from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome, StoreSeal
 
 FOLDER_MODE = 0o700
@@ -100,6 +101,7 @@ def write(
                     seal.seal()
                 direct_io.write(descriptor, buffer)
             else:
+                preallocate(descriptor, len(buffer))
                 for offset, part in [(0, buffer)] if seal is None else seal.parts(buffer):
                     _write_part(descriptor, part, offset)
             if fsync != "none":
