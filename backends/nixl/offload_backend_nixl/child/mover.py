@@ -15,6 +15,7 @@ from typing import NamedTuple
 import xxhash
 
 from offload_backend_nixl.child.engine import Direction, Movement, NixlEngine, Piece
+from offload_backend_nixl.child.mapped_memory import MappedMemory
 from offload_backend_nixl.child.storage import Pending, Storage
 from offload_backend_nixl.child.transfers import NOT_ASKED, Transfer, TransferQueue
 from offload_backend_nixl.frame import HEAD_BYTES, OVERHEAD_BYTES
@@ -49,7 +50,7 @@ class Mover:
         number: int,
         engine: NixlEngine,
         storage: Storage,
-        memories: Mapping[int, memoryview],
+        memories: Mapping[int, MappedMemory],
         queue: TransferQueue,
         slow: Executor,
     ) -> None:
@@ -101,8 +102,12 @@ class Mover:
         return min(max(pause, _MIN_POLL_SECONDS), _MAX_POLL_SECONDS)
 
     def _prepare(self, transfer: Transfer) -> Pending | Outcome:
-        begin = self._storage.begin_load if transfer.group.is_load else self._storage.begin_store
-        return begin(transfer.item.name, transfer.item.nbytes)
+        item = transfer.item
+        if transfer.group.is_load:
+            return self._storage.begin_load(item.name, item.nbytes)
+        if item.memory in self._memories:  # not the ring, whose pages are used all the time
+            self._memories[item.memory].touch(item.start, item.nbytes - OVERHEAD_BYTES)
+        return self._storage.begin_store(item.name, item.nbytes)
 
     def _poll(self) -> None:
         for running in list(self._running):
@@ -141,7 +146,8 @@ class Mover:
             return b""
         digest = xxhash.xxh3_128()
         content_bytes = item.nbytes - OVERHEAD_BYTES
-        digest.update(self._memories[item.memory][item.start + item.hash_start : item.start + content_bytes])
+        view = self._memories[item.memory].view
+        digest.update(view[item.start + item.hash_start : item.start + content_bytes])
         return digest.digest()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from offload_backend_nixl.child.bucket import BucketStorage, nixl_params
 from offload_backend_nixl.child.engine import NixlEngine
 from offload_backend_nixl.child.folder import FolderStorage
+from offload_backend_nixl.child.mapped_memory import MappedMemory
 from offload_backend_nixl.child.mover import Mover
 from offload_backend_nixl.child.storage import Storage
 from offload_backend_nixl.child.transfers import Group, TransferQueue, failure
@@ -51,7 +52,7 @@ class Server:
         self._connection = connection
         self._storage = storage
         self._engines = engines
-        self._memories: dict[int, memoryview] = {}
+        self._memories: dict[int, MappedMemory] = {}
         self._threads = ThreadPoolExecutor(_THREADS, "request")
         self._queue = TransferQueue()
 
@@ -109,7 +110,7 @@ class Server:
         memory = mmap.mmap(descriptors[0], 0)
         for engine in self._engines:
             engine.add_memory(request.memory, memory)
-        self._memories[request.memory] = memoryview(memory)
+        self._memories[request.memory] = MappedMemory(memory)
         self._answer(Answer(Outcome.DONE, request.number))
 
     # The methods below run on any thread.
