@@ -39,10 +39,21 @@ def test_a_file_system_without_it_is_no_error() -> None:
         preallocate(file.fileno(), MIN_BYTES)
 
 
-def test_an_error_is_raised_with_its_number(tmp_path: Path) -> None:
-    (tmp_path / "closed").touch()
-    with (tmp_path / "closed").open("rb") as file, pytest.raises(OSError, match="Bad file descriptor"):
+def test_an_error_is_left_to_the_write(tmp_path: Path) -> None:
+    (tmp_path / "object").touch()
+    with (tmp_path / "object").open("rb") as file:
         preallocate(file.fileno(), MIN_BYTES)
+
+
+def test_a_full_disk_is_found_before_a_byte_is_written(small_disk: Path) -> None:
+    content = bytes(os.statvfs(small_disk).f_bfree * os.statvfs(small_disk).f_frsize + MIN_BYTES)
+    watcher = Watcher(small_disk / "object.tmp")
+    with pytest.raises(OSError, match="No space left"):
+        files.write(
+            str(small_disk / "object"), str(small_disk / "object.tmp"), memoryview(content), "none", seal=watcher
+        )
+    assert not watcher.allocated_bytes
+    assert not list(small_disk.iterdir())
 
 
 class Watcher(StoreSeal):

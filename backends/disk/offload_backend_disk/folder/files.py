@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from contextlib import suppress
@@ -15,8 +14,6 @@ from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome, StoreSeal
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
-DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Errors that mean a full disk or quota, and nothing worse."""
 
 Fsync = Literal["none", "data", "data and folder"]
 

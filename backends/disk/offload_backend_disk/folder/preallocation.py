@@ -8,17 +8,15 @@ it took 166 us in place of 251 us. Files of 256 KiB gained nothing, and neither 
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
+
+from offload_backend_disk.folder.disk_full import DISK_FULL_ERRNOS
 
 MIN_BYTES = 1024**2
 """Smaller files are not preallocated."""
 
 _FALLOC_FL_KEEP_SIZE = 1
 """See fallocate(2). So the size of the file does not grow before its content: a crash leaves no file full of zeros."""
-_NOT_OFFERED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.EINTR})
-"""The file system cannot do it, or a signal came; the write does not need it."""
-
 _fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
 """The system call, which only Linux has. ``os.posix_fallocate`` writes to each block where a file system lacks it."""
 if _fallocate is not None:
@@ -28,12 +26,14 @@ if _fallocate is not None:
 def preallocate(descriptor: int, nbytes: int) -> None:
     """Allocate the space of a large new file, if its file system can do so.
 
+    Any other error than a full disk is left to the write, which may do without.
+
     Raises:
-        OSError: the disk or quota is full, or the disk failed.
+        OSError: the disk or quota is full.
     """
     if _fallocate is None or nbytes < MIN_BYTES:
         return
     if _fallocate(descriptor, _FALLOC_FL_KEEP_SIZE, 0, nbytes):
         code = ctypes.get_errno()
-        if code not in _NOT_OFFERED:
+        if code in DISK_FULL_ERRNOS:
             raise OSError(code, os.strerror(code))
