@@ -9,7 +9,7 @@ import pytest
 from offload_backend_disk.folder import files
 from offload_backend_disk.folder.preallocation import MIN_BYTES, preallocate
 
-from offload_core.api import StoreSeal
+from offload_core.api import CHECK_BYTES, StoreSeal
 
 
 def allocated_bytes(path: Path, nbytes: int) -> int:
@@ -46,7 +46,7 @@ def test_an_error_is_left_to_the_write(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_found_before_a_byte_is_written(small_disk: Path) -> None:
-    content = bytes(os.statvfs(small_disk).f_bfree * os.statvfs(small_disk).f_frsize + MIN_BYTES)
+    content = bytes(2 * CHECK_BYTES)  # is sealed in parts, and far larger than the disk
     watcher = Watcher(small_disk / "object.tmp")
     with pytest.raises(OSError, match="No space left"):
         files.write(
