@@ -39,6 +39,7 @@ from offload_core.api.events import (
     TierUnavailable,
 )
 from offload_core.api.eviction_order import EvictionOrder, EvictionPolicy
+from offload_core.api.files.preallocation import preallocate
 from offload_core.api.hooks import API_VERSION, OLDEST_API_VERSION, TierInfo, hookimpl
 from offload_core.api.keys import ObjectKey
 from offload_core.api.memory.addresses import address_of
@@ -103,5 +104,6 @@ __all__ = [
     "demand_pinning",
     "hookimpl",
     "pinning_in_use",
+    "preallocate",
     "to_the_end",
 ]

@@ -29,6 +29,7 @@ from offload_core.api.backend import (
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.checks.ownership import check_ownership
 from offload_core.api.errors import ConfigError, ObjectFormatError
+from offload_core.api.files.preallocation import preallocate
 from offload_core.api.hooks import API_VERSION, OLDEST_API_VERSION, HookSpecs, TierInfo
 from offload_core.api.keys import ObjectKey
 from offload_core.api.one_pass import LoadCheck
@@ -77,6 +78,7 @@ __all__ = [
     "contract_tests",
     "fingerprint",
     "load_plugins",
+    "preallocate",
     "verify_any",
 ]
 

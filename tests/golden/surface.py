@@ -54,6 +54,7 @@ def surface(folder: Path) -> dict[str, Any]:
         "functions": {
             "check_folder": _signature(subject.check_folder),
             "check_ownership": _signature(subject.check_ownership),
+            "preallocate": _signature(subject.preallocate),
         },
     }
 

@@ -21,12 +21,14 @@ from offload_backend_nfs.storage.mounts import is_local
 from offload_backend_nfs.storage.posix import MARKER, PosixShare
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
+from offload_core.api.one_pass import CHECK_BYTES
 from tests.backends.disk.conftest import mount, small_disk
 from tests.backends.nfs.calls import contains, listed, load, run, store
 from tests.backends.nfs.conftest import Nfs, key
 from tests.media.fuse.fixtures import _session_fault_fs, fault_fs
 from tests.media.fuse.mount import FaultFs
 from tests.support.polling import wait_until
+from tests.support.space_watcher import SpaceWatcher, skip_without_preallocation
 
 HIT, MISS = LoadOutcome.HIT, LoadOutcome.MISS
 KIB, MIB = 1024, 1024 * 1024
@@ -385,3 +387,15 @@ def test_of_many_who_create_a_name_one_succeeds(tmp_path: Path, monkeypatch: pyt
     assert [entry.name for entry in shares[1].entries("")] == ["records"]
     assert temporaries(tmp_path / "kv") == []
     assert (tmp_path / "kv" / MARKER).is_file()
+
+
+def test_a_local_folder_allocates_the_space_of_a_large_object_before_it_writes_it(root: Path) -> None:
+    root.mkdir(parents=True)
+    content = os.urandom(2 * CHECK_BYTES)
+    skip_without_preallocation(root, len(content))
+    share = PosixShare(root)
+    share.open()
+    watcher = SpaceWatcher(root)
+    share.store("object", memoryview(content), watcher)
+    assert (root / "object").read_bytes() == content
+    assert watcher.allocated_bytes[0] >= len(content)

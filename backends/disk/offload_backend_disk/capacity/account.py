@@ -22,7 +22,7 @@ from offload_backend_disk.capacity.pins import Pins
 from offload_backend_disk.capacity.rows import PackNumbers, Rows, Segment
 from offload_backend_disk.capacity.write_behind import Recency, WriteBehind
 from offload_backend_disk.folder.control_files import LOCK_SECONDS, held_by_another
-from offload_backend_disk.folder.disk_full import DISK_FULL_ERRNOS
+from offload_backend_disk.folder.files import DISK_FULL_ERRNOS
 from offload_backend_disk.folder.layout import Layout, hash_range
 from offload_backend_disk.folder.mount_guard import MountGuard
 from offload_backend_disk.folder.processes import Processes

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from offload_backend_disk.capacity.account import Account, segment_of
 from offload_backend_disk.capacity.held_reservations import HeldReservation
 from offload_backend_disk.folder.control_files import LOCK_SECONDS
-from offload_backend_disk.folder.disk_full import DISK_FULL_ERRNOS
+from offload_backend_disk.folder.files import DISK_FULL_ERRNOS
 from offload_backend_disk.folder.object_folder import ObjectFolder
 from offload_core.api import LoadCheck, LoadOutcome, ObjectKey, StoreOutcome, StoreSeal
 

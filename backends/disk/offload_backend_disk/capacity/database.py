@@ -24,8 +24,7 @@ from offload_backend_disk.folder.control_files import (
     open_control_file,
     set_aside,
 )
-from offload_backend_disk.folder.disk_full import DISK_FULL_ERRNOS
-from offload_backend_disk.folder.files import FILE_MODE
+from offload_backend_disk.folder.files import DISK_FULL_ERRNOS, FILE_MODE
 from offload_core.api import TierLogger
 
 SCHEMA_VERSION = 3

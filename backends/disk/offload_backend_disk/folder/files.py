@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from contextlib import suppress
@@ -9,11 +10,12 @@ from pathlib import Path
 from typing import Literal
 
 from offload_backend_disk.folder import direct_io
-from offload_backend_disk.folder.preallocation import preallocate
-from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome, StoreSeal
+from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome, StoreSeal, preallocate
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
+DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors that mean a full disk or quota, and nothing worse."""
 
 Fsync = Literal["none", "data", "data and folder"]
 

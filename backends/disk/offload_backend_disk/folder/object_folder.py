@@ -9,7 +9,6 @@ from pathlib import Path
 
 from offload_backend_disk.folder import files
 from offload_backend_disk.folder.direct_io import is_aligned
-from offload_backend_disk.folder.disk_full import DISK_FULL_ERRNOS
 from offload_backend_disk.folder.layout import Layout
 from offload_backend_disk.folder.mount_guard import MountGuard
 from offload_backend_disk.folder.processes import Processes
@@ -168,7 +167,7 @@ class ObjectFolder:
                 raise PermissionError(errno.EPERM, "a link, or a folder that another user can change", path)
             self._write(path, temporary, buffer, seal)
         except OSError as error:
-            if error.errno in DISK_FULL_ERRNOS:
+            if error.errno in files.DISK_FULL_ERRNOS:
                 self._raise_unless_full(error)
             else:
                 self._raise_unless_odd(error)
@@ -222,7 +221,7 @@ class ObjectFolder:
 
     def _raise_unless_full(self, error: OSError) -> None:
         """Raise the error unless it means a full disk, which is logged once."""
-        if error.errno not in DISK_FULL_ERRNOS:
+        if error.errno not in files.DISK_FULL_ERRNOS:
             raise error
         if not self._is_full:
             self._is_full = True

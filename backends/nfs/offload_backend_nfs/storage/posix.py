@@ -44,7 +44,7 @@ from offload_backend_nfs.storage.posix_files import (
     unlink,
     unlink_quietly,
 )
-from offload_core.api import LoadCheck, LoadOutcome, StoreSeal, check_ownership
+from offload_core.api import LoadCheck, LoadOutcome, StoreSeal, check_ownership, preallocate
 
 FILE_MODE = 0o600
 MARKER = ".offload-core-share"
@@ -280,6 +280,8 @@ class PosixShare(Medium):
         descriptor = self._create_in_folder(temporary)
         try:
             try:
+                if self._is_local:
+                    preallocate(descriptor, len(buffer))
                 for offset, part in [(0, buffer)] if seal is None else seal.parts(buffer):
                     done = 0
                     while done < len(part):
