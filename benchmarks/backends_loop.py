@@ -15,6 +15,7 @@ from typing import Any
 import xxhash
 
 from benchmarks.backends_rig import CHUNK_BYTES, Memory, PlainThreads
+from offload_core.api import preallocate
 from offload_core.objects.format import HEADER_BYTES, checksum
 
 STEP_BYTES = 256 * 1024
@@ -24,7 +25,8 @@ STEP_BYTES = 256 * 1024
 class PlainLoop(PlainThreads):
     """Loop over files of one object each: a header of 4 KiB with the payload's XXH3-128, and the payload.
 
-    Each thread has its own part of the files. A store hashes the payload, writes a temporary file and renames it. A
+    Each thread has its own part of the files. A store hashes the payload, writes a temporary file and renames it. Like our tiers,
+    it allocates the file's space first. A
     load reads and hashes in steps, and compares the hash with the header's.
     """
 
@@ -67,6 +69,8 @@ class PlainLoop(PlainThreads):
             header[:16] = checksum(block)
             descriptor = os.open(f"{path}.tmp", flags, 0o600)
             try:
+                if not self._flags & os.O_DIRECT:  # as our tiers do
+                    preallocate(descriptor, len(header) + len(block))
                 os.pwritev(descriptor, [header, block], 0)
             finally:
                 os.close(descriptor)
