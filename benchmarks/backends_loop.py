@@ -25,9 +25,9 @@ STEP_BYTES = 256 * 1024
 class PlainLoop(PlainThreads):
     """Loop over files of one object each: a header of 4 KiB with the payload's XXH3-128, and the payload.
 
-    Each thread has its own part of the files. A store hashes the payload, writes a temporary file and renames it. Like our tiers,
-    it allocates the file's space first. A
-    load reads and hashes in steps, and compares the hash with the header's.
+    Each thread has its own part of the files. A store hashes the payload, writes a temporary file and renames it. Like
+    our tiers, it allocates the file's space first. A load reads and hashes in steps, and compares the hash with the
+    header's.
     """
 
     def __init__(
