@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offload_core.objects.format import HEADER_BYTES
-from tests.support.engine.lab import Lab, count, installed, objects, ours, served
+from tests.support.engine.lab import UNTIL_STORED, Lab, count, installed, objects, ours, served
 from tests.support.engine.spec import Round, compare
 
 
@@ -89,7 +89,7 @@ def test_folder_emptied_while_the_engine_knows_what_was_in_it(gemma3: Lab, tmp_p
         first.model_copy(update={"name": name, "reset_prefix_cache_before": True}) for name in ("gone", "stored again")
     ]
 
-    result = gemma3.run(rounds, transfer, env=installed(tmp_path, "vanishing_disk"))
+    result = gemma3.run(rounds, transfer, env=installed(tmp_path, "vanishing_disk"), extra_engine_args=UNTIL_STORED)
 
     assert compare(gemma3.alone(rounds), result) == []
     assert not any(served(result, 1).values())
