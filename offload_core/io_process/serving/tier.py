@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Protocol, TypeVar
@@ -62,12 +63,17 @@ class ServedTier:
 
     @property
     def load_parts(self) -> int:
-        """Number of parts into which to divide a load: one per free thread. See :attr:`store_parts`."""
-        return self._parts(self.load_slots.free - self.io_threads)
+        """Number of parts into which to divide a load: one per free thread, but not more than there are processors.
+
+        A part is read, checked and copied by a processor. More parts than processors would only be more work for the
+        event loop. See :attr:`store_parts`.
+        """
+        free_threads = self.load_slots.free - self.io_threads
+        return self._parts(min(free_threads, len(os.sched_getaffinity(0))))
 
     @property
     def store_parts(self) -> int:
-        """Number of parts into which to divide a store: one per free thread.
+        """Number of parts into which to divide a store: one per free thread. Some of them may wait for a disk's fsync.
 
         On a remote medium, a call of many objects costs as many round trips as one of few. Its backend gets it whole.
         So does a backend that moves several objects of a call at the same time, if the core need not encode them.
