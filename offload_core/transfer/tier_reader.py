@@ -24,7 +24,7 @@ from offload_core.tiers.calls.lent_objects import LendingEnd, LentObject, Wanted
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import Layouts, TransferObject
-from offload_core.transfer.call_size import load_size_of, load_slots_of
+from offload_core.transfer.call_size import load_size_of, load_slots_of, spare_load_slots_of
 from offload_core.transfer.jobs import Job, JobTable
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class TierReader:
 
     If the tier lends its memory, a load has no staging memory: the objects stay where they are.
 
-    A call past its deadline may never end. Another call gets its slot, for up to ``io_threads`` overdue calls at once.
+    A call past its deadline may never end. Another call gets its slot, for some overdue calls at once.
     So a medium that has recovered can be used although old calls hang, and the number of running calls stays bounded.
 
     Args:
@@ -99,7 +99,7 @@ class TierReader:
         self._counters = counters
         self._on_end = on_end
         self._slots = load_slots_of(tier)
-        self._spare_slots = tier.config.io_threads
+        self._spare_slots = spare_load_slots_of(tier)
         self._call_size = load_size_of(tier, share.loads.limit_bytes)
         self._lock = threading.Lock()
         self._waiting: deque[_Waiting] = deque()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Protocol, TypeVar
@@ -12,6 +11,7 @@ from offload_core.api.keys import ObjectKey
 from offload_core.config.model import OffloadConfig, TierConfig
 from offload_core.memory.staging_size import in_batches
 from offload_core.tiers.calls.call_slots import CallSlots
+from offload_core.tiers.calls.division import divides_calls, threads_of_load
 from offload_core.tiers.storage import LocalStorage, StorageEvents
 from offload_core.tiers.tier_backend import TierBackend
 
@@ -52,8 +52,7 @@ class ServedTier:
         self._loop = asyncio.get_running_loop()
         self._backend = TierBackend(tier, limits, config.plugins, self._stuck_on_any_thread, lends_to_processes=True)
         capabilities = self._backend.backend.capabilities
-        is_whole = capabilities.parallel and not tier.common.encodes  # threads share the work of encoding
-        self._divides_calls = capabilities.medium != "remote" and not is_whole
+        self._divides_calls = divides_calls(capabilities, encodes=tier.common.encodes)
         self._users: dict[TierUser, int] = {}  # with the number of stuck threads that each of them knows
 
     @property
@@ -63,21 +62,12 @@ class ServedTier:
 
     @property
     def load_parts(self) -> int:
-        """Number of parts into which to divide a load: one per free thread, but not more than there are processors.
-
-        A part is read, checked and copied by a processor. More parts than processors would only be more work for the
-        event loop. See :attr:`store_parts`.
-        """
-        free_threads = self.load_slots.free - self.io_threads
-        return self._parts(min(free_threads, len(os.sched_getaffinity(0))))
+        """Number of parts into which to divide a load: one per free thread, but not more than it may occupy."""
+        return self._parts(min(self.load_slots.free - self.io_threads, threads_of_load(self.io_threads)))
 
     @property
     def store_parts(self) -> int:
-        """Number of parts into which to divide a store: one per free thread. Some of them may wait for a disk's fsync.
-
-        On a remote medium, a call of many objects costs as many round trips as one of few. Its backend gets it whole.
-        So does a backend that moves several objects of a call at the same time, if the core need not encode them.
-        """
+        """Number of parts into which to divide a store: one per free thread. Some may wait for an fsync."""
         return self._parts(self.store_slots.free - 1)
 
     def _parts(self, free_threads: int) -> int:

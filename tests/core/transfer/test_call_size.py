@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -22,6 +22,7 @@ from offload_core.transfer.call_size import (
     load_size_of,
     load_slots_of,
     max_call_bytes,
+    spare_load_slots_of,
     store_size_of,
 )
 
@@ -60,7 +61,7 @@ def test_large_calls_leave_half_of_the_share_unless_they_load_by_messages(
     load, store = grown(load_size_of(tier, share_bytes)), grown(store_size_of(tier, share_bytes))
     loaded, stored = (size.take(iter(sizes), 20) for size in (load, store))
     if loaded > 1:
-        calls = load_slots_of(tier) + threads
+        calls = load_slots_of(tier) + spare_load_slots_of(tier)
         assert calls * sum(sizes[:loaded]) <= (share_bytes if is_elsewhere else share_bytes // 2)
     if stored > 1:
         assert (2 * threads + 1) * sum(sizes[:stored]) <= share_bytes // 2
@@ -73,7 +74,28 @@ def test_messages_are_equally_large_on_every_medium(medium: str) -> None:
     tier = tier_of(medium, threads=4, is_elsewhere=True)
     assert grown(load_size_of(tier, 1024 * MIB)).batches == LOAD_MESSAGE_BATCHES
     assert grown(store_size_of(tier, 1024 * MIB)).batches == STORE_MESSAGE_BATCHES
-    assert load_slots_of(tier) == 4
+
+
+@pytest.mark.parametrize(
+    ("tier_options", "slots", "spare"),
+    [
+        ({"medium": "disk"}, 2, 2),
+        ({"medium": "disk", "parallel": True}, 4, 4),
+        ({"medium": "disk", "parallel": True, "encodes": True}, 2, 2),
+        ({"medium": "remote"}, 4, 4),
+        ({"medium": "disk", "is_elsewhere": False}, 8, 4),
+    ],
+)
+def test_few_loads_at_a_time_if_each_is_the_work_of_several_threads(
+    tier_options: dict[str, Any], slots: int, spare: int
+) -> None:
+    tier = tier_of(**{"is_elsewhere": True} | tier_options, threads=4)
+    assert (load_slots_of(tier), spare_load_slots_of(tier)) == (slots, spare)
+
+
+def test_two_messages_of_the_default_memory_have_64_mib_each() -> None:
+    size = grown(load_size_of(tier_of("disk", threads=4, is_elsewhere=True), 256 * MIB))
+    assert size.take([BATCH] * 40, 40) == 31, "with room for two overdue ones"
 
 
 @given(st.integers(1, 8), st.lists(st.integers(1, 4 * MIB), min_size=1, max_size=20))
@@ -142,9 +164,9 @@ def test_the_size_stays_within_its_bounds(most: int, calls: list[tuple[int, floa
         assert 1 <= size.batches <= most
 
 
-def tier_of(medium: str, *, threads: int, encodes: bool = False, is_elsewhere: bool) -> Tier:
+def tier_of(medium: str, *, threads: int, encodes: bool = False, is_elsewhere: bool, parallel: bool = False) -> Tier:
     """Return the part of a tier that the sizes of its calls depend on."""
-    config, capabilities = SimpleNamespace(io_threads=threads), SimpleNamespace(medium=medium)
+    config, capabilities = SimpleNamespace(io_threads=threads), SimpleNamespace(medium=medium, parallel=parallel)
     fake = SimpleNamespace(config=config, capabilities=capabilities, encodes=encodes, is_elsewhere=is_elsewhere)
     return cast("Tier", fake)
 

@@ -1,0 +1,26 @@
+"""The division of a call among the threads of a tier in the I/O process.
+
+A message and a part of its call cost the two processes almost 1 ms of processor time. So a load takes many objects, and
+only two loads run at a time: while one is handed over, the other goes on. Each gets half of the threads.
+"""
+
+from __future__ import annotations
+
+from offload_core.api.capabilities import Capabilities
+
+LOADS_AT_ONCE = 2
+"""Number of loads within their deadlines on a tier whose calls are divided."""
+
+
+def divides_calls(capabilities: Capabilities, *, encodes: bool) -> bool:
+    """Return whether the I/O process divides the calls of such a tier among its threads.
+
+    On a remote medium, a call of many objects costs as many round trips as one of few. Its backend gets it whole. So
+    does a backend that moves several objects of a call at the same time, if the core need not encode them.
+    """
+    return capabilities.medium != "remote" and (encodes or not capabilities.parallel)
+
+
+def threads_of_load(io_threads: int) -> int:
+    """Return the maximum number of threads that work on one load."""
+    return -(-io_threads // LOADS_AT_ONCE)
