@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS
 from offload_core.objects.format import HEADER_BYTES
-from offload_core.tiers.calls.division import LOADS_AT_ONCE, divides_calls
+from offload_core.tiers.calls.division import CALLS_AT_ONCE, divides_calls
 from offload_core.tiers.tier import Tier
 
 CALL_BATCHES = 8
@@ -55,15 +55,23 @@ def load_slots_of(tier: Tier) -> int:
     threads = tier.config.io_threads
     if not tier.is_elsewhere:
         return 2 * threads
-    return LOADS_AT_ONCE if _is_divided(tier) else max(2, threads)
+    return CALLS_AT_ONCE if _is_divided(tier) else max(2, threads)
 
 
-def spare_load_slots_of(tier: Tier) -> int:
-    """Return how many overdue loads of ``tier`` may leave their slots to others.
+def store_slots_of(tier: Tier) -> int:
+    """Return how many stores on ``tier`` run at once, within their deadlines.
+
+    One call more than the threads can work on keeps them busy. Further calls would only delay loads.
+    """
+    return (CALLS_AT_ONCE if _is_divided(tier) else tier.config.io_threads) + 1
+
+
+def spare_slots_of(tier: Tier) -> int:
+    """Return how many overdue loads of ``tier`` may leave their slots to others, and how many overdue stores.
 
     An overdue call may occupy one of the tier's threads, or half of them if it is divided. As many can be replaced.
     """
-    return LOADS_AT_ONCE if tier.is_elsewhere and _is_divided(tier) else tier.config.io_threads
+    return CALLS_AT_ONCE if _is_divided(tier) else tier.config.io_threads
 
 
 def load_size_of(tier: Tier, share_bytes: int) -> CallSize:
@@ -72,7 +80,7 @@ def load_size_of(tier: Tier, share_bytes: int) -> CallSize:
     Args:
         share_bytes: size of the share of the staging memory for these loads.
     """
-    calls = load_slots_of(tier) + spare_load_slots_of(tier)
+    calls = load_slots_of(tier) + spare_slots_of(tier)
     nbytes = int(share_bytes * (1 if tier.is_elsewhere else SHARE_OF_CALLS))
     return _call_size(tier, nbytes, calls, LOAD_MESSAGE_BATCHES)
 
@@ -83,12 +91,12 @@ def store_size_of(tier: Tier, share_bytes: int) -> CallSize:
     Args:
         share_bytes: size of the share of the staging memory for these stores.
     """
-    calls = 2 * tier.config.io_threads + 1  # with the overdue calls
+    calls = store_slots_of(tier) + spare_slots_of(tier)
     return _call_size(tier, int(share_bytes * SHARE_OF_CALLS), calls, STORE_MESSAGE_BATCHES)
 
 
 def _is_divided(tier: Tier) -> bool:
-    return divides_calls(tier.capabilities, encodes=tier.encodes)
+    return tier.is_elsewhere and divides_calls(tier.capabilities, encodes=tier.encodes)
 
 
 def _call_size(tier: Tier, bytes_of_calls: int, calls: int, batches_of_message: int) -> CallSize:

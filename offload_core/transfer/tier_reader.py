@@ -24,7 +24,7 @@ from offload_core.tiers.calls.lent_objects import LendingEnd, LentObject, Wanted
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import Layouts, TransferObject
-from offload_core.transfer.call_size import load_size_of, load_slots_of, spare_load_slots_of
+from offload_core.transfer.call_size import load_size_of, load_slots_of, spare_slots_of
 from offload_core.transfer.jobs import Job, JobTable
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class TierReader:
         self._counters = counters
         self._on_end = on_end
         self._slots = load_slots_of(tier)
-        self._spare_slots = spare_load_slots_of(tier)
+        self._spare_slots = spare_slots_of(tier)
         self._call_size = load_size_of(tier, share.loads.limit_bytes)
         self._lock = threading.Lock()
         self._waiting: deque[_Waiting] = deque()

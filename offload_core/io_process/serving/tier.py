@@ -11,7 +11,7 @@ from offload_core.api.keys import ObjectKey
 from offload_core.config.model import OffloadConfig, TierConfig
 from offload_core.memory.staging_size import in_batches
 from offload_core.tiers.calls.call_slots import CallSlots
-from offload_core.tiers.calls.division import divides_calls, threads_of_load
+from offload_core.tiers.calls.division import divides_calls, threads_of_call
 from offload_core.tiers.storage import LocalStorage, StorageEvents
 from offload_core.tiers.tier_backend import TierBackend
 
@@ -63,15 +63,15 @@ class ServedTier:
     @property
     def load_parts(self) -> int:
         """Number of parts into which to divide a load: one per free thread, but not more than it may occupy."""
-        return self._parts(min(self.load_slots.free - self.io_threads, threads_of_load(self.io_threads)))
+        return self._parts(self.load_slots.free - self.io_threads)
 
     @property
     def store_parts(self) -> int:
-        """Number of parts into which to divide a store: one per free thread. Some may wait for an fsync."""
+        """Number of parts into which to divide a store. See :attr:`load_parts`."""
         return self._parts(self.store_slots.free - 1)
 
     def _parts(self, free_threads: int) -> int:
-        return max(1, free_threads) if self._divides_calls else 1
+        return max(1, min(free_threads, threads_of_call(self.io_threads))) if self._divides_calls else 1
 
     @property
     def is_closed(self) -> bool:

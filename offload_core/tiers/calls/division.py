@@ -1,15 +1,16 @@
 """The division of a call among the threads of a tier in the I/O process.
 
-A message and a part of its call cost the two processes almost 1 ms of processor time. So a load takes many objects, and
-only two loads run at a time: while one is handed over, the other goes on. Each gets half of the threads.
+A message and a part of its call cost the two processes almost 1 ms of processor time. So a call takes many objects, and
+only two loads run at a time: while one is handed over, the other goes on. Each gets half of the threads. Stores do the
+same.
 """
 
 from __future__ import annotations
 
 from offload_core.api.capabilities import Capabilities
 
-LOADS_AT_ONCE = 2
-"""Number of loads within their deadlines on a tier whose calls are divided."""
+CALLS_AT_ONCE = 2
+"""Number of loads, and of stores, that share the threads of a tier whose calls are divided."""
 
 
 def divides_calls(capabilities: Capabilities, *, encodes: bool) -> bool:
@@ -21,6 +22,6 @@ def divides_calls(capabilities: Capabilities, *, encodes: bool) -> bool:
     return capabilities.medium != "remote" and (encodes or not capabilities.parallel)
 
 
-def threads_of_load(io_threads: int) -> int:
-    """Return the maximum number of threads that work on one load."""
-    return -(-io_threads // LOADS_AT_ONCE)
+def threads_of_call(io_threads: int) -> int:
+    """Return the maximum number of threads that work on one load or store."""
+    return -(-io_threads // CALLS_AT_ONCE)

@@ -22,8 +22,9 @@ from offload_core.transfer.call_size import (
     load_size_of,
     load_slots_of,
     max_call_bytes,
-    spare_load_slots_of,
+    spare_slots_of,
     store_size_of,
+    store_slots_of,
 )
 
 MIB = 1024 * 1024
@@ -61,10 +62,11 @@ def test_large_calls_leave_half_of_the_share_unless_they_load_by_messages(
     load, store = grown(load_size_of(tier, share_bytes)), grown(store_size_of(tier, share_bytes))
     loaded, stored = (size.take(iter(sizes), 20) for size in (load, store))
     if loaded > 1:
-        calls = load_slots_of(tier) + spare_load_slots_of(tier)
+        calls = load_slots_of(tier) + spare_slots_of(tier)
         assert calls * sum(sizes[:loaded]) <= (share_bytes if is_elsewhere else share_bytes // 2)
     if stored > 1:
-        assert (2 * threads + 1) * sum(sizes[:stored]) <= share_bytes // 2
+        calls = store_slots_of(tier) + spare_slots_of(tier)
+        assert calls * sum(sizes[:stored]) <= share_bytes // 2
     if medium == "disk" and not is_elsewhere:
         assert loaded == stored == 1
 
@@ -77,25 +79,27 @@ def test_messages_are_equally_large_on_every_medium(medium: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tier_options", "slots", "spare"),
+    ("tier_options", "loads", "stores", "spare"),
     [
-        ({"medium": "disk"}, 2, 2),
-        ({"medium": "disk", "parallel": True}, 4, 4),
-        ({"medium": "disk", "parallel": True, "encodes": True}, 2, 2),
-        ({"medium": "remote"}, 4, 4),
-        ({"medium": "disk", "is_elsewhere": False}, 8, 4),
+        ({"medium": "disk"}, 2, 3, 2),
+        ({"medium": "disk", "parallel": True}, 4, 5, 4),
+        ({"medium": "disk", "parallel": True, "encodes": True}, 2, 3, 2),
+        ({"medium": "remote"}, 4, 5, 4),
+        ({"medium": "disk", "is_elsewhere": False}, 8, 5, 4),
     ],
 )
-def test_few_loads_at_a_time_if_each_is_the_work_of_several_threads(
-    tier_options: dict[str, Any], slots: int, spare: int
+def test_few_calls_at_a_time_if_each_is_the_work_of_several_threads(
+    tier_options: dict[str, Any], loads: int, stores: int, spare: int
 ) -> None:
     tier = tier_of(**{"is_elsewhere": True} | tier_options, threads=4)
-    assert (load_slots_of(tier), spare_load_slots_of(tier)) == (slots, spare)
+    assert (load_slots_of(tier), store_slots_of(tier), spare_slots_of(tier)) == (loads, stores, spare)
 
 
-def test_two_messages_of_the_default_memory_have_64_mib_each() -> None:
-    size = grown(load_size_of(tier_of("disk", threads=4, is_elsewhere=True), 256 * MIB))
-    assert size.take([BATCH] * 40, 40) == 31, "with room for two overdue ones"
+def test_sizes_of_messages_with_the_default_memory() -> None:
+    tier = tier_of("disk", threads=4, is_elsewhere=True)
+    load, store = grown(load_size_of(tier, 256 * MIB)), grown(store_size_of(tier, 256 * MIB))
+    assert load.take([BATCH] * 40, 40) == 31, "64 MiB for each of two loads, and of two overdue ones"
+    assert store.take([BATCH] * 40, 40) == 12, "half of the memory for three stores, and two overdue ones"
 
 
 @given(st.integers(1, 8), st.lists(st.integers(1, 4 * MIB), min_size=1, max_size=20))
