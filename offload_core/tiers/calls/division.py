@@ -1,8 +1,8 @@
 """The division of a call among the threads of a tier in the I/O process.
 
-A message and a part of its call cost the two processes almost 1 ms of processor time. So a call takes many objects, and
-only two loads run at a time: while one is handed over, the other goes on. Each gets half of the threads. Stores do the
-same.
+Each message and each part of a call costs both processes time, however few objects it has. So a call takes many
+objects, and only two loads run at a time: while one is handed over, the other goes on. Each gets half of the threads.
+Stores do the same, but a third one waits for the threads.
 """
 
 from __future__ import annotations
