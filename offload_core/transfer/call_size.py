@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS
 from offload_core.objects.format import HEADER_BYTES
-from offload_core.tiers.calls.division import CALLS_AT_ONCE, divides_calls
+from offload_core.tiers.calls.division import CALLS_AT_ONCE, divides_calls, threads_of_call
 from offload_core.tiers.tier import Tier
 
 CALL_BATCHES = 8
@@ -47,15 +47,30 @@ def max_call_bytes(bytes_of_calls: int, calls: int, leases_per_object: int = 1, 
 
 
 def load_slots_of(tier: Tier) -> int:
-    """Return how many loads of ``tier`` run at once, within their deadlines.
+    """Return how many slots there are for loads of ``tier`` within their deadlines. See :func:`slots_of_load`.
 
     They are twice the threads, so that threads go on reading while other batches are handed over. If the tier is in
-    another process, they are fewer and larger. A message then has work for several threads.
+    another process, they are fewer, and the loads are larger.
     """
     threads = tier.config.io_threads
     if not tier.is_elsewhere:
         return 2 * threads
-    return CALLS_AT_ONCE if _is_divided(tier) else max(2, threads)
+    return CALLS_AT_ONCE * threads_of_call(threads) if _is_divided(tier) else max(2, threads)
+
+
+def slots_of_load(tier: Tier, batches: int) -> int:
+    """Return how many slots a load of so many batches takes: one per thread that may work on it."""
+    return min(batches, threads_of_call(tier.config.io_threads)) if _is_divided(tier) else 1
+
+
+def spare_load_slots_of(tier: Tier) -> int:
+    """Return how many slots of overdue loads may go to others. As many threads can be replaced."""
+    return load_slots_of(tier) if _is_divided(tier) else tier.config.io_threads
+
+
+def large_loads_of(tier: Tier) -> int:
+    """Return how many large loads of ``tier`` run at once, within their deadlines."""
+    return CALLS_AT_ONCE if _is_divided(tier) else load_slots_of(tier)
 
 
 def store_slots_of(tier: Tier) -> int:
@@ -66,8 +81,8 @@ def store_slots_of(tier: Tier) -> int:
     return (CALLS_AT_ONCE if _is_divided(tier) else tier.config.io_threads) + 1
 
 
-def spare_slots_of(tier: Tier) -> int:
-    """Return how many overdue loads of ``tier`` may leave their slots to others, and how many overdue stores.
+def spare_store_slots_of(tier: Tier) -> int:
+    """Return how many overdue stores on ``tier`` may leave their slots to others.
 
     An overdue call may occupy one of the tier's threads, or half of them if it is divided. As many can be replaced.
     """
@@ -80,7 +95,8 @@ def load_size_of(tier: Tier, share_bytes: int) -> CallSize:
     Args:
         share_bytes: size of the share of the staging memory for these loads.
     """
-    calls = load_slots_of(tier) + spare_slots_of(tier)
+    overdue = CALLS_AT_ONCE if _is_divided(tier) else tier.config.io_threads
+    calls = large_loads_of(tier) + overdue
     nbytes = int(share_bytes * (1 if tier.is_elsewhere else SHARE_OF_CALLS))
     return _call_size(tier, nbytes, calls, LOAD_MESSAGE_BATCHES)
 
@@ -91,7 +107,7 @@ def store_size_of(tier: Tier, share_bytes: int) -> CallSize:
     Args:
         share_bytes: size of the share of the staging memory for these stores.
     """
-    calls = store_slots_of(tier) + spare_slots_of(tier)
+    calls = store_slots_of(tier) + spare_store_slots_of(tier)
     return _call_size(tier, int(share_bytes * SHARE_OF_CALLS), calls, STORE_MESSAGE_BATCHES)
 
 

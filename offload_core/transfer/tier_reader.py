@@ -24,7 +24,7 @@ from offload_core.tiers.calls.lent_objects import LendingEnd, LentObject, Wanted
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import Layouts, TransferObject
-from offload_core.transfer.call_size import load_size_of, load_slots_of, spare_slots_of
+from offload_core.transfer.call_size import load_size_of, load_slots_of, slots_of_load, spare_load_slots_of
 from offload_core.transfer.jobs import Job, JobTable
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,8 @@ class _Call:
     staged: Sequence[StagedObject]
     """One per object; none if the objects are borrowed."""
     borrows: bool
+    slots: int
+    """Number of slots that it takes."""
     submitted: float
     started: float
 
@@ -70,7 +72,7 @@ class TierReader:
 
     If the tier lends its memory, a load has no staging memory: the objects stay where they are.
 
-    A call past its deadline may never end. Another call gets its slot, for some overdue calls at once.
+    A call past its deadline may never end. Another call gets its slots, for some overdue calls at once.
     So a medium that has recovered can be used although old calls hang, and the number of running calls stays bounded.
 
     Args:
@@ -99,7 +101,7 @@ class TierReader:
         self._counters = counters
         self._on_end = on_end
         self._slots = load_slots_of(tier)
-        self._spare_slots = spare_slots_of(tier)
+        self._spare_slots = spare_load_slots_of(tier)
         self._call_size = load_size_of(tier, share.loads.limit_bytes)
         self._lock = threading.Lock()
         self._waiting: deque[_Waiting] = deque()
@@ -160,8 +162,8 @@ class TierReader:
 
     def _has_free_slot(self) -> bool:
         now = time.monotonic()
-        overdue = sum(1 for call in self._running if call.job.deadline <= now)
-        return len(self._running) - min(overdue, self._spare_slots) < self._slots
+        overdue = sum(call.slots for call in self._running if call.job.deadline <= now)
+        return sum(call.slots for call in self._running) - min(overdue, self._spare_slots) < self._slots
 
     def _try_lease(self, load: _Waiting) -> tuple[int, list[Lease]]:
         """Lease staging memory for as many of a load's batches as a call takes and there is memory for.
@@ -200,7 +202,8 @@ class TierReader:
                 StagedObject(item.key, lease, scratch)
                 for item, lease, scratch in zip_longest(objects, leases[: len(objects)], leases[len(objects) :])
             ]
-        call = _Call(load.job, count, objects, staged, borrows, load.submitted, time.monotonic())
+        slots = slots_of_load(self._tier, count)
+        call = _Call(load.job, count, objects, staged, borrows, slots, load.submitted, time.monotonic())
         self._counters.observe("load_queue_seconds", self._tier.name, call.started - load.submitted)
         self._running.add(call)
         return call

@@ -1,8 +1,8 @@
 """The division of a call among the threads of a tier in the I/O process.
 
 Each message and each part of a call costs both processes time, however few objects it has. So a call takes many
-objects, and only two loads run at a time: while one is handed over, the other goes on. Each gets half of the threads.
-Stores do the same, but a third one waits for the threads.
+objects, and only two large loads run at a time: while one is handed over, the other goes on. Each gets half of the
+threads. Small loads take one thread each. Of the stores, two share the threads, and a third one waits for them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from offload_core.api.capabilities import Capabilities
 
 CALLS_AT_ONCE = 2
-"""Number of loads, and of stores, that share the threads of a tier whose calls are divided."""
+"""Number of large loads, and of stores, that share the threads of a tier whose calls are divided."""
 
 
 def divides_calls(capabilities: Capabilities, *, encodes: bool) -> bool:

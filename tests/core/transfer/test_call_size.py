@@ -19,10 +19,13 @@ from offload_core.transfer.call_size import (
     QUICK_SECONDS,
     STORE_MESSAGE_BATCHES,
     CallSize,
+    large_loads_of,
     load_size_of,
     load_slots_of,
     max_call_bytes,
-    spare_slots_of,
+    slots_of_load,
+    spare_load_slots_of,
+    spare_store_slots_of,
     store_size_of,
     store_slots_of,
 )
@@ -62,10 +65,10 @@ def test_large_calls_leave_half_of_the_share_unless_they_load_by_messages(
     load, store = grown(load_size_of(tier, share_bytes)), grown(store_size_of(tier, share_bytes))
     loaded, stored = (size.take(iter(sizes), 20) for size in (load, store))
     if loaded > 1:
-        calls = load_slots_of(tier) + spare_slots_of(tier)
+        calls = large_loads_of(tier) + (2 if is_elsewhere and medium == "disk" else threads)
         assert calls * sum(sizes[:loaded]) <= (share_bytes if is_elsewhere else share_bytes // 2)
     if stored > 1:
-        calls = store_slots_of(tier) + spare_slots_of(tier)
+        calls = store_slots_of(tier) + spare_store_slots_of(tier)
         assert calls * sum(sizes[:stored]) <= share_bytes // 2
     if medium == "disk" and not is_elsewhere:
         assert loaded == stored == 1
@@ -79,20 +82,29 @@ def test_messages_are_equally_large_on_every_medium(medium: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tier_options", "loads", "stores", "spare"),
+    ("tier_options", "loads", "stores"),
     [
-        ({"medium": "disk"}, 2, 3, 2),
-        ({"medium": "disk", "parallel": True}, 4, 5, 4),
-        ({"medium": "disk", "parallel": True, "encodes": True}, 2, 3, 2),
-        ({"medium": "remote"}, 4, 5, 4),
-        ({"medium": "disk", "is_elsewhere": False}, 8, 5, 4),
+        ({"medium": "disk"}, (4, 4, 2), (3, 2)),
+        ({"medium": "disk", "parallel": True}, (4, 4, 4), (5, 4)),
+        ({"medium": "disk", "parallel": True, "encodes": True}, (4, 4, 2), (3, 2)),
+        ({"medium": "remote"}, (4, 4, 4), (5, 4)),
+        ({"medium": "disk", "is_elsewhere": False}, (8, 4, 8), (5, 4)),
     ],
 )
-def test_few_calls_at_a_time_if_each_is_the_work_of_several_threads(
-    tier_options: dict[str, Any], loads: int, stores: int, spare: int
+def test_few_large_calls_at_a_time_if_each_is_the_work_of_several_threads(
+    tier_options: dict[str, Any], loads: tuple[int, int, int], stores: tuple[int, int]
 ) -> None:
     tier = tier_of(**{"is_elsewhere": True} | tier_options, threads=4)
-    assert (load_slots_of(tier), store_slots_of(tier), spare_slots_of(tier)) == (loads, stores, spare)
+    assert (load_slots_of(tier), spare_load_slots_of(tier), large_loads_of(tier)) == loads
+    assert (store_slots_of(tier), spare_store_slots_of(tier)) == stores
+
+
+@pytest.mark.parametrize("threads", range(1, 9))
+def test_two_large_loads_take_all_slots_and_a_small_one_takes_one(threads: int) -> None:
+    tier = tier_of("disk", threads=threads, is_elsewhere=True)
+    assert 2 * slots_of_load(tier, 31) == load_slots_of(tier) == spare_load_slots_of(tier) >= threads
+    assert slots_of_load(tier, 1) == 1
+    assert slots_of_load(tier_of("remote", threads=threads, is_elsewhere=True), 31) == 1
 
 
 def test_sizes_of_messages_with_the_default_memory() -> None:
