@@ -20,7 +20,7 @@ from offload_core.runtime.metrics import Counters
 from offload_core.tiers.opening import open_tiers
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
-from offload_core.transfer.call_size import CallSize, store_slots_of
+from offload_core.transfer.call_size import CallSize, large_calls_in, store_slots_of
 
 _CLOSE_SECONDS = 10.0
 
@@ -62,7 +62,8 @@ class OurProcess(OurTier):
 
     def _store_objects(self, objects: list[StagedObject]) -> None:
         unsealed = [replace(one, unsealed=True) for one in objects]
-        ends = self._move(self._tier.start_store, unsealed, store_slots_of(self._tier), self._store_size)
+        slots = large_calls_in(self._tier, store_slots_of(self._tier))
+        ends = self._move(self._tier.start_store, unsealed, slots, self._store_size)
         if set(ends) != {True}:
             raise SystemExit(f"{self.name}: the tier did not store some objects")
 

@@ -39,7 +39,7 @@ from offload_core.runtime.threads import DaemonExecutor
 from offload_core.tiers.calls.call_slots import CallSlots
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
-from offload_core.transfer.call_size import large_loads_of, load_size_of, store_size_of
+from offload_core.transfer.call_size import large_calls_in, load_size_of, load_slots_of, store_size_of
 from offload_core.transfer.stores.store_queue import StoreBatch, StoreCall, StoreQueue
 
 MIB = 1024 * 1024
@@ -171,7 +171,7 @@ class OurTier:
         self._at_once = max(1, min(BATCH_OBJECTS, -(-BATCH_BYTES // payload_bytes)))
         share = int(config.settings.staging_bytes * STORE_SHARE)
         self._store_size = store_size_of(self._tier, share)
-        self._load_slots = CallSlots(large_loads_of(self._tier), spare_slots=0)
+        self._load_slots = CallSlots(large_calls_in(self._tier, load_slots_of(self._tier)), spare_slots=0)
         self._load_size = load_size_of(self._tier, share)
         self.nbytes = chunks * CHUNK_BYTES
         self._leases: list[Lease] = []

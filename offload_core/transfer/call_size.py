@@ -9,11 +9,11 @@ copies overlap. On a remote medium each call costs round trips, so that it takes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from offload_core.memory.staging_size import BATCH_BYTES, BATCH_OBJECTS
 from offload_core.objects.format import HEADER_BYTES
-from offload_core.tiers.calls.division import CALLS_AT_ONCE, divides_calls, threads_of_call
+from offload_core.tiers.calls.division import divides_calls, threads_of_call
 from offload_core.tiers.tier import Tier
 
 CALL_BATCHES = 8
@@ -47,46 +47,36 @@ def max_call_bytes(bytes_of_calls: int, calls: int, leases_per_object: int = 1, 
 
 
 def load_slots_of(tier: Tier) -> int:
-    """Return how many slots there are for loads of ``tier`` within their deadlines. See :func:`slots_of_load`.
+    """Return how many slots there are for loads of ``tier`` within their deadlines. See :func:`slots_of_call`.
 
     They are twice the threads, so that threads go on reading while other batches are handed over. If the tier is in
-    another process, they are fewer, and the loads are larger.
+    another process, a message has work for several threads, and half as many messages may be larger.
     """
     threads = tier.config.io_threads
-    if not tier.is_elsewhere:
-        return 2 * threads
-    return CALLS_AT_ONCE * threads_of_call(threads) if _is_divided(tier) else max(2, threads)
-
-
-def slots_of_load(tier: Tier, batches: int) -> int:
-    """Return how many slots a load of so many batches takes: one per thread that may work on it."""
-    return min(batches, threads_of_call(tier.config.io_threads)) if _is_divided(tier) else 1
-
-
-def spare_load_slots_of(tier: Tier) -> int:
-    """Return how many slots of overdue loads may go to others. As many threads can be replaced."""
-    return load_slots_of(tier) if _is_divided(tier) else tier.config.io_threads
-
-
-def large_loads_of(tier: Tier) -> int:
-    """Return how many large loads of ``tier`` run at once, within their deadlines."""
-    return CALLS_AT_ONCE if _is_divided(tier) else load_slots_of(tier)
+    return max(2, threads) if tier.is_elsewhere else 2 * threads
 
 
 def store_slots_of(tier: Tier) -> int:
-    """Return how many stores on ``tier`` run at once, within their deadlines.
+    """Return how many slots there are for stores on ``tier`` within their deadlines. See :func:`slots_of_call`.
 
-    One call more than the threads can work on keeps them busy. Further calls would only delay loads.
+    One more than threads keeps the threads busy. Further calls would only delay loads.
     """
-    return (CALLS_AT_ONCE if _is_divided(tier) else tier.config.io_threads) + 1
+    return tier.config.io_threads + 1
 
 
-def spare_store_slots_of(tier: Tier) -> int:
-    """Return how many overdue stores on ``tier`` may leave their slots to others.
+def slots_of_call(tier: Tier, batches: int) -> int:
+    """Return how many slots a call of so many batches takes: one per thread that may work on it.
 
-    An overdue call may occupy one of the tier's threads, or half of them if it is divided. As many can be replaced.
+    Overdue calls may leave as many slots to others as the tier has threads, since so many threads can be replaced.
     """
-    return CALLS_AT_ONCE if _is_divided(tier) else tier.config.io_threads
+    if tier.is_elsewhere and divides_calls(tier.capabilities, encodes=tier.encodes):
+        return min(batches, threads_of_call(tier.config.io_threads))
+    return 1
+
+
+def large_calls_in(tier: Tier, slots: int) -> int:
+    """Return how many large calls of ``tier`` run at once, if the last one may take more slots than are left."""
+    return -(-slots // slots_of_call(tier, STORE_MESSAGE_BATCHES))
 
 
 def load_size_of(tier: Tier, share_bytes: int) -> CallSize:
@@ -95,10 +85,8 @@ def load_size_of(tier: Tier, share_bytes: int) -> CallSize:
     Args:
         share_bytes: size of the share of the staging memory for these loads.
     """
-    overdue = CALLS_AT_ONCE if _is_divided(tier) else tier.config.io_threads
-    calls = large_loads_of(tier) + overdue
     nbytes = int(share_bytes * (1 if tier.is_elsewhere else SHARE_OF_CALLS))
-    return _call_size(tier, nbytes, calls, LOAD_MESSAGE_BATCHES)
+    return _call_size(tier, nbytes, load_slots_of(tier), LOAD_MESSAGE_BATCHES)
 
 
 def store_size_of(tier: Tier, share_bytes: int) -> CallSize:
@@ -107,17 +95,15 @@ def store_size_of(tier: Tier, share_bytes: int) -> CallSize:
     Args:
         share_bytes: size of the share of the staging memory for these stores.
     """
-    calls = store_slots_of(tier) + spare_store_slots_of(tier)
-    return _call_size(tier, int(share_bytes * SHARE_OF_CALLS), calls, STORE_MESSAGE_BATCHES)
+    return _call_size(tier, int(share_bytes * SHARE_OF_CALLS), store_slots_of(tier), STORE_MESSAGE_BATCHES)
 
 
-def _is_divided(tier: Tier) -> bool:
-    return tier.is_elsewhere and divides_calls(tier.capabilities, encodes=tier.encodes)
-
-
-def _call_size(tier: Tier, bytes_of_calls: int, calls: int, batches_of_message: int) -> CallSize:
+def _call_size(tier: Tier, bytes_of_calls: int, slots: int, batches_of_message: int) -> CallSize:
     most = batches_of_message if tier.is_elsewhere else CALL_BATCHES if tier.capabilities.medium == "remote" else 1
-    return CallSize(most, max_call_bytes(bytes_of_calls, calls, 1 + tier.encodes, most) if most > 1 else 0)
+    slots += tier.config.io_threads  # those of overdue calls
+    slots += slots_of_call(tier, most) - 1  # the last call may take more than are left
+    of_calls = (bytes_of_calls * slots_of_call(tier, batches) for batches in range(1, most + 1))
+    return CallSize(most, [max_call_bytes(nbytes, slots, 1 + tier.encodes, most) for nbytes in of_calls])
 
 
 class CallSize:
@@ -128,10 +114,11 @@ class CallSize:
 
     Args:
         most: its upper limit.
-        max_bytes: maximum number of bytes that the leases of a call of several batches take.
+        max_bytes: maximum number of bytes that the leases of a call take, for one batch, two, and so on up to ``most``.
+            A single batch may take more.
     """
 
-    def __init__(self, most: int, max_bytes: int) -> None:
+    def __init__(self, most: int, max_bytes: Sequence[int]) -> None:
         self._most = most
         self._max_bytes = max_bytes
         self.batches = 1
@@ -147,7 +134,7 @@ class CallSize:
         count = total = 0
         for nbytes in sizes:
             total += nbytes
-            if count and (count >= min(most, self.batches) or total > self._max_bytes):
+            if count and (count >= min(most, self.batches) or total > self._max_bytes[count]):
                 break
             count += 1
         return count

@@ -24,7 +24,7 @@ from offload_core.tiers.calls.lent_objects import LendingEnd, LentObject, Wanted
 from offload_core.tiers.staged_object import StagedObject
 from offload_core.tiers.tier import Tier
 from offload_core.transfer.batches import Layouts, TransferObject
-from offload_core.transfer.call_size import load_size_of, load_slots_of, slots_of_load, spare_load_slots_of
+from offload_core.transfer.call_size import load_size_of, load_slots_of, slots_of_call
 from offload_core.transfer.jobs import Job, JobTable
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class TierReader:
 
     If the tier lends its memory, a load has no staging memory: the objects stay where they are.
 
-    A call past its deadline may never end. Another call gets its slots, for some overdue calls at once.
+    A call past its deadline may never end. Other calls get its slots, for up to ``io_threads`` such slots at once.
     So a medium that has recovered can be used although old calls hang, and the number of running calls stays bounded.
 
     Args:
@@ -101,7 +101,7 @@ class TierReader:
         self._counters = counters
         self._on_end = on_end
         self._slots = load_slots_of(tier)
-        self._spare_slots = spare_load_slots_of(tier)
+        self._spare_slots = tier.config.io_threads
         self._call_size = load_size_of(tier, share.loads.limit_bytes)
         self._lock = threading.Lock()
         self._waiting: deque[_Waiting] = deque()
@@ -202,7 +202,7 @@ class TierReader:
                 StagedObject(item.key, lease, scratch)
                 for item, lease, scratch in zip_longest(objects, leases[: len(objects)], leases[len(objects) :])
             ]
-        slots = slots_of_load(self._tier, count)
+        slots = slots_of_call(self._tier, count)
         call = _Call(load.job, count, objects, staged, borrows, slots, load.submitted, time.monotonic())
         self._counters.observe("load_queue_seconds", self._tier.name, call.started - load.submitted)
         self._running.add(call)

@@ -1,16 +1,12 @@
 """The division of a call among the threads of a tier in the I/O process.
 
-Each message and each part of a call costs both processes time, however few objects it has. So a call takes many
-objects, and only two large loads run at a time: while one is handed over, the other goes on. Each gets half of the
-threads. Small loads take one thread each. Of the stores, two share the threads, and a third one waits for them.
+Each message and each part of a call costs both processes time, however few objects it has. So a large call takes many
+objects and half of the threads: while it is handed over, another one goes on. A call of one batch takes one thread.
 """
 
 from __future__ import annotations
 
 from offload_core.api.capabilities import Capabilities
-
-CALLS_AT_ONCE = 2
-"""Number of large loads, and of stores, that share the threads of a tier whose calls are divided."""
 
 
 def divides_calls(capabilities: Capabilities, *, encodes: bool) -> bool:
@@ -23,5 +19,5 @@ def divides_calls(capabilities: Capabilities, *, encodes: bool) -> bool:
 
 
 def threads_of_call(io_threads: int) -> int:
-    """Return the maximum number of threads that work on one load or store."""
-    return -(-io_threads // CALLS_AT_ONCE)
+    """Return the maximum number of threads that work on one load or store: half of them, rounded up."""
+    return -(-io_threads // 2)

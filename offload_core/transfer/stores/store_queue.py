@@ -67,10 +67,11 @@ class StoreBatch(Generic[T]):
 
 
 class StoreCall(Generic[T]):
-    """One call of the tier: the batches that share a slot, the oldest first."""
+    """One call of the tier: its batches, the oldest first, and the number of slots that it takes."""
 
-    def __init__(self, batches: Sequence[StoreBatch[T]]) -> None:
+    def __init__(self, batches: Sequence[StoreBatch[T]], slots: int) -> None:
         self.batches = tuple(batches)
+        self.slots = slots
         self._overdue = False
 
     @property
@@ -83,22 +84,31 @@ class StoreQueue(Generic[T]):
     """The store queue of one tier.
 
     Args:
-        slots: maximum number of concurrent calls within their deadlines.
-        spare_slots: maximum number of overdue calls whose slots other batches may use. Further overdue calls keep their
-            slots. So hung calls do not stop all stores of the tier, and their number is bounded.
+        slots: slots for concurrent calls within their deadlines. A call starts if at least one is free, and may take
+            more than are left.
+        spare_slots: maximum number of slots of overdue calls that other batches may use. Further overdue calls keep
+            their slots. So hung calls do not stop all stores of the tier, and their number is bounded.
         charge_bytes: returns the bytes of the tier's share that an object takes.
+        slots_of_call: returns the slots that a call of so many batches takes, at least 1.
     """
 
-    def __init__(self, slots: int, spare_slots: int, charge_bytes: Callable[[T], int]) -> None:
+    def __init__(
+        self,
+        slots: int,
+        spare_slots: int,
+        charge_bytes: Callable[[T], int],
+        slots_of_call: Callable[[int], int] = lambda batches: 1,
+    ) -> None:
         self._slots = slots
         self._spare_slots = spare_slots
         self._charge_bytes = charge_bytes
+        self._slots_of_call = slots_of_call
         self._last_age = 0
         self._on_time: OrderedDict[StoreBatch[T], None] = OrderedDict()  # in order of age, and so of deadlines
         self._waiting: list[StoreBatch[T]] = []  # in order of age
         self._waiting_bytes = 0
-        self._running = 0
-        self._overdue = 0  # running calls with a batch that has missed its deadline
+        self._running = 0  # slots of running calls
+        self._overdue = 0  # slots of those with a batch that has missed its deadline
 
     @property
     def next_deadline(self) -> float | None:
@@ -138,29 +148,30 @@ class StoreQueue(Generic[T]):
 
         Args:
             take: returns the number of batches in the call, at least 1. It is called with the charges of the waiting
-                batches, and with the number at which every other free slot gets as many.
+                batches, and with the number at which the free slots are enough for all of them.
         """
         free = self._slots - (self._running - min(self._overdue, self._spare_slots))
         if not self._waiting or free <= 0:
             return None
-        count = take(map(self._batch_bytes, self._waiting), -(-len(self._waiting) // free))
+        calls = -(-free // self._slots_of_call(len(self._waiting)))
+        count = take(map(self._batch_bytes, self._waiting), -(-len(self._waiting) // calls))
         batches, self._waiting = self._waiting[:count], self._waiting[count:]
-        call = StoreCall(batches)
+        call = StoreCall(batches, self._slots_of_call(count))
         for batch in batches:
             self._waiting_bytes -= self._batch_bytes(batch)
             batch._move(BatchState.RUNNING)
             batch._call = call
-        self._running += 1
+        self._running += call.slots
         return call
 
     def ended(self, call: StoreCall[T]) -> None:
-        """Note that a call has really ended: its slot is free."""
+        """Note that a call has really ended: its slots are free."""
         for batch in call.batches:
             batch._move(BatchState.GONE)
             batch._call = None
             self._on_time.pop(batch, None)
-        self._running -= 1
-        self._overdue -= call._overdue
+        self._running -= call.slots
+        self._overdue -= call.slots * call._overdue
 
     def expire(self, now: float) -> list[tuple[StoreBatch[T], BatchState]]:
         """Return newly expired batches, each with its state until now. A waiting batch leaves the queue."""
@@ -175,7 +186,7 @@ class StoreQueue(Generic[T]):
                 batch._move(BatchState.GONE)
             elif batch._call is not None and not batch._call._overdue:
                 batch._call._overdue = True
-                self._overdue += 1
+                self._overdue += batch._call.slots
         return due
 
     def waiting(self) -> Iterator[tuple[StoreBatch[T], T]]:

@@ -20,7 +20,7 @@ from offload_core.memory.staging_shares import TierShare
 from offload_core.planning.write_policy import WritePolicy
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.tier import Tier
-from offload_core.transfer.call_size import CallSize, spare_store_slots_of, store_slots_of
+from offload_core.transfer.call_size import CallSize, slots_of_call, store_slots_of
 from offload_core.transfer.jobs import Job, JobState, JobTable
 from offload_core.transfer.stores.pending_store import PendingStore
 from offload_core.transfer.stores.store_queue import BatchState, StoreBatch, StoreCall, StoreQueue
@@ -59,8 +59,9 @@ class TierWriter:
         self._lock = lock
         self._queue: StoreQueue[PendingStore] = StoreQueue(
             store_slots_of(tier),
-            spare_slots=spare_store_slots_of(tier),
+            spare_slots=tier.config.io_threads,
             charge_bytes=lambda store: share.store_charge_bytes(store.nbytes),
+            slots_of_call=partial(slots_of_call, tier),
         )
         self._call_size = call_size
         self._timer: asyncio.TimerHandle | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -35,6 +36,7 @@ class Oracle:
 
     batches: list[Expected] = field(default_factory=list)
     calls: list[tuple[StoreCall[Item], list[Expected]]] = field(default_factory=list)
+    max_slots_of_call: int = 1
 
     def at(self, *states: BatchState) -> list[Expected]:
         return [batch for batch in self.batches if batch.state in states]
@@ -50,8 +52,13 @@ class Oracle:
                     batch.state = BatchState.GONE
 
     def free_slots(self, slots: int, spare: int) -> int:
-        overdue = sum(any(batch.expired for batch in batches) for _, batches in self.calls)
-        return min(slots - (len(self.calls) - overdue), slots + spare - len(self.calls))
+        taken = [self.slots_of(len(batches)) for _, batches in self.calls]
+        late = [any(batch.expired for batch in batches) for _, batches in self.calls]
+        overdue = sum(slots for slots, is_late in zip(taken, late, strict=True) if is_late)
+        return min(slots - (sum(taken) - overdue), slots + spare - sum(taken))
+
+    def slots_of(self, batches: int) -> int:
+        return min(batches, self.max_slots_of_call)
 
 
 class Queues(RuleBasedStateMachine):
@@ -62,10 +69,10 @@ class Queues(RuleBasedStateMachine):
         self.oracle = Oracle()
         self.now = 0.0
 
-    @initialize(slots=st.integers(1, 3), spare=st.integers(0, 2))
-    def start(self, slots: int, spare: int) -> None:
-        self.slots, self.spare = slots, spare
-        self.queue: StoreQueue[Item] = StoreQueue(slots, spare, lambda item: item.nbytes)
+    @initialize(slots=st.integers(1, 3), spare=st.integers(0, 2), of_call=st.integers(1, 3))
+    def start(self, slots: int, spare: int, of_call: int) -> None:
+        self.slots, self.spare, self.oracle.max_slots_of_call = slots, spare, of_call
+        self.queue: StoreQueue[Item] = StoreQueue(slots, spare, lambda item: item.nbytes, self.oracle.slots_of)
 
     def batch(self, index: int, *states: BatchState) -> Expected | None:
         found = self.oracle.at(*states)
@@ -104,10 +111,12 @@ class Queues(RuleBasedStateMachine):
         assert call is not None
         ((sizes, most),) = asked
         assert sizes == [sum(item.nbytes for item in batch.items) for batch in waiting]
-        assert (most - 1) * free < len(waiting) <= most * free, "the other free slots get as many"
+        calls = math.ceil(free / self.oracle.slots_of(len(waiting)))
+        assert (most - 1) * calls < len(waiting) <= most * calls, "the other calls in free slots get as many"
         oldest = waiting[: min(most, max_batches)]
         assert [batch.batch for batch in oldest] == list(call.batches), "the oldest, in order"
         assert call.items == [item for batch in oldest for item in batch.items]
+        assert call.slots == self.oracle.slots_of(len(oldest))
         for batch in oldest:
             batch.state = BatchState.RUNNING
         self.oracle.calls.append((call, oldest))
