@@ -63,13 +63,15 @@ class Trouble(Backend):
                 os._exit(0)
         elif order == "load in a fork":
             if (child := os.fork()) == 0:
+                named = Path(self.options.path) / "forked-part"  # here, where the handlers of forks have run
+                named.write_text(str(os.getpid()))
+                named.rename(named.with_name("forked"))
                 limit = time.monotonic() + 60
                 while not (Path(self.options.path) / "go").exists() and time.monotonic() < limit:
                     time.sleep(0.001)
                 for buffer in buffers:
                     buffer[:] = bytes([0xEE]) * len(buffer)
                 os._exit(0)
-            (Path(self.options.path) / "forked").write_text(str(child))
             os.waitpid(child, 0)
         elif order == "stop the loop":
             time.sleep(60)
