@@ -17,7 +17,7 @@ from tests.engine.phases import Phase, PhasedRun
 from tests.engine.signals_in_calls import ORDER_VARIABLE, CallName, write_order
 from tests.engine.test_faulty_mount import LOAD_SECONDS, LOOKUP_SECONDS, SLACK_SECONDS, settle, transfer
 from tests.support import second_host
-from tests.support.engine.lab import Lab, count, installed, ours, served
+from tests.support.engine.lab import TO_THE_LAST_STORE, Lab, count, installed, ours, served
 from tests.support.engine.spec import Round, RunResult, compare, logged_problems, logged_tracebacks
 from tests.support.polling import wait_until
 from tests.support.second_host import HERE, SecondHost
@@ -57,7 +57,8 @@ def tier_of(store: Store, **keys: Any) -> dict[str, Any]:
 def run_on(store: Store, lab: Lab, rounds: list[Round], env: dict[str, str] | None = None) -> RunResult:
     """Run an engine on the store; fail where an output is not that without offloading, or something went wrong."""
     lines: list[str] = []
-    result = lab.run(rounds, ours(Path("unused"), backends=[tier_of(store)]), env, on_line=lines.append)
+    settings = ours(Path("unused"), backends=[tier_of(store)], **TO_THE_LAST_STORE)
+    result = lab.run(rounds, settings, env, on_line=lines.append)
     assert compare(lab.reference(rounds), result) == []
     assert logged_problems(lines) == []
     for counter in ("load_failures", "load_timeouts", "load_corrupt", "lookup_failures", "store_failures"):

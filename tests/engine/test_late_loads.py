@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.workloads import at_once, check_outputs
-from tests.support.engine.lab import Lab, count, installed, ours, served
+from tests.support.engine.lab import UNTIL_STORED, Lab, count, installed, ours, served
 from tests.support.engine.spec import Round, compare
 
 ONE_GROUP: dict[str, Any] = {"extra_engine_args": {"disable_hybrid_kv_cache_manager": True}}
@@ -32,7 +32,9 @@ def test_blocks_of_a_late_load_keep_what_other_requests_have_computed(
         Round(name="late", prompts=prompt, reset_prefix_cache_before=True),
     ]
     workload = at_once("others", others)
-    engine: dict[str, Any] = {"num_gpu_blocks_override": 160, "max_model_len": 2048}
+    engine: dict[str, Any] = {
+        "num_gpu_blocks_override": 160, "max_model_len": 2048, "extra_engine_args": UNTIL_STORED,
+    }  # fmt: skip
     transfer = held(tmp_path / "kv", {"held_until_stored": len(others)}, load_timeout_seconds=0.2)
     result = lab.run(rounds, transfer, env=installed(tmp_path, "held_disk"), workloads=[workload], **engine)
 
@@ -53,7 +55,7 @@ def test_the_part_of_a_load_that_has_come_is_used(gemma3: Lab, tmp_path: Path, o
         Round(name="part", prompts=prompt, reset_prefix_cache_before=True),
     ]
     lines: list[str] = []
-    transfer = held(tmp_path / "kv", {"answered_calls": 1, **options}, load_timeout_seconds=1.5, hybrid_chunk_size=128)
+    transfer = held(tmp_path / "kv", {"answered_calls": 1, **options}, load_timeout_seconds=5, hybrid_chunk_size=128)
     result = gemma3.run(rounds, transfer, env=installed(tmp_path, "held_disk"), on_line=lines.append, **ONE_GROUP)
 
     assert compare(gemma3.reference(rounds, **ONE_GROUP), result) == []

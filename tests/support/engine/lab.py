@@ -30,6 +30,9 @@ It does so for five seconds at most. Without events it stops at once. The next p
 store ends, and no counter has a store that ends after the last step.
 """
 
+TO_THE_LAST_STORE: dict[str, Any] = {"shutdown_timeout_seconds": 20}
+"""Keys of our connector: an engine that ends waits for the stores of its last prompt, on a slow machine too."""
+
 
 class Lab:
     """One tiny model, its outputs without offloading, and runs of it with our connector.
