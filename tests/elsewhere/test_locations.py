@@ -18,6 +18,8 @@ from tests.support.memory_backend import MemoryBackend, key, memory_tier
 
 Open = Callable[..., tuple[Tier, MemoryBackend]]
 
+SECONDS = 30
+
 
 @pytest.fixture
 def io() -> Iterator[IoLoop]:
@@ -30,9 +32,9 @@ def io() -> Iterator[IoLoop]:
 def tier(io: IoLoop) -> Iterator[Open]:
     opened: list[tuple[Tier, MemoryBackend]] = []
 
-    def start(name: str, *numbers: int, **common: object) -> tuple[Tier, MemoryBackend]:
+    def start(name: str, *numbers: int, grace_seconds: float = 0.02, **common: object) -> tuple[Tier, MemoryBackend]:
         config, made = memory_tier(name, **common)  # type: ignore[arg-type]
-        one = Tier(config, Limits(), Counters())
+        one = Tier(config, Limits(lookup_grace_seconds=grace_seconds), Counters())
         io.submit(one.open()).result(30)
         made[0].objects.update({key(number): b"" for number in numbers})
         opened.append((one, made[0]))
@@ -50,7 +52,11 @@ def found(io: IoLoop, tiers: list[Tier], *numbers: int) -> list[str | None]:
 
 
 def test_the_highest_weight_wins_and_then_the_first(io: IoLoop, tier: Open) -> None:
-    (a, _), (b, _), (c, _) = tier("a", 1, 2, 3), tier("b", 2, 3, load_weight=5.0), tier("c", 1, 4)
+    (a, _), (b, _), (c, _) = (
+        tier("a", 1, 2, 3, grace_seconds=SECONDS),
+        tier("b", 2, 3, grace_seconds=SECONDS, load_weight=5.0),
+        tier("c", 1, 4, grace_seconds=SECONDS),
+    )
     assert found(io, [a, b, c], 1, 2, 3, 5) == ["a", "b", "b", None]
 
 

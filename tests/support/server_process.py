@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.support.polling import wait_until
+from tests.support.process_state import thread_states
+
 START_LIMIT_SECONDS = 60
 STOP_LIMIT_SECONDS = 15
 
@@ -106,6 +109,7 @@ class ServerProcess:
     def pause(self) -> None:
         """Suspend the server: its connections stay open, and it answers nothing."""
         os.kill(self.pid, signal.SIGSTOP)
+        wait_until(lambda: set(thread_states(self.pid)) == {"T"}, "the server goes on")
 
     def resume(self) -> None:
         """Let a suspended server go on."""

@@ -27,7 +27,10 @@ def object_file(cluster: LMCacheCluster, name: bytes) -> Path:
 
 def wait_until_written(cluster: LMCacheCluster, name: bytes, nbytes: int | None = None) -> None:
     """Wait until LMCache has written an object and its size record."""
-    wait_until(lambda: _is_written(cluster, name, nbytes), "LMCache does not write an object to its L2")
+    wait_until(
+        lambda: _is_written(cluster, name, nbytes) and cluster.is_at_rest(),
+        "LMCache does not write an object to its L2",
+    )
 
 
 def _is_written(cluster: LMCacheCluster, name: bytes, nbytes: int | None) -> bool:

@@ -22,6 +22,7 @@ class Shelf:
         self.failure: str | None = None
         self.is_full = False
         self.writing = 0
+        self.begun = 0
 
     def find(self, names: Sequence[bytes], deadline: float) -> list[Found]:
         self._fail()
@@ -41,6 +42,7 @@ class Shelf:
         if entry.name in self.objects:
             return Status.PRESENT
         self.writing += 1
+        self.begun += 1
         return _Writing(self, entry)
 
     def delete(self, names: Sequence[bytes], deadline: float) -> list[Status]:

@@ -101,13 +101,15 @@ def test_any_bytes_after_the_handshake_end_the_connection(server: tuple[str, Lis
 def test_a_client_that_says_nothing_in_its_handshake_or_request_is_left(
     server: tuple[str, Listener], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    half = Raw(server[0]).shake_hands()
     monkeypatch.setattr("offload_backend_lmcache.server.session.HANDSHAKE_SECONDS", 0.2)
-    silent, half = Raw(server[0]), Raw(server[0]).shake_hands()
+    silent = Raw(server[0])
     half.socket.sendall(store_request()[:10])
     assert silent.is_closed()
     assert half.is_closed()
     silent.close()
     half.close()
+    monkeypatch.undo()
     assert is_alive(server[0])
 
 
@@ -118,7 +120,7 @@ def test_a_writer_that_ends_half_way_leaves_nothing(
 ) -> None:
     raw = Raw(server[0]).shake_hands()
     raw.socket.sendall(store_request() + (PAYLOAD + SUM)[:sent])
-    wait_until(lambda: shelf.writing == 1, "the server has not begun")
+    wait_until(lambda: shelf.begun == 1, "the server has not begun")
     if leaves:
         raw.close()
     wait_until(lambda: shelf.writing == 0, "the memory of half an object is kept")
@@ -161,7 +163,10 @@ def test_a_reader_that_takes_nothing_is_left(server: tuple[str, Listener], shelf
     raw.close()
 
 
-def test_connections_beyond_the_limit_are_refused_with_the_cure(server: tuple[str, Listener]) -> None:
+def test_connections_beyond_the_limit_are_refused_with_the_cure(
+    server: tuple[str, Listener], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload_backend_lmcache.server.listener._REFUSAL_SECONDS", 20.0)
     four = [Raw(server[0]).shake_hands() for _ in range(4)]
     with pytest.raises(OSError, match="has no connection left; raise max_connections in its config"), opened(server[0]):
         pass

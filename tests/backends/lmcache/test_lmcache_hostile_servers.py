@@ -24,6 +24,8 @@ MIB = 1024**2
 PAYLOAD = b"\x5a" * 5000
 UNTOUCHED = b"\xa5" * len(PAYLOAD)
 IO_SECONDS = 0.4
+"""Deadline of a call that a server lets run into it."""
+HONEST_SECONDS = 30.0
 
 
 class Peer:
@@ -107,10 +109,10 @@ def hit(header: RequestHeader, entry: Entry, payload: bytes = PAYLOAD, **other: 
     return frames.encode_object(status, name=entry.name, payload_checksum=frames.checksum(payload), **fields) + payload
 
 
-def load(address: str) -> tuple[LoadOutcome | OSError, bytes, float]:
+def load(address: str, io_seconds: float = IO_SECONDS) -> tuple[LoadOutcome | OSError, bytes, float]:
     """Return the outcome, the buffer and the seconds of a load."""
     buffer = bytearray(UNTOUCHED)
-    with opened(address, io_timeout_seconds=IO_SECONDS) as calls:
+    with opened(address, io_timeout_seconds=io_seconds) as calls:
         began = time.monotonic()
         try:
             ((outcome, _),) = calls.load_into((1, buffer))
@@ -121,7 +123,7 @@ def load(address: str) -> tuple[LoadOutcome | OSError, bytes, float]:
 
 def test_an_honest_answer() -> None:
     with served(answers(lambda header, entries: hit(header, entries[0]))) as address:
-        assert load(address)[:2] == (LoadOutcome.HIT, PAYLOAD)
+        assert load(address, HONEST_SECONDS)[:2] == (LoadOutcome.HIT, PAYLOAD)
 
 
 LIES: dict[str, Callable[[RequestHeader, list[Entry]], bytes]] = {
@@ -161,7 +163,7 @@ def test_wrong_bytes_under_a_right_header_are_corrupt() -> None:
         return hit(header, entries[0])[: -len(PAYLOAD)] + PAYLOAD[:-1] + b"x"
 
     with served(answers(lie)) as address:
-        assert load(address)[0] is LoadOutcome.CORRUPT
+        assert load(address, HONEST_SECONDS)[0] is LoadOutcome.CORRUPT
 
 
 @pytest.mark.parametrize("is_found_right", [True, False])
@@ -207,7 +209,7 @@ def test_a_miss_leaves_the_buffer_and_a_damaged_object_is_corrupt() -> None:
             return frames.encode_object(status, 0, header.request_id, entries[0].name, 0, 0)
 
         with served(answers(answer)) as address:
-            assert load(address)[:2] == (outcome, UNTOUCHED)
+            assert load(address, HONEST_SECONDS)[:2] == (outcome, UNTOUCHED)
 
 
 def test_bytes_after_an_answer_do_not_become_the_next_answer() -> None:

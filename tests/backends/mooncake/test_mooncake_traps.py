@@ -101,7 +101,7 @@ def test_many_objects_in_one_call_do_not_overflow_mooncakes_queue(
 def test_an_object_that_another_client_is_writing_is_not_stored_yet(
     new_cluster: NewCluster, mooncake: Mooncake
 ) -> None:
-    cluster = new_cluster(master_flags=["--put_start_discard_timeout_sec=60"])
+    cluster = new_cluster(forget_seconds=60, master_flags=["--put_start_discard_timeout_sec=60"])
     data = os.urandom(1000)
 
     async def work(backend: MooncakeBackend) -> None:

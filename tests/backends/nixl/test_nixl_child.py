@@ -114,10 +114,11 @@ def test_operations_of_a_stopped_child_fail_in_time(
         return [found.key async for batch in backend.list_objects() for found in batch]
 
     async def run() -> None:
-        backend = nixl(**folder_options, transfer_timeout_seconds=1)
+        backend = nixl(**folder_options)
         await backend.open()
         await store(backend, 1)
-        pid = pid_of(backend)
+        pid, child = pid_of(backend), backend._supervisor.child()
+        child._deadline_seconds = 1.0  # of this child alone: the option is also the deadline of a child's start
         os.kill(pid, signal.SIGSTOP)
         calls: dict[str, Any] = {
             "load": lambda: load(backend, 1),
@@ -128,7 +129,7 @@ def test_operations_of_a_stopped_child_fail_in_time(
         }
         call = asyncio.ensure_future(calls[operation]())
         if end == "killed":
-            await asyncio.sleep(0.05)
+            await asyncio.to_thread(wait_until, lambda: bool(child._tickets), "nothing is asked for")
             os.kill(pid, signal.SIGKILL)
         began = time.monotonic()
         reason = "killed by signal 9" if end == "killed" else "did not answer for 1 s"

@@ -260,10 +260,11 @@ def test_i3_a_load_has_not_ended_before_its_child(
     """The kill of a child that is in a call that nothing interrupts has no effect until that call ends."""
 
     async def run() -> None:
-        backend = await opened(nixl, folder_options, transfer_timeout_seconds=1)
+        backend = await opened(nixl, folder_options)
         await store(backend, staging, 1)
         assert await load(backend, staging, 1) == [LoadOutcome.HIT], "the child has the memory"
         child = backend._supervisor.child()
+        child._deadline_seconds = 1.0  # of this child alone: the option is also the deadline of a child's start
         process, pid = child._process, backend.child_pid
         assert process is not None
         assert pid is not None

@@ -76,7 +76,9 @@ def test_on_a_full_disk_everything_is_removed_again(site: Site, small_disk: Path
 def test_an_interrupted_bench_deletes_its_objects_and_nothing_else(site: Site) -> None:
     kept = site.put("slow", key(1), b"an engine's object")
     gate = site.gate()
-    config = site.configure({"name": "slow", "type": "odd", "gate": str(gate), "gated": "load"})
+    config = site.configure(
+        {"name": "slow", "type": "odd", "gate": str(gate), "gated": "load"}, shutdown_timeout_seconds=30
+    )
     process = site.start("bench", config, *SMALL, "--concurrency", "1")
     held = os.open(gate, os.O_WRONLY)  # everything is stored, and the first load has begun
     assert len(site.files("slow")) == 21
@@ -90,10 +92,10 @@ def test_an_interrupted_bench_deletes_its_objects_and_nothing_else(site: Site) -
 
 
 def test_objects_are_deleted_also_when_every_thread_of_the_tier_hangs(site: Site) -> None:
-    hung = {"name": "hung", "type": "odd", "gate": str(site.gate()), "gated": "load", "load_timeout_seconds": 0.5}
+    hung = {"name": "hung", "type": "odd", "gate": str(site.gate()), "gated": "load", "load_timeout_seconds": 2}
     done = site.run("bench", site.configure(hung), *SMALL, "--concurrency", "9")
     assert done.code == 1
-    assert "tier 'hung': load: no answer within 0.5 s (load_timeout_seconds)" in done.err
+    assert "tier 'hung': load: no answer within 2.0 s (load_timeout_seconds)" in done.err
     assert "left behind" not in done.err
     assert site.files("hung") == []
 

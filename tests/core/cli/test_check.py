@@ -96,7 +96,7 @@ def test_a_hung_tier_is_named_with_its_limit_and_does_not_hang_the_command(
     hung = {"name": "hung", "type": "odd", "gate": str(site.gate()), "gated": operation}
     limits = {f"{name}_timeout_seconds": 0.3 for name in ("open", "lookup", "load")}
     start = time.monotonic()
-    done = site.run("check", site.configure(hung, {"name": "good"}, **limits))
+    done = site.run("check", site.configure({**hung, **limits}, {"name": "good"}))
     assert time.monotonic() - start < 20
     assert done.code == 1
     assert f"tier 'hung': {step}: no answer within 0.3" in done.err
@@ -131,7 +131,9 @@ def test_the_probe_of_a_late_store_is_deleted_when_it_arrives(site: Site) -> Non
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: str(number.name))
 def test_an_interrupted_check_deletes_its_probe(number: signal.Signals, site: Site) -> None:
     gate = site.gate()
-    config = site.configure({"name": "slow", "type": "odd", "gate": str(gate), "gated": "store"})
+    config = site.configure(
+        {"name": "slow", "type": "odd", "gate": str(gate), "gated": "store"}, shutdown_timeout_seconds=30
+    )
     process = site.start("check", config, "--json")
     held = opened_by_the_command(gate)
     process.send_signal(number)

@@ -147,10 +147,10 @@ def test_an_object_that_cannot_be_read_is_told_from_the_rest_of_its_batch_and_ne
 def test_a_hung_medium_ends_the_tier_and_not_the_command(site: Site) -> None:
     site.put("hung", key(1), b"x")
     site.put("good", key(2), b"x")
-    hung = {"name": "hung", "type": "odd", "gate": str(site.gate()), "gated": "load", "load_timeout_seconds": 0.3}
+    hung = {"name": "hung", "type": "odd", "gate": str(site.gate()), "gated": "load", "load_timeout_seconds": 2}
     done = site.run("verify", site.configure(hung, {"name": "good"}), "--json")
     assert done.code == 1
-    assert done.err.splitlines()[-1].startswith("tier 'hung': load: no answer within 0.3 s (load_timeout_seconds)")
+    assert done.err.splitlines()[-1].startswith("tier 'hung': load: no answer within 2.0 s (load_timeout_seconds)")
     assert [tier["verified_objects"] for tier in done.json["tiers"]] == [0, 1]
 
 

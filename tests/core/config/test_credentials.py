@@ -95,7 +95,7 @@ def test_long_texts_take_time_in_proportion_to_their_length(unit: str) -> None:
     holds_credential(text)
     is_credential_name(text)
     without_credentials(text)
-    assert time.process_time() - began < 2  # a search that begins again at each character takes minutes
+    assert time.process_time() - began < 20  # a search that begins again at each character takes minutes
 
 
 @pytest.mark.parametrize("name", ["headers", "client_kwargs"])

@@ -22,7 +22,10 @@ Prepare = Callable[[MemoryBackend], None]
 def configured(
     tiers: dict[str, Prepare | None], open_timeout_seconds: float = 30.0
 ) -> tuple[OffloadConfig, dict[str, list[MemoryBackend]]]:
-    made = {name: memory_tier(name, prepare) for name, prepare in tiers.items()}
+    made = {
+        name: memory_tier(name, prepare, open_timeout_seconds=open_timeout_seconds if prepare is hangs else 30.0)
+        for name, prepare in tiers.items()
+    }
     configs = [config for config, _ in made.values()]
     settings = OffloadSettings(
         backends=[config.common for config in configs], open_timeout_seconds=open_timeout_seconds

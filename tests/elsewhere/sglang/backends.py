@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.memory_backend import MemoryBackend, memory_config
 
-DEADLINES = {"lookup_timeout_seconds": 0.3, "load_timeout_seconds": 0.3, "store_timeout_seconds": 0.3}
+DEADLINES = dict.fromkeys(("lookup_timeout_seconds", "load_timeout_seconds", "store_timeout_seconds"), 0.8)
 LONG = dict.fromkeys(DEADLINES, 30)
 
 

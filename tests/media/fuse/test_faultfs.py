@@ -20,7 +20,7 @@ from tests.media.fuse import connections
 from tests.media.fuse.mount import FaultFs, why_not
 from tests.support.paths import ROOT
 from tests.support.polling import wait_until
-from tests.support.process_state import process_state
+from tests.support.process_state import is_running, process_state
 
 SECONDS = 30
 CONTENT = bytes(range(256)) * 4096
@@ -214,7 +214,7 @@ def test_nothing_stays_when_the_test_is_killed(fault_fs: FaultFs, daemon: str) -
         test.wait()
     wait_until(lambda: connections.connection_of(Path(folder)) is None, "it is mounted still")
     wait_until(lambda: not Path(folder).parent.exists(), "its folder is there still")
-    wait_until(lambda: not Path(f"/proc/{reader}/stat").exists() or process_state(int(reader)) == "Z", "it hangs still")
+    wait_until(lambda: not is_running(int(reader)), "it hangs still")
 
 
 def test_reason_to_skip_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

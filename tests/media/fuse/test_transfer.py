@@ -10,7 +10,6 @@ import pytest
 from tests.media.fuse.conftest import TierOn
 from tests.media.fuse.mount import FaultFs
 from tests.media.fuse.rig_steps import (
-    DEADLINE_SECONDS,
     KEYS,
     cache_untouched,
     fill,
@@ -18,6 +17,7 @@ from tests.media.fuse.rig_steps import (
     is_well,
     keeps_serving,
     load_four,
+    short_deadlines,
     until,
 )
 from tests.media.fuse.rules import Fault
@@ -33,8 +33,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def started(rig: Rig, tier_on: TierOn, kind: str) -> Rig:
-    """A rig with a tier on the fault file system that has objects 0 to 3, and whose loads have a short deadline."""
-    rig.add_tier(tier_on(kind, load_timeout_seconds=DEADLINE_SECONDS))
+    """A rig with a tier on the fault file system that has objects 0 to 3."""
+    rig.add_tier(tier_on(kind))
     fill(rig)
     return rig
 
@@ -52,7 +52,7 @@ def test_i3_load_that_hangs_ends_at_its_deadline_and_its_buffers_when_the_call_d
             fault_fs.pause()
         else:
             rule = fault_fs.add(operation, "*.kv", "hang")
-        with in_time():
+        with in_time(), short_deadlines(started):
             result = load_four(started)
         assert (result.status, result.failed_keys) == ("timed out", KEYS)
         assert started.counted("load_timeouts", "files") == 1
@@ -148,10 +148,10 @@ def test_mount_vanishes_in_the_middle_of_a_load_and_comes_back(started: Rig, fau
 def test_i3_store_that_hangs_ends_at_its_deadline_and_its_buffers_when_the_call_does(
     rig: Rig, tier_on: TierOn, kind: str, fault_fs: FaultFs
 ) -> None:
-    rig.add_tier(tier_on(kind, store_timeout_seconds=DEADLINE_SECONDS))
+    rig.add_tier(tier_on(kind))
     fill(rig)
     rule = fault_fs.add("write", "*/*.*", "hang")
-    with in_time():
+    with in_time(), short_deadlines(rig):
         rig.engine.submit_stores([item(60, block=5)])
         told: dict[int, bool] = {}
         rig.step_until(lambda: bool(told.update(rig.store_results()) or told))
@@ -170,14 +170,15 @@ def test_i3_store_that_hangs_ends_at_its_deadline_and_its_buffers_when_the_call_
 def test_i4_a_healthy_tier_serves_while_another_hangs(
     rig: Rig, tier_on: TierOn, kind: str, fault_fs: FaultFs, tmp_path: Path, hangs: str
 ) -> None:
-    rig.add_tier(tier_on(kind, load_timeout_seconds=DEADLINE_SECONDS))
+    rig.add_tier(tier_on(kind))
     rig.add_tier(disk_tier("healthy", str(tmp_path / "healthy")))
     fill(rig)
     if hangs == "a read":
         rule = fault_fs.add("read", "*.kv", "hang")
     else:
         fault_fs.pause()
-    assert load_four(rig).status == "timed out"
+    with short_deadlines(rig):
+        assert load_four(rig).status == "timed out"
     held = rig.staging.used_bytes
     assert held > 0
     keeps_serving(rig, "healthy")

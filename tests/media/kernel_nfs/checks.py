@@ -12,7 +12,6 @@ from offload_core.config.loading import load_config
 from offload_core.config.model import TierConfig
 from offload_core.runtime.io_loop import IoLoop
 from tests.media.fuse.rig_steps import (
-    DEADLINE_SECONDS,
     KEYS,
     cache_untouched,
     fill,
@@ -20,6 +19,7 @@ from tests.media.fuse.rig_steps import (
     is_well,
     keeps_serving,
     load_four,
+    short_deadlines,
 )
 from tests.media.fuse.worker import EXIT_SECONDS, Worker
 from tests.media.kernel_nfs.server import KernelNfs
@@ -69,11 +69,11 @@ def _tier(folder: Path, **keys: Any) -> TierConfig:
 def test_i3_load_that_hangs_ends_at_its_deadline_and_its_buffers_when_the_call_does(
     rig: Rig, nfs: KernelNfs, folder: Path, hang: Hang
 ) -> None:
-    rig.add_tier(_tier(folder, load_timeout_seconds=DEADLINE_SECONDS))
+    rig.add_tier(_tier(folder))
     fill(rig)
     with cache_untouched(rig):
         hang()
-        with in_time():
+        with in_time(), short_deadlines(rig):
             result = load_four(rig)
         assert (result.status, result.failed_keys) == ("timed out", KEYS)
         assert rig.counted("load_timeouts", "files") == 1
@@ -90,11 +90,11 @@ def test_i3_load_that_hangs_ends_at_its_deadline_and_its_buffers_when_the_call_d
 def test_i3_store_that_hangs_ends_at_its_deadline_and_its_buffers_when_the_call_does(
     rig: Rig, nfs: KernelNfs, folder: Path, hang: Hang
 ) -> None:
-    rig.add_tier(_tier(folder, store_timeout_seconds=DEADLINE_SECONDS))
+    rig.add_tier(_tier(folder))
     rig.start()
     hang()
     told: dict[int, bool] = {}
-    with in_time():
+    with in_time(), short_deadlines(rig):
         rig.engine.submit_stores([item(60, block=5)])
         rig.step_until(lambda: bool(told.update(rig.store_results()) or told))
     assert told == {60: False}
@@ -108,11 +108,12 @@ def test_i3_store_that_hangs_ends_at_its_deadline_and_its_buffers_when_the_call_
 def test_i4_a_healthy_tier_serves_while_the_share_hangs(
     rig: Rig, nfs: KernelNfs, folder: Path, hang: Hang, tmp_path: Path
 ) -> None:
-    rig.add_tier(_tier(folder, load_timeout_seconds=DEADLINE_SECONDS))
+    rig.add_tier(_tier(folder))
     rig.add_tier(disk_tier("healthy", str(tmp_path / "healthy")))
     fill(rig)
     hang()
-    assert load_four(rig).status == "timed out"
+    with short_deadlines(rig):
+        assert load_four(rig).status == "timed out"
     keeps_serving(rig, "healthy")
     nfs.recover()
     is_well(rig)

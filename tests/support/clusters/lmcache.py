@@ -93,6 +93,11 @@ class LMCacheCluster:
             "--l1-size-gb", str(l1_gib), "--eviction-policy", "LRU", "--max-workers", "1", *flags,
         ]  # fmt: skip
 
+    def is_at_rest(self) -> bool:
+        """Return whether no store to the L2 is on its way, whose objects LMCache would not remove."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}/status", timeout=10) as answer:
+            return not json.load(answer)["storage_manager"]["store_controller"]["in_flight_task_count"]
+
     def clear_memory(self) -> None:
         """Remove all objects from the L1 that nobody reads or writes, as an eviction does."""
         request = urllib.request.Request(f"http://127.0.0.1:{self.http_port}/cache/clear", method="POST")
