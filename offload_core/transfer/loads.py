@@ -370,8 +370,8 @@ class Loads:
             if not late:
                 self._arrivals.append(_Arrival(job, item.key, lease))
             elif lease is not None:
-                lease.release()
                 self._counters.add("load_late", job.tier)
+                lease.release()
         self._arrived.set()
 
 

@@ -164,7 +164,9 @@ def test_a_server_that_is_killed_is_an_error_soon_and_works_again_when_it_is_bac
         await store(backend, (0, data))
         assert await load(backend, 0, len(data)) == (HIT, data)
 
-    run(nfs(**options_of(own_server, bucket, retry_seconds=1, lookup_cache_seconds=0)), work)
+    options = options_of(own_server, bucket, retry_seconds=1, lookup_cache_seconds=0)
+    options["storage_options"]["config_kwargs"] = {"read_timeout": 30}  # for the server while it lives
+    run(nfs(**options), work)
 
 
 @pytest.mark.long

@@ -499,6 +499,7 @@ FEW = examples(
 )
 
 
+@pytest.mark.timeout(600)  # it starts and ends many processes
 def test_random_work(machine: Callable[..., Border]) -> None:
     run_state_machine_as_test(cast("type[Border]", machine), settings=FEW)
 

@@ -138,7 +138,7 @@ def test_the_process_is_replaced_and_the_tier_serves_again(
         assert rig.load(1) == [None], "the call has failed"
         wait_until(lambda: rig.load(1) == [HIT], "the tier does not serve again")
     assert rig.pid != first
-    assert longest.seconds < 1, "the engine's process runs on meanwhile"
+    assert longest.seconds < 2, "the engine's process runs on meanwhile"
     assert rig.tiers[0].health.available
 
 

@@ -280,8 +280,8 @@ def test_a_killed_process_is_replaced_and_the_disk_serves_again(
     assert counts["io_process_ends", "disk"] == counts["io_process_ends", "ram"] == 1
     lost = [(change.key, change.present) for change in rig.tiers[1].take_changes()]
     assert sorted(lost) == [(key(1), False), (key(2), False)], "objects in the memory of the process are gone"
-    wait_until(lambda: rig.lookup(1, tier=1) == [False], "the index believes in them")
-    assert rig.store(1, tier=1) == [True]
+    assert rig.lookup(1, tier=1) == [False], "the index believes in them"
+    wait_until(lambda: rig.store(1, tier=1) == [True], "the memory does not serve again")
     assert rig.load(1, tier=1) == [HIT]
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1, "one line"
@@ -329,11 +329,11 @@ def test_staging_memory_that_is_shared_while_a_process_is_replaced_reaches_the_n
 
 def test_the_process_may_end_while_staging_memory_is_shared(make: Make, tmp_path: Path) -> None:
     rig = make(disk(tmp_path), shares_staging=False)
-    pid = rig.pid
+    pid, before = rig.pid, own_files()["/memfd:test (deleted)"]
     os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as threads:
         sharing = threads.submit(rig.share_staging)
-        wait_until(lambda: own_files()["/memfd:test (deleted)"] > 1, "it is not shared")
+        wait_until(lambda: own_files()["/memfd:test (deleted)"] > before, "it is not shared")
         os.kill(pid, signal.SIGKILL)
         sharing.result(SECONDS)
     wait_until(lambda: rig.process.pid not in (None, pid), "it is not replaced")

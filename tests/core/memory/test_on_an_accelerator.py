@@ -13,6 +13,8 @@ from tests.support import simulated_accelerator
 from tests.support.accelerator import CUDA, OWN_PROCESS, SIMULATED
 from tests.support.paths import ROOT
 
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "timeout_func_only=true"]
+"""The limit of the first test is not that of the compilation, which is in its fixture."""
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Hardware queues of a GPU. Streams that share one wait for each other, so a held stream would hold others."""
 
@@ -27,13 +29,13 @@ CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 @pytest.mark.parametrize(
     "selected",
     [  # to compile the simulated device takes minutes on a busy machine; the inner tests have limits of their own
-        pytest.param("not long", marks=pytest.mark.timeout(600)),
+        pytest.param("not long", marks=pytest.mark.timeout(1200)),
         pytest.param("long", marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
     ],
 )
 def test_copies_on_an_accelerator(device: str, selected: str) -> None:
     tests = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", selected, "tests/accelerator"],
+        [*PYTEST, "-m", selected, "tests/accelerator"],
         cwd=ROOT,
         env={**os.environ, **CONNECTIONS, OWN_PROCESS: device},
         capture_output=True,

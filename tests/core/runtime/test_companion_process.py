@@ -161,17 +161,23 @@ def test_it_gets_no_other_descriptors_and_its_standard_input_is_empty() -> None:
     os.close(writing)
 
 
-def test_it_starts_in_half_a_second_without_torch_and_vllm() -> None:
-    seconds = []
+def test_it_imports_nothing_that_takes_long() -> None:
+    with companion() as child:
+        report = child.report()
+    assert not {"torch", "vllm", "numpy", "subprocess"} & set(report["modules"])
+
+
+def test_it_starts_in_half_a_second_beyond_an_empty_interpreter() -> None:
+    whole, empty = [], []
     for _ in range(3):  # the machine may be busy with others
         begin = time.monotonic()
         with companion() as child:
-            started = time.monotonic()
-            report = child.report()
-            seconds.append((started - begin, time.monotonic() - begin))
-        assert not {"torch", "vllm", "numpy", "subprocess"} & set(report["modules"])
-    assert min(seconds)[0] < 0.1
-    assert min(whole for _, whole in seconds) < 0.5
+            child.report()
+        reported = time.monotonic()
+        subprocess.run([sys.executable, "-c", "pass"], check=True)
+        whole.append(reported - begin)
+        empty.append(time.monotonic() - reported)
+    assert min(whole) < 0.5 + 6 * min(empty), "an interpreter's start tells how slow the machine is"
 
 
 def test_limits_are_in_force() -> None:

@@ -48,4 +48,5 @@ def test_an_idle_loop_is_closed_by_its_last_release(monkeypatch: pytest.MonkeyPa
     first.release()
     assert not first.loop.is_closed()
     second.release()
+    first._thread.join(30)  # a release waits for a second at most
     assert first.loop.is_closed()

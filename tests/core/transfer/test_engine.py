@@ -86,6 +86,7 @@ def test_i2_i3_a_late_load_writes_nothing_and_holds_its_lease_until_its_call_has
     rig.all_leases_are_back()
     assert torch.equal(rig.kv_cache, expected)
     assert rig.counted("load_late") == 2
+    rig.tiers[0].limits = rig.tiers[0].limits.model_copy(update={"load_timeout_seconds": SECONDS})
     rig.load(item(1, block=3))
     assert rig.result().status == "loaded", "the tier works again"
 

@@ -242,7 +242,7 @@ def test_an_object_being_sealed_at_its_deadline_keeps_its_memory_until_the_seal_
     io: IoLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = Rig(io, make_copier=WholeCopier)
-    backend = rig.add_memory_tier(store_timeout_seconds=0.02)
+    backend = rig.add_memory_tier(store_timeout_seconds=LATE)
     rig.start()
     go_on = threading.Event()
     monkeypatch.setattr(object_format, "seal", lambda *_: go_on.wait(SECONDS))
@@ -421,7 +421,7 @@ def test_a_trial_that_hangs_keeps_the_tier_out_of_use(rig: Rig) -> None:
 
 
 def test_a_tier_that_stores_something_all_the_time_is_merely_slow(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = rig.add_memory_tier(store_timeout_seconds=LATE, breaker_failures=1)
+    backend = rig.add_memory_tier(store_timeout_seconds=3, breaker_failures=1)
     rig.start()
     go_on = asyncio.Event()
     store = backend.store

@@ -57,7 +57,7 @@ class Remembering(dict[ObjectKey, bytes]):
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         new = dict(*args, **kwargs)
-        self.ever |= {int.from_bytes(name.chunk_hash, "big") for name in new}
+        self.ever = self.ever | {int.from_bytes(name.chunk_hash, "big") for name in new}  # others iterate over the set
         super().update(new)
 
 

@@ -333,7 +333,7 @@ class StartsAThreadInTheConstructor(ReferenceBackend):
     def __init__(self, options: ReferenceOptions, context: BackendContext) -> None:
         super().__init__(options, context)
         self.done = threading.Event()
-        threading.Thread(target=self.done.wait, args=(0.2,), name="reaper", daemon=True).start()
+        threading.Thread(target=self.done.wait, args=(5,), name="reaper", daemon=True).start()
 
 
 class NeedsALoopInTheConstructor(ReferenceBackend):

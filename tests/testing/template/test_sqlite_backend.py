@@ -23,7 +23,7 @@ from tests.testing.template.conftest import CleanEnvironment
 HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
 STORED, REJECTED = StoreOutcome.STORED, StoreOutcome.REJECTED
 
-Open = Callable[[], SqliteBackend]
+Open = Callable[..., SqliteBackend]
 
 
 def key(number: int) -> ObjectKey:
@@ -37,12 +37,14 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sqlite(path: Path) -> Iterator[Open]:
-    """Make backends on one file. Its capacity is 16 MiB, and they wait half a second for each other."""
+    """Make backends on one file. Its capacity is 16 MiB, and they wait for each other as long as they are told."""
     executors: list[DaemonExecutor] = []
 
-    def make() -> SqliteBackend:
+    def make(busy_seconds: float = 30) -> SqliteBackend:
         executors.append(DaemonExecutor(2, f"sqlite-{len(executors)}"))
-        options = SqliteOptions.model_validate({"path": path, "capacity": "16MiB", "busy_timeout_seconds": 0.5})
+        options = SqliteOptions.model_validate(
+            {"path": path, "capacity": "16MiB", "busy_timeout_seconds": busy_seconds}
+        )
         return SqliteBackend(options, BackendContext("sqlite", executors[-1]))
 
     yield make
@@ -236,7 +238,7 @@ def test_a_database_of_another_program_is_refused(sqlite: Open, path: Path) -> N
 
 def test_a_file_that_stays_locked_fails_only_the_batch(sqlite: Open, path: Path) -> None:
     async def main() -> None:
-        backend = sqlite()
+        backend = sqlite(busy_seconds=0.5)
         await backend.open()
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")

@@ -72,9 +72,10 @@ def test_its_test_file_is_a_few_lines() -> None:
     assert len((TEMPLATE / TEST_FILE).read_text().splitlines()) < 20
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "selected",
-    ["not state_machine", pytest.param("", marks=[pytest.mark.long, pytest.mark.timeout(600)])],
+    ["not state_machine", pytest.param("", marks=pytest.mark.long)],
     ids=["every clause", "the state machine too"],
 )
 def test_it_passes_the_whole_contract(clean: CleanEnvironment, template: Path, selected: str) -> None:

@@ -220,15 +220,19 @@ PLANTED: dict[str, Callable[[Path], Any]] = {
 }
 
 
+async def store_at_last(backend: NfsBackend, number: int, content: bytes) -> None:
+    """Store an object, after some time if it is rejected: a lease or an eviction may come late."""
+    for _ in range(400):
+        if await store(backend, (number, content)) == [STORED]:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"object {number} is not stored: {backend._bounded_store.state}")  # type: ignore[union-attr]
+
+
 async def stores_again(backend: NfsBackend, first: int, count: int) -> None:
     """Store objects. More than six need evictions."""
     for number in range(first, first + count):
-        for _ in range(400):
-            if await store(backend, (number, bytes([number]) * SIZE)) == [STORED]:
-                break
-            await asyncio.sleep(0.02)
-        else:
-            raise AssertionError(f"object {number} is not stored: {backend._bounded_store.state}")  # type: ignore[union-attr]
+        await store_at_last(backend, number, bytes([number]) * SIZE)
     assert await load(backend, first + count - 1, SIZE) == (LoadOutcome.HIT, bytes([first + count - 1]) * SIZE)
 
 
@@ -248,7 +252,8 @@ def test_a_foreign_or_damaged_control_file_stops_no_process(
     }
 
     async def work(backend: NfsBackend) -> None:
-        await store(backend, (0, b"present"), *((number, bytes(SIZE)) for number in (1, 2)))
+        for number, content in ((0, b"present"), (1, bytes(SIZE)), (2, bytes(SIZE))):
+            await store_at_last(backend, number, content)
         PLANTED[planted](root / ".offload-core")
         assert await load(backend, 0, 7) == (LoadOutcome.HIT, b"present")
         await stores_again(backend, 100, 8)
