@@ -56,7 +56,8 @@ class ControlChannel:
         if self._is_closed:
             raise StorageAwayError("the I/O process has ended and is being replaced")
         answer: asyncio.Future[tuple[Record, list[int]]] = self._loop.create_future()
-        self._socket.send(record, descriptors)
+        with contextlib.suppress(ConnectionError):  # the process has ended; the end of file, read next, tells of it
+            self._socket.send(record, descriptors)
         self._answers.append(answer)
         answered, received = await answer
         if "error" in answered:

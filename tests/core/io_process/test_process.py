@@ -9,10 +9,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +337,33 @@ def test_the_process_may_end_while_staging_memory_is_shared(make: Make, tmp_path
         wait_until(lambda: own_files()["/memfd:test (deleted)"] > before, "it is not shared")
         os.kill(pid, signal.SIGKILL)
         sharing.result(SECONDS)
+    wait_until(lambda: rig.process.pid not in (None, pid), "it is not replaced")
+    wait_until(lambda: rig.store(1) == [True], "the tier does not serve again")
+    assert rig.load(1) == [HIT]
+
+
+def test_the_process_may_have_ended_unseen_when_staging_memory_is_shared(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make(disk(tmp_path), shares_staging=False)
+    pid, loop, submit, submitted = rig.pid, rig.io.loop, rig.io.submit, threading.Event()
+
+    def submit_and_tell(work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        future = submit(work)
+        submitted.set()
+        return future
+
+    def hold_the_loop() -> None:
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not is_running(pid), "it lives")
+        held.set()
+        assert submitted.wait(SECONDS)
+
+    held = threading.Event()
+    monkeypatch.setattr(rig.io, "submit", submit_and_tell)
+    loop.call_soon_threadsafe(hold_the_loop)
+    assert held.wait(SECONDS)
+    rig.share_staging()
     wait_until(lambda: rig.process.pid not in (None, pid), "it is not replaced")
     wait_until(lambda: rig.store(1) == [True], "the tier does not serve again")
     assert rig.load(1) == [HIT]
