@@ -346,7 +346,7 @@ def test_the_process_may_have_ended_unseen_when_staging_memory_is_shared(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make(disk(tmp_path), shares_staging=False)
-    pid, loop, submit, submitted = rig.pid, rig.io.loop, rig.io.submit, threading.Event()
+    pid, submit, submitted, killed = rig.pid, rig.io.submit, threading.Event(), threading.Event()
 
     def submit_and_tell(work: Coroutine[Any, Any, Any]) -> Future[Any]:
         future = submit(work)
@@ -356,13 +356,12 @@ def test_the_process_may_have_ended_unseen_when_staging_memory_is_shared(
     def hold_the_loop() -> None:
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not is_running(pid), "it lives")
-        held.set()
+        killed.set()
         assert submitted.wait(SECONDS)
 
-    held = threading.Event()
     monkeypatch.setattr(rig.io, "submit", submit_and_tell)
-    loop.call_soon_threadsafe(hold_the_loop)
-    assert held.wait(SECONDS)
+    rig.io.loop.call_soon_threadsafe(hold_the_loop)
+    assert killed.wait(SECONDS)
     rig.share_staging()
     wait_until(lambda: rig.process.pid not in (None, pid), "it is not replaced")
     wait_until(lambda: rig.store(1) == [True], "the tier does not serve again")
