@@ -22,13 +22,15 @@ Prepare = Callable[[MemoryBackend], None]
 def configured(
     tiers: dict[str, Prepare | None], open_timeout_seconds: float = 30.0
 ) -> tuple[OffloadConfig, dict[str, list[MemoryBackend]]]:
+    """Make tiers. If one of them hangs, it alone has the deadline: a busy machine may miss a short one."""
     made = {
-        name: memory_tier(name, prepare, open_timeout_seconds=open_timeout_seconds if prepare is hangs else 30.0)
+        name: memory_tier(name, prepare, **({"open_timeout_seconds": open_timeout_seconds} if prepare is hangs else {}))
         for name, prepare in tiers.items()
     }
     configs = [config for config, _ in made.values()]
     settings = OffloadSettings(
-        backends=[config.common for config in configs], open_timeout_seconds=open_timeout_seconds
+        backends=[config.common for config in configs],
+        open_timeout_seconds=30.0 if hangs in tiers.values() else open_timeout_seconds,
     )
     return OffloadConfig(settings, tuple(configs)), {name: backends for name, (_, backends) in made.items()}
 

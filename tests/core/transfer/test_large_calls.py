@@ -209,10 +209,10 @@ def test_i4_the_smallest_pool_is_as_small_for_remote_media(rig: Rig, tiers: int)
 
 
 def test_i3_every_batch_of_a_late_call_has_its_result_and_keeps_its_memory(rig: Rig) -> None:
-    backend = rig.add_memory_tier(medium="remote", io_threads=1)
+    seconds = 5 * LATE  # 28 MiB are stored in time first
+    backend = rig.add_memory_tier(medium="remote", io_threads=1, store_timeout_seconds=seconds)
     rig.start(POOL_BYTES)
     stored_behind_a_gate(rig, backend, 28)
-    rig.tiers[0].limits = rig.tiers[0].limits.model_copy(update={"store_timeout_seconds": LATE})
     backend.objects.clear()
     backend.call_objects["store"].clear()
     backend.gates["store"].shut()

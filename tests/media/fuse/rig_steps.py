@@ -13,6 +13,8 @@ from tests.support.memory_backend import key
 from tests.support.transfer_rig import PACK, SECONDS, Rig, item
 
 DEADLINE_SECONDS = 0.3
+STORE_DEADLINE_SECONDS = 2.0
+"""Enough for stores that do not hang, on a busy machine too."""
 SLACK_SECONDS = 5.0
 """A busy machine's; what hangs here hangs until the test lets it go."""
 
@@ -21,12 +23,11 @@ KEYS = tuple(key(number, PACK) for number in range(4))
 
 
 @contextmanager
-def short_deadlines(rig: Rig) -> Iterator[None]:
-    """Loads and stores of ``files`` that begin in the block have a deadline that a busy machine can miss."""
+def short_load_deadline(rig: Rig) -> Iterator[None]:
+    """Loads from ``files`` that begin in the block have a deadline that a busy machine can miss."""
     (tier,) = (one for one in rig.tiers if one.name == "files")
     usual = tier.limits
-    short = dict.fromkeys(("load_timeout_seconds", "store_timeout_seconds"), DEADLINE_SECONDS)
-    tier.limits = usual.model_copy(update=short)
+    tier.limits = usual.model_copy(update={"load_timeout_seconds": DEADLINE_SECONDS})
     yield
     tier.limits = usual
 
@@ -83,7 +84,7 @@ def in_time() -> Iterator[None]:
     """What is in the block ends at its deadline, and not when the test lets the file system go."""
     started = time.monotonic()
     yield
-    assert time.monotonic() - started < DEADLINE_SECONDS + SLACK_SECONDS
+    assert time.monotonic() - started < STORE_DEADLINE_SECONDS + SLACK_SECONDS
 
 
 @contextmanager

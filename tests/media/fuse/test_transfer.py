@@ -11,13 +11,14 @@ from tests.media.fuse.conftest import TierOn
 from tests.media.fuse.mount import FaultFs
 from tests.media.fuse.rig_steps import (
     KEYS,
+    STORE_DEADLINE_SECONDS,
     cache_untouched,
     fill,
     in_time,
     is_well,
     keeps_serving,
     load_four,
-    short_deadlines,
+    short_load_deadline,
     until,
 )
 from tests.media.fuse.rules import Fault
@@ -52,7 +53,7 @@ def test_i3_load_that_hangs_ends_at_its_deadline_and_its_buffers_when_the_call_d
             fault_fs.pause()
         else:
             rule = fault_fs.add(operation, "*.kv", "hang")
-        with in_time(), short_deadlines(started):
+        with in_time(), short_load_deadline(started):
             result = load_four(started)
         assert (result.status, result.failed_keys) == ("timed out", KEYS)
         assert started.counted("load_timeouts", "files") == 1
@@ -148,10 +149,10 @@ def test_mount_vanishes_in_the_middle_of_a_load_and_comes_back(started: Rig, fau
 def test_i3_store_that_hangs_ends_at_its_deadline_and_its_buffers_when_the_call_does(
     rig: Rig, tier_on: TierOn, kind: str, fault_fs: FaultFs
 ) -> None:
-    rig.add_tier(tier_on(kind))
+    rig.add_tier(tier_on(kind, store_timeout_seconds=STORE_DEADLINE_SECONDS))
     fill(rig)
     rule = fault_fs.add("write", "*/*.*", "hang")
-    with in_time(), short_deadlines(rig):
+    with in_time():
         rig.engine.submit_stores([item(60, block=5)])
         told: dict[int, bool] = {}
         rig.step_until(lambda: bool(told.update(rig.store_results()) or told))
@@ -177,7 +178,7 @@ def test_i4_a_healthy_tier_serves_while_another_hangs(
         rule = fault_fs.add("read", "*.kv", "hang")
     else:
         fault_fs.pause()
-    with short_deadlines(rig):
+    with short_load_deadline(rig):
         assert load_four(rig).status == "timed out"
     held = rig.staging.used_bytes
     assert held > 0

@@ -13,13 +13,14 @@ from offload_core.config.model import TierConfig
 from offload_core.runtime.io_loop import IoLoop
 from tests.media.fuse.rig_steps import (
     KEYS,
+    STORE_DEADLINE_SECONDS,
     cache_untouched,
     fill,
     in_time,
     is_well,
     keeps_serving,
     load_four,
-    short_deadlines,
+    short_load_deadline,
 )
 from tests.media.fuse.worker import EXIT_SECONDS, Worker
 from tests.media.kernel_nfs.server import KernelNfs
@@ -73,7 +74,7 @@ def test_i3_load_that_hangs_ends_at_its_deadline_and_its_buffers_when_the_call_d
     fill(rig)
     with cache_untouched(rig):
         hang()
-        with in_time(), short_deadlines(rig):
+        with in_time(), short_load_deadline(rig):
             result = load_four(rig)
         assert (result.status, result.failed_keys) == ("timed out", KEYS)
         assert rig.counted("load_timeouts", "files") == 1
@@ -90,11 +91,11 @@ def test_i3_load_that_hangs_ends_at_its_deadline_and_its_buffers_when_the_call_d
 def test_i3_store_that_hangs_ends_at_its_deadline_and_its_buffers_when_the_call_does(
     rig: Rig, nfs: KernelNfs, folder: Path, hang: Hang
 ) -> None:
-    rig.add_tier(_tier(folder))
+    rig.add_tier(_tier(folder, store_timeout_seconds=STORE_DEADLINE_SECONDS))
     rig.start()
     hang()
     told: dict[int, bool] = {}
-    with in_time(), short_deadlines(rig):
+    with in_time():
         rig.engine.submit_stores([item(60, block=5)])
         rig.step_until(lambda: bool(told.update(rig.store_results()) or told))
     assert told == {60: False}
@@ -112,7 +113,7 @@ def test_i4_a_healthy_tier_serves_while_the_share_hangs(
     rig.add_tier(disk_tier("healthy", str(tmp_path / "healthy")))
     fill(rig)
     hang()
-    with short_deadlines(rig):
+    with short_load_deadline(rig):
         assert load_four(rig).status == "timed out"
     keeps_serving(rig, "healthy")
     nfs.recover()
