@@ -99,16 +99,29 @@ class DirectCalls:
         if damage is not None:
             self._on_damage(damage)
 
-    def receive(self) -> None:
-        """Take the answers that are there. If another thread does so at this moment, nothing happens."""
-        if (self._calls or self._unsent) and self._lock.acquire(blocking=False):
-            try:
-                answers, damage = self._read()
-            finally:
-                self._lock.release()
-            self._deliver(answers)
-            if damage is not None:
-                self._on_damage(damage)
+    def receive(self) -> bool:
+        """Take the answers that are there. If another thread does so at this moment, nothing happens.
+
+        Returns:
+            Whether there were answers.
+        """
+        if not (self._calls or self._unsent) or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            answers, damage = self._read()
+        finally:
+            self._lock.release()
+        self._deliver(answers)
+        if damage is not None:
+            self._on_damage(damage)
+        return bool(answers)
+
+    def receive_for_another_thread(self) -> None:
+        """Take the answers that are there, and wake the thread that may wait for their bell, which it has cleared."""
+        if self.receive():
+            with self._lock:
+                if not self._is_closed:
+                    self._own_bell.ring()
 
     def refuse(self) -> None:
         """Take no more calls, since the process will end."""

@@ -338,7 +338,7 @@ class Session:
     def _take_direct_answers(self) -> None:
         """Take the answers of direct calls while the engine's thread is busy or idle."""
         if not self._is_over:
-            self.direct.receive()
+            self.direct.receive_for_another_thread()
             seconds = _BUSY_LOOK_SECONDS if self.direct.has_calls else _IDLE_LOOK_SECONDS
             self._look = self._loop.call_later(seconds, self._take_direct_answers)
 

@@ -84,6 +84,18 @@ def test_an_answer_ends_its_call_and_rings(border: Border) -> None:
     assert not border.calls.has_calls
 
 
+def test_a_thread_that_waits_wakes_though_another_takes_the_answers(border: Border) -> None:
+    (bell, _), call = border.bells, border.send()
+    border.calls.receive_for_another_thread()
+    assert not bell.wait(0), "there was nothing"
+    border.take_requests()
+    assert border.answer(border.requests[0])
+    border.calls.clear_bell()  # by the thread that is about to wait
+    border.calls.receive_for_another_thread()
+    assert border.ends[call]
+    assert bell.wait(0)
+
+
 def test_calls_wait_for_room_in_the_ring(border: Border) -> None:
     for _ in range(12):
         border.send(BIG)
