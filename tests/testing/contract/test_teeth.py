@@ -37,6 +37,11 @@ class Results:
             self.passed.add(name)
 
 
+@pytest.fixture(autouse=True)
+def _no_options_of_the_outer_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)  # the inner run knows none of the terminal's options
+
+
 def run_contract(class_name: str, tmp_path: Path, *tests: str) -> Results:
     """Run tests of single clauses of a class of ``inner_run`` in this process: all, or those that are named."""
     results = Results()
