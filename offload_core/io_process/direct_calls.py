@@ -140,7 +140,9 @@ class DirectCalls:
             self._calls.clear()
             self._unsent.clear()
             self._rings.close()
-        self._deliver([*answers, *((on_answer, error) for on_answer in unanswered)])
+        self._deliver(ends := [*answers, *((on_answer, error) for on_answer in unanswered)])
+        if ends:  # another thread may wait for them
+            self._own_bell.ring()
 
     def _read(self) -> tuple[list[tuple[OnAnswer, Message | Exception]], Exception | None]:
         """Return the answers that are there with their receivers, and the error of damaged ones. Needs the lock."""

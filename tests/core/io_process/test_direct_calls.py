@@ -96,6 +96,14 @@ def test_a_thread_that_waits_wakes_though_another_takes_the_answers(border: Bord
     assert bell.wait(0)
 
 
+def test_a_thread_that_waits_wakes_when_the_process_is_gone(border: Border) -> None:
+    (bell, _), call = border.bells, border.send()
+    border.calls.clear_bell()
+    border.calls.close(OSError("gone"))
+    assert [str(end) for end in border.ends[call]] == ["gone"]
+    assert bell.wait(0)
+
+
 def test_calls_wait_for_room_in_the_ring(border: Border) -> None:
     for _ in range(12):
         border.send(BIG)

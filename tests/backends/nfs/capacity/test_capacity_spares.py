@@ -328,6 +328,7 @@ def test_the_backend_passes_on_flags_and_touches(nfs: Nfs, tmp_path: Path) -> No
             await asyncio.sleep(0.02)
         left = list(await backend.contains([key(number) for number in range(9)]))
         assert left[1:5] == [True] * 4
+        assert not any(left[5:7])
         assert left[8]
         await backend.close()
 
