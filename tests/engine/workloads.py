@@ -151,10 +151,7 @@ def _cached_in_both(mine: WorkloadResult, theirs: WorkloadResult) -> tuple[int, 
     An abort after some steps can come before the first scheduling, in the run whose lookups take steps.
     """
     both = [pair for pair in zip(mine.requests, theirs.requests, strict=True) if not any(one.aborted for one in pair)]
-    ours, peers = (
-        sum(one.local_cached_tokens + one.external_cached_tokens for one in run) for run in zip(*both, strict=True)
-    )
-    return ours, peers
+    return sum(one.cached_tokens for one, _ in both), sum(other.cached_tokens for _, other in both)
 
 
 def _pairs(one: RunResult, two: RunResult) -> list[tuple[WorkloadResult, WorkloadResult]]:

@@ -83,6 +83,11 @@ class RequestResult(_Model):
     token_seconds: list[float] = Field(default_factory=list)
     """For each token of a single sample, the seconds from the workload's beginning to the token."""
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that came from a cache, local or external."""
+        return self.local_cached_tokens + self.external_cached_tokens
+
 
 class WorkloadResult(_Model):
     """Results of the requests of one workload, in the workload's order."""
@@ -102,7 +107,7 @@ class WorkloadResult(_Model):
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that came from a cache, local or external."""
-        return sum(request.local_cached_tokens + request.external_cached_tokens for request in self.requests)
+        return sum(request.cached_tokens for request in self.requests)
 
 
 def random_workload(
