@@ -233,11 +233,11 @@ class IoProcess:
 
     async def _make_storage(self, config: TierConfig, changes: StorageEvents, half: str) -> RemoteStorage:
         number = next(self._numbers)
-        if self._session is None and self._replacing is not None:
-            await asyncio.wait([self._replacing], timeout=START_SECONDS / 2)  # the caller waits longer
-        if self._session is None:
-            raise OSError("the I/O process has ended during the start of the engine")
-        answer = await self._session.ask({"tier": number, "name": config.common.name, "half": half})
+        question = {"tier": number, "name": config.common.name, "half": half}
+        try:
+            answer = await (await self._session_for_start()).ask(question)
+        except StorageAwayError:  # the process has ended; a plugin may be the cause each time, so it is asked once more
+            answer = await (await self._session_for_start()).ask(question)
         storage = self._storages[number] = RemoteStorage(
             number,
             config.common.name,
@@ -252,6 +252,14 @@ class IoProcess:
             lends=answer["lends"],
         )
         return storage
+
+    async def _session_for_start(self) -> Session:
+        """Return the process that serves, waited for if it is being replaced."""
+        if self._session is None and self._replacing is not None:
+            await asyncio.wait([self._replacing], timeout=START_SECONDS / 4)  # the caller waits longer
+        if self._session is None:
+            raise OSError("the I/O process has ended during the start of the engine")
+        return self._session
 
     async def _call(self, kind: Kind, tier: int, body: bytes) -> Message:
         if self._session is None:
@@ -304,8 +312,8 @@ class IoProcess:
         pause = self._pause.ended()
         logger.log(
             logging.WARNING if session.is_parent else logging.INFO,  # one warning in all processes of the engine
-            "the I/O process of %s %s. Its calls have failed, and their requests are computed; it is replaced in "
-            "%.3g s.", self._tier_names(), description, pause,
+            "the I/O process%s %s. Its calls have failed, and their requests are computed; it is replaced in "
+            "%.3g s.", self._of_tiers(), description, pause,
         )  # fmt: skip
         for storage in self._storages.values():
             storage.process_ended()
@@ -325,9 +333,10 @@ class IoProcess:
             if self.replace_memory is not None:
                 self.replace_memory()
 
-    def _tier_names(self) -> str:
+    def _of_tiers(self) -> str:
+        """Return the tiers of the process for a log line: nothing before the first one is made."""
         names = sorted({repr(storage.name) for storage in self._storages.values()})
-        return f"tier{'s' if len(names) > 1 else ''} {', '.join(names)}"
+        return f" of tier{'s' if len(names) > 1 else ''} {', '.join(names)}" if names else ""
 
     async def _replace(self, pause: float) -> None:
         while not self._is_closed:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from offload_core.api.backend import LoadOutcome
+from offload_core.api.errors import ConfigError
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.tiers.staged_object import StagedObject
 from tests.core.io_process.rig import Rig, key
@@ -34,6 +35,12 @@ class Options(BackendOptions):
 
 class Trouble(Backend):
     capabilities = Capabilities(medium="disk", persistent=True, shared=True)
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        for place in Path(self.options.path).glob("ends-while-made-*"):
+            place.unlink()
+            os._exit(3)
 
     def _file(self, key):
         return Path(self.options.path) / key.chunk_hash.hex()
@@ -140,6 +147,25 @@ def test_the_process_is_replaced_and_the_tier_serves_again(
     assert rig.pid != first
     assert longest.seconds < 2, "the engine's process runs on meanwhile"
     assert rig.tiers[0].health.available
+
+
+def test_the_engine_starts_though_the_process_ends_while_a_tier_is_made(
+    make: Callable[..., Rig], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "medium" / "ends-while-made-once").touch()
+    rig = make()
+    assert "the I/O process exited with status 3. " in caplog.text
+    rig.store(1)
+    assert rig.load(1) == [HIT]
+
+
+def test_the_engine_is_told_if_the_process_always_ends_while_a_tier_is_made(
+    make: Callable[..., Rig], tmp_path: Path
+) -> None:
+    for number in range(10):
+        (tmp_path / "medium" / f"ends-while-made-{number}").touch()
+    with pytest.raises(ConfigError, match="backend 'trouble' cannot be opened: the I/O process exited with status 3"):
+        make()
 
 
 def test_a_plugin_that_allocates_without_end_gets_an_error(make: Callable[..., Rig], tmp_path: Path) -> None:
