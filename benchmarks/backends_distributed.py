@@ -79,8 +79,9 @@ def alone(
         name = "limit: Mooncake's client"
         return [partial(MooncakeAlone, name, memory, chunks, threads, page_bytes, store.tier["master"])]
     if isinstance(store.lab, nixl.BucketLab):
-        place = store.lab.server, store.lab.bucket
-        return [partial(NixlBucket, "limit: NIXL", memory, chunks, page_bytes, *place)]
+        place = partial(NixlBucket, server=store.lab.server, bucket=store.lab.bucket)
+        bucket = partial(place, memory=memory, chunks=chunks, page_bytes=page_bytes)
+        return [partial(bucket, "limit: NIXL"), partial(bucket, "NIXL, stores only what is absent", asks=True)]
     if backend == "nixl":
         files = partial(NixlFiles, memory=memory, chunks=chunks, page_bytes=page_bytes)
         return [

@@ -29,6 +29,7 @@ class _Nixl(Pages):
     Args:
         checked: hash each object on the same thread, before its store and right after its load. It is the least work
             that a tier with checksums can do around NIXL on one thread.
+        asks: store only the objects that the medium does not have. NIXL itself asks, for all objects of a call.
     """
 
     plugin = segment = ""
@@ -44,6 +45,7 @@ class _Nixl(Pages):
         params: Mapping[str, str] | None = None,
         *,
         checked: bool = False,
+        asks: bool = False,
     ) -> None:
         super().__init__(name, memory, chunks, 1, page_bytes)
         from nixl_cu12._api import nixl_agent, nixl_agent_config
@@ -54,6 +56,7 @@ class _Nixl(Pages):
         self._agent.register_memory([(whole.ctypes.data, whole.nbytes, 0, "")], "DRAM", backends=[self.plugin])
         self._at_once = 8
         self._checked = checked
+        self._asks = asks
         self._stored: dict[str, bytes] = {}
 
     @abstractmethod
@@ -66,7 +69,7 @@ class _Nixl(Pages):
     def _transfer(self, direction: str, names: list[str], pages: list[memoryview]) -> None:
         agent, plugins = self._agent, [self.plugin]
         running: list[tuple[Any, Callable[[], None]]] = []
-        for name, page in zip(names, pages, strict=True):
+        for name, page in self._absent(names, pages) if direction == "WRITE" else zip(names, pages, strict=True):
             if self._checked and direction == "WRITE":
                 self._stored[name] = checksum(page)
             number, object_name = self._open(direction, name)
@@ -91,6 +94,13 @@ class _Nixl(Pages):
             if state != "DONE":
                 raise SystemExit(f"{self.name}: {state}")
             end()
+
+    def _absent(self, names: list[str], pages: list[memoryview]) -> list[tuple[str, memoryview]]:
+        """Return the objects that are to be stored."""
+        found: list[Any] = [None] * len(names)
+        if self._asks:
+            found = self._agent.query_memory([(0, 0, 0, name) for name in names], self.plugin, self.segment)
+        return [item for item, info in zip(zip(names, pages, strict=True), found, strict=True) if info is None]
 
     def _end(self, direction: str, name: str, page: memoryview, handle: Any, target: Any, number: int) -> None:
         if self._checked and direction == "READ" and checksum(page) != self._stored[name]:
@@ -136,9 +146,19 @@ class NixlBucket(_Nixl):
     plugin = segment = "OBJ"
     pause_seconds = 0.0005
 
-    def __init__(self, name: str, memory: Memory, chunks: int, page_bytes: int, server: S3Server, bucket: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        memory: Memory,
+        chunks: int,
+        page_bytes: int,
+        server: S3Server,
+        bucket: str,
+        *,
+        asks: bool = False,
+    ) -> None:
         params = {"bucket": bucket, "endpoint_override": server.url, "scheme": "http", "num_threads": "8"}
-        super().__init__(name, memory, chunks, page_bytes, params)
+        super().__init__(name, memory, chunks, page_bytes, params, asks=asks)
         self._server, self._bucket = server, bucket
         self._numbers = itertools.count(1)
 
