@@ -28,6 +28,7 @@ from offload_core.api import (
     LoadReservation,
     ObjectKey,
     StoreOutcome,
+    StoreSeal,
 )
 
 T = TypeVar("T")
@@ -93,6 +94,12 @@ class LMCacheBackend(Backend[LMCacheOptions]):
         """See :meth:`Backend.store`. ``REJECTED``: LMCache has no memory left and did not evict fast enough."""
         return await self._spread(self.run_blocking, self.context.executor, self._store, keys, buffers)
 
+    async def store_and_seal(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], seals: Sequence[StoreSeal]
+    ) -> Sequence[StoreOutcome]:
+        """See :meth:`Backend.store_and_seal`. Each part is read right after it was sent."""
+        return await self._spread(self.run_blocking, self.context.executor, self._store, keys, buffers, seals)
+
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """See :meth:`Backend.delete`. Cancelled, it waits for the request that has begun."""
         for start in range(0, len(keys), MAX_ENTRIES):
@@ -142,7 +149,7 @@ class LMCacheBackend(Backend[LMCacheOptions]):
         work: Callable[..., list[T]],
         keys: Sequence[ObjectKey],
         buffers: Sequence[memoryview],
-        *more: Sequence[FirstRead],
+        *more: Sequence[FirstRead | StoreSeal],
     ) -> list[T]:
         """Run ``work`` on parts of a batch, each on a connection of its own. The outcomes are in the batch's order.
 
@@ -192,9 +199,13 @@ class LMCacheBackend(Backend[LMCacheOptions]):
         return [_LOADED[status] for status in statuses]
 
     def _store(
-        self, connection: Connection, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]
+        self,
+        connection: Connection,
+        keys: Sequence[ObjectKey],
+        buffers: Sequence[memoryview],
+        *seals: Sequence[StoreSeal],
     ) -> list[StoreOutcome]:
-        statuses = _within_limit(connection, connection.store, Status.FULL, self._names(keys), buffers)
+        statuses = _within_limit(connection, connection.store, Status.FULL, self._names(keys), buffers, *seals)
         if Status.DAMAGED in statuses:
             raise OSError(errno.EIO, f"an object was damaged on its way to {self.options.address}; it was not stored")
         return [_STORED[status] for status in statuses]
@@ -215,7 +226,7 @@ def _within_limit(
     too_large: Status,
     names: Sequence[bytes],
     buffers: Sequence[memoryview],
-    *more: Sequence[FirstRead],
+    *more: Sequence[FirstRead | StoreSeal],
 ) -> list[Status]:
     """Run ``work`` on the objects that are not too large for the server. The others get the status ``too_large``."""
     statuses = [too_large] * len(names)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from offload_backend_lmcache import LMCacheBackend, LMCacheOptions
+from offload_backend_lmcache.wire import frames
 
 from offload_core.api.backend import BackendContext, LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
@@ -17,6 +18,12 @@ from offload_core.testing.rig.recording_check import RecordingCheck
 
 def key(number: int, pack: str = "full-u256") -> ObjectKey:
     return ObjectKey("ab" * 32, pack, bytes([number % 256, number // 256]) * 16)
+
+
+def sent(payload: bytes) -> bytes:
+    """Return a payload as a client sends it, with its checksum behind it."""
+    moved = payload[frames.LAST_BYTES :] + payload[: frames.LAST_BYTES]
+    return moved + frames.encode_checksum(frames.payload_checksum(payload))
 
 
 class Calls:

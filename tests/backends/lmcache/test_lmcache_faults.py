@@ -13,7 +13,7 @@ from offload_backend_lmcache.wire import frames
 from offload_backend_lmcache.wire.frames import Entry, Operation
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
-from tests.backends.lmcache.calls import Calls, opened
+from tests.backends.lmcache.calls import Calls, opened, sent
 from tests.backends.lmcache.test_lmcache_hostile_clients import Raw
 from tests.support.clusters.lmcache import LMCacheCluster
 
@@ -94,7 +94,7 @@ def test_a_writer_that_leaves_half_way_leaves_nothing_in_lmcache(
     again.socket.sendall(frames.encode_request(Operation.FIND, 1, [Entry(name)]))
     again.receive(frames.ANSWER_BYTES)
     assert not frames.decode_found(again.receive(frames.find_body_bytes(1)), 1)[0].present, "half an object is visible"
-    again.socket.sendall(request + payload + frames.encode_checksum(frames.checksum(payload)))
+    again.socket.sendall(request + sent(payload))
     assert again.receive(frames.ANSWER_BYTES + 1)[-1] == frames.Status.STORED, "half an object blocks its key"
     again.close()
 

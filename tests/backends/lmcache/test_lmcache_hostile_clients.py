@@ -16,12 +16,11 @@ from offload_backend_lmcache.wire import frames, handshake
 from offload_backend_lmcache.wire.addresses import parse_address
 from offload_backend_lmcache.wire.frames import Entry, Operation, Status
 
-from tests.backends.lmcache.calls import opened
+from tests.backends.lmcache.calls import opened, sent
 from tests.backends.lmcache.shelf import Shelf, listening
 from tests.support.polling import wait_until
 
-PAYLOAD = bytes(range(256)) * 16
-SUM = frames.encode_checksum(frames.checksum(PAYLOAD))
+PAYLOAD = bytes(range(256)) * 16 + bytes(1000)
 NONCE = b"n" * handshake.NONCE_BYTES
 
 
@@ -113,13 +112,13 @@ def test_a_client_that_says_nothing_in_its_handshake_or_request_is_left(
     assert is_alive(server[0])
 
 
-@pytest.mark.parametrize("sent", [0, 1, len(PAYLOAD) - 1, len(PAYLOAD), len(PAYLOAD) + 7])
+@pytest.mark.parametrize("nbytes", [0, 1, len(PAYLOAD) - 1, len(PAYLOAD), len(PAYLOAD) + 7])
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "stops"])
 def test_a_writer_that_ends_half_way_leaves_nothing(
-    server: tuple[str, Listener], shelf: Shelf, sent: int, leaves: bool
+    server: tuple[str, Listener], shelf: Shelf, nbytes: int, leaves: bool
 ) -> None:
     raw = Raw(server[0]).shake_hands()
-    raw.socket.sendall(store_request() + (PAYLOAD + SUM)[:sent])
+    raw.socket.sendall(store_request() + sent(PAYLOAD)[:nbytes])
     wait_until(lambda: shelf.begun == 1, "the server has not begun")
     if leaves:
         raw.close()
@@ -230,7 +229,7 @@ def test_a_request_without_the_proof_of_the_token_is_not_read(shelf: Shelf, monk
     with listening(shelf, token_variable="KV_TOKEN") as (address, _):
         raw = Raw(address)
         greeting = handshake.encode_client_greeting(handshake.ClientGreeting(5000, NONCE))
-        raw.socket.sendall(greeting + bytes(handshake.PROOF_BYTES) + store_request() + PAYLOAD + SUM)
+        raw.socket.sendall(greeting + bytes(handshake.PROOF_BYTES) + store_request() + sent(PAYLOAD))
         with contextlib.suppress(ConnectionError):
             raw.receive(1000)
         raw.close()
@@ -241,9 +240,9 @@ def test_another_version_is_refused_with_both_versions(
     server: tuple[str, Listener], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode = handshake.encode_client_greeting
-    monkeypatch.setattr(handshake, "encode_client_greeting", lambda greeting: encode(greeting._replace(version=2)))
+    monkeypatch.setattr(handshake, "encode_client_greeting", lambda greeting: encode(greeting._replace(version=3)))
     target = Target(parse_address(server[0]), 1, 1, b"", "TOKEN", insecure=False)
-    with pytest.raises(OSError, match=r"speaks version 1 of the protocol, .*; install the same version"):
+    with pytest.raises(OSError, match=r"speaks version 2 of the protocol, .*; install the same version"):
         Connection(target)
 
 

@@ -106,7 +106,10 @@ def hit(header: RequestHeader, entry: Entry, payload: bytes = PAYLOAD, **other: 
     """Return a right answer to a load, or one with other fields."""
     fields = {"index": 0, "request_id": header.request_id, "nbytes": len(payload)} | other
     status = Status.HIT
-    return frames.encode_object(status, name=entry.name, payload_checksum=frames.checksum(payload), **fields) + payload
+    return (
+        frames.encode_object(status, name=entry.name, payload_checksum=frames.payload_checksum(payload), **fields)
+        + payload
+    )
 
 
 def load(address: str, io_seconds: float = IO_SECONDS) -> tuple[LoadOutcome | OSError, bytes, float]:

@@ -10,6 +10,8 @@ import socket
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import xxhash
+
 from offload_backend_lmcache.client import problems
 from offload_backend_lmcache.client.first_read import FirstRead
 from offload_backend_lmcache.wire import frames, handshake
@@ -17,6 +19,7 @@ from offload_backend_lmcache.wire.addresses import Address, is_private
 from offload_backend_lmcache.wire.frames import AnswerHeader, Entry, Found, Kind, Operation, ProtocolError, Status
 from offload_backend_lmcache.wire.handshake import Verdict
 from offload_backend_lmcache.wire.streams import Stream
+from offload_core.api import StoreSeal
 
 
 class Target(NamedTuple):
@@ -86,13 +89,20 @@ class Connection:
             for index, (entry, buffer, check) in enumerate(zip(entries, buffers, checks or nobody, strict=True))
         ]
 
-    def store(self, names: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Status]:
-        """Store each buffer under its name."""
+    def store(
+        self, names: Sequence[bytes], buffers: Sequence[memoryview], seals: Sequence[StoreSeal] = ()
+    ) -> list[Status]:
+        """Store each buffer under its name.
+
+        Args:
+            seals: one per object, each of which seals its buffer meanwhile; or none.
+        """
         entries = [Entry(name, len(buffer)) for name, buffer in zip(names, buffers, strict=True)]
         request_id = self._request(Operation.STORE, entries)
+        nobody: Sequence[StoreSeal | None] = [None] * len(names)
         behind = b""
-        for buffer in buffers:
-            behind = frames.encode_checksum(self._stream.send_summed(behind, buffer))
+        for buffer, seal in zip(buffers, seals or nobody, strict=True):
+            behind = self._send_object(behind, buffer, seal)
         self._stream.send(behind)
         return frames.decode_statuses(
             Operation.STORE, self._answer(Operation.STORE, request_id, len(names), len(names))
@@ -109,6 +119,26 @@ class Connection:
         self._request_id += 1
         self._stream.send(frames.encode_request(operation, self._request_id, entries))
         return self._request_id
+
+    def _send_object(self, behind: bytes, buffer: memoryview, seal: StoreSeal | None) -> bytes:
+        """Send an object but for its beginning, which a seal may complete only then.
+
+        Args:
+            behind: the end of the object before.
+
+        Returns:
+            The end of this one: its beginning and its checksum.
+        """
+        if seal is not None and seal.head_bytes > frames.LAST_BYTES:
+            seal.seal()
+        stored = seal.stored if seal is not None and seal.head_bytes == frames.LAST_BYTES else _to_nobody
+        total = xxhash.xxh3_64()
+        self._stream.send_summed(behind, buffer[frames.LAST_BYTES :], total, stored)
+        if seal is not None:
+            seal.seal()
+        beginning = bytes(buffer[: frames.LAST_BYTES])
+        total.update(beginning)
+        return beginning + frames.encode_checksum(total.intdigest())
 
     def _header(self, request_id: int) -> AnswerHeader:
         header = frames.decode_answer_header(self._stream.receive(frames.ANSWER_BYTES))
@@ -143,11 +173,15 @@ class Connection:
         if header.nbytes != len(buffer):
             raise ProtocolError(f"an object of {header.nbytes} bytes in place of {len(buffer)}")
         if check is None:
-            checksum = self._stream.receive_summed(buffer)
+            beginning, total = buffer[: frames.LAST_BYTES], xxhash.xxh3_64()
+            self._stream.receive_into(beginning)
+            self._stream.receive_summed(buffer[frames.LAST_BYTES :], total)
+            total.update(beginning)
+            checksum = total.intdigest()
         elif check.fill(self._stream.receive_parts(buffer)):
             return Status.HIT
         else:
-            checksum = frames.checksum(buffer)
+            checksum = frames.payload_checksum(buffer)
         return Status.HIT if checksum == header.checksum else Status.DAMAGED
 
     def _shake_hands(self) -> int:
@@ -181,6 +215,10 @@ class Connection:
             raise problems.too_many_connections(address)
         if verdict is Verdict.OTHER_TOKEN:
             raise problems.other_token(address, self._target.token_variable)
+
+
+def _to_nobody(nbytes: int) -> None:
+    """Take the number of bytes of a part, and do nothing."""
 
 
 def _connect(target: Target) -> socket.socket:

@@ -11,6 +11,8 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 
+import xxhash
+
 from offload_backend_lmcache.server.config import ServerConfig
 from offload_backend_lmcache.server.object_store import ObjectStore, StoreError, Writing
 from offload_backend_lmcache.wire import frames, handshake
@@ -161,7 +163,10 @@ class Session:
     def _receive_object(self, writing: Writing) -> Status:
         committed = False
         try:
-            checksum = self._stream.receive_summed(writing.payload)
+            total = xxhash.xxh3_64()
+            self._stream.receive_summed(writing.payload[frames.LAST_BYTES :], total)
+            self._stream.receive_summed(writing.payload[: frames.LAST_BYTES], total)
+            checksum = total.intdigest()
             if frames.decode_checksum(self._stream.receive(frames.CHECKSUM_BYTES)) != checksum:
                 return Status.DAMAGED
             committed = True

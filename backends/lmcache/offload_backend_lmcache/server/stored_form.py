@@ -10,7 +10,7 @@ import hashlib
 import struct
 from typing import NamedTuple
 
-_MAGIC = b"OCLMOBJ1"
+_MAGIC = b"OCLMOBJ2"
 _SIZE_MAGIC = b"OCLMSIZ1"
 _HEADER = struct.Struct("<8sQQ32s8x")
 

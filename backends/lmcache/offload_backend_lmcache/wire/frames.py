@@ -4,7 +4,8 @@ All numbers are little-endian. Every header ends in a checksum of its own bytes,
 A parser raises :class:`ProtocolError` before it allocates memory for a length that is out of bounds.
 
 A request is a header, then a body with one entry per object. In a ``STORE`` the payloads follow, in the same order,
-each with its checksum behind it. So the receiver is still busy with a payload while the sender computes.
+each with its checksum behind it. So the receiver is still busy with a payload while the sender computes. The first
+:data:`LAST_BYTES` of a payload come after its other bytes, since the sender may know them only then.
 
 The answer to ``FIND``, ``STORE`` and ``DELETE`` is one ``ANSWER`` header and a body with one entry per object. The
 answer to ``LOAD`` is one ``OBJECT`` header per object, in order, each followed by its payload if the status is ``HIT``.
@@ -23,6 +24,8 @@ import xxhash
 MAX_ENTRIES = 1024
 MAX_NAME_BYTES = 512
 MAX_TEXT_BYTES = 1024
+LAST_BYTES = 4096
+"""The bytes at the beginning of a payload that a ``STORE`` sends last. Each payload's checksum has them last, too."""
 
 _REQUEST_MAGIC = 0x514D4C4F
 _ANSWER_MAGIC = 0x414D4C4F
@@ -125,8 +128,15 @@ class Found(NamedTuple):
 
 
 def checksum(content: bytes | bytearray | memoryview) -> int:
-    """Return the checksum of a body or payload."""
+    """Return the checksum of a header, a body or a name."""
     return xxhash.xxh3_64_intdigest(content)
+
+
+def payload_checksum(payload: bytes | memoryview) -> int:
+    """Return the checksum of a payload: of its bytes in the order in which a ``STORE`` sends them."""
+    total = xxhash.xxh3_64(payload[LAST_BYTES:])
+    total.update(payload[:LAST_BYTES])
+    return total.intdigest()
 
 
 def encode_checksum(value: int) -> bytes:

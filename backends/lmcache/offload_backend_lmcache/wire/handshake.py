@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from offload_backend_lmcache.wire.frames import ProtocolError, sealed, unsealed
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 NONCE_BYTES = 16
 
 _MAGIC = b"OCLM\r\n\r\n"

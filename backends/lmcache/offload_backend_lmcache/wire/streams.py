@@ -60,12 +60,10 @@ class Stream:
         while len(buffer):
             buffer = buffer[self._receive_some(buffer, wait, deadline) :]
 
-    def receive_summed(self, buffer: memoryview) -> int:
-        """Fill a buffer and return its checksum."""
-        total = xxhash.xxh3_64()
+    def receive_summed(self, buffer: memoryview, total: xxhash.xxh3_64) -> None:
+        """Fill a buffer, and add its bytes to a checksum."""
         for part in self.receive_parts(buffer):
             total.update(part)
-        return total.intdigest()
 
     def receive_parts(self, buffer: memoryview) -> Iterator[memoryview]:
         """Fill a buffer, and yield each part that has arrived while it is in the processor's cache."""
@@ -88,21 +86,25 @@ class Stream:
         views = [memoryview(part) for part in parts if len(part)]
         self._send(views, self._deadline(self.timeout_seconds, sum(map(len, views))))
 
-    def send_summed(self, before: bytes, buffer: memoryview) -> int:
-        """Send ``before`` and a buffer. Return the buffer's checksum. See :meth:`send`.
+    def send_summed(
+        self, before: bytes, buffer: memoryview, total: xxhash.xxh3_64, sent: Callable[[int], object]
+    ) -> None:
+        """Send ``before`` and a buffer, and add the buffer's bytes to a checksum. See :meth:`send`.
 
         Each part is summed right after the kernel has copied it, so it is still in the processor's cache.
+
+        Args:
+            sent: told of the bytes of each part of the buffer then.
         """
-        total = xxhash.xxh3_64()
         deadline = self._deadline(self.timeout_seconds, len(before) + len(buffer))
         views = [memoryview(before)] if before else []
         for start in range(0, len(buffer), _PART_BYTES):
             part = buffer[start : start + _PART_BYTES]
             self._send([*views, part], deadline)
             total.update(part)
+            sent(len(part))
             views = []
         self._send(views, deadline)  # if the buffer is empty
-        return total.intdigest()
 
     def is_quiet(self) -> bool:
         """Return whether an idle connection is open and has nothing to read, as it must between two requests."""

@@ -77,10 +77,12 @@ def test_sent_and_received_checksums_are_of_the_same_bytes() -> None:
     with connected(10) as (stream, peer):
         other = Stream(peer, 10)
         buffer = bytearray(len(payload))
-        sums: list[int] = []
-        reader = threading.Thread(target=lambda: sums.append(other.receive_summed(memoryview(buffer))))
+        sums = xxhash.xxh3_64(), xxhash.xxh3_64()
+        parts: list[int] = []
+        reader = threading.Thread(target=lambda: other.receive_summed(memoryview(buffer), sums[0]))
         reader.start()
-        sums.append(stream.send_summed(b"", payload))
+        stream.send_summed(b"", payload, sums[1], parts.append)
         reader.join()
     assert bytes(buffer) == payload
-    assert sums == [xxhash.xxh3_64_intdigest(payload)] * 2
+    assert [one.intdigest() for one in sums] == [xxhash.xxh3_64_intdigest(payload)] * 2
+    assert parts == [MIB, MIB, MIB, 4]
