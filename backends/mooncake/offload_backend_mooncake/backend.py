@@ -19,6 +19,7 @@ from offload_core.api import (
     ObjectKey,
     StoreOutcome,
     StoreReservation,
+    StoreSeal,
 )
 
 
@@ -74,6 +75,12 @@ class MooncakeBackend(Backend[MooncakeOptions]):
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         """See :meth:`Backend.store`. Cancelled, it waits for the transfers."""
         return await self.run_blocking(self._opened.store, self._names(keys), buffers)
+
+    async def store_and_seal(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], seals: Sequence[StoreSeal]
+    ) -> Sequence[StoreOutcome]:
+        """See :meth:`Backend.store_and_seal`. The objects of a transfer are sealed right before it."""
+        return await self.run_blocking(self._opened.store, self._names(keys), buffers, seals)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """See :meth:`Backend.delete`."""

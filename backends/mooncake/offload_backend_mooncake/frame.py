@@ -14,11 +14,13 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from offload_core.api import LoadCheck
+from offload_core.api import CHECK_BYTES, LoadCheck, StoreSeal
 
 _HEAD = struct.Struct("<8sQ16sQ")  # magic, bytes of the payload, digest of the name, checksum of the payload
-_MAGIC = b"OCmoon1\n"
+_MAGIC = b"OCmoon2\n"
 HEAD_BYTES = _HEAD.size
+_LAST_BYTES = 4096
+"""The bytes at the beginning of a payload that come last in its checksum, since a seal completes them last."""
 
 
 class Frames:
@@ -35,10 +37,15 @@ class Frames:
         self._payloads = [np.frombuffer(buffer, np.uint8) if len(buffer) else None for buffer in buffers]
         self._heads = np.zeros((len(names), HEAD_BYTES), np.uint8)
 
-    def seal(self) -> None:
-        """Write the heads."""
-        for head, name, buffer in zip(self._heads, self._names, self._buffers, strict=True):
-            head[:] = np.frombuffer(_head(name, buffer), np.uint8)
+    def seal(self, seals: Sequence[StoreSeal] = ()) -> None:
+        """Write the heads.
+
+        Args:
+            seals: one per object, each of which completes its payload before; or none.
+        """
+        nobody: Sequence[StoreSeal | None] = [None] * len(self._names)
+        for head, name, buffer, seal in zip(self._heads, self._names, self._buffers, seals or nobody, strict=True):
+            head[:] = np.frombuffer(_head(name, buffer, seal), np.uint8)
 
     def is_whole(self, index: int, check: LoadCheck | None = None) -> bool:
         """Return whether one object is the one of its name, byte for byte.
@@ -78,15 +85,26 @@ def payload_bytes(object_bytes: int) -> int | None:
     return object_bytes - HEAD_BYTES if object_bytes >= HEAD_BYTES else None
 
 
-def _head(name: str, buffer: memoryview) -> bytes:
-    return _HEAD.pack(_MAGIC, len(buffer), _digest(name), _checksum(buffer))
+def _head(name: str, buffer: memoryview, seal: StoreSeal | None) -> bytes:
+    return _HEAD.pack(_MAGIC, len(buffer), _digest(name), _checksum(buffer, seal))
 
 
 def _digest(name: str) -> bytes:
     return hashlib.blake2b(name.encode(), digest_size=16).digest()
 
 
-def _checksum(buffer: memoryview) -> int:
-    checksum = xxhash.xxh3_64()
-    checksum.update(buffer)  # other threads can run meanwhile, unlike in xxhash's one-shot functions
+def _checksum(buffer: memoryview, seal: StoreSeal | None = None) -> int:
+    """Return the checksum of a payload. A seal reads each part just before, and completes the payload."""
+    if seal is not None and seal.head_bytes > _LAST_BYTES:
+        seal.seal()
+    is_told = seal is not None and seal.head_bytes == _LAST_BYTES
+    checksum = xxhash.xxh3_64()  # other threads can run meanwhile, unlike in xxhash's one-shot functions
+    for start in range(_LAST_BYTES, len(buffer), CHECK_BYTES):
+        part = buffer[start : start + CHECK_BYTES]
+        if seal is not None and is_told:
+            seal.stored(len(part))
+        checksum.update(part)
+    if seal is not None:
+        seal.seal()
+    checksum.update(buffer[:_LAST_BYTES])
     return checksum.intdigest()

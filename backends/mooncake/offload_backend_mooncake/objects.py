@@ -10,7 +10,7 @@ from typing import Any
 from offload_backend_mooncake import codes as code_of
 from offload_backend_mooncake.client import Client
 from offload_backend_mooncake.frame import HEAD_BYTES, Frames, payload_bytes
-from offload_core.api import LoadCheck, LoadOutcome, StoreOutcome
+from offload_core.api import LoadCheck, LoadOutcome, StoreOutcome, StoreSeal
 
 OBJECTS_AT_ONCE = 16
 """Objects in one transfer. A transfer to a hung owner then ends well before Mooncake's own limit of a minute."""
@@ -85,8 +85,13 @@ class Objects:
                 outcomes[index] = outcome
         return outcomes
 
-    def store(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+    def store(
+        self, names: Sequence[str], buffers: Sequence[memoryview], seals: Sequence[StoreSeal] = ()
+    ) -> list[StoreOutcome]:
         """Write each buffer whose object is absent. Without room in time, an object is rejected.
+
+        Args:
+            seals: one per object, which completes its buffer before the transfer; or none.
 
         Raises:
             OSError: the master or an owner is gone.
@@ -101,7 +106,8 @@ class Objects:
                 else:
                     left.append(index)
             while left:
-                stored = self._store([names[index] for index in left], [buffers[index] for index in left])
+                told = [seals[index] for index in left] if seals else []
+                stored = self._store([names[index] for index in left], [buffers[index] for index in left], told)
                 for index, is_stored in zip(left, stored, strict=True):
                     if is_stored:
                         outcomes[index] = StoreOutcome.STORED
@@ -173,10 +179,10 @@ class Objects:
                 raise self._failure("load objects", code)
         return outcomes
 
-    def _store(self, names: list[str], buffers: list[memoryview]) -> list[bool]:
+    def _store(self, names: list[str], buffers: list[memoryview], seals: Sequence[StoreSeal]) -> list[bool]:
         """Store objects of distinct names in one transfer. Return whether each exists now."""
         frames = Frames(names, buffers)
-        frames.seal()
+        frames.seal(seals)
 
         def put(store: Any) -> Sequence[int]:
             return list(store.batch_put_from_multi_buffers(names, frames.addresses, frames.sizes, self._policy))

@@ -17,6 +17,9 @@ from offload_backend_mooncake.objects import BYTES_AT_ONCE, OBJECTS_AT_ONCE, Obj
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.testing.rig.recording_check import RecordingCheck
+from tests.support.completing_seal import CompletingSeal
+
+MIB = 1024**2
 
 CODES = st.sampled_from([0, 1, 40, 41, 45, 2**40, -1, -200, -600, -702, -703, -704, -705, -706, -707, -714, -800, -801])
 
@@ -67,6 +70,28 @@ def test_a_check_that_finds_the_payload_right_stands_for_its_checksum_alone(
     stored[place] ^= data.draw(st.integers(1, 255))
     is_in_checksum_or_payload = place >= HEAD_BYTES - 8
     assert is_whole("a/b", bytes(stored), len(payload), right=bytes(stored[HEAD_BYTES:])) is is_in_checksum_or_payload
+
+
+@pytest.mark.parametrize("place", [0, 4095, 4096, MIB, MIB + 4096, 2 * MIB + 99])
+def test_a_changed_byte_of_a_large_payload_is_seen(place: int) -> None:
+    payload = bytes(2 * MIB + 100)
+    stored = bytearray(stored_bytes("a/b", payload))
+    assert is_whole("a/b", bytes(stored), len(payload))
+    stored[HEAD_BYTES + place] ^= 1
+    assert not is_whole("a/b", bytes(stored), len(payload))
+
+
+@pytest.mark.parametrize("head_bytes", [0, 100, 4096, 5000])
+@pytest.mark.parametrize("nbytes", [0, 100, 4096, 4097, 2 * MIB + 4096])
+def test_a_head_is_that_of_the_payload_after_its_seal(head_bytes: int, nbytes: int) -> None:
+    seal = CompletingSeal(nbytes, head_bytes)
+    frames = Frames(["a"], [seal.buffer.toreadonly()])
+    frames.seal([seal])
+    assert seal.buffer == seal.complete
+    assert frames._heads[0].tobytes() + seal.complete == stored_bytes("a", seal.complete)
+    if nbytes > head_bytes == 4096:
+        assert sum(seal.told) == nbytes - head_bytes
+        assert max(seal.told) <= MIB, "it reads parts that have left the processor's cache"
 
 
 @given(st.binary(min_size=HEAD_BYTES, max_size=200))
