@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.backends_nixl import NixlBucket, NixlFiles
+from benchmarks.backends_nixl import AskedNixlBucket, NixlBucket, NixlFiles
 from benchmarks.backends_rig import CHUNK_BYTES, Medium, Memory, Pages, PlainThreads
 from tests.support.clusters import lmcache, mooncake, nixl
 from tests.support.s3_server import S3_CREDENTIALS
@@ -79,9 +79,11 @@ def alone(
         name = "limit: Mooncake's client"
         return [partial(MooncakeAlone, name, memory, chunks, threads, page_bytes, store.tier["master"])]
     if isinstance(store.lab, nixl.BucketLab):
-        place = partial(NixlBucket, server=store.lab.server, bucket=store.lab.bucket)
-        bucket = partial(place, memory=memory, chunks=chunks, page_bytes=page_bytes)
-        return [partial(bucket, "limit: NIXL"), partial(bucket, "NIXL, stores only what is absent", asks=True)]
+        place = memory, chunks, page_bytes, store.lab.server, store.lab.bucket
+        return [
+            partial(NixlBucket, "limit: NIXL", *place),
+            partial(AskedNixlBucket, "NIXL, stores only what is absent", *place),
+        ]
     if backend == "nixl":
         files = partial(NixlFiles, memory=memory, chunks=chunks, page_bytes=page_bytes)
         return [

@@ -29,7 +29,6 @@ class _Nixl(Pages):
     Args:
         checked: hash each object on the same thread, before its store and right after its load. It is the least work
             that a tier with checksums can do around NIXL on one thread.
-        asks: store only the objects that the medium does not have. NIXL itself asks, for all objects of a call.
     """
 
     plugin = segment = ""
@@ -45,7 +44,6 @@ class _Nixl(Pages):
         params: Mapping[str, str] | None = None,
         *,
         checked: bool = False,
-        asks: bool = False,
     ) -> None:
         super().__init__(name, memory, chunks, 1, page_bytes)
         from nixl_cu12._api import nixl_agent, nixl_agent_config
@@ -56,7 +54,6 @@ class _Nixl(Pages):
         self._agent.register_memory([(whole.ctypes.data, whole.nbytes, 0, "")], "DRAM", backends=[self.plugin])
         self._at_once = 8
         self._checked = checked
-        self._asks = asks
         self._stored: dict[str, bytes] = {}
 
     @abstractmethod
@@ -69,7 +66,8 @@ class _Nixl(Pages):
     def _transfer(self, direction: str, names: list[str], pages: list[memoryview]) -> None:
         agent, plugins = self._agent, [self.plugin]
         running: list[tuple[Any, Callable[[], None]]] = []
-        for name, page in self._absent(names, pages) if direction == "WRITE" else zip(names, pages, strict=True):
+        objects = list(zip(names, pages, strict=True))
+        for name, page in self._to_store(objects) if direction == "WRITE" else objects:
             if self._checked and direction == "WRITE":
                 self._stored[name] = checksum(page)
             number, object_name = self._open(direction, name)
@@ -95,12 +93,9 @@ class _Nixl(Pages):
                 raise SystemExit(f"{self.name}: {state}")
             end()
 
-    def _absent(self, names: list[str], pages: list[memoryview]) -> list[tuple[str, memoryview]]:
-        """Return the objects that are to be stored."""
-        found: list[Any] = [None] * len(names)
-        if self._asks:
-            found = self._agent.query_memory([(0, 0, 0, name) for name in names], self.plugin, self.segment)
-        return [item for item, info in zip(zip(names, pages, strict=True), found, strict=True) if info is None]
+    def _to_store(self, objects: list[tuple[str, memoryview]]) -> list[tuple[str, memoryview]]:
+        """Return those of a batch's objects that are to be stored."""
+        return objects
 
     def _end(self, direction: str, name: str, page: memoryview, handle: Any, target: Any, number: int) -> None:
         if self._checked and direction == "READ" and checksum(page) != self._stored[name]:
@@ -146,19 +141,9 @@ class NixlBucket(_Nixl):
     plugin = segment = "OBJ"
     pause_seconds = 0.0005
 
-    def __init__(
-        self,
-        name: str,
-        memory: Memory,
-        chunks: int,
-        page_bytes: int,
-        server: S3Server,
-        bucket: str,
-        *,
-        asks: bool = False,
-    ) -> None:
+    def __init__(self, name: str, memory: Memory, chunks: int, page_bytes: int, server: S3Server, bucket: str) -> None:
         params = {"bucket": bucket, "endpoint_override": server.url, "scheme": "http", "num_threads": "8"}
-        super().__init__(name, memory, chunks, page_bytes, params, asks=asks)
+        super().__init__(name, memory, chunks, page_bytes, params)
         self._server, self._bucket = server, bucket
         self._numbers = itertools.count(1)
 
@@ -170,3 +155,11 @@ class NixlBucket(_Nixl):
         for start in range(0, len(names), 1000):
             objects = [{"Key": name} for name in names[start : start + 1000]]
             self._server.client().delete_objects(Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True})
+
+
+class AskedNixlBucket(NixlBucket):
+    """The same, for objects that the bucket does not have. NIXL asks, for all objects of a batch at once."""
+
+    def _to_store(self, objects: list[tuple[str, memoryview]]) -> list[tuple[str, memoryview]]:
+        found = self._agent.query_memory([(0, 0, 0, name) for name, _ in objects], self.plugin, self.segment)
+        return [item for item, info in zip(objects, found, strict=True) if info is None]
