@@ -254,9 +254,13 @@ class IoProcess:
         return storage
 
     async def _session_for_start(self) -> Session:
-        """Return the process that serves, waited for if it is being replaced."""
+        """Return the process that serves, waited for if it is being replaced.
+
+        Raises:
+            OSError: it is not replaced in time.
+        """
         if self._session is None and self._replacing is not None:
-            await asyncio.wait([self._replacing], timeout=START_SECONDS / 4)  # the caller waits longer
+            await asyncio.wait([self._replacing], timeout=START_SECONDS / 2)  # the caller waits longer
         if self._session is None:
             raise OSError("the I/O process has ended during the start of the engine")
         return self._session

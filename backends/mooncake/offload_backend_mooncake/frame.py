@@ -95,13 +95,12 @@ def _digest(name: str) -> bytes:
 
 def _checksum(buffer: memoryview, seal: StoreSeal | None = None) -> int:
     """Return the checksum of a payload. A seal reads each part just before, and completes the payload."""
-    if seal is not None and seal.head_bytes > _LAST_BYTES:
+    if seal is not None and seal.head_bytes != _LAST_BYTES:  # another core, or a small object
         seal.seal()
-    is_told = seal is not None and seal.head_bytes == _LAST_BYTES
     checksum = xxhash.xxh3_64()  # other threads can run meanwhile, unlike in xxhash's one-shot functions
     for start in range(_LAST_BYTES, len(buffer), CHECK_BYTES):
         part = buffer[start : start + CHECK_BYTES]
-        if seal is not None and is_told:
+        if seal is not None:
             seal.stored(len(part))
         checksum.update(part)
     if seal is not None:

@@ -129,7 +129,7 @@ def test_a_writer_that_ends_half_way_leaves_nothing(
 
 def test_a_payload_with_another_checksum_is_not_stored(server: tuple[str, Listener], shelf: Shelf) -> None:
     raw = Raw(server[0]).shake_hands()
-    raw.socket.sendall(store_request() + PAYLOAD + frames.encode_checksum(1))
+    raw.socket.sendall(store_request() + sent(PAYLOAD)[: -frames.CHECKSUM_BYTES] + frames.encode_checksum(1))
     answer = raw.receive(frames.ANSWER_BYTES + 1)
     assert answer[-1] == Status.DAMAGED
     assert not shelf.objects

@@ -129,10 +129,10 @@ class Connection:
         Returns:
             The end of this one: its beginning and its checksum.
         """
-        if seal is not None and seal.head_bytes > frames.LAST_BYTES:
+        if seal is not None and seal.head_bytes != frames.LAST_BYTES:  # another core, or a small object
             seal.seal()
-        stored = seal.stored if seal is not None and seal.head_bytes == frames.LAST_BYTES else _to_nobody
         total = xxhash.xxh3_64()
+        stored = _to_nobody if seal is None else seal.stored
         self._stream.send_summed(behind, buffer[frames.LAST_BYTES :], total, stored)
         if seal is not None:
             seal.seal()

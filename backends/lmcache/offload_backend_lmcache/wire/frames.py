@@ -134,7 +134,8 @@ def checksum(content: bytes | bytearray | memoryview) -> int:
 
 def payload_checksum(payload: bytes | memoryview) -> int:
     """Return the checksum of a payload: of its bytes in the order in which a ``STORE`` sends them."""
-    total = xxhash.xxh3_64(payload[LAST_BYTES:])
+    total = xxhash.xxh3_64()
+    total.update(payload[LAST_BYTES:])  # other threads can run meanwhile, unlike in xxhash's one-shot functions
     total.update(payload[:LAST_BYTES])
     return total.intdigest()
 
