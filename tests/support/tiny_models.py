@@ -157,6 +157,42 @@ def write_qwen3_next(
     return write_model_folder(folder, config, list(_qwen3_next_parameters(chosen)), seed, dtype, chosen.vocab_size)
 
 
+def write_phi3(folder: Path, *, original_length: int, seed: int = 0) -> Path:
+    """Write a ``Phi3ForCausalLM`` with LongRoPE and return ``folder``.
+
+    An engine with a ``max_model_len`` above ``original_length`` turns the keys of all positions by other factors.
+    """
+    hidden, layers, heads, kv_heads, head, inner, vocabulary = 128, 2, 4, 2, 32, 256, 1024
+    config = {
+        "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "torch_dtype": "float32",
+        "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "intermediate_size": inner, "vocab_size": vocabulary,
+        "max_position_embeddings": 8192, "original_max_position_embeddings": original_length, "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "longrope", "short_factor": [1.0] * (head // 2),
+            "long_factor": [1.0 + 2 * n for n in range(head // 2)],
+        },
+        "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False, "sliding_window": None,
+        "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2,
+    }  # fmt: skip
+    parameters = [
+        Parameter("model.embed_tokens.weight", (vocabulary, hidden)),
+        Parameter("model.norm.weight", (hidden,), "strong"),
+        Parameter("lm_head.weight", (vocabulary, hidden)),
+    ]
+    for layer in range(layers):
+        name = f"model.layers.{layer}."
+        parameters += [
+            Parameter(f"{name}self_attn.qkv_proj.weight", ((heads + 2 * kv_heads) * head, hidden)),
+            Parameter(f"{name}self_attn.o_proj.weight", (hidden, heads * head)),
+            Parameter(f"{name}mlp.gate_up_proj.weight", (2 * inner, hidden)),
+            Parameter(f"{name}mlp.down_proj.weight", (hidden, inner)),
+            Parameter(f"{name}input_layernorm.weight", (hidden,), "strong"),
+            Parameter(f"{name}post_attention_layernorm.weight", (hidden,), "strong"),
+        ]
+    return write_model_folder(folder, config, parameters, seed, "float32", vocabulary)
+
+
 def prompt_token_ids(length: int, *, seed: int, vocab_size: int, shared_prefix: int = 0, member: int = 0) -> list[int]:
     """Return ``length`` deterministic random word ids (no special tokens).
 

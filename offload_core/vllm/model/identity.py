@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import vllm
@@ -14,6 +13,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from offload_core.objects.fingerprint import Json
 from offload_core.objects.format import FORMAT_VERSION
 from offload_core.vllm.model.drafts import drafts_identity
+from offload_core.vllm.model.jsonable import jsonable
+from offload_core.vllm.model.options import options_identity
 from offload_core.vllm.model.source import model_source
 
 if TYPE_CHECKING:
@@ -36,10 +37,8 @@ def engine_identity(
         "format_version": FORMAT_VERSION,
         "engine": ["vllm", vllm.__version__],
         "model": model_source(vllm_config, given_name),
-        "loader": None
-        if given_name
-        else _jsonable(getattr(vllm_config.load_config, "model_loader_extra_config", None)),
-        "model_config": _jsonable({k: v for k, v in model.hf_config.to_dict().items() if k != "_name_or_path"}),
+        "loader": None if given_name else jsonable(getattr(vllm_config.load_config, "model_loader_extra_config", None)),
+        "model_config": jsonable({k: v for k, v in model.hf_config.to_dict().items() if k != "_name_or_path"}),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "cache_dtype": str(cache.cache_dtype),
@@ -54,6 +53,7 @@ def engine_identity(
             parallel.decode_context_parallel_size,
         ],
         "block_hash": [cache.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")],
+        **options_identity(vllm_config),
         **drafts_identity(vllm_config),
     }
 
@@ -85,24 +85,5 @@ def worker_identity(vllm_config: VllmConfig, layers: dict[str, torch.Tensor]) ->
 
 
 def _spec_identity(spec: KVCacheSpec) -> Json:
-    fields = {f.name: _jsonable(getattr(spec, f.name)) for f in dataclasses.fields(spec)}
+    fields = {f.name: jsonable(getattr(spec, f.name)) for f in dataclasses.fields(spec)}
     return {"kind": type(spec).__name__, **fields}
-
-
-def _jsonable(value: Any) -> Json:
-    """Return ``value`` as JSON; an unsupported value becomes the name of its type, never an address."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return repr(value)
-    if isinstance(value, torch.dtype):
-        return str(value)
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, dict):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_jsonable(item) for item in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _jsonable(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    return type(value).__qualname__
