@@ -26,11 +26,13 @@ class LoadCheck(ABC):
         """Check the next ``nbytes`` bytes of the buffer, now and on this thread. They must be final.
 
         The first call stands for the beginning of the buffer. Each call continues where the one before it ended. If a
-        read has to begin again, do not call this any more: the core then checks the whole object after the load.
+        read of an unfinished object has to begin again, do not call this any more: the core then checks the whole
+        object after the load.
 
         Returns:
             Whether the buffer is full now and the core has found the whole object right. Then a checksum of the
-            backend's own is not needed. ``False`` says nothing about the bytes.
+            backend's own is not needed, and the buffer must not be written again: the core does not check it a second
+            time. ``False`` says nothing about the bytes.
         """
 
     @property

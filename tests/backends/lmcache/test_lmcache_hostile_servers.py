@@ -17,6 +17,7 @@ from offload_backend_lmcache.wire.frames import Entry, Operation, RequestHeader,
 from offload_backend_lmcache.wire.handshake import ServerGreeting, Verdict
 
 from offload_core.api.backend import LoadOutcome
+from offload_core.testing.rig.recording_check import RecordingCheck
 from tests.backends.lmcache.calls import key, opened
 from tests.support.damage import flipped
 
@@ -184,25 +185,33 @@ def test_a_check_that_finds_an_object_right_stands_for_its_checksum(is_found_rig
     assert outcomes == [(LoadOutcome.HIT, PAYLOAD), (found, changed), (LoadOutcome.HIT, b"")]
 
 
-def test_a_check_is_told_of_the_first_read_only() -> None:
-    connections = []
+def test_after_a_break_a_right_object_is_not_read_again_and_a_check_is_told_of_the_first_read_only() -> None:
+    requests: list[int] = []
+    views = [memoryview(bytearray(len(PAYLOAD))) for _ in range(3)]
+    checks = [RecordingCheck(view, PAYLOAD) for view in views]
 
     def script(peer: Peer) -> None:
-        connections.append(peer)
         peer.shake_hands()
-        header, entries = peer.request()
-        peer.socket.sendall(hit(header, entries[0]))
-        if len(connections) == 1:
+        while True:
             header, entries = peer.request()
-            peer.socket.sendall(hit(header, entries[0]) + hit(header, entries[1], index=1)[:-1000])
-        else:
-            peer.socket.sendall(hit(header, entries[1], index=1))
+            requests.append(len(entries))
+            payload = flipped(PAYLOAD) if len(requests) == 3 else PAYLOAD
+            answer = b"".join(hit(header, entry, payload, index=index) for index, entry in enumerate(entries))
+            peer.socket.sendall(answer[: -len(PAYLOAD) - 1000] if len(requests) == 2 else answer)
+            if len(requests) == 2:
+                return
+
+    async def load_all() -> None:
+        outcomes = await calls.backend.load_and_check([key(1), key(2), key(3)], views, checks)
+        assert outcomes == [LoadOutcome.HIT] * 3
 
     with served(script) as address, opened(address, connections=1) as calls:
-        assert calls.load(3, len(PAYLOAD)) == (LoadOutcome.HIT, PAYLOAD)
-        outcomes = calls.load_and_check((1, len(PAYLOAD)), (2, len(PAYLOAD)), right=PAYLOAD)
-    assert len(connections) == 2
-    assert outcomes == [(LoadOutcome.HIT, PAYLOAD), (LoadOutcome.HIT, b"")]
+        assert calls.load(4, len(PAYLOAD)) == (LoadOutcome.HIT, PAYLOAD)
+        calls.run(load_all())
+    assert requests == [1, 3, 2]
+    assert [bytes(view) for view in views] == [PAYLOAD, flipped(PAYLOAD), flipped(PAYLOAD)], "it was read again"
+    assert [bytes(check.told) for check in checks] == [PAYLOAD, b"", flipped(PAYLOAD)]
+    assert [check.problem for check in checks] == [None] * 3
 
 
 def test_a_miss_leaves_the_buffer_and_a_damaged_object_is_corrupt() -> None:

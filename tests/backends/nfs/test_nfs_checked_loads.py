@@ -55,6 +55,35 @@ def test_a_read_that_begins_again_tells_its_check_no_more(
     run(nfs(url=f"file://{tmp_path}"), work)
 
 
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+def test_an_object_that_its_check_has_found_right_is_not_read_again(
+    nfs: Nfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    content = os.urandom(SIZE)
+    close, preadv = os.close, os.preadv
+    offsets: list[int] = []
+
+    def reading(descriptor: int, buffers: Any, offset: int) -> int:
+        offsets.append(offset)
+        return preadv(descriptor, buffers, offset)
+
+    def failing(descriptor: int) -> None:
+        close(descriptor)
+        if len(offsets) == 3:
+            raise OSError(number, os.strerror(number))
+
+    async def work(backend: NfsBackend) -> None:
+        await store(backend, (1, content))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", reading)
+            patch.setattr(os, "close", failing)
+            ((outcome, view, check),) = await loaded(backend, 1)
+        assert (outcome, bytes(view), bytes(check.told)) == (HIT, content, content)
+        assert offsets == [0, CHECK_BYTES, 2 * CHECK_BYTES], "a second read has overwritten checked bytes"
+
+    run(nfs(url=f"file://{tmp_path}"), work)
+
+
 def test_objects_are_pinned_while_they_are_loaded_and_hidden_ones_are_misses(nfs: Nfs, tmp_path: Path) -> None:
     content = os.urandom(SIZE)
 

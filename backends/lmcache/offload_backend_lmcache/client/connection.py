@@ -80,14 +80,17 @@ class Connection:
 
         Args:
             checks: one per object, or none. If a check finds its object right, the payload is not summed a second time.
+                An object that a check has found right on another connection is a ``HIT``, and is not read again.
         """
-        entries = [Entry(name, len(buffer)) for name, buffer in zip(names, buffers, strict=True)]
-        request_id = self._request(Operation.LOAD, entries)
-        nobody: Sequence[FirstRead | None] = [None] * len(names)
-        return [
-            self._receive_object(request_id, index, entry.name, buffer, check)
-            for index, (entry, buffer, check) in enumerate(zip(entries, buffers, checks or nobody, strict=True))
-        ]
+        statuses = [Status.HIT] * len(names)
+        left = [index for index in range(len(names)) if not (checks and checks[index].is_right)]
+        if not left:
+            return statuses
+        request_id = self._request(Operation.LOAD, [Entry(names[index], len(buffers[index])) for index in left])
+        for position, index in enumerate(left):
+            check = checks[index] if checks else None
+            statuses[index] = self._receive_object(request_id, position, names[index], buffers[index], check)
+        return statuses
 
     def store(
         self, names: Sequence[bytes], buffers: Sequence[memoryview], seals: Sequence[StoreSeal] = ()

@@ -36,7 +36,8 @@ def read_object(path: str, buffer: memoryview, check: LoadCheck | None) -> LoadO
                 check.filled(count)
             done += count
     finally:
-        os.close(descriptor)
+        with suppress(OSError):  # the bytes are read; another try would overwrite those that a check has found right
+            os.close(descriptor)
     return LoadOutcome.HIT
 
 
