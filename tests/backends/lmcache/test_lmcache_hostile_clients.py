@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
+import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -173,6 +178,44 @@ def test_connections_beyond_the_limit_are_refused_with_the_cure(
         raw.close()
     wait_until(lambda: server[1].connections == 0, "the connection of a client that has left is kept")
     assert is_alive(server[0])
+
+
+def test_a_thread_that_does_not_start_costs_one_connection(
+    server: tuple[str, Listener], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, failures = threading.Thread.start, iter(range(3))
+
+    def starting(thread: threading.Thread) -> None:
+        if thread.name == "offload-session" and next(failures, None) is not None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+    for _ in range(3):
+        raw = Raw(server[0])
+        assert raw.is_closed()
+        raw.close()
+    assert server[1].connections == 0, "a connection without a thread counts"
+    assert is_alive(server[0]), "the module accepts nobody any more"
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "offload-core's module cannot serve a new connection: can't start new thread"
+    ]
+
+
+def test_a_shortage_of_open_files_is_logged_once(
+    server: tuple[str, Listener], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accept, failures = socket.socket.accept, iter(range(3))
+
+    def accepting(listening: socket.socket) -> tuple[socket.socket, Any]:
+        if next(failures, None) is not None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", accepting)
+    assert is_alive(server[0])  # by the accept that had begun
+    assert is_alive(server[0])
+    assert len(caplog.records) == 1
 
 
 def test_an_idle_connection_ends_and_the_client_makes_another(shelf: Shelf) -> None:

@@ -71,35 +71,38 @@ class Listener:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def _accept(self) -> None:
+        is_short = False  # of open files, memory or threads; a later connection may succeed
         while not self._closed:
             try:
                 connection, _ = self._socket.accept()
             except OSError as error:
                 if not self._closed:
-                    logger.warning("offload-core's module cannot accept a connection: %s", error)
-                    time.sleep(0.1)  # such as too many open files; a later one may succeed
+                    _warn_once(is_short, error)
+                    is_short = True
+                    time.sleep(0.1)
                 continue
-            self._begin(connection)
+            try:
+                self._begin(connection)
+                is_short = False
+            except Exception as error:
+                connection.close()
+                _warn_once(is_short, error)
+                is_short = True
 
     def _begin(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():
             if hasattr(socket, option):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        try:
-            stream = Stream(connection, self._config.transfer_seconds, LONGEST_TRANSFER_SECONDS)
-            session = Session(stream, self._store, self._config, self._token)
-        except OSError:
-            connection.close()
-            return
+        stream = Stream(connection, self._config.transfer_seconds, LONGEST_TRANSFER_SECONDS)
+        session = Session(stream, self._store, self._config, self._token)
         thread = threading.Thread(target=self._run, args=(session, stream), name="offload-session", daemon=True)
         with self._lock:
             has_room = len(self._streams) < self._config.max_connections and not self._closed
             if has_room:
+                thread.start()  # first, since it may fail; its end waits for the lock
                 self._streams[stream] = thread
-        if has_room:
-            thread.start()
-        else:
+        if not has_room:
             _refuse(session, stream)  # by the accepting thread, so that refusals take no memory
 
     def _run(self, session: Session, stream: Stream) -> None:
@@ -115,6 +118,11 @@ class Listener:
             with self._lock:
                 del self._streams[stream]
             stream.close()
+
+
+def _warn_once(has_warned: bool, error: Exception) -> None:
+    if not has_warned:
+        logger.warning("offload-core's module cannot serve a new connection: %s", error)
 
 
 def _refuse(session: Session, stream: Stream) -> None:
