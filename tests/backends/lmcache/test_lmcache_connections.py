@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+from offload_backend_lmcache.client.connection import Connection, Target
+from offload_backend_lmcache.client.pool import ConnectionPool
 from offload_backend_lmcache.plugin import LMCACHE
 from offload_backend_lmcache.server.object_store import Content
+from offload_backend_lmcache.wire.addresses import parse_address
 from offload_backend_lmcache.wire.frames import Entry
 
 from offload_core.api.backend import LoadOutcome
@@ -85,6 +89,27 @@ def test_the_next_batch_uses_all_again(shelf: SlowShelf, calls: Calls) -> None:
 
     calls.run(many())
     assert shelf.requests == [2, 2]
+
+
+def test_no_idle_connection_is_used_after_a_time_out() -> None:
+    used: list[Connection] = []
+    together = threading.Barrier(2)
+
+    def use(connection: Connection) -> None:
+        used.append(connection)
+        together.wait(SECONDS)
+
+    def time_out(connection: Connection) -> None:
+        raise TimeoutError
+
+    with listening(Shelf()) as (address, _), ThreadPoolExecutor(2) as threads:
+        pool = ConnectionPool(Target(parse_address(address), SECONDS, SECONDS, b"", "TOKEN", insecure=False), 2)
+        for call in [threads.submit(pool.call, use) for _ in range(2)]:
+            call.result(SECONDS)
+        with pytest.raises(TimeoutError):
+            pool.call(time_out)
+        assert pool.call(lambda connection: connection) not in used, "each old connection costs a time-out"
+        pool.close()
 
 
 def test_lookups_wait_for_no_transfers_and_loads_for_no_stores() -> None:

@@ -69,6 +69,7 @@ class ConnectionPool:
             raise
         except TimeoutError as error:
             connection.close()
+            self.drop_idle()  # they have the same way, and each would cost another time-out
             raise problems.lost(self._target.address, error) from error
         except BaseException:
             connection.close()
