@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shlex
+import socket
 from typing import Any
 
 import pytest
 from offload_backend_lmcache import LMCacheBackend, LMCacheOptions
-from offload_backend_lmcache.client import pool
+from offload_backend_lmcache.client import pool, problems
 from offload_backend_lmcache.client.connection import Connection, Target
 from offload_backend_lmcache.server.config import ServerConfig, read_config
 from offload_backend_lmcache.server.lmcache_module import check_version
+from offload_backend_lmcache.wire.addresses import parse_address
 
 from offload_core.api.backend import BackendContext
 from offload_core.api.errors import ConfigError
@@ -99,6 +103,38 @@ def test_the_module_does_not_listen_on_all_interfaces_unasked() -> None:
     assert "is not private" in config_problem(address="0.0.0.0:7555", token_variable="KV_TOKEN")
     assert "is not private" in config_problem(address="8.8.8.8:7555", token_variable="KV_TOKEN")
     assert "no IP address" in config_problem(address="kv.example:7555")
+
+
+@pytest.mark.parametrize(
+    ("address", "starts_at"),
+    [
+        ("127.0.0.1:7555", "127.0.0.1:7555"),
+        ("localhost:7555", "localhost:7555"),
+        ("[::1]:7555", "[::1]:7555"),
+        ("127.0.0.2:7555", "127.0.0.2:7555"),
+        ("10.0.0.5:7555", "10.0.0.5:7555"),
+        ("[fd00::5]:7555", "[fd00::5]:7555"),
+        ("8.8.8.8:7555", "8.8.8.8:7555"),
+        ("kv.example:7555", "IP-OF-SERVER:7555"),
+    ],
+)
+def test_the_command_of_a_message_starts_a_server(address: str, starts_at: str) -> None:
+    command = str(problems.nobody_answers(parse_address(address), ConnectionRefusedError()))
+    words = shlex.split(command.partition("start it with: ")[2])
+    given = json.loads(words[-1])["config"]
+    assert given["address"] == starts_at
+    if starts_at != address:
+        given["address"] = "10.0.0.5:7555"  # the reader's part
+    environ = dict(word.split("=") for word in words[: words.index("lmcache")])
+    assert (read_config(given).token(environ) != b"") == ("token_variable" in given)
+
+
+def test_a_name_without_an_address_is_no_dead_server() -> None:
+    unknown = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    assert str(problems.nobody_answers(parse_address("kv.example:7555"), unknown)) == (
+        "[Errno 113] no address for kv.example (Name or service not known); correct the option address, or the name "
+        "server of this host"
+    )
 
 
 def test_a_token_that_is_not_set_stops_the_module() -> None:

@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import errno
 import json
+import socket
 
-from offload_backend_lmcache.wire.addresses import Address
+from offload_backend_lmcache.wire.addresses import Address, is_loopback, is_private
 
 SERVER_MODULE = "offload_backend_lmcache.server"
+_TOKEN_VARIABLE = "KV_TOKEN"
 INSECURE_CURE = "the traffic is not encrypted; use a private address or a tunnel, or set insecure: true"
 
 
 def start_command(address: Address) -> str:
-    """Return the command that starts an LMCache server with the module at an address."""
-    module = json.dumps({"module_path": SERVER_MODULE, "config": {"address": str(address)}})
-    return f"lmcache server --l1-size-gb 20 --eviction-policy LRU --server-module '{module}'"
+    """Return the command that starts an LMCache server with the module at an address.
+
+    The module needs an IP address of its host, and a token except on loopback.
+    """
+    host = "IP-OF-SERVER" if is_private(address.host) is None else address.host
+    config: dict[str, object] = {"address": str(Address(host, address.port))}
+    token = ""
+    if not is_loopback(host):
+        token, config["token_variable"] = f"{_TOKEN_VARIABLE}=… ", _TOKEN_VARIABLE
+        if is_private(host) is False:
+            config["insecure"] = True
+    module = json.dumps({"module_path": SERVER_MODULE, "config": config})
+    return f"{token}lmcache server --l1-size-gb 20 --eviction-policy LRU --server-module '{module}'"
 
 
 def nobody_answers(address: Address, cause: OSError) -> OSError:
     """Return the error of an address that cannot be reached, or whose server is dead."""
     reason = cause.strerror or str(cause) or type(cause).__name__
+    if isinstance(cause, socket.gaierror):
+        return OSError(
+            errno.EHOSTUNREACH,
+            f"no address for {address.host} ({reason}); correct the option address, or the name server of this host",
+        )
     return _like(
         cause, errno.EHOSTUNREACH, f"no server at {address} ({reason}); start it with: {start_command(address)}"
     )

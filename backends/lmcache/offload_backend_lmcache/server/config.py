@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from offload_backend_lmcache.wire.addresses import Address, is_private, parse_address
+from offload_backend_lmcache.wire.addresses import Address, is_loopback, is_private, parse_address
 from offload_core.api import Bytes, Seconds
 
 
@@ -48,7 +48,7 @@ class ServerConfig(BaseModel):
     @model_validator(mode="after")
     def _is_protected(self) -> ServerConfig:
         host = self.server.host
-        if self.insecure or host in ("localhost", "127.0.0.1", "::1"):
+        if self.insecure or is_loopback(host):
             return self
         if not is_private(host):
             raise ValueError(

@@ -31,6 +31,11 @@ def parse_address(text: str) -> Address:
     return Address(match["host"].strip("[]"), int(match["port"]))
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether a server needs no token on this address, since only its own host reaches it."""
+    return host in ("localhost", "127.0.0.1", "::1")
+
+
 def is_private(host: str) -> bool | None:
     """Return whether an IP address is a loopback or private one, or ``None`` for the name of a host."""
     if host == "localhost":
