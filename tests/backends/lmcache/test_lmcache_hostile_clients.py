@@ -167,10 +167,24 @@ def test_a_reader_that_takes_nothing_is_left(server: tuple[str, Listener], shelf
     raw.close()
 
 
-def test_connections_beyond_the_limit_are_refused_with_the_cure(
-    server: tuple[str, Listener], monkeypatch: pytest.MonkeyPatch
+def test_clients_without_the_token_take_no_connection_from_those_with_it(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload_backend_lmcache.server.listener._REFUSAL_SECONDS", 20.0)
+    monkeypatch.setenv("KV_TOKEN", "secret")
+    monkeypatch.setattr("offload_backend_lmcache.server.session.HANDSHAKE_SECONDS", 60.0)
+    with listening(shelf, token_variable="KV_TOKEN", max_connections=4) as (address, listener):
+        three = [Raw(address, b"secret").shake_hands() for _ in range(3)]
+        silent = [Raw(address) for _ in range(6)]
+        assert all(raw.is_closed() for raw in silent[:2]), "the oldest silent connections stay"
+        with opened(address, token="secret") as calls:
+            assert list(calls.contains(1)) == [False]
+        assert listener.connections <= 4 + 4
+        for raw in three + silent:
+            raw.close()
+        wait_until(lambda: listener.connections == 0, "the connection of a client that has left is kept")
+
+
+def test_connections_beyond_the_limit_are_refused_with_the_cure(server: tuple[str, Listener]) -> None:
     four = [Raw(server[0]).shake_hands() for _ in range(4)]
     with pytest.raises(OSError, match="has no connection left; raise max_connections in its config"), opened(server[0]):
         pass

@@ -24,7 +24,9 @@ class ServerConfig(BaseModel):
     insecure: bool = Field(
         False, description="allow an address that is neither loopback nor private, or one that is open without a token"
     )
-    max_connections: int = Field(256, ge=1, le=4096, description="further connections are refused")
+    max_connections: int = Field(
+        256, ge=1, le=4096, description="further connections of clients with the token are refused"
+    )
     max_object: Bytes = Field(1024**3, ge=1, le=64 * 1024**3, description="size of the largest object")
     transfer_seconds: Seconds = Field(
         10.0, ge=0.1, le=10, description="longest wait for a client's next bytes in a transfer"

@@ -1,4 +1,7 @@
-"""The module's own socket: it accepts connections, bounds their number, and runs each on a thread."""
+"""The module's own socket: it accepts connections, bounds their number, and runs each on a thread.
+
+Clients without the token take no connection from the others: before its proof, a connection has a place of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,18 @@ import logging
 import socket
 import threading
 import time
+from functools import partial
 
 from offload_backend_lmcache.server.config import ServerConfig
 from offload_backend_lmcache.server.object_store import ObjectStore
 from offload_backend_lmcache.server.session import Session
 from offload_backend_lmcache.wire.frames import ProtocolError
-from offload_backend_lmcache.wire.handshake import CLIENT_GREETING_BYTES
 from offload_backend_lmcache.wire.streams import Stream
 
 logger = logging.getLogger(__name__)
 
 LONGEST_TRANSFER_SECONDS = 200.0  # LMCache's own locks end after 300 and 600 s
 _CLOSE_SECONDS = 5.0
-_REFUSAL_SECONDS = 0.2
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
@@ -37,6 +39,9 @@ class Listener:
         self._token = config.token()
         self._lock = threading.Lock()
         self._streams: dict[Stream, threading.Thread] = {}
+        self._unproved: dict[Stream, None] = {}
+        """The connections whose client has not proved yet that it knows the token, the oldest first."""
+        self._proved: set[Stream] = set()
         self._closed = False
         host, port = config.server
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -95,15 +100,37 @@ class Listener:
             if hasattr(socket, option):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         stream = Stream(connection, self._config.transfer_seconds, LONGEST_TRANSFER_SECONDS)
-        session = Session(stream, self._store, self._config, self._token)
+        session = Session(stream, self._store, self._config, self._token, partial(self._admit, stream))
         thread = threading.Thread(target=self._run, args=(session, stream), name="offload-session", daemon=True)
+        self._end_oldest_unproved()
         with self._lock:
-            has_room = len(self._streams) < self._config.max_connections and not self._closed
+            if self._closed:
+                connection.close()
+                return
+            thread.start()  # first, since it may fail; its end waits for the lock
+            self._streams[stream] = thread
+            self._unproved[stream] = None
+
+    def _end_oldest_unproved(self) -> None:
+        """Make room for one more connection without a proof. There are as many places as for those with one."""
+        with self._lock:
+            if len(self._unproved) < self._config.max_connections:
+                return
+            oldest = next(iter(self._unproved))
+            del self._unproved[oldest]
+            thread = self._streams[oldest]
+        oldest.shut_down()
+        thread.join(_CLOSE_SECONDS)  # it only waits for its stream, so it ends at once
+
+    def _admit(self, stream: Stream) -> bool:
+        """Take the connection of a client with the token, if fewer than the limit are open."""
+        with self._lock:
+            is_open = stream in self._unproved
+            self._unproved.pop(stream, None)
+            has_room = is_open and len(self._proved) < self._config.max_connections
             if has_room:
-                thread.start()  # first, since it may fail; its end waits for the lock
-                self._streams[stream] = thread
-        if not has_room:
-            _refuse(session, stream)  # by the accepting thread, so that refusals take no memory
+                self._proved.add(stream)
+            return has_room
 
     def _run(self, session: Session, stream: Stream) -> None:
         try:
@@ -117,17 +144,11 @@ class Listener:
         finally:
             with self._lock:
                 del self._streams[stream]
+                self._unproved.pop(stream, None)
+                self._proved.discard(stream)
             stream.close()
 
 
 def _warn_once(has_warned: bool, error: Exception) -> None:
     if not has_warned:
         logger.warning("offload-core's module cannot serve a new connection: %s", error)
-
-
-def _refuse(session: Session, stream: Stream) -> None:
-    """Answer a connection that is one too many."""
-    with contextlib.suppress(OSError):
-        stream.receive(CLIENT_GREETING_BYTES, _REFUSAL_SECONDS)  # unread bytes would reset the connection
-        session.refuse()
-    stream.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import xxhash
 
@@ -36,19 +36,19 @@ class Session:
         store: the objects.
         config: the module's config.
         token: the token that the client must know, empty without one.
+        admit: called when the client has proved that it knows the token. Returns whether a connection is left for it.
     """
 
-    def __init__(self, stream: Stream, store: ObjectStore, config: ServerConfig, token: bytes) -> None:
+    def __init__(
+        self, stream: Stream, store: ObjectStore, config: ServerConfig, token: bytes, admit: Callable[[], bool]
+    ) -> None:
         self._stream = stream
         self._store = store
         self._config = config
         self._token = token
+        self._admit = admit
         self._l2_seconds = config.l2_seconds
         self._eviction_seconds = config.eviction_seconds
-
-    def refuse(self) -> None:
-        """Tell the client that all connections are in use."""
-        self._greet(Verdict.TOO_MANY_CONNECTIONS, bytes(handshake.NONCE_BYTES))
 
     def run(self) -> None:
         """Serve the client until it leaves.
@@ -73,7 +73,10 @@ class Session:
         self._greet(Verdict.ACCEPTED, nonce)
         proof = self._stream.receive(handshake.PROOF_BYTES, HANDSHAKE_SECONDS)
         if not handshake.same_proof(proof, handshake.client_proof(self._token, client.nonce, nonce)):
-            self._stream.send(handshake.encode_verdict(Verdict.OTHER_TOKEN, bytes(handshake.PROOF_BYTES)))
+            self._refuse(Verdict.OTHER_TOKEN)
+            return False
+        if not self._admit():
+            self._refuse(Verdict.TOO_MANY_CONNECTIONS)
             return False
         ours = handshake.server_proof(self._token, client.nonce, nonce)
         self._stream.send(handshake.encode_verdict(Verdict.ACCEPTED, ours))
@@ -86,6 +89,9 @@ class Session:
         self._stream.send(
             handshake.encode_server_greeting(handshake.ServerGreeting(verdict, nonce, self._config.max_object))
         )
+
+    def _refuse(self, verdict: Verdict) -> None:
+        self._stream.send(handshake.encode_verdict(verdict, bytes(handshake.PROOF_BYTES)))
 
     def _next_request(self) -> RequestHeader | None:
         """Return the next request, or ``None`` if the client has left or says nothing for too long."""
