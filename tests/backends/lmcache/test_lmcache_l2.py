@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+from offload_backend_lmcache.server.abandoned_tasks import AbandonedTasks
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from tests.backends.lmcache.calls import Calls, key, opened
@@ -177,3 +180,20 @@ def test_an_object_in_the_l2_is_not_stored_again(cluster_on_disk: LMCacheCluster
     cluster_on_disk.clear_memory()
     assert calls.store((0, bytes(5))) == [StoreOutcome.ALREADY_PRESENT], "the older copy would show again"
     assert calls.load(0, SIZES[0]) == (LoadOutcome.HIT, content(0))
+
+
+def test_a_release_of_locks_that_fails_keeps_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    tasks, asked = AbandonedTasks(), Counter[str]()
+
+    def release(name: str, ends_at: int) -> bool:
+        asked[name] += 1
+        if name == "fails":
+            raise RuntimeError("no such task")
+        return asked[name] == ends_at
+
+    for name, ends_at in (("early", 1), ("fails", 0), ("late", 2)):
+        tasks.add(partial(release, name, ends_at))
+    for _ in range(3):
+        tasks.collect()
+    assert asked == {"early": 1, "fails": 1, "late": 2}
+    assert "no such task" in caplog.text
