@@ -40,7 +40,6 @@ _FOUND = struct.Struct("<BQ")
 CHECKSUM_BYTES = _CHECKSUM.size
 REQUEST_BYTES = _REQUEST.size + _CHECKSUM.size
 ANSWER_BYTES = _ANSWER.size + _CHECKSUM.size
-MAX_BODY_BYTES = MAX_ENTRIES * (_ENTRY.size + MAX_NAME_BYTES)
 
 
 class ProtocolError(ConnectionError):

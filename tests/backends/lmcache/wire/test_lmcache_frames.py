@@ -118,7 +118,8 @@ def test_a_sealed_request_with_any_numbers_is_bounded(count: int, body_bytes: in
     header = frames._REQUEST.pack(frames._REQUEST_MAGIC, Operation.FIND, count, 1, body_bytes, frames.checksum(body))
     try:
         parsed = frames.decode_request_header(frames.sealed(header))
-        assert parsed.body_bytes <= frames.MAX_BODY_BYTES, "memory for the body would have no bound"
+        most = frames.MAX_ENTRIES * (frames._ENTRY.size + frames.MAX_NAME_BYTES)
+        assert parsed.body_bytes <= most, "memory for the body would have no bound"
         entries = frames.decode_entries(parsed, body, MIB)
     except ProtocolError:
         return
