@@ -181,7 +181,9 @@ class Housekeeping:
         expired = [name for name, member in before.members.items() if member.expired]
         excess = self._excess_bytes(before) if before.counted else 0
         victims = _NextVictims(excess)
-        excluded = self._evictions.keys(before) | self._evictions.pinned if excess else set()
+        excluded: set[ObjectKey] = set()
+        if excess:
+            excluded = self._evictions.keys(before) | self._evictions.pinned | self._evictions.refusals.keys
         if excess:
             self._usage_log.flush()  # else this process's latest entries would not count
         uses = self._usage_log.merge() if excess else {}
@@ -221,19 +223,19 @@ class Housekeeping:
     def _make_room(self) -> None:
         """Remove some objects that have to be evicted, without a grace: a full medium has no room to record them."""
         state = self._record.refresh()
-        pinned = self._evictions.pinned
-        leaving = [key for key in self._evictions.keys(state) if key not in pinned][:_ROOM_KEYS]
+        staying = self._evictions.pinned | self._evictions.refusals.keys
+        leaving = [key for key in self._evictions.keys(state) if key not in staying][:_ROOM_KEYS]
         excess = min(self._excess_bytes(state), _ROOM_BYTES)
         if not leaving and excess:
             victims = _NextVictims(excess)
             for page in self._objects.pages():
                 for found in page:
-                    if found.key not in pinned:
+                    if found.key not in staying:
                         victims.offer(recency(0.0, found.stored_at_seconds), found.key, found.nbytes)
             leaving = list(victims.chosen(excess))
         if leaving:
-            self._objects.remove(leaving)
             self._evictions.recount_due = True
+            self._evictions.remove(leaving)
 
 
 class _NextVictims:

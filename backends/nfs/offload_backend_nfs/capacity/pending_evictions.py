@@ -14,6 +14,9 @@ No clocks are compared between hosts. Every process counts from the moment when 
 An object is in one batch at a time, so only one process deletes it. That process subtracts the bytes that really
 existed from the account. An immediate deletion, by a user or because of damage, takes the same
 way without a grace.
+
+An object that the medium refuses to delete stays, and leaves its batch. This process does not choose it again for some
+minutes.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from offload_backend_nfs.capacity.control_record import (
 from offload_backend_nfs.capacity.lease import Lease
 from offload_backend_nfs.capacity.ports import AccountFiles, ObjectFiles
 from offload_backend_nfs.capacity.shared_record import SharedRecord
-from offload_backend_nfs.storage.failures import ForeignFileError
+from offload_backend_nfs.storage.failures import DeletionRefusals, ForeignFileError
 from offload_backend_nfs.storage.layout import key_of
 from offload_core.api import ObjectKey, TierLogger
 
@@ -52,6 +55,7 @@ _MAX_FILE_BYTES = 4 * 1024**2
 _MAX_DIGITS = 18
 _HIDDEN_AFTER = 1 / 3
 _REMOVE_BATCH = 256
+_MAX_USED_KEYS = 131_072
 
 
 class PendingEvictions:
@@ -87,6 +91,8 @@ class PendingEvictions:
         self._interrupted: dict[str, tuple[list[ObjectKey], int]] = {}  # keys left to delete, and bytes deleted
         self._deleting: set[str] = set()
         self._damaged: set[str] = set()
+        self.refusals = DeletionRefusals(clock, log)
+        """The objects that the medium has lately refused to delete. They are no victims."""
         self.recount_due = False
         """``True`` if objects may be gone without being subtracted. The next scan finds out."""
         self._evicted: list[ObjectKey] = []
@@ -120,7 +126,11 @@ class PendingEvictions:
         if self._record.state.pending_evictions:
             now = self._clock()
             with self._lock:
-                self._used_seconds.update(dict.fromkeys(keys, now))
+                for key in keys:
+                    self._used_seconds.pop(key, None)
+                    self._used_seconds[key] = now
+                while len(self._used_seconds) > _MAX_USED_KEYS:
+                    del self._used_seconds[next(iter(self._used_seconds))]
 
     def hidden(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Return, per key, whether its object is hidden: no process should begin to load it."""
@@ -172,10 +182,11 @@ class PendingEvictions:
         """Delete objects now. If another process is already deleting an object, that process finishes it.
 
         Raises:
-            OSError: the medium failed. The remaining objects are deleted later.
+            OSError: the medium failed, and the remaining objects are deleted later; or it refuses to delete some.
         """
         name = self._add_batch(dict.fromkeys(keys, 0), DELETING, lambda _: {})
-        self._delete_batch(name)
+        if (refusal := self._delete_batch(name)) is not None:
+            raise refusal
 
     def delete_due(self, *, of_dead_members: bool) -> None:
         """Delete this process's batches whose grace is over, and resume interrupted deletions.
@@ -192,6 +203,24 @@ class PendingEvictions:
             if mine and (batch.phase == DELETING or self._age_seconds(name) >= self._options.grace_seconds):
                 self._mark_deleting(name)
                 self._delete_batch(name)
+
+    def remove(self, keys: Sequence[ObjectKey]) -> tuple[list[ObjectKey], int, OSError | None]:
+        """Remove objects. One that the medium refuses to delete stays, and must not hold up the others for ever.
+
+        Returns:
+            The objects that are gone now, the bytes to subtract, and the error of a refusal.
+
+        Raises:
+            OSError: the medium failed.
+        """
+        try:
+            sizes = self._objects.remove(keys)
+        except OSError as error:
+            self.recount_due = True
+            there = self._objects.contains(keys)  # raises if the medium failed as a whole
+            self.refusals.add([key for key, is_there in zip(keys, there, strict=True) if is_there], error)
+            return [key for key, is_there in zip(keys, there, strict=True) if not is_there], 0, error
+        return [key for key, size in zip(keys, sizes, strict=True) if size is not None], sum(filter(None, sizes)), None
 
     def take_evicted(self) -> list[ObjectKey]:
         """Return the objects that this process has evicted since the last call."""
@@ -244,25 +273,32 @@ class PendingEvictions:
 
         self._record.change(edit)
 
-    def _delete_batch(self, name: str) -> None:
-        """Delete the objects of a batch, and subtract the bytes that existed from the account."""
+    def _delete_batch(self, name: str) -> OSError | None:
+        """Delete the objects of a batch, and subtract the bytes that existed from the account.
+
+        Returns:
+            An error if the medium refused to delete some objects. They stay, and count.
+
+        Raises:
+            OSError: the medium failed. The next call continues.
+        """
+        refusal: OSError | None = None
         with self._lock:
             batch = self._record.state.pending_evictions.get(name)
             if batch is None or name in self._deleting:
-                return
+                return None
             self._deleting.add(name)
         left, removed_bytes = self._interrupted.pop(name, (list(self._remaining(name, batch)), 0))
         is_damaged = name in self._damaged
         try:
             while left:
-                # After an error, an object may be gone without being subtracted. It then counts until the next scan.
                 some = left[-_REMOVE_BATCH:]
-                sizes = self._objects.remove(some)
+                gone, nbytes, error = self.remove(some)
+                refusal = refusal or error
+                removed_bytes += nbytes
                 del left[-_REMOVE_BATCH:]
-                removed_bytes += sum(size or 0 for size in sizes)
                 if batch.nbytes:  # an eviction, not a deletion on request
                     with self._lock:
-                        gone = [key for key, size in zip(some, sizes, strict=True) if size is not None]
                         self._evicted.extend(gone)
                 self._lease.renew_if_due()
             self._record.change(lambda state: _without_batch(state, name, removed_bytes))
@@ -279,6 +315,7 @@ class PendingEvictions:
             )
         else:
             self._files.delete([batch_file(name)])
+        return refusal
 
     def _hides(self, name: str, batch: EvictionBatch) -> bool:
         return batch.phase == DELETING or self._age_seconds(name) >= _HIDDEN_AFTER * self._options.grace_seconds

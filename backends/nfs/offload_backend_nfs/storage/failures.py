@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
+from collections.abc import Callable, Collection
 
-from offload_core.api import TierLogger
+from offload_core.api import ObjectKey, TierLogger
 
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """A full medium, a full quota, or an object beyond the largest file. Loads still work."""
@@ -19,6 +21,8 @@ BAD_PATH_ERRNOS = frozenset(
 _MAX_LOGGED_PATHS = 16
 _LOG_INTERVAL_SECONDS = 60.0
 """A medium that is nearly full has room for some objects and not for others."""
+_REFUSAL_SECONDS = 600.0
+_MAX_REFUSALS = 16_384
 
 
 class BadPathError(OSError):
@@ -71,3 +75,44 @@ class StoreRejections:
     def store_succeeded(self) -> None:
         """Note that the medium has free space, so that the next full medium is logged again."""
         self._is_full = False
+
+
+class DeletionRefusals:
+    """The objects that the medium has lately refused to delete. Thread-safe.
+
+    Args:
+        clock: returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float], log: TierLogger) -> None:
+        self._clock = clock
+        self._log = log
+        self._lock = threading.Lock()
+        self._refused_seconds: dict[ObjectKey, float] = {}
+        self._logged_seconds = -float("inf")
+
+    @property
+    def keys(self) -> frozenset[ObjectKey]:
+        """The objects that were refused in the last ten minutes, at most 16,384."""
+        oldest = self._clock() - _REFUSAL_SECONDS
+        with self._lock:
+            return frozenset(key for key, seconds in self._refused_seconds.items() if seconds > oldest)
+
+    def add(self, keys: Collection[ObjectKey], error: OSError) -> None:
+        """Remember objects that were refused just now. In ten minutes, at most one warning is logged."""
+        now = self._clock()
+        with self._lock:
+            for key in keys:
+                self._refused_seconds.pop(key, None)
+                self._refused_seconds[key] = now
+            while len(self._refused_seconds) > _MAX_REFUSALS:
+                del self._refused_seconds[next(iter(self._refused_seconds))]
+            if not keys or now - self._logged_seconds < _REFUSAL_SECONDS:
+                return
+            self._logged_seconds = now
+        self._log.warning(
+            "the storage refuses to delete %d objects (%s): they stay and count, and other objects are evicted in "
+            "their place; give their permissions to the engine's user, or remove them",
+            len(keys),
+            error,
+        )

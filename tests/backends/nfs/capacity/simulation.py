@@ -33,6 +33,8 @@ class World:
         self.objects: dict[ObjectKey, tuple[int, float]] = {}
         self.writing: dict[Host, int] = {}
         self.leftover_bytes = 0
+        self.refused: set[ObjectKey] = set()
+        """Objects that cannot be deleted."""
 
     @property
     def real_bytes(self) -> int:
@@ -212,10 +214,14 @@ class Host:
         sizes = [self.world.objects[key][0] if key in self.world.objects else None for key in keys]
         for key in (key for key, size in zip(keys, sizes, strict=True) if size is not None):
             failure = self._gate()
+            if key in self.world.refused:
+                continue
             del self.world.objects[key]
             if key in self.pinned and not self.deleting:
                 self.removed_own_pin.append(key)
             self._end(failure)
+        if not self.world.refused.isdisjoint(keys):
+            raise PermissionError("refused")
         return sizes
 
     def unfinished_bytes(self) -> int:

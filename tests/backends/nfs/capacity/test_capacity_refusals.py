@@ -1,0 +1,110 @@
+"""Objects that the medium refuses to delete, while it does everything else."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from offload_backend_nfs import NfsBackend
+from offload_backend_nfs.capacity import pending_evictions
+
+from offload_core.api.backend import LoadOutcome
+from offload_core.api.keys import ObjectKey
+from tests.backends.nfs.calls import load, run, store
+from tests.backends.nfs.capacity.simulation import World
+from tests.backends.nfs.capacity.test_capacity import GRACE, OPTIONS, STORED, existing, joined, pass_time, put
+from tests.backends.nfs.capacity.test_capacity_damage import CAPACITY, SIZE, store_at_last
+from tests.backends.nfs.conftest import Nfs, key
+from tests.backends.nfs.unprivileged_engine import path_of
+
+
+def test_stores_go_on_beside_an_object_that_cannot_be_deleted(
+    nfs: Nfs, memory_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("offload_backend_nfs.capacity.reservations._SHORTEST_STEP_SECONDS", 0.01)
+    root = memory_folder / "kv"
+    options = {"url": f"file://{root}", "capacity": CAPACITY, "eviction_grace": 0.1, "lease_seconds": 1}
+    refused = str(path_of(root, 0))
+    real = os.unlink
+
+    def unlink(path: Any, *arguments: Any, **named: Any) -> None:
+        if str(path) == refused:
+            raise PermissionError(errno.EPERM, "Operation not permitted", path)
+        real(path, *arguments, **named)
+
+    async def work(backend: NfsBackend, first: int) -> None:
+        for number in range(first, first + 12):
+            await store_at_last(backend, number, bytes([number]) * SIZE)
+        assert await load(backend, 0, SIZE) == (LoadOutcome.HIT, bytes(SIZE))
+        assert sum(path.stat().st_size for path in root.rglob("*.kv")) <= CAPACITY
+
+    run(nfs(**options), lambda backend: store(backend, (0, bytes(SIZE))))
+    os.utime(refused, (0, 0))  # the next victim
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr(os, "unlink", unlink)
+        run(nfs(**options), partial(work, first=1))
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert "refuses to delete 1 objects" in line
+        run(nfs(**options), partial(work, first=20))
+
+
+def test_a_refused_object_counts_and_is_tried_again_later() -> None:
+    world = World()
+    host = joined(world)
+    put(host, range(10))
+    world.refused = {key(number) for number in range(10)}
+    pass_time(world, [host], 2 * GRACE)
+    assert existing(world) == list(range(10))
+    assert not host.bounded_store._evictions.refusals.keys - world.refused
+    world.refused = set()
+    pass_time(world, [host], 600 + 2 * GRACE)
+    assert len(existing(world)) == 8
+    assert host.bounded_store.state.occupied_bytes == world.real_bytes
+    assert put(host, [20]) == [STORED]
+
+
+def test_a_refused_deletion_on_request_is_an_error_and_the_account_goes_on() -> None:
+    world = World()
+    host = joined(world)
+    put(host, range(3))
+    world.refused = {key(1)}
+    with pytest.raises(PermissionError):
+        host.do(partial(host.discard, [key(0), key(1), key(2)]))
+    assert existing(world) == [1]
+    assert not host.bounded_store.state.pending_evictions
+    assert not host.bounded_store.hidden([key(1)])[0]
+    host.do(host.bounded_store.step)
+    assert host.bounded_store.state.occupied_bytes == world.real_bytes == 100
+
+
+def test_a_failed_medium_is_no_refusal() -> None:
+    world = World()
+    host = joined(world)
+    put(host, range(3))
+    host.start(partial(host.discard, [key(0)]))
+    while not host.bounded_store.state.pending_evictions:
+        host.advance()
+    while host.busy:
+        host.fail_next = "before"
+        host.advance()
+    assert not host.bounded_store._evictions.refusals.keys
+    host.do(host.bounded_store.step)
+    assert existing(world) == [1, 2]
+
+
+def test_the_uses_beside_a_pending_batch_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending_evictions, "_MAX_USED_KEYS", 5)
+    world = World()
+    host = joined(world, OPTIONS)
+    put(host, range(10))
+    host.do(host.bounded_store.step)
+    assert host.bounded_store.state.pending_evictions
+    keys: list[ObjectKey] = [key(number) for number in (*range(20, 40), 20)]
+    for one in keys:
+        host.bounded_store.mark_used([one])
+    assert list(host.bounded_store._evictions._used_seconds) == keys[-5:]
