@@ -35,6 +35,7 @@ from offload_backend_nfs.storage.failures import BAD_PATH_ERRNOS, FULL_ERRNOS, B
 from offload_backend_nfs.storage.mounts import is_local
 from offload_backend_nfs.storage.posix_files import (
     MISSING_ERRNOS,
+    NO_FOLDER_ERRNOS,
     holds_no_file,
     list_folder,
     make_private_folder,
@@ -211,7 +212,7 @@ class PosixShare(Medium):
         try:
             return [name for name in os.listdir(self._path(folder)) if not name.startswith(".")]  # noqa: PTH208
         except OSError as error:
-            if error.errno not in MISSING_ERRNOS:
+            if error.errno not in NO_FOLDER_ERRNOS:
                 raise
         self._check_root()
         return []

@@ -13,6 +13,8 @@ from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome
 
 FOLDER_MODE = 0o700
 MISSING_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+NO_FOLDER_ERRNOS = (errno.ENOENT, errno.ENOTDIR)
+"""A listing that ends in ESTALE is not complete. A retry opens the folder again."""
 _OPEN_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """No link is followed. A FIFO is opened at once, and recognized by its status."""
 
@@ -95,20 +97,31 @@ def size_of(path: str) -> int | None:
 
 
 def list_folder(folder: str) -> list[Entry]:
-    """Return the regular files and folders in a folder."""
-    found: list[Entry] = []
+    """Return the regular files and folders in a folder, all of them or none if there is no folder."""
     try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):  # deleted meanwhile
-                    is_folder = entry.is_dir(follow_symlinks=False)
-                    if is_folder or entry.is_file(follow_symlinks=False):
-                        status = entry.stat(follow_symlinks=False)
-                        found.append(Entry(entry.name, is_folder, status.st_size, status.st_mtime))
+        entries = os.scandir(folder)
     except OSError as error:
-        if error.errno not in MISSING_ERRNOS:
+        if error.errno not in NO_FOLDER_ERRNOS:
             raise
+        return []
+    found: list[Entry] = []
+    with entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                status = _status_of(entry)
+                is_folder = stat.S_ISDIR(status.st_mode)
+                if is_folder or stat.S_ISREG(status.st_mode):
+                    found.append(Entry(entry.name, is_folder, status.st_size, status.st_mtime))
     return found
+
+
+def _status_of(entry: os.DirEntry[str]) -> os.stat_result:
+    try:
+        return entry.stat(follow_symlinks=False)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+    return os.lstat(entry.path)  # another host has just replaced it
 
 
 def make_private_folder(folder: str) -> None:
