@@ -8,6 +8,9 @@ hosts' clocks.
 The log also says which objects are spare. On the medium, a negative time stands for a touch that made an object spare.
 Older releases take such an object for one that was never used. The latest entry of an object counts. An entry that is
 more than ten seconds older than the object does not: its object was deleted, and stored again since.
+
+A host's clock may be ahead and be corrected later. So an entry that is more than ten seconds in the future counts as a
+use at the time of the merge.
 """
 
 from __future__ import annotations
@@ -155,6 +158,7 @@ class UsageLog:
                 except (DamagedRecordError, UnknownVersionError, ForeignFileError) as error:
                     damaged.append(f"{name}: {error}; {self._files.set_aside(f'{_FOLDER}/{name}')}")
                 self._merged_files.add(name)
+        self._limit_to_now()
         self._merged_files.intersection_update(names)
         if damaged:
             self._log.warning(
@@ -203,6 +207,13 @@ class UsageLog:
         if len(self._merged) > _MAX_KEYS:
             latest = sorted(self._merged.items(), key=lambda item: abs(item[1]))[-_MAX_KEYS:]
             self._merged = dict(latest)
+
+    def _limit_to_now(self) -> None:
+        """Set merged uses in the future to the present time. They keep their sign, and grow old from now on."""
+        now = self._now()
+        for key, used in self._merged.items():
+            if abs(used) > now + _CLOCK_TOLERANCE_SECONDS:
+                self._merged[key] = math.copysign(now, used)
 
     def _drop_oldest(self) -> None:
         while len(self._unflushed) > _MAX_KEYS:

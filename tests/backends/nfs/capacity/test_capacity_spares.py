@@ -262,7 +262,19 @@ def test_the_order_does_not_stay_ahead_of_a_clock_that_is_set_back(world: World)
     host.do(log.flush)
     merged: dict[ObjectKey, float] = {}
     host.do(lambda: merged.update(log.merge()))
-    assert merged == {key(0): 1000.0, key(1): 500.0}
+    assert merged == {key(0): 500.0, key(1): 500.0}
+
+
+def test_uses_by_a_clock_that_is_ahead_grow_old(world: World) -> None:
+    host = joined(world)
+    log = UsageLog(host, lambda: world.seconds, lambda: world.seconds + 1e8, LOG)
+    put(host, *range(9))
+    log.record_touches([(key(0), False), (key(1), False)])
+    host.do(log.flush)
+    pass_time(world, [host], 150)  # the log is merged
+    touch(host, range(2, 9), [False] * 7)
+    pass_time(world, [host], 40)
+    assert evict(world, [host], 9) == [2, 3, 4, 5, 6, 7, 8, 9]
 
 
 VERBS = ["store", "store as spare", "use", "touch", "touch as spare", "discard"]
