@@ -19,6 +19,7 @@ from offload_backend_nfs import NfsBackend
 from offload_backend_nfs.storage.base import TEMPORARY_FOLDER, Medium
 from offload_backend_nfs.storage.failures import ForeignFileError
 from offload_backend_nfs.storage.fsspec_store import ObjectStore, RenamingStore
+from offload_backend_nfs.storage.posix import PosixShare
 
 from offload_core.api.backend import LoadOutcome
 from tests.backends.nfs.calls import contains, listed, load, run, store
@@ -121,6 +122,40 @@ def test_temporaries_older_than_a_day_are_removed(tmp_path: Path) -> None:
     assert medium.remove_leftovers(lambda: True) == 0
     assert medium.remove_leftovers(lambda: False) == 1
     assert {path.name for path in folder.iterdir()} == {names[1], "notes.txt"}
+
+
+class LateFileSystem(LocalFileSystem):  # type: ignore[misc] # fsspec has no types
+    """A file system with a clock that is two days behind."""
+
+    def pipe_file(self, path: str, value: bytes, *arguments: Any, **named: Any) -> None:
+        super().pipe_file(path, value, *arguments, **named)
+        os.utime(path, (time.time() - 2 * 86_400,) * 2)
+
+
+class LateShare(PosixShare):
+    """A share on a server with a clock that is two days behind."""
+
+    def _write_temporary(self, *arguments: Any) -> str:
+        path = super()._write_temporary(*arguments)
+        os.utime(path, (time.time() - 2 * 86_400,) * 2)
+        return path
+
+
+@pytest.mark.parametrize("kind", ["share", "renaming"])
+def test_the_age_of_a_temporary_is_measured_by_the_clock_of_the_server(tmp_path: Path, kind: str) -> None:
+    root = tmp_path / "kv"
+    medium: Medium = LateShare(root)
+    if kind == "renaming":
+        medium = RenamingStore(LateFileSystem(skip_instance_cache=True), str(root))
+    medium.open()
+    folder = root / TEMPORARY_FOLDER
+    folder.mkdir(exist_ok=True)
+    for number, days in enumerate((2, 4)):  # being written now, and left behind, by another host
+        path = folder / f"0123456789abcdef-{number}-0123456789abcdef.tmp"
+        path.write_text("x")
+        os.utime(path, (time.time() - days * 86_400,) * 2)
+    assert medium.remove_leftovers(lambda: False) == 1
+    assert [path.name[17] for path in folder.iterdir()] == ["0"]
 
 
 def test_a_backend_on_a_store_in_memory(nfs: Nfs) -> None:

@@ -15,7 +15,7 @@ from offload_core.api import LoadCheck, LoadOutcome, StoreSeal
 TEMPORARY_FOLDER = ".temporary"
 """Holds objects while they are written. So leftovers of killed writers are found without a scan of every folder."""
 TEMPORARY_LIFE_SECONDS = 86_400.0
-"""A temporary older than this has no living writer."""
+"""A temporary older than this, by the clock of the storage, has no living writer."""
 MAX_SMALL_BYTES = 16 * 1024**2
 """The most bytes of a control file."""
 

@@ -21,7 +21,6 @@ from offload_backend_nfs.storage import temporaries
 from offload_backend_nfs.storage.base import (
     MAX_SMALL_BYTES,
     TEMPORARY_FOLDER,
-    TEMPORARY_LIFE_SECONDS,
     Entry,
     Medium,
 )
@@ -247,16 +246,22 @@ class RenamingStore(ObjectStore):
     def remove_leftovers(self, stopped: Callable[[], bool]) -> int:
         """See :meth:`Medium.remove_leftovers`."""
         count = 0
-        oldest = time.time() - TEMPORARY_LIFE_SECONDS
-        for entry in self._entries(TEMPORARY_FOLDER):
+        for name in temporaries.leftovers(self._entries(TEMPORARY_FOLDER), self._now_seconds):
             if stopped():
                 break
-            if temporaries.is_temporary(entry.name) and (
-                entry.modified_seconds < oldest or temporaries.writer_is_dead(entry.name)
-            ):
-                self.delete([f"{TEMPORARY_FOLDER}/{entry.name}"])
-                count += 1
+            self.delete([f"{TEMPORARY_FOLDER}/{name}"])
+            count += 1
         return count
+
+    def _now_seconds(self) -> float:
+        """Return the server's time, from a new file."""
+        temporary = self._path(f"{TEMPORARY_FOLDER}/{temporaries.temporary_name()}")
+        try:
+            self._fs.pipe_file(temporary, b"x")
+            return time_of(self._fs.info(temporary))
+        finally:
+            with suppress(Exception):
+                self._fs.rm_file(temporary)
 
 
 def _limited(data: bytes, max_bytes: int, path: str) -> bytes:

@@ -17,8 +17,8 @@ cache. After a crash of that host, an object may be damaged. Its checksum shows 
 from __future__ import annotations
 
 import errno
+import math
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +27,6 @@ from offload_backend_nfs.storage import temporaries
 from offload_backend_nfs.storage.base import (
     MAX_SMALL_BYTES,
     TEMPORARY_FOLDER,
-    TEMPORARY_LIFE_SECONDS,
     Entry,
     Medium,
 )
@@ -241,16 +240,25 @@ class PosixShare(Medium):
     def remove_leftovers(self, stopped: Callable[[], bool]) -> int:
         """See :meth:`Medium.remove_leftovers`: temporaries of this host's dead processes, and any older than a day."""
         count = 0
-        oldest = time.time() - TEMPORARY_LIFE_SECONDS
-        for entry in list_folder(self._path(TEMPORARY_FOLDER)):
+        for name in temporaries.leftovers(list_folder(self._path(TEMPORARY_FOLDER)), self._now_seconds):
             if stopped():
                 break
-            if temporaries.is_temporary(entry.name) and (
-                entry.modified_seconds < oldest or temporaries.writer_is_dead(entry.name)
-            ):
-                unlink_quietly(self._path(f"{TEMPORARY_FOLDER}/{entry.name}"))
-                count += 1
+            unlink_quietly(self._path(f"{TEMPORARY_FOLDER}/{name}"))
+            count += 1
         return count
+
+    def _now_seconds(self) -> float:
+        """Return the server's time, from a new file. A share without room for one has no old temporaries."""
+        try:
+            temporary = self._write_temporary(memoryview(b"x"))
+        except OSError as error:
+            if error.errno not in (errno.EROFS, *BAD_PATH_ERRNOS, *FULL_ERRNOS):
+                raise
+            return -math.inf
+        try:
+            return os.stat(temporary).st_mtime  # noqa: PTH116
+        finally:
+            unlink_quietly(temporary)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root

@@ -8,8 +8,11 @@ import os
 import re
 import secrets
 import socket
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+
+from offload_backend_nfs.storage.base import TEMPORARY_LIFE_SECONDS, Entry
 
 _NAME = re.compile(r"(?P<host>[0-9a-f]{16})-(?P<pid>[0-9a-f]{1,16})-((?P<start>[0-9a-f]{1,16})-)?[0-9a-f]{16}\.tmp")
 _ENDED_STATES = (b"Z", b"X")
@@ -24,6 +27,26 @@ def temporary_name() -> str:
 def is_temporary(name: str) -> bool:
     """Return whether a name comes from :func:`temporary_name`."""
     return _NAME.fullmatch(name) is not None
+
+
+def leftovers(entries: Iterable[Entry], now_seconds: Callable[[], float]) -> Iterator[str]:
+    """Yield the temporaries among ``entries`` that have no living writer.
+
+    Args:
+        now_seconds: returns the present time by the clock of the storage; called at most once. The clocks of hosts
+            and servers may differ by days.
+    """
+    oldest: float | None = None
+    for entry in entries:
+        if not is_temporary(entry.name):
+            continue
+        if writer_is_dead(entry.name):
+            yield entry.name
+            continue
+        if oldest is None:
+            oldest = now_seconds() - TEMPORARY_LIFE_SECONDS
+        if entry.modified_seconds < oldest:
+            yield entry.name
 
 
 def writer_is_dead(name: str) -> bool:
