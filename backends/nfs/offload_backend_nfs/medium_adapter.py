@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from offload_backend_nfs.lookup_cache import LookupCache
 from offload_backend_nfs.storage import layout
@@ -92,18 +92,18 @@ class MediumAdapter:
             self._lookup_cache.add_change(key, present, began, len(buffer) if present and new else None)
         return new
 
-    def pages(self) -> Iterator[Sequence[StoredObject]]:
+    def pages(self, progress: Callable[[], None] = lambda: None) -> Iterator[Sequence[StoredObject]]:
         """See :meth:`ObjectFiles.pages`. Each folder of objects is one page."""
         folders = [""]
         for pattern in layout.FOLDERS:
-            found = ((folder, entry) for folder in folders for entry in self._entries(folder))
+            found = ((folder, entry) for folder in folders for entry in self._entries(folder, progress))
             folders = [
                 f"{folder}/{entry.name}".lstrip("/")
                 for folder, entry in found
                 if entry.is_folder and pattern.fullmatch(entry.name)
             ]
         for folder in folders:
-            yield layout.objects_in(folder, self._entries(folder))
+            yield layout.objects_in(folder, self._entries(folder, progress))
 
     def remove(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         """See :meth:`ObjectFiles.remove`."""
@@ -127,5 +127,5 @@ class MediumAdapter:
     def _sizes(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         return self._call(self._medium.sizes, [layout.name_of(key) for key in keys])
 
-    def _entries(self, folder: str) -> list[Entry]:
-        return self._call(self._medium.entries, folder)
+    def _entries(self, folder: str, progress: Callable[[], None] = lambda: None) -> list[Entry]:
+        return self._call(self._medium.entries, folder, progress)

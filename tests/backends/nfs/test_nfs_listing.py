@@ -89,6 +89,18 @@ def test_pages_are_short_and_complete(
     assert all(re.search(r"'MaxKeys': 7\b", one) for one in pages(caplog))
 
 
+def test_a_listing_tells_its_progress_per_page(nfs: Nfs, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "_PAGE_KEYS", 7)
+    bucket = fill(s3_server, [f"records/{number:02}" for number in range(30)])
+    told: list[None] = []
+
+    async def work(backend: NfsBackend) -> int:
+        return len(await backend.run_blocking(backend.medium.entries, "records", lambda: told.append(None)))
+
+    assert run(nfs(url=f"s3://{bucket}/kv", storage_options={"endpoint_url": s3_server.url}), work) == 30
+    assert len(told) == 5
+
+
 NAMES = st.text(st.sampled_from("/.-_#09afgkvz~é" + string.ascii_uppercase[:2]), max_size=4)
 VALID = [
     ("", st.sampled_from(["0" * 64, "9" * 64, "a" * 64, FOLDER, "f" * 64]).map(lambda name: name + "/")),

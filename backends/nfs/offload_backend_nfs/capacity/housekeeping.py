@@ -189,7 +189,7 @@ class Housekeeping:
         uses = self._usage_log.merge() if excess else {}
         found_in_log: set[ObjectKey] = set()
         total = self._objects.unfinished_bytes()
-        for number, page in enumerate(self._objects.pages()):
+        for number, page in enumerate(self._objects.pages(self._lease.renew_meanwhile)):
             if self._stopped() or number == max_pages:
                 return
             self._lease.renew_if_due()
@@ -228,7 +228,7 @@ class Housekeeping:
         excess = min(self._excess_bytes(state), _ROOM_BYTES)
         if not leaving and excess:
             victims = _NextVictims(excess)
-            for page in self._objects.pages():
+            for page in self._objects.pages(self._lease.renew_meanwhile):
                 for found in page:
                     if found.key not in staying:
                         victims.offer(recency(0.0, found.stored_at_seconds), found.key, found.nbytes)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from offload_backend_nfs.capacity.account_options import AccountOptions
@@ -60,8 +59,10 @@ class Lease:
         self.on_reset: list[Callable[[], None]] = []
         """Called with :attr:`lock` held when this process joins: numbers that belong to the old name are void."""
         self._renewed_seconds = -float("inf")
+        self._next_try_seconds = -float("inf")
         self._renewals = 0
-        record.listeners.append(self._renew_during_changes)
+        # A change of the record takes long while other processes are faster.
+        record.listeners.append(lambda _: self.renew_meanwhile())
 
     @property
     def allows_writes(self) -> bool:
@@ -148,7 +149,11 @@ class Lease:
             self._files.write(lease_file(self.member_id), b"%d" % self._renewals)
             self._renewed_seconds = started
 
-    def _renew_during_changes(self, _: AccountState) -> None:
-        """Renew the lease while a change of the record takes long because other processes are faster."""
-        with suppress(OSError):  # the next renewal reports the error
+    def renew_meanwhile(self) -> None:
+        """Renew the lease if it is due, within other work. A failure does not end that work."""
+        if self._clock() < self._next_try_seconds:
+            return
+        try:
             self.renew_if_due()
+        except OSError:  # the next renewal elsewhere reports the error
+            self._next_try_seconds = self._clock() + self._options.lease_seconds / _RENEWALS_PER_LEASE

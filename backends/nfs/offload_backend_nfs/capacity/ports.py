@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from offload_core.api import ObjectKey, StoredObject, StoreSeal
@@ -61,10 +61,13 @@ class ObjectFiles(Protocol):
         """
         ...
 
-    def pages(self) -> Iterator[Sequence[StoredObject]]:
+    def pages(self, progress: Callable[[], None] = lambda: None) -> Iterator[Sequence[StoredObject]]:
         """Yield all objects, in pages.
 
         An object that exists during the whole scan is always included. An object that comes or goes meanwhile may be.
+
+        Args:
+            progress: called often, also within a long page. Raises nothing.
         """
         ...
 

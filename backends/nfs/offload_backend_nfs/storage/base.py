@@ -94,8 +94,12 @@ class Medium(ABC):
         """Delete objects. An absent object is no error."""
 
     @abstractmethod
-    def entries(self, folder: str) -> list[Entry]:
-        """Return the entries of a folder, ``""`` for the root. An absent folder has none. Temporaries are left out."""
+    def entries(self, folder: str, progress: Callable[[], None] = lambda: None) -> list[Entry]:
+        """Return the entries of a folder, ``""`` for the root. An absent folder has none. Temporaries are left out.
+
+        Args:
+            progress: called now and then while a long listing proceeds, if the storage lists in parts.
+        """
 
     def names(self, folder: str) -> list[str]:
         """Return the names in a folder, as :meth:`entries` does, but perhaps faster."""

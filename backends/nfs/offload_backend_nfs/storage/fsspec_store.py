@@ -122,9 +122,9 @@ class ObjectStore(Medium):
             with suppress(FileNotFoundError):
                 self._fs.rm_file(self._path(name))
 
-    def entries(self, folder: str) -> list[Entry]:
+    def entries(self, folder: str, progress: Callable[[], None] = lambda: None) -> list[Entry]:
         """See :meth:`Medium.entries`."""
-        return [entry for entry in self._entries(folder) if not entry.name.startswith(".")]
+        return [entry for entry in self._entries(folder, progress) if not entry.name.startswith(".")]
 
     def read_small(self, name: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes | None:
         """See :meth:`Medium.read_small`."""
@@ -143,7 +143,7 @@ class ObjectStore(Medium):
             self._fs.cp_file(self._path(name), self._path(target))
             self._fs.rm_file(self._path(name))
 
-    def _entries(self, folder: str) -> list[Entry]:
+    def _entries(self, folder: str, progress: Callable[[], None] = lambda: None) -> list[Entry]:
         path = self._path(folder)
         try:
             listed = self._fs.ls(path, detail=True)

@@ -190,14 +190,15 @@ class PosixShare(Medium):
         if failure is not None:
             raise failure
 
-    def entries(self, folder: str) -> list[Entry]:
+    def entries(self, folder: str, progress: Callable[[], None] = lambda: None) -> list[Entry]:
         """See :meth:`Medium.entries`. Names that begin with a dot are skipped.
 
         If a file is deleted while a process has it open, NFS keeps it as ``.nfs…``. A folder without permission has no
         entries, except for the root.
         """
         try:
-            found = [entry for entry in list_folder(self._path(folder)) if not entry.name.startswith(".")]
+            listed = list_folder(self._path(folder), progress)
+            found = [entry for entry in listed if not entry.name.startswith(".")]
         except PermissionError:
             if not folder:
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 
 from offload_backend_nfs.storage.base import Entry
@@ -96,8 +97,12 @@ def size_of(path: str) -> int | None:
     return None
 
 
-def list_folder(folder: str) -> list[Entry]:
-    """Return the regular files and folders in a folder, all of them or none if there is no folder."""
+def list_folder(folder: str, progress: Callable[[], None] = lambda: None) -> list[Entry]:
+    """Return the regular files and folders in a folder, all of them or none if there is no folder.
+
+    Args:
+        progress: called for each entry.
+    """
     try:
         entries = os.scandir(folder)
     except OSError as error:
@@ -107,6 +112,7 @@ def list_folder(folder: str) -> list[Entry]:
     found: list[Entry] = []
     with entries:
         for entry in entries:
+            progress()
             with suppress(FileNotFoundError):  # deleted meanwhile
                 status = _status_of(entry)
                 is_folder = stat.S_ISDIR(status.st_mode)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fsspec.asyn import sync
@@ -128,7 +128,7 @@ class S3Store(ObjectStore):
         data: bytes | None = sync(self._fs.loop, self._get_async, name, None, max_bytes)
         return data
 
-    def _entries(self, folder: str) -> list[Entry]:
+    def _entries(self, folder: str, progress: Callable[[], None] = lambda: None) -> list[Entry]:
         """List a folder in short pages with pauses, so that loads go on, and without the listing of its folders.
 
         In a folder of folders, other keys than those of the layout may be any number. So the listing jumps over them.
@@ -139,6 +139,7 @@ class S3Store(ObjectStore):
         found: list[Entry] = []
         place: dict[str, str] = {}
         while True:
+            progress()
             try:
                 page = self._call("list_objects_v2", Prefix=prefix, Delimiter="/", MaxKeys=page_keys, **place)
             except FileNotFoundError:

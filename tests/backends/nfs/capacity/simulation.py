@@ -35,6 +35,8 @@ class World:
         self.leftover_bytes = 0
         self.refused: set[ObjectKey] = set()
         """Objects that cannot be deleted."""
+        self.parts_per_page = 0
+        self.seconds_per_part = 0.0
 
     @property
     def real_bytes(self) -> int:
@@ -202,9 +204,12 @@ class Host:
         self._end(failure)
         return new
 
-    def pages(self) -> Iterator[Sequence[StoredObject]]:
+    def pages(self, progress: Callable[[], None] = lambda: None) -> Iterator[Sequence[StoredObject]]:
         for letter in range(4):
             self._end(self._gate())
+            for _ in range(self.world.parts_per_page):
+                self.world.seconds += self.world.seconds_per_part
+                progress()
             found = [(key, *value) for key, value in self.world.objects.items() if key.chunk_hash[0] % 4 == letter]
             if found:
                 yield [StoredObject(*one) for one in found]

@@ -1,4 +1,4 @@
-"""Objects that the medium refuses to delete, while it does everything else."""
+"""Media that refuse to delete some objects, or are slow to list them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 from offload_backend_nfs import NfsBackend
 from offload_backend_nfs.capacity import pending_evictions
+from offload_backend_nfs.lookup_cache import LookupCache
+from offload_backend_nfs.medium_adapter import MediumAdapter
+from offload_backend_nfs.storage.layout import name_of
+from offload_backend_nfs.storage.posix import PosixShare
+from offload_backend_nfs.storage.retry import Retrier
 
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.keys import ObjectKey
 from tests.backends.nfs.calls import load, run, store
 from tests.backends.nfs.capacity.simulation import World
-from tests.backends.nfs.capacity.test_capacity import GRACE, OPTIONS, STORED, existing, joined, pass_time, put
+from tests.backends.nfs.capacity.test_capacity import GRACE, LEASE, OPTIONS, STORED, existing, joined, pass_time, put
 from tests.backends.nfs.capacity.test_capacity_damage import CAPACITY, SIZE, store_at_last
 from tests.backends.nfs.conftest import Nfs, key
 from tests.backends.nfs.unprivileged_engine import path_of
@@ -95,6 +100,39 @@ def test_a_failed_medium_is_no_refusal() -> None:
     assert not host.bounded_store._evictions.refusals.keys
     host.do(host.bounded_store.step)
     assert existing(world) == [1, 2]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "and one renewal fails"])
+def test_a_process_keeps_its_lease_while_it_lists_one_large_folder(
+    fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World()
+    housekeeper, other = joined(world), joined(world)
+    put(housekeeper, range(10))
+    other.do(other.bounded_store.step)
+    world.parts_per_page, world.seconds_per_part = 60, 2.0  # a page takes two leases
+    housekeeper.start(housekeeper.bounded_store.step)
+    before = world.seconds
+    while housekeeper.busy:
+        if fails and world.seconds > before:
+            housekeeper.fail_next, fails = "before", False
+        housekeeper.advance()
+        other.do(other.bounded_store.step)
+    assert world.seconds - before == 4 * 2 * LEASE
+    assert housekeeper.bounded_store.is_housekeeper
+    assert housekeeper.bounded_store.state.pending_evictions
+    assert not caplog.text
+
+
+def test_a_listing_tells_its_progress(tmp_path: Path) -> None:
+    share = PosixShare(tmp_path / "kv")
+    share.open()
+    for number in range(50):
+        share.store(name_of(ObjectKey("ab" * 32, "full-u256", bytes([7, number]) * 16)), memoryview(b"object"))
+    told: list[None] = []
+    adapter = MediumAdapter(share, Retrier(0), LookupCache(), 0)
+    assert [len(page) for page in adapter.pages(lambda: told.append(None))] == [50]
+    assert len(told) >= 50
 
 
 def test_the_uses_beside_a_pending_batch_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

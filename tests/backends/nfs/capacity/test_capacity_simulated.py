@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import hypothesis
 import pytest
@@ -221,7 +221,7 @@ def test_a_new_account_is_counted_without_the_objects_that_were_deleted_meanwhil
     def scan() -> None:
         pages = housekeeper.pages
 
-        def counted_pages() -> Iterator[Sequence[StoredObject]]:
+        def counted_pages(_: Callable[[], None]) -> Iterator[Sequence[StoredObject]]:
             for page in pages():
                 found.append(len(page))
                 yield page
