@@ -124,6 +124,47 @@ def test_temporaries_older_than_a_day_are_removed(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {names[1], "notes.txt"}
 
 
+class SftpLikeFileSystem(LocalFileSystem):  # type: ignore[misc] # fsspec has no types
+    """A file system that makes folders as fsspec does by SFTP: it asks first, and an existing one is ``Failure``."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.all_have_asked = threading.Barrier(1)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        for folder in [*reversed(Path(path).parents), Path(path)]:
+            if not folder.exists():
+                with suppress(threading.BrokenBarrierError):
+                    self.all_have_asked.wait(5)  # once; a barrier that was missed stays open
+                try:
+                    folder.mkdir()
+                except FileExistsError:
+                    raise OSError("Failure") from None
+
+    def mv(self, path1: str, path2: str, **_: Any) -> None:
+        Path(path1).replace(path2)
+
+
+def test_several_writers_make_the_folders_of_a_new_pack_at_once(tmp_path: Path) -> None:
+    writers = 4
+    fs = SftpLikeFileSystem(skip_instance_cache=True)
+    medium = RenamingStore(fs, f"{tmp_path}/kv")
+    medium.open()
+    fs.all_have_asked = threading.Barrier(writers)
+    names = [f"namespace/pack/{number % 2}/{number}.kv" for number in range(writers)]
+    with ThreadPoolExecutor(writers) as threads:
+        list(threads.map(lambda name: medium.store(name, memoryview(b"object")), names))
+    assert medium.sizes(names) == [6] * writers
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    medium = RenamingStore(SftpLikeFileSystem(skip_instance_cache=True), f"{tmp_path}/kv")
+    medium.open()
+    (tmp_path / "kv" / "namespace").write_text("a file")
+    with pytest.raises(OSError, match=r"Not a directory|Failure"):
+        medium.store("namespace/pack/0/0.kv", memoryview(b"object"))
+
+
 class LateFileSystem(LocalFileSystem):  # type: ignore[misc] # fsspec has no types
     """A file system with a clock that is two days behind."""
 

@@ -198,7 +198,7 @@ class RenamingStore(ObjectStore):
 
     def open(self) -> None:
         """See :meth:`Medium.open`."""
-        self._fs.makedirs(self._path(TEMPORARY_FOLDER), exist_ok=True)
+        self._make_folder(self._path(TEMPORARY_FOLDER))
 
     def store(self, name: str, buffer: memoryview, seal: StoreSeal | None = None) -> None:
         """See :meth:`Medium.store`."""
@@ -211,7 +211,7 @@ class RenamingStore(ObjectStore):
             try:
                 self._fs.mv(temporary, path)
             except FileNotFoundError:
-                self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+                self._make_folder(path.rpartition("/")[0])
                 self._fs.mv(temporary, path)
         except BaseException:
             with suppress(Exception):
@@ -221,7 +221,7 @@ class RenamingStore(ObjectStore):
     def create(self, name: str, data: bytes) -> bool:
         """See :meth:`Medium.create`. Its guarantee depends on the server: it must open files exclusively."""
         path = self._path(name)
-        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self._make_folder(path.rpartition("/")[0])
         try:
             with self._fs.open(path, "xb") as file:
                 file.write(data)
@@ -232,7 +232,7 @@ class RenamingStore(ObjectStore):
     def move(self, name: str, target: str) -> None:
         """See :meth:`Medium.move`."""
         path = self._path(target)
-        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self._make_folder(path.rpartition("/")[0])
         with suppress(FileNotFoundError):
             self._fs.mv(self._path(name), path)
 
@@ -252,6 +252,22 @@ class RenamingStore(ObjectStore):
             self.delete([f"{TEMPORARY_FOLDER}/{name}"])
             count += 1
         return count
+
+    def _make_folder(self, folder: str) -> None:
+        """Make a folder and those above it, unless they exist.
+
+        fsspec asks whether a folder exists, and makes it then. If another writer makes it in between, an SFTP server
+        answers with an error that does not say so. Each try comes at least one folder further.
+        """
+        tries = 1 + folder.removeprefix(self._root).count("/")
+        while True:
+            tries -= 1
+            try:
+                self._fs.makedirs(folder, exist_ok=True)
+                return
+            except OSError:
+                if tries < 0:
+                    raise
 
     def _now_seconds(self) -> float:
         """Return the server's time, from a new file."""
