@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -163,6 +164,62 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "kv" / "namespace").write_text("a file")
     with pytest.raises(OSError, match=r"Not a directory|Failure"):
         medium.store("namespace/pack/0/0.kv", memoryview(b"object"))
+
+
+class SmbLikeError(OSError):
+    """An error with a number, of a class of its own, as smbprotocol raises it."""
+
+
+class SmbLikeFileSystem(LocalFileSystem):  # type: ignore[misc] # fsspec has no types
+    """A file system that replaces no file by a rename."""
+
+    before_mv: Callable[[], object] = staticmethod(lambda: None)
+
+    def info(self, path: str, **named: Any) -> Any:
+        return self._call(super().info, path, **named)
+
+    def cat_file(self, path: str, *arguments: Any, **named: Any) -> Any:
+        return self._call(super().cat_file, path, *arguments, **named)
+
+    def rm_file(self, path: str) -> None:
+        self._call(super().rm_file, path)
+
+    def mv(self, path1: str, path2: str, **_: Any) -> None:
+        self.before_mv()
+        if Path(path2).exists():
+            raise SmbLikeError(errno.EEXIST, "File exists", path1)
+        self._call(Path(path1).replace, path2)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        try:
+            return function(*arguments, **named)
+        except OSError as error:
+            raise SmbLikeError(error.errno, error.strerror) from None
+
+
+def test_an_absent_object_is_a_miss_whatever_the_class_of_the_error(tmp_path: Path) -> None:
+    medium = RenamingStore(SmbLikeFileSystem(skip_instance_cache=True), f"{tmp_path}/kv")
+    medium.open()
+    assert medium.sizes(["a/x.kv"]) == [None]
+    assert medium.load("a/x.kv", memoryview(bytearray(1))) is MISS
+    assert medium.read_small("a/x.kv") is None
+    medium.delete(["a/x.kv"])
+    medium.store("a/x.kv", memoryview(b"x"))
+    assert medium.sizes(["a/x.kv"]) == [1]
+
+
+def test_a_store_replaces_an_object_though_a_rename_does_not(tmp_path: Path) -> None:
+    fs = SmbLikeFileSystem(skip_instance_cache=True)
+    medium, other = (RenamingStore(one, f"{tmp_path}/kv") for one in (fs, LocalFileSystem(skip_instance_cache=True)))
+    medium.open()
+    medium.store("a/x.kv", memoryview(b"x"))
+    medium.store("a/x.kv", memoryview(b"other"))
+    assert medium.read_small("a/x.kv") == b"other"
+    moments = iter([lambda: other.store("a/x.kv", memoryview(b"between"))] * 2)
+    fs.before_mv = lambda: next(moments, lambda: None)()
+    medium.store("a/x.kv", memoryview(b"last"))
+    assert medium.read_small("a/x.kv") == b"last"
+    assert list((tmp_path / "kv" / TEMPORARY_FOLDER).iterdir()) == []
 
 
 class LateFileSystem(LocalFileSystem):  # type: ignore[misc] # fsspec has no types

@@ -196,6 +196,9 @@ class ObjectStore(Medium):
 class RenamingStore(ObjectStore):
     """A server that shows unfinished files. So a file is written under a temporary name and then renamed."""
 
+    def __init__(self, fs: Any, root: str) -> None:
+        super().__init__(_StandardErrors(fs), root)
+
     def open(self) -> None:
         """See :meth:`Medium.open`."""
         self._make_folder(self._path(TEMPORARY_FOLDER))
@@ -208,11 +211,7 @@ class RenamingStore(ObjectStore):
         temporary = self._path(f"{TEMPORARY_FOLDER}/{temporaries.temporary_name()}")
         try:
             self._fs.pipe_file(temporary, bytes(buffer))
-            try:
-                self._fs.mv(temporary, path)
-            except FileNotFoundError:
-                self._make_folder(path.rpartition("/")[0])
-                self._fs.mv(temporary, path)
+            self._rename(temporary, path)
         except BaseException:
             with suppress(Exception):
                 self._fs.rm_file(temporary)
@@ -253,6 +252,19 @@ class RenamingStore(ObjectStore):
             count += 1
         return count
 
+    def _rename(self, temporary: str, path: str) -> None:
+        """Give a file its name. An SMB server refuses to replace a file, so that one is deleted first."""
+        for _ in range(3):
+            try:
+                self._fs.mv(temporary, path)
+                return
+            except FileNotFoundError:
+                self._make_folder(path.rpartition("/")[0])
+            except FileExistsError:
+                with suppress(FileNotFoundError):
+                    self._fs.rm_file(path)
+        self._fs.mv(temporary, path)
+
     def _make_folder(self, folder: str) -> None:
         """Make a folder and those above it, unless they exist.
 
@@ -278,6 +290,28 @@ class RenamingStore(ObjectStore):
         finally:
             with suppress(Exception):
                 self._fs.rm_file(temporary)
+
+
+class _StandardErrors:
+    """A file system whose errors have Python's own classes: that of smbprotocol for ``ENOENT`` is another one."""
+
+    def __init__(self, fs: Any) -> None:
+        self._fs = fs
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._fs, name)
+        if not callable(found):
+            return found
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            try:
+                return found(*arguments, **named)
+            except OSError as error:
+                if error.errno is None:
+                    raise
+                raise OSError(error.errno, error.strerror, error.filename) from error
+
+        return call
 
 
 def _limited(data: bytes, max_bytes: int, path: str) -> bytes:
