@@ -221,8 +221,8 @@ def test_a_new_account_is_counted_without_the_objects_that_were_deleted_meanwhil
     def scan() -> None:
         pages = housekeeper.pages
 
-        def counted_pages(_: Callable[[], None]) -> Iterator[Sequence[StoredObject]]:
-            for page in pages():
+        def counted_pages(progress: Callable[[], None] = lambda: None) -> Iterator[Sequence[StoredObject]]:
+            for page in pages(progress):
                 found.append(len(page))
                 yield page
 
