@@ -49,10 +49,11 @@ class Account:
         self._log = log
         self._database = Database(processes.state_folder / "account.sqlite", log)
         self._pins = Pins(processes.state_folder / "pins", log)
-        self._evictor = Evictor(self._layout, self._pins, limits, mount_guard.free_bytes)
+        self._write_behind = WriteBehind()
+        next_time_ns = self._write_behind.next_time_ns
+        self._evictor = Evictor(self._layout, self._pins, limits, mount_guard.free_bytes, next_time_ns, log)
         self._lock = threading.Lock()  # around everything that uses the database
         self._pack_numbers = PackNumbers()
-        self._write_behind = WriteBehind()
         self._is_open = False
         self._reopened = False
         self._is_scanned = False
@@ -306,7 +307,7 @@ class Account:
                     rows.remove_reservations(pending.reservations)
                     rows.remove_objects(key for key in pending.removed if self._layout.nbytes(key) is None)
                     self._put_present(rows, ((key, *stored) for key, stored in pending.stored.items()))
-                    self._evictor.record(rows, pending.recency, self._write_behind.next_time_ns)
+                    self._evictor.record(rows, pending.recency)
                     yield rows
             except BaseException:
                 self._pack_numbers.clear()

@@ -13,7 +13,8 @@ Both evict spare objects before all others. A spare object that is used is spare
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import errno
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +22,7 @@ from offload_backend_disk.capacity.pins import Pins
 from offload_backend_disk.capacity.rows import Rows, Totals
 from offload_backend_disk.capacity.write_behind import Recency, RecencyChange
 from offload_backend_disk.folder.layout import Layout
-from offload_core.api import ObjectKey
+from offload_core.api import ObjectKey, TierLogger
 
 Policy = Literal["lru", "slru"]
 
@@ -29,6 +30,9 @@ PROTECTED_SHARE = 0.8
 """The largest part of the capacity that ``slru`` protects."""
 
 _EXTRA_PER_STEP = 64
+_MOST_FAILURES = 64
+_ERRNOS_OF_ONE_FILE = frozenset({errno.EPERM, errno.EACCES, errno.EBUSY, errno.EIO, errno.EUCLEAN})
+"""Errors of a removal that may concern one file or folder only: an immutable one, a mount point, a bad sector."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +59,28 @@ class Evictor:
 
     Args:
         free_bytes: returns the free bytes of the file system.
+        next_time_ns: returns the time in nanoseconds, later than any returned before.
     """
 
-    def __init__(self, layout: Layout, pins: Pins, limits: Limits, free_bytes: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        pins: Pins,
+        limits: Limits,
+        free_bytes: Callable[[], int],
+        next_time_ns: Callable[[], int],
+        log: TierLogger,
+    ) -> None:
         self._layout = layout
         self._pins = pins
         self._limits = limits
         self._free_bytes = free_bytes
+        self._next_time_ns = next_time_ns
+        self._log = log
         self._is_above_low_watermark = False  # and an eviction has begun
+        self._has_warned = False
 
-    def record(self, rows: Rows, changes: Mapping[ObjectKey, RecencyChange], next_time_ns: Callable[[], int]) -> None:
+    def record(self, rows: Rows, changes: Mapping[ObjectKey, RecencyChange]) -> None:
         """Record changes of the order of eviction."""
         segmented = self._limits.policy == "slru"
         rows.record_use(_times_ns(changes, Recency.USED), protect=segmented)
@@ -72,7 +88,7 @@ class Evictor:
         rows.make_spare(_times_ns(changes, Recency.MADE_SPARE))
         if segmented:
             excess = rows.totals().protected - int(PROTECTED_SHARE * self._limits.capacity_bytes)
-            rows.demote(excess, next_time_ns)
+            rows.demote(excess, self._next_time_ns)
 
     def evict_for(self, rows: Rows, nbytes: int) -> bool:
         """Evict objects until ``nbytes`` more fit; return whether they do. If they cannot fit, nothing is evicted.
@@ -108,41 +124,75 @@ class Evictor:
         return missing
 
     def _evict_at_least(self, rows: Rows, nbytes: int) -> bool:
-        while nbytes > 0:
-            victims = self._victims(rows, nbytes)
+        kept: set[ObjectKey] = set()
+        while nbytes > 0 and len(kept) <= _MOST_FAILURES:
+            victims = self._victims(rows, nbytes, kept=kept)
             if sum(size for _, size in victims) < nbytes:
                 return False
-            nbytes -= self._evict(rows, victims)
-        return True
+            nbytes -= self._evict(rows, victims, kept)
+        return nbytes <= 0
 
     def _evict_step(self, rows: Rows, nbytes: int) -> bool:
         """Evict some of ``nbytes``; return whether more remains to evict."""
         victims = self._victims(rows, nbytes, _EXTRA_PER_STEP)
-        return bool(victims) and self._evict(rows, victims) < nbytes
+        return bool(victims) and self._evict(rows, victims, set()) < nbytes
 
-    def _victims(self, rows: Rows, nbytes: int, most: int | None = None) -> list[tuple[ObjectKey, int]]:
-        """Return the next unpinned objects to evict, of ``nbytes`` bytes in all if there are so many."""
+    def _victims(
+        self, rows: Rows, nbytes: int, most: int | None = None, kept: Container[ObjectKey] = ()
+    ) -> list[tuple[ObjectKey, int]]:
+        """Return the next unpinned objects to evict, of ``nbytes`` bytes in all if there are so many.
+
+        Args:
+            kept: objects that could not be removed.
+        """
         found: list[tuple[ObjectKey, int]] = []
         if nbytes > 0:
             for key, size in rows.in_eviction_order():
-                if self._pins.is_unpinned(key):
+                if key not in kept and self._pins.is_unpinned(key):
                     found.append((key, size))
                     nbytes -= size
                 if nbytes <= 0 or len(found) == most:
                     break
         return found
 
-    def _evict(self, rows: Rows, victims: Iterable[tuple[ObjectKey, int]]) -> int:
-        """Evict the victims that are still unpinned; return their bytes."""
+    def _evict(self, rows: Rows, victims: Iterable[tuple[ObjectKey, int]], kept: set[ObjectKey]) -> int:
+        """Evict the victims that are still unpinned; return their bytes.
+
+        Args:
+            kept: receives the victims that could not be removed. They count as just used, so that all processes try
+                others first.
+        """
         evicted_bytes = 0
         for key, size in victims:
             with self._pins.keep_unpinned(key) as unpinned:
-                if unpinned:
-                    self._layout.unlink(key)
+                if not unpinned:
+                    continue
+                if self._unlink(key):
                     rows.removed_files.append(key)
                     evicted_bytes += size
+                else:
+                    kept.add(key)
         rows.remove_objects(rows.removed_files)
+        rows.record_use(((key, self._next_time_ns()) for key in kept), protect=False)
         return evicted_bytes
+
+    def _unlink(self, key: ObjectKey) -> bool:
+        """Remove an object's file; return ``False`` if that is not possible. The first such file is logged."""
+        try:
+            self._layout.unlink(key)
+        except OSError as error:
+            if error.errno not in _ERRNOS_OF_ONE_FILE:
+                raise
+            if not self._has_warned:
+                self._has_warned = True
+                self._log.warning(
+                    "%s: an object cannot be evicted, so others are evicted in its place: %s; make its file removable, "
+                    "or remove it (only the first one is logged)",
+                    self._layout.root,
+                    error,
+                )
+            return False
+        return True
 
 
 def _times_ns(changes: Mapping[ObjectKey, RecencyChange], kind: Recency) -> Iterator[tuple[ObjectKey, int]]:
