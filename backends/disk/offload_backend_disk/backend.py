@@ -56,7 +56,10 @@ class DiskBackend(Backend[DiskOptions]):
         self._log = log = context.logger(__name__)
         self._processes = Processes(options.path, secrets.token_hex(8), log)
         self._mount_guard = MountGuard(options.path, self._processes.recognise_folder)
-        self._folder = ObjectFolder(self._mount_guard, self._processes, options.fsync, log, options.keep_free)
+        is_counted = options.capacity is not None
+        self._folder = ObjectFolder(
+            self._mount_guard, self._processes, options.fsync, log, options.keep_free, is_counted=is_counted
+        )
         self._bounded: BoundedFolder | None = None
         account: Account | None = None
         if options.capacity is not None:

@@ -61,7 +61,7 @@ class Scan:
         Raises:
             OSError: the folder cannot be written.
         """
-        if self._account is not None and self._account.needs_scan():
+        if self._account is not None and (self._account.needs_scan() or self._processes.uncounted()):
             return True
         return self._is_older_than_lock_files or bool(self._processes.dead())
 
@@ -79,7 +79,7 @@ class Scan:
         with self._only_scan() as is_only:
             if not is_only:
                 return True
-            dead = self._processes.dead()
+            dead, uncounted = self._processes.dead(), self._processes.uncounted()
             folders = self._layout.folders()
             yield
             complete = True
@@ -96,6 +96,7 @@ class Scan:
             if complete:
                 if self._account is not None:
                     self._account.finish_scan()
+                    self._processes.forget_uncounted(uncounted)
                 self._processes.remove_lock_files(dead)
                 self._is_older_than_lock_files = False
             return complete

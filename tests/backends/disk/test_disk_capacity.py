@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 from offload_backend_disk import DiskBackend, DiskOptions
 from offload_backend_disk.capacity.rows import Segment
 from offload_backend_disk.folder.layout import Layout
+from offload_backend_disk.folder.processes import Processes
+from offload_backend_disk.scan import Scan
 
 from offload_core.api.backend import BackendContext, LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
 from tests.backends.disk.conftest import open_account, recover, tmpfs, used
+from tests.support.tier_log import LOG
 
 KIB = 1024
 Make = Callable[..., DiskBackend]
@@ -156,6 +159,95 @@ def test_objects_from_before_there_was_a_capacity_are_counted_and_evicted(bounde
         assert await put(backend, 10, 11) == [key(0)]
         assert used(tmp_path) == 100 * KIB
         await backend.close()
+
+    asyncio.run(main())
+
+
+async def store_without_capacity(bounded: Make, *numbers: int) -> None:
+    backend = bounded(capacity=None)
+    await backend.open()
+    await put(backend, *numbers)
+    await backend.close()
+
+
+async def until_counted(backend: DiskBackend, nbytes: int) -> None:
+    assert backend._bounded is not None
+    while backend._bounded._account.used_bytes != nbytes:  # noqa: ASYNC110 - the work signals no end
+        await asyncio.sleep(0.01)
+
+
+def uncounted(root: Path) -> list[str]:
+    return [path.name for path in (root / "objects" / ".offload-core").glob("uncounted-*")]
+
+
+def test_objects_of_a_run_without_a_capacity_are_counted_by_the_next_run_with_one(
+    bounded: Make, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        backend = bounded()
+        await backend.open()
+        await put(backend, *range(5))
+        await backend.close()
+        for start in (10, 20, 30):
+            await store_without_capacity(bounded, *range(start, start + 9))
+        assert len(uncounted(tmp_path)) == 1, "the latest one stands for all"
+        backend = bounded()
+        await backend.open()
+        await until_counted(backend, 32 * 10 * KIB)
+        assert len(await put(backend, 40)) == 23
+        assert used(tmp_path) == 100 * KIB
+        await until_forgotten(tmp_path)
+        await backend.close()
+
+    asyncio.run(main())
+
+
+async def until_forgotten(root: Path) -> None:
+    while uncounted(root):  # noqa: ASYNC110 - the work signals no end
+        await asyncio.sleep(0.01)
+
+
+def test_objects_of_a_process_without_a_capacity_are_counted_after_its_end(
+    bounded: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload_backend_disk.housekeeping._CHECK_SECONDS", 0.1)  # of ten
+
+    async def main() -> None:
+        backend, unbounded = bounded(), bounded(capacity=None)
+        await backend.open()
+        await put(backend, 0)
+        await unbounded.open()
+        assert uncounted(tmp_path) == [], "it has stored nothing yet"
+        await put(unbounded, *range(1, 6))
+        assert not backend._scan.is_needed(), "while it lives it would be needed again and again"
+        await unbounded.close()
+        await until_counted(backend, 60 * KIB)
+        await until_forgotten(tmp_path)
+        await backend.close()
+
+    asyncio.run(main())
+
+
+def test_objects_that_a_run_without_a_capacity_stores_beside_a_scan_are_counted_by_the_next_scan(
+    bounded: Make, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        await store_without_capacity(bounded, *range(5))
+        account = open_account(tmp_path / "objects", 100 * KIB)
+        processes = Processes(tmp_path / "objects", "process", LOG)
+        scan = Scan(Layout(tmp_path / "objects"), processes, account, LOG)
+        steps = scan.steps()
+        next(steps)  # lists the folders
+        next(steps)  # scans the only one
+        await store_without_capacity(bounded, *range(5, 8))
+        for _ in steps:
+            pass
+        assert scan.is_needed()
+        for _ in scan.steps():
+            pass
+        assert account.used_bytes == 80 * KIB
+        assert not scan.is_needed()
+        account.close()
 
     asyncio.run(main())
 

@@ -23,6 +23,7 @@ class ObjectFolder:
         processes: the processes that write to it; this one's lock protects its unfinished files.
         fsync: the data forced to the disk before an object counts as stored.
         keep_free_bytes: the bytes that :meth:`check_free_space` leaves on the file system.
+        is_counted: an account counts the objects.
 
     Attributes:
         direct: whole pages are read and written past the page cache; set it before the first call.
@@ -35,6 +36,8 @@ class ObjectFolder:
         fsync: files.Fsync,
         log: TierLogger,
         keep_free_bytes: int = 0,
+        *,
+        is_counted: bool = False,
     ) -> None:
         self.layout = Layout(mount_guard.root)
         self._mount_guard = mount_guard
@@ -42,6 +45,7 @@ class ObjectFolder:
         self._fsync = fsync
         self._log = log
         self._keep_free_bytes = keep_free_bytes
+        self._is_counted = is_counted
         self._is_full = False
         self._has_warned_of_odd_path = False
         self.direct = False
@@ -147,6 +151,8 @@ class ObjectFolder:
         self._mount_guard.check()
         try:
             self._processes.register()
+            if not self._is_counted:
+                self._processes.announce_uncounted()
         except OSError as error:
             self._raise_unless_full(error)
             return False

@@ -3,7 +3,12 @@
 A process is alive while it holds the lock on a file of its own. The kernel releases the lock however the process ends.
 An unmount releases it too: the first process that is back takes the others for dead, until they lock their files again.
 So the folder also has a mark, a file with a random name that nobody removes. By it, a process knows the folder again.
-Two backends of one process count as two. Everything here blocks, on any thread.
+Two backends of one process count as two.
+
+A process without a capacity leaves a file too, before its first store. It tells the others that the account lacks the
+objects of that process. A scan after the end of the process removes the file.
+
+Everything here blocks, on any thread.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ _LOCK_FILES = "owners"
 _PROCESS = re.compile(r"[0-9a-z]{1,64}")
 _UNFINISHED = "starting-"
 _MARK = re.compile(r"folder-[0-9a-f]{32}")
+_UNCOUNTED = "uncounted-"
 
 
 class Processes:
@@ -136,6 +142,34 @@ class Processes:
         """Remove the lock files of dead processes, after everything else of theirs was removed."""
         for name in names:
             self._lock_file(name).unlink(missing_ok=True)
+
+    def announce_uncounted(self) -> None:
+        """Leave a file that says that this process stores objects without the account. Cheap if it is there.
+
+        This process's file stands for those of dead processes too, so that they never become many.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        path = self.state_folder / f"{_UNCOUNTED}{self.own_name}"
+        if not path.exists():
+            close_control_file(open_control_file(path, self._log))
+            self.forget_uncounted(self.uncounted())
+
+    def uncounted(self) -> list[str]:
+        """Return the ended processes whose objects the account may lack.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        paths = self.state_folder.glob(f"{_UNCOUNTED}*")
+        names = [path.name.removeprefix(_UNCOUNTED) for path in paths if _is_file(path)]
+        return [name for name in names if _PROCESS.fullmatch(name) and not self.is_alive(name)]
+
+    def forget_uncounted(self, names: Iterable[str]) -> None:
+        """Remove the files of ended processes, after the account has their objects."""
+        for name in names:
+            (self.state_folder / f"{_UNCOUNTED}{name}").unlink(missing_ok=True)
 
     @property
     def own_lock_file(self) -> Path:
