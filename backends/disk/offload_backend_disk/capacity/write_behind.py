@@ -7,10 +7,14 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import islice
 from typing import NamedTuple
 
 from offload_backend_disk.capacity.rows import Segment
 from offload_core.api import ObjectKey
+
+_MAX_RECENCY_CHANGES = 100_000
+"""The oldest ones beyond it are lost, if the account cannot be written for long. They only order the eviction."""
 
 
 class Recency(Enum):
@@ -47,7 +51,7 @@ class PendingChanges:
     """The changes that one transaction writes."""
 
     recency: dict[ObjectKey, RecencyChange] = field(default_factory=dict)
-    """Changes of the order of eviction, by object."""
+    """Changes of the order of eviction, by object, the oldest first."""
     reservations: list[int] = field(default_factory=list)
     """Reservations to remove."""
     stored: dict[ObjectKey, StoredObject] = field(default_factory=dict)
@@ -80,8 +84,9 @@ class WriteBehind:
         """Record changes of the order of eviction, in this order."""
         with self._lock:
             for key, kind in changes:
-                earlier = self._pending.recency.get(key)
+                earlier = self._pending.recency.pop(key, None)
                 self._pending.recency[key] = RecencyChange(kind, self._next_time_ns()).after(earlier)
+            self._drop_oldest()
 
     def record_stored(self, stored: Iterable[tuple[ObjectKey, Segment]], reservations: Iterable[int]) -> None:
         """Record objects that are on the disk now, and reservations that have ended."""
@@ -108,16 +113,25 @@ class WriteBehind:
         """Put changes back after their transaction failed; newer ones win."""
         with self._lock:
             newer = self._pending
+            changed = {key: change.after(taken.recency.pop(key, None)) for key, change in newer.recency.items()}
             self._pending = PendingChanges(
-                taken.recency | {key: change.after(taken.recency.get(key)) for key, change in newer.recency.items()},
+                taken.recency | changed,
                 taken.reservations + newer.reservations,
                 {key: one for key, one in (taken.stored | newer.stored).items() if key not in newer.removed},
                 taken.removed | newer.removed,
             )
+            self._drop_oldest()
 
     def __bool__(self) -> bool:
         with self._lock:
             return bool(self._pending)
+
+    def _drop_oldest(self) -> None:
+        recency = self._pending.recency
+        excess = len(recency) - _MAX_RECENCY_CHANGES
+        if excess > 0:
+            for key in list(islice(recency, excess)):
+                del recency[key]
 
     def _next_time_ns(self) -> int:
         self._last_ns = max(self._last_ns + 1, time.time_ns())
