@@ -20,7 +20,7 @@ from offload_backend_disk.capacity.database import Database
 from offload_backend_disk.capacity.eviction import Evictor, Limits
 from offload_backend_disk.capacity.pins import Pins
 from offload_backend_disk.capacity.rows import PackNumbers, Rows, Segment
-from offload_backend_disk.capacity.write_behind import Recency, WriteBehind
+from offload_backend_disk.capacity.write_behind import CLOCK_TOLERANCE_NS, Recency, WriteBehind
 from offload_backend_disk.folder.control_files import LOCK_SECONDS, held_by_another
 from offload_backend_disk.folder.files import DISK_FULL_ERRNOS
 from offload_backend_disk.folder.layout import Layout, hash_range
@@ -216,9 +216,13 @@ class Account:
         return reopened
 
     def release_dead_reservations(self) -> None:
-        """Release the reservations of ended processes, and remove their unfinished files."""
+        """Release the reservations of ended processes, and remove their unfinished files.
+
+        Times of use in the future, from before a clock was set back, are corrected on the way.
+        """
         with self._transaction() as rows:
             self._release_dead_reservations(rows)
+            rows.correct_future_uses(time.time_ns(), CLOCK_TOLERANCE_NS)
 
     def needs_scan(self) -> bool:
         """Return whether the account may differ from the disk: it is new, or the machine was restarted.
@@ -254,6 +258,7 @@ class Account:
                 if not (self._layout.root / namespace / pack / prefix).is_dir():
                     gone = rows.objects_between(namespace, pack, *hash_range(prefix))
                     rows.remove_objects(ObjectKey(namespace, pack, one) for one in gone)
+            rows.correct_future_uses(time.time_ns(), CLOCK_TOLERANCE_NS)
             rows.set_scanned(_boot_id())
         self._is_scanned = True
 

@@ -179,6 +179,19 @@ class Rows:
                 if excess_bytes <= 0:
                     return
 
+    def correct_future_uses(self, now_ns: int, tolerance_ns: int) -> None:
+        """If a time of use is later than now, a clock was set back. Move all such times into the past, in their order.
+
+        Args:
+            tolerance_ns: a lead that is left alone.
+        """
+        last_ns = 0
+        for segment in Segment:  # each by one step in the index
+            (used_ns,) = self._sql.execute("SELECT max(used) FROM objects WHERE segment = ?", (segment,)).fetchone()
+            last_ns = max(last_ns, used_ns or 0)
+        if last_ns > now_ns + tolerance_ns:
+            self._sql.execute("UPDATE objects SET used = used - ? WHERE used > ?", (last_ns - now_ns, now_ns))
+
     def in_eviction_order(self) -> Iterator[tuple[ObjectKey, int]]:
         """Yield all objects with their bytes, the next to evict first. Change no row before the iteration ends."""
         rows = self._sql.execute("SELECT pack, hash, nbytes FROM objects ORDER BY segment, used")

@@ -15,6 +15,8 @@ from offload_core.api import ObjectKey
 
 _MAX_RECENCY_CHANGES = 100_000
 """The oldest ones beyond it are lost, if the account cannot be written for long. They only order the eviction."""
+CLOCK_TOLERANCE_NS = 1_000_000_000
+"""If a clock is set back by less, the next times follow the last one by a nanosecond each."""
 
 
 class Recency(Enum):
@@ -64,7 +66,7 @@ class PendingChanges:
 
 
 class WriteBehind:
-    """Collects changes, from any thread. Times are in nanoseconds, and no two are equal."""
+    """Collects changes, from any thread. Times are in nanoseconds, and increase until the clock is set back."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -72,7 +74,7 @@ class WriteBehind:
         self._last_ns = 0
 
     def next_time_ns(self) -> int:
-        """Return the time, later than any returned before."""
+        """Return the time, later than any returned before unless the clock was set back."""
         with self._lock:
             return self._next_time_ns()
 
@@ -134,5 +136,8 @@ class WriteBehind:
                 del recency[key]
 
     def _next_time_ns(self) -> int:
-        self._last_ns = max(self._last_ns + 1, time.time_ns())
+        now_ns = time.time_ns()
+        if self._last_ns > now_ns + CLOCK_TOLERANCE_NS:  # the clock was set back
+            self._last_ns = now_ns
+        self._last_ns = max(self._last_ns + 1, now_ns)
         return self._last_ns
