@@ -6,7 +6,7 @@ One process scans at a time; the others use the account as it is.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from offload_backend_disk.capacity.account import Account
@@ -32,7 +32,8 @@ class Scan:
         self._processes = processes
         self._account = account
         self._log = log
-        self._unreadable: set[Path] = set()
+        self._logged: set[Path] = set()
+        self._failed: set[Path] = set()
         self._is_older_than_lock_files = False
 
     def start(self) -> bool:
@@ -63,12 +64,14 @@ class Scan:
         """
         if self._account is not None and (self._account.needs_scan() or self._processes.uncounted()):
             return True
-        return self._is_older_than_lock_files or bool(self._processes.dead())
+        return bool(self._failed) or self._is_older_than_lock_files or bool(self._processes.dead())
 
     def steps(self) -> Generator[None, None, bool]:
         """Scan; each step blocks for some milliseconds, on any thread, one at a time.
 
-        A folder that cannot be read is skipped, and logged once.
+        A sub-folder that cannot be read is skipped, and logged once. If this process may not read it, it counts as
+        empty: this process can neither load nor evict anything there. If the disk fails at it twice, the account goes
+        on without it.
 
         Returns:
             True if every folder was scanned, or another process scans now; false if the scan must be retried.
@@ -80,32 +83,57 @@ class Scan:
             if not is_only:
                 return True
             dead, uncounted = self._processes.dead(), self._processes.uncounted()
-            folders = self._layout.folders()
+            failed: set[Path] = set()
+
+            def skip(folder: Path, error: OSError) -> None:
+                if isinstance(error, PermissionError):
+                    self._log_once(folder, "may not be read by this process, and counts as empty", error)
+                else:
+                    failed.add(folder)
+                    self._log_once(folder, "cannot be scanned, and is retried later", error)
+
+            folders = self._layout.folders(skip)
             yield
             complete = True
             for folder in folders:
                 try:
-                    yield from self._scan_folder(folder)
+                    names, temporaries = self._layout.names_in(folder)
+                except OSError as error:
+                    skip(folder, error)
+                    continue
+                try:
+                    yield from self._scan_names(folder, names, temporaries)
                 except OSError as error:
                     complete = False
-                    if folder not in self._unreadable:
-                        self._unreadable.add(folder)
-                        self._log.warning("%s cannot be scanned, and is retried later: %s", folder, error)
+                    self._log_once(folder, "cannot be scanned, and is retried later", error)
                 else:
-                    self._unreadable.discard(folder)
-            if complete:
+                    self._logged.discard(folder)
+            fails_again, self._failed = failed <= self._failed and len(failed) < len(folders), failed
+            if complete and self._account is not None and (fails_again or not failed):
+                self._account.finish_scan()
+            if complete and failed and fails_again:
+                self._log_once(self._layout.root, "its capacity leaves out the folders that cannot be scanned")
+            if complete and not failed:
+                self._logged.discard(self._layout.root)
                 if self._account is not None:
-                    self._account.finish_scan()
                     self._processes.forget_uncounted(uncounted)
                 self._processes.remove_lock_files(dead)
                 self._is_older_than_lock_files = False
-            return complete
+            return complete and not failed
 
-    def _scan_folder(self, folder: Path) -> Iterator[None]:
-        names, temporaries = self._layout.names_in(folder)
+    def _log_once(self, folder: Path, what: str, error: OSError | None = None) -> None:
+        if folder not in self._logged:
+            self._logged.add(folder)
+            if error is None:
+                self._log.warning("%s: %s", folder, what)
+            else:
+                self._log.warning("%s %s: %s", folder, what, error)
+
+    def _scan_names(self, folder: Path, names: list[str], temporaries: list[tuple[str, str]]) -> Iterator[None]:
         for name, process in temporaries:
             if not self._processes.is_alive(process):
-                (folder / name).unlink(missing_ok=True)
+                with suppress(PermissionError):  # another user's folder
+                    (folder / name).unlink(missing_ok=True)
         if self._account is None:
             yield
             return

@@ -148,18 +148,41 @@ def test_a_folder_that_cannot_be_scanned_is_named_once_and_the_others_are_scanne
     scan, account = open_scan(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(Layout, "names_in", staticmethod(failing))
+        for _ in scan.steps():
+            pass
+        assert account.used_bytes == 20 * KIB
+        assert account.reserve([(key(9), 1)]) == ([None], []), "the folder counts as full until the scan is retried"
         for _ in range(2):
             for _ in scan.steps():
                 pass
-            assert account.used_bytes == 20 * KIB
-            assert account.reserve([(key(9), 1)]) == ([None], []), "the folder counts as full until it was scanned"
+            assert scan.is_needed()
+        assert account.used_bytes == 20 * KIB
+        (reservation,), _ = account.reserve([(key(9), 1)])
+        assert reservation is not None, "one bad folder would stop all stores for ever"
+        account.release([reservation])
     assert [record.getMessage() for record in caplog.records] == [
-        f"tier 'tests': {bad} cannot be scanned, and is retried later: [Errno 5] Input/output error: '{bad}'"
+        f"tier 'tests': {bad} cannot be scanned, and is retried later: [Errno 5] Input/output error: '{bad}'",
+        f"tier 'tests': {tmp_path}: its capacity leaves out the folders that cannot be scanned",
     ]
     for _ in scan.steps():
         pass
     assert account.used_bytes == 30 * KIB
-    assert account.reserve([(key(9), 1)])[0] != [None]
+    assert not scan.is_needed()
+    account.close()
+
+
+def test_if_no_folder_can_be_scanned_the_account_stays_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_folder(tmp_path, 1, 2)
+
+    def failing(folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
+        raise OSError(5, "Input/output error", str(folder))
+
+    monkeypatch.setattr(Layout, "names_in", staticmethod(failing))
+    scan, account = open_scan(tmp_path)
+    for _ in range(3):
+        for _ in scan.steps():
+            pass
+        assert account.reserve([(key(9), 1)]) == ([None], [])
     account.close()
 
 

@@ -255,7 +255,7 @@ class Account:
         """Record that every folder was scanned; objects of folders that are gone are removed from the account."""
         with self._transaction() as rows:
             for namespace, pack, prefix in rows.folders():
-                if not (self._layout.root / namespace / pack / prefix).is_dir():
+                if self._layout.is_gone(self._layout.root / namespace / pack / prefix):
                     gone = rows.objects_between(namespace, pack, *hash_range(prefix))
                     rows.remove_objects(ObjectKey(namespace, pack, one) for one in gone)
             rows.correct_future_uses(time.time_ns(), CLOCK_TOLERANCE_NS)

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -122,17 +122,43 @@ class Layout:
         for left in path.parent.glob(f".{path.name}.{process}-*{TEMPORARY_SUFFIX}"):
             left.unlink(missing_ok=True)
 
-    def folders(self) -> list[Path]:
-        """Return the folders that may contain objects."""
+    def folders(self, skipped: Callable[[Path, OSError], None] | None = None) -> list[Path]:
+        """Return the folders that may contain objects.
+
+        Args:
+            skipped: is called for each sub-folder that cannot be read, which is left out.
+
+        Raises:
+            OSError: the root cannot be read. Without ``skipped``, also a sub-folder that this process may read.
+        """
         folders = [self.root]
         for name in (_NAMESPACE, _PACK, _PREFIX):
-            folders = [
-                Path(entry.path)
-                for folder in folders
-                for entry in _list(folder)
-                if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-            ]
+            found: list[Path] = []
+            for folder in folders:
+                try:
+                    entries = _list(folder)
+                except OSError as error:
+                    if folder == self.root or not (skipped is not None or isinstance(error, PermissionError)):
+                        raise
+                    if skipped is not None:
+                        skipped(folder, error)
+                    continue
+                found += [
+                    Path(entry.path)
+                    for entry in entries
+                    if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+                ]
+            folders = found
         return folders
+
+    def is_gone(self, folder: Path) -> bool:
+        """Return whether one of :meth:`folders` exists no longer. One that cannot be reached may exist."""
+        try:
+            return not stat.S_ISDIR(os.lstat(folder).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False
 
     def is_empty(self) -> bool:
         """Return whether no folder could contain objects."""
@@ -163,9 +189,12 @@ class Layout:
 
     @staticmethod
     def objects_in(folder: Path) -> Iterator[StoredObject]:
-        """Yield the objects in one of :meth:`folders`."""
+        """Yield the objects in one of :meth:`folders`; none if this process may not read it."""
         namespace, pack, prefix = folder.parts[-3:]
-        for entry in _list(folder):
+        entries: list[os.DirEntry[str]] = []
+        with suppress(PermissionError):
+            entries = _list(folder)
+        for entry in entries:
             digest = entry.name.removesuffix(OBJECT_SUFFIX)
             if digest == entry.name or not _DIGEST.fullmatch(digest) or digest[:2] != prefix:
                 continue

@@ -7,7 +7,8 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,57 @@ def test_an_unreadable_object_is_a_miss_and_an_unreadable_folder_is_an_error(tmp
         "['REJECTED', 'STORED']",
         *["error", "error"],
     ], done.stderr
+
+
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A folder that other users reach, even while another test run makes its own temporary folders private."""
+    with tempfile.TemporaryDirectory(prefix="offload-reachable-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+FOREIGN_FOLDERS = """
+import asyncio, logging, sys
+from pathlib import Path
+from offload_backend_disk import DiskBackend, DiskOptions
+from offload_core.api.backend import BackendContext, StoreOutcome
+from offload_core.runtime.threads import DaemonExecutor
+from tests.backends.disk.conftest import key, store
+
+async def main():
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    options = DiskOptions(path=Path(sys.argv[1]), capacity="10MiB")
+    backend = DiskBackend(options, BackendContext("disk", DaemonExecutor(2, "disk")))
+    await backend.open()
+    while await store(backend, 1) is not StoreOutcome.STORED:  # until the scan has ended
+        await asyncio.sleep(0.01)
+    print([one.key == key(1) async for batch in backend.list_objects() for one in batch])
+    await backend.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change to another user")
+def test_folders_that_the_tier_may_not_read_count_as_empty(reachable: Path) -> None:
+    root = reachable / "kv"
+    foreign = [root / ("cd" * 32), root / ("ab" * 32) / "full-u256" / "00"]
+    for folder in foreign:
+        folder.mkdir(parents=True)
+        (folder / "object").touch()
+    for folder in (root, root / ("ab" * 32), root / ("ab" * 32) / "full-u256"):
+        os.chown(folder, 65534, 65534)
+        folder.chmod(0o700)
+    for folder in foreign:
+        folder.chmod(0o700)
+    command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--"]
+    done = subprocess.run(
+        [*command, sys.executable, "-c", FOREIGN_FOLDERS, str(root)],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *warnings, listed = done.stdout.splitlines()
+    assert listed == "[True]"
+    for folder in foreign:
+        assert sum(f"{folder} may not be read by this process" in warning for warning in warnings) == 1, warnings
