@@ -257,6 +257,35 @@ def test_a_long_eviction_goes_on_with_the_stores_that_follow(disk: Disk, tmp_pat
     assert asyncio.run(main()) == [65, 61, 0, 0], "64 per step beside the victims for the store itself"
 
 
+def test_a_lowered_capacity_is_reached_in_steps_that_each_reject_one_call(tmp_path: Path) -> None:
+    def number_of(one: ObjectKey) -> int:
+        return int.from_bytes(one.chunk_hash, "big")
+
+    account = open_account(tmp_path, 10_000)
+    account.finish_scan()
+    keys = [ObjectKey("ab" * 32, "full-u256", number.to_bytes(4, "big")) for number in range(1000)]
+    for one in keys:
+        write(tmp_path, one, 10)
+    numbers, _ = account.reserve([(one, 10) for one in keys])
+    assert None not in numbers
+    account.release([one for one in numbers if one is not None], [(one, segment_of(False)) for one in keys])
+    account.close()
+
+    account = open_account(tmp_path, 1000)
+    evicted: list[int] = []
+    for used in (7440, 4880, 2320):
+        granted, gone = account.reserve([(key(1), 10), (key(2), 10)])
+        assert granted == [None, None]
+        assert account.used_bytes == used
+        evicted += map(number_of, gone)
+    granted, gone = account.reserve([(key(1), 10), (key(2), 10)])
+    assert None not in granted
+    assert account.used_bytes == 1000
+    evicted += map(number_of, gone)
+    assert evicted == list(range(902))
+    account.close()
+
+
 def test_spare_objects_are_stored_below_the_high_watermark_only(disk: Disk, tmp_path: Path) -> None:
     async def main() -> None:
         backend = disk(tmp_path / "objects", capacity=100 * KIB, high_watermark=0.8, low_watermark=0.5)

@@ -105,6 +105,9 @@ class Account:
             return [None] * len(wanted), evicted
         try:
             with self._transaction() as rows:
+                if self._evictor.evict_excess(rows):
+                    evicted += rows.removed_files
+                    return [None] * len(wanted), evicted
                 for (key, nbytes), is_spare in zip(wanted, spare or [False] * len(wanted), strict=True):
                     if is_spare:
                         fits = self._evictor.fits_freely(rows, nbytes)

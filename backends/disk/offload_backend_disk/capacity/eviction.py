@@ -30,6 +30,7 @@ PROTECTED_SHARE = 0.8
 """The largest part of the capacity that ``slru`` protects."""
 
 _EXTRA_PER_STEP = 64
+_MOST_PER_STEP = 256
 _MOST_FAILURES = 64
 _ERRNOS_OF_ONE_FILE = frozenset({errno.EPERM, errno.EACCES, errno.EBUSY, errno.EIO, errno.EUCLEAN})
 """Errors of a removal that may concern one file or folder only: an immutable one, a mount point, a bad sector."""
@@ -89,6 +90,20 @@ class Evictor:
         if segmented:
             excess = rows.totals().protected - int(PROTECTED_SHARE * self._limits.capacity_bytes)
             rows.demote(excess, self._next_time_ns)
+
+    def evict_excess(self, rows: Rows) -> bool:
+        """If far more is used than the limits permit, evict some of it; return whether the rest is for later calls.
+
+        A lowered capacity needs this. One long eviction would keep all processes waiting.
+        """
+        totals = rows.totals()
+        excess = self._missing_bytes(totals, 0) if totals.scanned else 0
+        victims = self._victims(rows, excess, _MOST_PER_STEP)
+        if len(victims) < _MOST_PER_STEP or sum(size for _, size in victims) >= excess:
+            return False  # evict_for can do it at once
+        self._is_above_low_watermark = True
+        self._evict(rows, victims, set())
+        return True
 
     def evict_for(self, rows: Rows, nbytes: int) -> bool:
         """Evict objects until ``nbytes`` more fit; return whether they do. If they cannot fit, nothing is evicted.
