@@ -355,9 +355,9 @@ class Account:
         self._pack_numbers.clear()
         self._mount_guard.open()
         self._processes.register()
+        self._pins.open()  # first: an open database stands for an account that is open as a whole
         with self._processes.startup_lock(wait_seconds):
             self._database.open(wait_seconds)
-        self._pins.open()
 
 
 def segment_of(is_spare: bool) -> Segment:

@@ -42,12 +42,17 @@ class Pins:
         """Open the file, or open it again after it was removed. Pinned objects stay pinned.
 
         Raises:
-            OSError: the folder cannot be written.
+            OSError: the folder cannot be written. A file that was open before stays open.
         """
         with self._lock:
+            pin_descriptor = open_control_file(self._path, self._log, os.O_RDWR)
+            try:
+                evict_descriptor = open_control_file(self._path, self._log, os.O_RDWR)
+            except BaseException:
+                close_control_file(pin_descriptor)
+                raise
             self._close()
-            self._pin_descriptor = open_control_file(self._path, self._log, os.O_RDWR)
-            self._evict_descriptor = open_control_file(self._path, self._log, os.O_RDWR)
+            self._pin_descriptor, self._evict_descriptor = pin_descriptor, evict_descriptor
             for key in self._counts:
                 _set_lock(self._pin_descriptor, fcntl.F_RDLCK, key)
 

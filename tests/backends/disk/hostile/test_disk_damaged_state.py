@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
+import shutil
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from offload_backend_disk.capacity import pins
 from offload_backend_disk.capacity.account import Account
 from offload_backend_disk.folder.layout import Layout
 from offload_backend_disk.folder.processes import STATE_FOLDER, Processes
 from offload_backend_disk.scan import Scan
 
-from offload_core.api.backend import StoreOutcome
+from offload_core.api.backend import LoadOutcome, StoreOutcome
 from tests.backends.disk.conftest import Disk, key, open_account, store
 from tests.support.tier_log import LOG
 
@@ -187,3 +191,40 @@ def test_odd_things_among_the_lock_files_neither_hang_nor_count(disk: Disk, tmp_
     assert sorted(path.name for path in locks.iterdir()) == ["fifo", "folder", "link", "name with\nspaces"]
     assert victim.read_text() == "precious"
     assert list(locks.parent.glob("starting-*")) == []
+
+
+@pytest.mark.parametrize("failing_call", [1, 2])
+def test_after_an_error_while_the_account_is_opened_again_loads_and_stores_work(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing_call: int
+) -> None:
+    open_control_file = pins.open_control_file
+    num_calls = 0
+
+    def failing_once(*arguments: Any) -> int:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == failing_call:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return open_control_file(*arguments)
+
+    async def main() -> None:
+        backend = disk(tmp_path / "kv", capacity="10MiB")
+        await backend.open()
+        assert await store(backend, 0) is StoreOutcome.STORED
+        shutil.rmtree(tmp_path / "kv")  # as a user may who wants an empty tier
+        (tmp_path / "kv").mkdir(mode=0o700)
+        monkeypatch.setattr(pins, "open_control_file", failing_once)
+        with pytest.raises(OSError, match="Too many open files"):
+            await store(backend, 1)
+        for number in (1, 2):  # before and after the account is open again
+            reservation = await backend.prepare_load([key(number)])
+            assert reservation.present == (False,)
+            await reservation.release()
+            while await store(backend, number) is not StoreOutcome.STORED:  # until the scan
+                await asyncio.sleep(0.01)
+        reservation = await backend.prepare_load([key(2)])
+        assert reservation.present == (True,)
+        assert await backend.load_into([key(2)], [memoryview(bytearray(4))]) == [LoadOutcome.HIT]
+        await reservation.release()
+
+    asyncio.run(main())
