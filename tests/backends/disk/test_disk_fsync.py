@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import stat
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from offload_core.api.backend import StoreOutcome
-from tests.backends.disk.conftest import Disk, key
+from tests.backends.disk.conftest import Disk, key, store, used
 
 
 @pytest.mark.parametrize("options", [{}, {"capacity": "1MiB"}], ids=["without a limit", "with a limit"])
@@ -49,3 +50,29 @@ def test_files_and_folders_are_forced_to_the_disk_as_the_option_says(
 
     asyncio.run(main())
     assert seen == forced, "forced files and folders, each with the number of visible objects"
+
+
+def test_an_object_whose_folder_cannot_be_forced_to_the_disk_counts_in_the_capacity(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def failing(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    backend = disk(tmp_path, fsync="data and folder", capacity=1000, low_watermark=1)
+
+    async def main() -> None:
+        await backend.open()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", failing)
+            for number in range(5):
+                with pytest.raises(OSError, match="Input/output error"):
+                    await store(backend, number, bytes(200))
+        assert used(tmp_path) == 1000
+        assert await store(backend, 5, bytes(200)) is StoreOutcome.STORED
+        assert used(tmp_path) == 1000, "the account did not count the objects"
+
+    asyncio.run(main())

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from offload_backend_disk.capacity.account import Account, segment_of
@@ -175,7 +176,12 @@ class BoundedFolder:
                     if not reservation.is_spare:  # another call may just have stored it as spare
                         self.touch([key], [False])
                     continue
-                outcomes[index] = outcome = self._folder.store(key, buffers[index], seals[index])
+                try:
+                    outcomes[index] = outcome = self._folder.store(key, buffers[index], seals[index])
+                except OSError:
+                    if self._may_exist(key):  # it has its name, only not yet for sure after a crash
+                        written.append((reservation, key))
+                    raise
                 if outcome is StoreOutcome.STORED:
                     written.append((reservation, key))
         finally:
@@ -195,6 +201,11 @@ class BoundedFolder:
             self._account.remove_at_once(keys)
         else:
             self._account.remove(keys)
+
+    def _may_exist(self, key: ObjectKey) -> bool:
+        with suppress(OSError):
+            return self._folder.has(key)
+        return True
 
     def _reserve(
         self, wanted: Sequence[tuple[ObjectKey, int]], spare: Sequence[bool]
