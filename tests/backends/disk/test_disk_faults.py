@@ -6,15 +6,18 @@ import asyncio
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from offload_backend_disk import DiskBackend
 from offload_backend_disk.folder import files
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
+from offload_core.testing.rig.recording_check import RecordingCheck
 from tests.backends.disk.conftest import Disk, files_under, key, mount
+from tests.backends.disk.conftest import store as store_one
 
-HIT = LoadOutcome.HIT
+HIT, CORRUPT = LoadOutcome.HIT, LoadOutcome.CORRUPT
 STORED, REJECTED = StoreOutcome.STORED, StoreOutcome.REJECTED
 KIB = 1024
 
@@ -147,3 +150,46 @@ def test_a_lookup_on_a_failing_disk_is_an_error(backend: DiskBackend, monkeypatc
     monkeypatch.setattr(os, "lstat", failing)
     with pytest.raises(OSError, match="Input/output error"):
         asyncio.run(backend.contains([key(0)]))
+
+
+@pytest.mark.parametrize("checked", [False, True], ids=["loads", "checked loads"])
+@pytest.mark.parametrize("options", [{}, {"capacity": "10MiB"}], ids=["without a limit", "with a limit"])
+def test_an_object_on_a_bad_sector_is_corrupt_and_several_are_an_error(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], checked: bool
+) -> None:
+    backend = disk(tmp_path, **options)
+    preadv = os.preadv
+    bad: set[int] = set()
+
+    def failing(descriptor: int, *arguments: Any) -> int:
+        if os.fstat(descriptor).st_ino in bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(descriptor, *arguments)
+
+    def damage(number: int) -> None:
+        bad.add(backend._folder.layout.path(key(number)).stat().st_ino)
+
+    async def load(*numbers: int) -> list[LoadOutcome]:
+        keys, buffers = [key(number) for number in numbers], [memoryview(bytearray(9)) for _ in numbers]
+        if checked:
+            return list(await backend.load_and_check(keys, buffers, [RecordingCheck(buffer) for buffer in buffers]))
+        return list(await backend.load_into(keys, buffers))
+
+    async def main() -> None:
+        await backend.open()
+        for number in range(4):
+            await store_one(backend, number, b"an object")
+        monkeypatch.setattr(os, "preadv", failing)
+        damage(1)
+        with pytest.raises(OSError, match="Input/output error"):
+            await load(1)  # nothing shows that the disk can read any other file
+        assert await load(0, 1, 2) == [HIT, CORRUPT, HIT]
+        assert await load(1) == [CORRUPT], "the core reads a damaged object once more before it deletes it"
+        await backend.delete([key(1)])
+        assert await store_one(backend, 1, b"an object") is STORED
+        damage(0)
+        damage(2)
+        with pytest.raises(OSError, match="Input/output error"):
+            await load(0, 2, 3)
+
+    asyncio.run(main())

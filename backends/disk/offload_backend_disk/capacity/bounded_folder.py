@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from offload_backend_disk.capacity.account import Account, segment_of
@@ -97,10 +98,13 @@ class BoundedFolder:
         """Read objects that are pinned meanwhile, and check them on the way."""
         sizes = self.pin(keys)
         try:
-            outcomes = [
-                LoadOutcome.MISS if size is None else self._folder.load_one(key, buffer, check)
-                for key, buffer, check, size in zip(keys, buffers, checks, sizes, strict=True)
-            ]
+            outcomes = self._folder.load_each(
+                keys,
+                [
+                    partial(self._folder.load_one, *item) if size is not None else lambda: LoadOutcome.MISS
+                    for *item, size in zip(keys, buffers, checks, sizes, strict=True)
+                ],
+            )
             if LoadOutcome.MISS in outcomes:
                 self._folder.check()
             return outcomes

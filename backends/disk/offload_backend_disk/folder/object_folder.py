@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from offload_backend_disk.folder import files
@@ -13,6 +14,11 @@ from offload_backend_disk.folder.layout import Layout
 from offload_backend_disk.folder.mount_guard import MountGuard
 from offload_backend_disk.folder.processes import Processes
 from offload_core.api import LoadCheck, LoadOutcome, ObjectKey, StoredObject, StoreOutcome, StoreSeal, TierLogger
+
+
+_BAD_FILE_ERRNOS = (errno.EIO, errno.EUCLEAN)
+"""Errors of a read that may concern one file only: a bad sector, or a damaged entry of the file system."""
+_MAX_BAD_FILES = 1000
 
 
 class ObjectFolder:
@@ -47,6 +53,7 @@ class ObjectFolder:
         self._keep_free_bytes = keep_free_bytes
         self._is_counted = is_counted
         self._is_full = False
+        self._bad_files: set[ObjectKey] = set()
         self._has_warned_of_odd_path = False
         self.direct = False
 
@@ -66,17 +73,54 @@ class ObjectFolder:
         return sizes
 
     def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
-        """Read objects, in order; the first error of the disk ends the batch.
+        """Read objects, in order; see :meth:`load_each` for errors of the disk.
 
         Anything but a file that this process may read is a miss.
         """
-        return self._checked([self.load_one(*item) for item in zip(keys, buffers, strict=True)])
+        items = zip(keys, buffers, strict=True)
+        return self._checked(self.load_each(keys, [partial(self.load_one, *item) for item in items]))
 
     def load_and_check(
         self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
     ) -> list[LoadOutcome]:
         """Read objects as :meth:`load` does, and check them on the way; see :meth:`load_one`."""
-        return self._checked([self.load_one(*item) for item in zip(keys, buffers, checks, strict=True)])
+        items = zip(keys, buffers, checks, strict=True)
+        return self._checked(self.load_each(keys, [partial(self.load_one, *item) for item in items]))
+
+    def load_each(self, keys: Sequence[ObjectKey], loads: Sequence[Callable[[], LoadOutcome]]) -> list[LoadOutcome]:
+        """Load the objects of one batch, in order.
+
+        If the disk cannot read one file, but can read another one of the batch, the object is corrupt, also when it is
+        read again alone. Otherwise the disk has failed.
+
+        Args:
+            loads: one function per key.
+
+        Raises:
+            OSError: the disk has failed. The second error ends the batch.
+        """
+        outcomes: list[LoadOutcome] = []
+        bad_file: tuple[ObjectKey, OSError] | None = None
+        for key, load in zip(keys, loads, strict=True):
+            try:
+                outcomes.append(load())
+            except OSError as error:
+                if error.errno not in _BAD_FILE_ERRNOS:
+                    raise
+                if key not in self._bad_files:
+                    if bad_file is not None:
+                        raise
+                    bad_file = key, error
+                outcomes.append(LoadOutcome.CORRUPT)
+        if bad_file is not None:
+            key, error = bad_file
+            if LoadOutcome.HIT not in outcomes:
+                raise error
+            if len(self._bad_files) >= _MAX_BAD_FILES:
+                self._bad_files.clear()
+            self._bad_files.add(key)
+            self._log.warning("%s cannot be read, and counts as damaged: %s", self.layout.path_string(key), error)
+        return outcomes
 
     def load_one(self, key: ObjectKey, buffer: memoryview, check: LoadCheck | None = None) -> LoadOutcome:
         """Read an object. If the folder is gone, this is a miss, too.
