@@ -98,13 +98,11 @@ class BoundedFolder:
         """Read objects that are pinned meanwhile, and check them on the way."""
         sizes = self.pin(keys)
         try:
-            outcomes = self._folder.load_each(
-                keys,
-                [
-                    partial(self._folder.load_one, *item) if size is not None else lambda: LoadOutcome.MISS
-                    for *item, size in zip(keys, buffers, checks, sizes, strict=True)
-                ],
-            )
+            loads = [
+                partial(self._folder.load_one, key, buffer, check) if size is not None else lambda: LoadOutcome.MISS
+                for key, buffer, check, size in zip(keys, buffers, checks, sizes, strict=True)
+            ]
+            outcomes = self._folder.load_each(keys, loads)
             if LoadOutcome.MISS in outcomes:
                 self._folder.check()
             return outcomes

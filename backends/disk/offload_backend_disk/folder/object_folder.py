@@ -15,7 +15,6 @@ from offload_backend_disk.folder.mount_guard import MountGuard
 from offload_backend_disk.folder.processes import Processes
 from offload_core.api import LoadCheck, LoadOutcome, ObjectKey, StoredObject, StoreOutcome, StoreSeal, TierLogger
 
-
 _BAD_FILE_ERRNOS = (errno.EIO, errno.EUCLEAN)
 """Errors of a read that may concern one file only: a bad sector, or a damaged entry of the file system."""
 _MAX_BAD_FILES = 1000
@@ -113,13 +112,13 @@ class ObjectFolder:
                     bad_file = key, error
                 outcomes.append(LoadOutcome.CORRUPT)
         if bad_file is not None:
-            key, error = bad_file
+            bad_key, reason = bad_file
             if LoadOutcome.HIT not in outcomes:
-                raise error
+                raise reason
             if len(self._bad_files) >= _MAX_BAD_FILES:
                 self._bad_files.clear()
-            self._bad_files.add(key)
-            self._log.warning("%s cannot be read, and counts as damaged: %s", self.layout.path_string(key), error)
+            self._bad_files.add(bad_key)
+            self._log.warning("%s cannot be read, and counts as damaged: %s", self.layout.path_string(bad_key), reason)
         return outcomes
 
     def load_one(self, key: ObjectKey, buffer: memoryview, check: LoadCheck | None = None) -> LoadOutcome:

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import os
 import random
-import shutil
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from offload_backend_disk.capacity import pins
 from offload_backend_disk.capacity.account import Account
+from offload_backend_disk.folder.control_files import open_control_file
 from offload_backend_disk.folder.layout import Layout
 from offload_backend_disk.folder.processes import STATE_FOLDER, Processes
 from offload_backend_disk.scan import Scan
@@ -197,7 +196,6 @@ def test_odd_things_among_the_lock_files_neither_hang_nor_count(disk: Disk, tmp_
 def test_after_an_error_while_the_account_is_opened_again_loads_and_stores_work(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing_call: int
 ) -> None:
-    open_control_file = pins.open_control_file
     num_calls = 0
 
     def failing_once(*arguments: Any) -> int:
@@ -211,16 +209,17 @@ def test_after_an_error_while_the_account_is_opened_again_loads_and_stores_work(
         backend = disk(tmp_path / "kv", capacity="10MiB")
         await backend.open()
         assert await store(backend, 0) is StoreOutcome.STORED
-        shutil.rmtree(tmp_path / "kv")  # as a user may who wants an empty tier
+        monkeypatch.setattr("offload_backend_disk.capacity.pins.open_control_file", failing_once)
+        (tmp_path / "kv").rename(tmp_path / "away")  # as a user may who wants an empty tier
         (tmp_path / "kv").mkdir(mode=0o700)
-        monkeypatch.setattr(pins, "open_control_file", failing_once)
-        with pytest.raises(OSError, match="Too many open files"):
+        with suppress(OSError):  # the error is this call's, or that of background work
             await store(backend, 1)
+        assert num_calls >= failing_call
         for number in (1, 2):  # before and after the account is open again
             reservation = await backend.prepare_load([key(number)])
             assert reservation.present == (False,)
             await reservation.release()
-            while await store(backend, number) is not StoreOutcome.STORED:  # until the scan
+            while await store(backend, number) is not StoreOutcome.STORED:  # noqa: ASYNC110 - until the scan
                 await asyncio.sleep(0.01)
         reservation = await backend.prepare_load([key(2)])
         assert reservation.present == (True,)
