@@ -40,23 +40,35 @@ class Arena:
         nbytes: the size of the memory.
         address: the address of its first byte.
         shared_memory: the memory, for other processes; ``None`` if it is not shared.
+
+    Raises:
+        OSError: the system has not so much memory.
     """
 
     def __init__(self, capacity_bytes: int, *, is_shared: bool = False) -> None:
         self.pages = FreePages(capacity_bytes // PAGE_BYTES)
         self.nbytes = self.pages.num_pages * PAGE_BYTES
         self.shared_memory: SharedMemory | None = None
-        if is_shared:
-            self.shared_memory = SharedMemory.create("offload-cpu", self.nbytes)
-            self.view = self.shared_memory.view
-        else:
-            memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            if is_shared:
+                self.shared_memory = SharedMemory.create("offload-cpu", self.nbytes)
+                self.view = self.shared_memory.view
+            else:
+                memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                self.view = memoryview(memory)
+        except (OSError, OverflowError) as error:
+            code = (error.errno if isinstance(error, OSError) else None) or errno.ENOMEM
+            raise OSError(
+                code,
+                f"{os.strerror(code)}: the system cannot map {self.nbytes} bytes of host memory; lower the tier's "
+                f"capacity of {capacity_bytes} bytes",
+            ) from error
+        if not is_shared:
             # Without these the arena works too, only more slowly. A forked child does not use the memory; while the
             # child lived, every page that is written to would exist twice.
             for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
                 with suppress(OSError):
                     memory.madvise(advice)
-            self.view = memoryview(memory)
         self._bytes: Bytes = np.frombuffer(self.view, dtype=np.uint8)
         self._rows = self._bytes.reshape(self.pages.num_pages, PAGE_BYTES)
         self.address: int = self._bytes.ctypes.data

@@ -108,6 +108,7 @@ class CpuBackend(Backend[CpuOptions]):
         await super().close()
         await self._memory_setup.undo()
         self._objects.clear()
+        self._reserved.clear()  # their pages must not return to the memory of a later open
         self._lent.clear()
         self._eviction_order = EvictionOrder("lru", 0)
         if self._arena is not None:

@@ -207,3 +207,24 @@ def test_an_object_in_several_runs_is_whole_and_its_neighbours_are_untouched(run
         beside = bytearray(PAGE_BYTES)
         arena.read(wall, memoryview(beside))
         assert beside == b"wall" * (PAGE_BYTES // 4)
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["private", "shared"])
+def test_memory_that_the_system_does_not_have_is_an_error_with_the_size_and_the_cure(*, is_shared: bool) -> None:
+    capacity = 1 << 60
+    with pytest.raises(OSError, match=rf"cannot map {capacity} bytes of host memory; lower the tier's capacity"):
+        Arena(capacity, is_shared=is_shared)
+
+
+def test_a_reservation_from_before_a_close_returns_no_pages_to_the_next_memory(backend: CpuBackend) -> None:
+    async def main() -> None:
+        await backend.open()
+        reservation = await backend.prepare_store([key(0)], [4 * PAGE_BYTES])
+        await backend.close()
+        await backend.open()
+        await backend.prepare_store([key(1)], [2 * PAGE_BYTES])
+        await reservation.release()
+        assert (await backend.prepare_store([key(2)], [7 * PAGE_BYTES])).outcomes == (REJECTED,), "pages in use"
+        await backend.close()
+
+    asyncio.run(main())
