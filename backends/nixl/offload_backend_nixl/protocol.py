@@ -63,6 +63,7 @@ class Outcome(enum.IntEnum):
     SIZES = 68
     ENTRIES = 69
     MOVED = 70
+    ENDING = 71
 
 
 class Entry(NamedTuple):
@@ -113,7 +114,11 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An answer of the child. The fields that its outcome does not need keep their defaults."""
+    """An answer of the child. The fields that its outcome does not need keep their defaults.
+
+    ``ENDING`` comes before an answer: the child takes no more requests, answers those that it has, and ends. Until then
+    it may write to the memory of this request.
+    """
 
     outcome: Outcome
     number: int
@@ -127,7 +132,7 @@ class Answer(NamedTuple):
     code: int = 0
     """The ``errno`` of a failure."""
     text: str = ""
-    """The reason of a failure."""
+    """The reason of a failure, or of the child's end."""
 
 
 def encode_request(request: Request) -> bytes:
@@ -187,6 +192,8 @@ def encode_answer(answer: Answer) -> bytes:
     packet = _HEAD.pack(answer.outcome, answer.number)
     if answer.outcome is Outcome.FAILED:
         packet += _FAILURE.pack(answer.code) + answer.text.encode(errors="replace")[:MAX_TEXT_BYTES]
+    elif answer.outcome is Outcome.ENDING:
+        packet += answer.text.encode(errors="replace")[:MAX_TEXT_BYTES]
     elif answer.outcome is Outcome.MOVED:
         packet += _COUNT.pack(len(answer.results))
         packet += b"".join(_RESULT.pack(one.outcome, len(one.digest)) + one.digest for one in answer.results)
@@ -211,6 +218,8 @@ def decode_answer(packet: bytes) -> Answer:
     if outcome is Outcome.FAILED:
         (code,) = reader.unpack(_FAILURE)
         return Answer(outcome, number, code=code, text=reader.rest(MAX_TEXT_BYTES, errors="replace"))
+    if outcome is Outcome.ENDING:
+        return Answer(outcome, number, text=reader.rest(MAX_TEXT_BYTES, errors="replace"))
     if outcome is Outcome.MOVED:
         (count,) = reader.unpack(_COUNT)
         answer = Answer(outcome, number, results=tuple(_read_result(reader) for _ in range(_at_most(count, MAX_NAMES))))

@@ -13,6 +13,8 @@ from offload_backend_nixl.options import NixlOptions
 from offload_core.api.backend import BackendContext
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
+from tests.media.fuse.fixtures import _session_fault_fs as _session_fault_fs
+from tests.media.fuse.fixtures import fault_fs as fault_fs
 from tests.support.clusters.nixl import BucketLab, why_not
 from tests.support.s3_server import S3_CREDENTIALS
 

@@ -70,6 +70,10 @@ def misbehave(behaviour: str, connection: socket.socket, memory: mmap.mmap, requ
         connection.send(encode_answer(Answer(Outcome.SIZES, number, sizes=())))
     elif behaviour == "end":
         sys.exit(7)
+    elif behaviour == "ending":
+        connection.send(encode_answer(Answer(Outcome.ENDING, number, text="a file is bad")))
+        connection.send(encode_answer(moved(request, Outcome.CORRUPT)))
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif behaviour == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
     elif behaviour == "silence":

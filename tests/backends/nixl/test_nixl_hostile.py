@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,13 @@ from typing import Any
 import pytest
 from offload_backend_nixl.backend import NixlBackend
 from offload_backend_nixl.parent import connection
+from offload_backend_nixl.parent.connection import Child
+from offload_backend_nixl.parent.transfers import load_batch, store_batch
 
 from offload_core.api import LoadOutcome
 from tests.backends.nixl.conftest import Nixl, key
 from tests.support.polling import wait_until
+from tests.support.process_state import is_running, process_state
 
 pytestmark = pytest.mark.needs_no_nixl
 
@@ -95,6 +100,53 @@ def test_endless_answers_are_read_once(hostile: Any) -> None:
         await backend.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("operation", ["load", "store"])
+def test_i3_after_the_announcement_of_its_end_requests_of_a_child_end_with_it(hostile: Any, operation: str) -> None:
+    """It may still write to the memory of a load, and name a file that it writes from the memory of a store."""
+
+    async def run() -> None:
+        backend = hostile("ending")
+        await backend.open()
+        child, pid = backend._supervisor.child(), backend.child_pid
+        if operation == "load":
+            work = asyncio.to_thread(load_batch, child, [key(1)], [memoryview(bytearray(100))], 9.0, in_place=True)
+        else:
+            seals: Any = [SealAfterTheEnd(child, index) for index in range(2)]
+            sources = [memoryview(bytes(100))] * 2
+            work = asyncio.to_thread(store_batch, child, [key(1), key(2)], sources, 9.0, seals)
+        child._deadline_seconds = 100
+        call = asyncio.ensure_future(work)
+        await asyncio.to_thread(wait_until, lambda: child.has_ended, "the announcement is not read")
+        await asyncio.to_thread(wait_until, lambda: any(child._last_answers.values()), "the answer is not read")
+        await asyncio.to_thread(wait_until, lambda: process_state(pid) == "T", "the child does not stop")
+        for _ in range(20):
+            assert not call.done(), "the child may still use the memory"
+            await asyncio.sleep(0.01)
+        os.kill(pid, signal.SIGKILL)
+        if operation == "load":
+            assert await call == [LoadOutcome.CORRUPT]
+        else:
+            with pytest.raises(OSError, match="ended: a file is bad; the next request starts another"):
+                await call
+        assert not is_running(pid)
+        await backend.close()
+
+    asyncio.run(run())
+
+
+class SealAfterTheEnd:
+    """A seal of the second object that waits for the end of its child."""
+
+    def __init__(self, child: Child, index: int) -> None:
+        self._child = child
+        self._index = index
+
+    def parts(self, buffer: memoryview) -> list[tuple[int, memoryview]]:
+        if self._index:
+            wait_until(lambda: self._child.has_ended, "the announcement is not read")
+        return [(0, buffer)]
 
 
 @pytest.mark.parametrize("behaviour", ["other bytes", "no bytes"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import signal
 import time
@@ -21,6 +22,7 @@ from offload_core.api import LoadOutcome, SharedMemory, StoreOutcome
 from offload_core.objects import format as object_format
 from offload_core.objects.arriving_object import ArrivingObject
 from tests.backends.nixl.conftest import Nixl, key
+from tests.media.fuse.mount import FaultFs
 from tests.support.polling import wait_until
 from tests.support.process_state import is_running, process_state
 
@@ -252,6 +254,42 @@ def test_misses_and_files_of_other_sizes_leave_the_memory_as_it_is(
         await backend.close()
 
     asyncio.run(run())
+
+
+def test_an_unreadable_file_costs_its_own_request_only(
+    nixl: Nixl, fault_fs: FaultFs, staging: Staging, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its child ends, since NIXL may still write to the memory. The child first answers all other requests."""
+
+    async def run() -> None:
+        backend = await opened(nixl, {"plugin": "POSIX", "path": str(fault_fs.path / "objects"), "ring": "16MiB"})
+        await store(backend, staging, *range(OBJECTS))
+        pid = backend.child_pid
+        staging.clear()
+        hang = fault_fs.add("read", "*.kv", "hang")
+        fault_fs.add("read", f"*{name_of(key(1))}", "error")
+        loads = [asyncio.ensure_future(load(backend, staging, number)) for number in (0, 2)]
+        await asyncio.to_thread(fault_fs.wait_for_hit, hang, 2)
+        loads += [asyncio.ensure_future(load(backend, staging, *some)) for some in ([1], range(3, OBJECTS))]
+        tickets = backend._supervisor.child()._tickets
+        await asyncio.to_thread(wait_until, lambda: len(tickets) == 4, "some loads are not asked for")
+        fault_fs.remove(hang)
+        outcomes = await asyncio.gather(*loads, return_exceptions=True)
+        error = outcomes.pop(2)
+        assert outcomes == [[LoadOutcome.HIT]] * 2 + [[LoadOutcome.HIT] * (OBJECTS - 3)]
+        assert isinstance(error, OSError)
+        assert name_of(key(1)) in str(error), "the message names the file"
+        assert pid is not None
+        assert not is_running(pid), "the memory is given back too early"
+        assert await load(backend, staging, 2) == [LoadOutcome.HIT]
+        await backend.close()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    (message,) = {record.getMessage() for record in caplog.records if "nixl" in record.name}
+    assert (
+        message == f"tier 'fabric': the NIXL process ended: NIXL could not read {name_of(key(1))}; another is started"
+    )
 
 
 def test_i3_a_load_has_not_ended_before_its_child(

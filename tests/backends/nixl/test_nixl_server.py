@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import socket
@@ -118,6 +119,9 @@ def parent_of_two(folder: Path) -> Iterator[Parent]:
     parent.end()
 
 
+FAILURE = f"NIXL could not read a file: {{}}/{NAME}"
+
+
 def moved(number: int, *outcomes: Outcome) -> Answer:
     return Answer(Outcome.MOVED, number, results=tuple(map(Result, outcomes)))
 
@@ -163,7 +167,7 @@ def test_a_request_is_answered_when_all_of_its_transfers_have_ended(parent: Pare
     assert parent.answer() == moved(1, Outcome.DONE, Outcome.MISS, Outcome.CORRUPT)
 
 
-def test_one_failure_fails_the_request_after_its_other_transfers(parent: Parent) -> None:
+def test_one_failure_fails_the_request_after_its_other_transfers(parent: Parent, folder: Path) -> None:
     parent.transfer(1, objects=3)
     parent.started(3)
     parent.engine.started[1].outcome = False
@@ -172,7 +176,7 @@ def test_one_failure_fails_the_request_after_its_other_transfers(parent: Parent)
     assert parent.answer() == Answer(Outcome.SIZES, 2, sizes=(100,)), "a transfer is still in progress"
     parent.engine.started[0].outcome = True
     answer = parent.answer()
-    assert (answer.number, answer.outcome, answer.text) == (1, Outcome.FAILED, "NIXL could not read a file")
+    assert (answer.number, answer.outcome, answer.text) == (1, Outcome.FAILED, FAILURE.format(folder))
 
 
 def test_threads_share_the_transfers(parent_of_two: Parent) -> None:
@@ -318,14 +322,26 @@ def test_a_write_that_was_cut_is_no_success(parent: Parent, tmp_path: Path) -> N
     assert (tmp_path / NAME).read_bytes() == b"x" * 100, "the object that was there before is still whole"
 
 
-def test_no_answer_follows_a_load_that_may_still_fill_other_memory(parent: Parent) -> None:
-    parent.send(1, Operation.LOAD, items=(Item(NAME, 0, 100, memory=1),))
-    parent.started(1).outcome = False
+@pytest.mark.parametrize("reason", ["unreadable", "cut"])
+def test_the_end_is_announced_before_the_answer_to_a_load_that_may_still_fill_other_memory(
+    parent: Parent, folder: Path, reason: str
+) -> None:
+    """All other transfers are answered before the process ends."""
+    parent.transfer(1)
+    parent.started(1)
+    parent.send(2, Operation.LOAD, items=(Item(NAME, 0, 100, memory=1),))
+    bad = parent.started(2)
+    if reason == "cut":
+        os.truncate(folder / NAME, 50)
+    bad.outcome = False
+    assert parent.answer() == Answer(Outcome.ENDING, 2, text=f"NIXL could not read {NAME}")
+    failed = Answer(Outcome.FAILED, 2, code=errno.EIO, text=FAILURE.format(folder))
+    assert parent.answer() == (moved(2, Outcome.CORRUPT) if reason == "cut" else failed)
+    assert parent.thread.is_alive(), "a transfer is in progress"
+    parent.engine.started[0].outcome = True
+    assert parent.answer() == moved(1, Outcome.DONE)
     parent.thread.join(SECONDS)
     assert not parent.thread.is_alive(), "the process ends"
-    parent.connection.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        parent.answer()
 
 
 def test_pieces_follow_each_other() -> None:

@@ -64,7 +64,7 @@ class FolderStorage(Storage):
         if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
             os.close(descriptor)
             return Outcome.CORRUPT
-        return _FileLoad(descriptor, nbytes)
+        return _FileLoad(descriptor, self._path(name), nbytes)
 
     def begin_store(self, name: str, nbytes: int) -> Pending:
         """See :meth:`Storage.begin_store`. A full file system is found before a byte is written."""
@@ -184,9 +184,10 @@ class FolderStorage(Storage):
 class _FileLoad(Pending):
     """A file that is read."""
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
+    def __init__(self, descriptor: int, path: str, nbytes: int) -> None:
         self.target = Target(descriptor)
         self._descriptor = descriptor
+        self._path = path
         self._nbytes = nbytes
 
     def finish(self, succeeded: bool) -> Outcome:
@@ -196,7 +197,7 @@ class _FileLoad(Pending):
                 return Outcome.DONE
             if os.fstat(self._descriptor).st_size != self._nbytes:
                 return Outcome.CORRUPT
-            raise OSError(errno.EIO, "NIXL could not read a file")
+            raise OSError(errno.EIO, "NIXL could not read a file", self._path)
         finally:
             os.close(self._descriptor)
 

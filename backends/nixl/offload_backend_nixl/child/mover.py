@@ -121,12 +121,13 @@ class Mover:
         """End a transfer.
 
         After the failure of one piece, NIXL may still fill others. In the ring that does no harm. For other memory the
-        process ends in place of an answer.
+        parent learns that the answer counts after the end of this process, which answers all other requests first.
         """
         transfer = running.transfer
         if not succeeded and transfer.group.is_load and transfer.item.memory != RING:
-            self._queue.close()
-        elif not succeeded and self._storage.finishes_slowly:
+            self._queue.end()
+            transfer.group.announce_end(f"NIXL could not read {transfer.item.name}")
+        if not succeeded and self._storage.finishes_slowly:
             self._slow.submit(self._finish, running, succeeded, NOT_ASKED)
         else:
             self._finish(running, succeeded, {self._number: succeeded})

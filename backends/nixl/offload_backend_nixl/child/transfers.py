@@ -43,6 +43,10 @@ class Group:
         for place, item in enumerate(self._items):
             yield Transfer(self, place, item)
 
+    def announce_end(self, reason: str) -> None:
+        """Tell the parent that its memory is free only after the end of this process."""
+        self._answer(Answer(Outcome.ENDING, self._number, text=reason))
+
     def end(self, place: int, end: Result | Exception, moved: Mapping[int, bool]) -> None:
         """Note the end of one transfer. An error fails the request."""
         with self._lock:
@@ -88,11 +92,14 @@ class TransferQueue:
         """The first one has the next turn."""
         self._changed = threading.Condition()
         self._failures: Counter[int] = Counter()
+        self._unanswered = 0
+        self._ends = False
         self.is_closed = False
 
     def put(self, group: Group) -> None:
         """Add the transfers of a request."""
         with self._changed:
+            self._unanswered += 1
             (self._loads if group.is_load else self._stores).extend(group.transfers())
             self._changed.notify_all()
 
@@ -113,13 +120,23 @@ class TransferQueue:
             return transfer
 
     def count(self, moved: Mapping[int, bool]) -> None:
-        """Count the requests in a row that a mover's agent failed, and close the queue after :data:`MAX_FAILURES`."""
+        """Count an answer, and the requests in a row that a mover's agent failed.
+
+        The queue is closed after :data:`MAX_FAILURES` of them. If :meth:`end` was called, the last answer closes it.
+        """
         with self._changed:
+            self._unanswered -= 1
             for mover, has_moved in moved.items():
                 self._failures[mover] = 0 if has_moved else self._failures[mover] + 1
             is_unusable = max(self._failures.values(), default=0) >= MAX_FAILURES
-        if is_unusable:
+            is_last = self._ends and not self._unanswered
+        if is_unusable or is_last:
             self.close()
+
+    def end(self) -> None:
+        """Close the queue once all requests in it are answered. The parent sends no others, and limits their time."""
+        with self._changed:
+            self._ends = True
 
     def close(self) -> None:
         """Let no transfer begin any more; the process ends. Harmless when repeated."""

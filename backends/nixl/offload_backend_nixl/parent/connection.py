@@ -82,6 +82,8 @@ class Child:
         self._deadline_seconds = deadline_seconds
         self._lock = threading.Lock()
         self._tickets: dict[int, Ticket] = {}
+        self._last_answers: dict[int, Answer | None] = {}
+        """Answers that count after the end of the process; ``None`` for one that has not come."""
         self._next_number = 0
         self._reason: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -207,12 +209,12 @@ class Child:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._fail_all()
 
-    def wait_gone(self) -> None:
+    def wait_gone(self, seconds: float | None = None) -> None:
         """Wait until the process has ended with all of its threads, so that it writes nowhere any more.
 
-        A killed process in a call that nothing interrupts keeps the caller.
+        A killed process in a call that nothing interrupts keeps the caller, for ``seconds`` at most if they are given.
         """
-        self._owner.join()
+        self._owner.join(seconds)
 
     def close(self) -> None:
         """Let the process end in an orderly way, or kill it after two seconds."""
@@ -269,6 +271,7 @@ class Child:
         except subprocess.TimeoutExpired:
             process.kill()
         code = process.wait()
+        self._hand_over_last_answers()
         self.end(f"it exited with code {code}" if code >= 0 else f"it was killed by signal {-code}")
         self._socket.close()
 
@@ -289,6 +292,13 @@ class Child:
         while packet := self._socket.recv(MAX_PACKET_BYTES + 1):
             answer = decode_answer(packet)
             with self._lock:
+                if answer.outcome is Outcome.ENDING and answer.number in self._tickets:
+                    self._reason = self._reason or answer.text
+                    self._last_answers[answer.number] = None
+                    continue
+                if answer.number in self._last_answers:
+                    self._last_answers[answer.number] = answer
+                    continue
                 ticket = self._tickets.pop(answer.number, None)
             if ticket is None:
                 if self.has_ended:
@@ -297,3 +307,10 @@ class Child:
             self.has_answered = self.has_answered or ticket.number > 0
             ticket.answer = answer
             ticket.answered.set()
+
+    def _hand_over_last_answers(self) -> None:
+        with self._lock:
+            for number, answer in self._last_answers.items():
+                ticket = self._tickets.get(number)
+                if ticket is not None and answer is not None:
+                    ticket.answer = answer

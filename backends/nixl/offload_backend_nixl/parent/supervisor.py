@@ -14,6 +14,8 @@ from offload_core.api import TierLogger
 
 _MIN_PAUSE_SECONDS = 0.25
 _MAX_PAUSE_SECONDS = 10.0
+_LAST_ANSWERS_SECONDS = 2.0
+"""Time for a child to answer its last requests, before another is started beside it."""
 
 
 class Supervisor:
@@ -86,6 +88,7 @@ class Supervisor:
             ended, self._child = self._child, None
             self._failures = 0 if ended.has_answered else self._failures + 1
             self._pause()
+            ended.wait_gone(_LAST_ANSWERS_SECONDS)
             self._log.warning("the NIXL process ended: %s; another is started", ended.reason)
         if time.monotonic() < self._next_start_seconds:
             raise OSError(errno.EAGAIN, f"the NIXL process of tier {self._name!r} ended; another is started soon")

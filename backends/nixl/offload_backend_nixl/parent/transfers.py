@@ -13,6 +13,7 @@ import errno
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from offload_backend_nixl.frame import HEAD_BYTES, OVERHEAD_BYTES, clear_frame, is_whole, write_frame
@@ -210,6 +211,9 @@ def _run(
         while in_progress:
             finish_first()
     except ChildError:
+        for left in in_progress:
+            with suppress(ChildError):  # a child that ends by itself first ends the transfers that it has
+                child.wait(left.ticket)
         raise
     except BaseException:
         for left in in_progress:
