@@ -111,6 +111,11 @@ class Child:
         """``True`` if the child takes no more requests."""
         return self._reason is not None
 
+    @property
+    def is_gone(self) -> bool:
+        """``True`` if no process is left. A killed process in a call that nothing interrupts is not gone."""
+        return not self._owner.is_alive()
+
     def start(self) -> None:
         """Start the process and wait until it is ready.
 

@@ -16,6 +16,8 @@ _MIN_PAUSE_SECONDS = 0.25
 _MAX_PAUSE_SECONDS = 10.0
 _LAST_ANSWERS_SECONDS = 2.0
 """Time for a child to answer its last requests, before another is started beside it."""
+_MAX_HUNG = 2
+"""While so many ended children are not gone, no other is started: it would hang too."""
 
 
 class Supervisor:
@@ -39,6 +41,7 @@ class Supervisor:
         self._deadline_seconds = deadline_seconds
         self._lock = threading.Lock()
         self._child: Child | None = None
+        self._not_gone: list[Child] = []
         self._failures = 0
         self._next_start_seconds = float("-inf")
         self._closed = threading.Event()
@@ -90,6 +93,12 @@ class Supervisor:
             self._pause()
             ended.wait_gone(_LAST_ANSWERS_SECONDS)
             self._log.warning("the NIXL process ended: %s; another is started", ended.reason)
+        self._not_gone = [child for child in self._not_gone if not child.is_gone]
+        if len(self._not_gone) >= _MAX_HUNG:
+            raise OSError(
+                errno.EAGAIN,
+                f"the NIXL processes of tier {self._name!r} hang in the medium and cannot be ended; see the mount",
+            )
         if time.monotonic() < self._next_start_seconds:
             raise OSError(errno.EAGAIN, f"the NIXL process of tier {self._name!r} ended; another is started soon")
         try:
@@ -108,6 +117,7 @@ class Supervisor:
         if self._closed.is_set():
             raise OSError(errno.EBADF, f"tier {self._name!r} is closed")
         child = Child(self._name, self._ring_bytes, {**self._settings, "create": create}, self._deadline_seconds)
+        self._not_gone.append(child)
         child.start()
         self._child = child
         if self._closed.is_set():  # closed meanwhile
