@@ -60,7 +60,11 @@ class FolderStorage(Storage):
                 raise
             self._check_root()
             return Outcome.MISS
-        status = os.fstat(descriptor)
+        try:
+            status = os.fstat(descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
         if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
             os.close(descriptor)
             return Outcome.CORRUPT
@@ -78,10 +82,13 @@ class FolderStorage(Storage):
             _make_folder(folder)
             descriptor = os.open(temporary, flags, FILE_MODE)
         pending = _FileStore(descriptor, temporary, self._root, name, nbytes)
-        system = os.fstatvfs(descriptor)
-        if system.f_bavail * system.f_frsize < nbytes:
+        try:
+            system = os.fstatvfs(descriptor)
+            if system.f_bavail * system.f_frsize < nbytes:
+                raise OSError(errno.ENOSPC, f"no space left for {nbytes} bytes; free some", self._root)
+        except OSError:
             pending.abandon()
-            raise OSError(errno.ENOSPC, f"no space left for {nbytes} bytes; free some", self._root)
+            raise
         return pending
 
     def sizes(self, names: Sequence[str]) -> list[int]:
@@ -215,29 +222,34 @@ class _FileStore(Pending):
 
     def abandon(self) -> None:
         """Remove the file."""
-        os.close(self._descriptor)
+        with suppress(OSError):
+            os.close(self._descriptor)
         with suppress(OSError):
             os.unlink(self._temporary)
 
     def finish(self, succeeded: bool) -> Outcome:
         """See :meth:`Pending.finish`."""
-        written = os.fstat(self._descriptor).st_size
-        if not succeeded or written != self._nbytes:
-            self.abandon()
-            raise OSError(errno.EIO, f"NIXL wrote {written} of {self._nbytes} bytes; is the file system full?")
-        os.close(self._descriptor)  # some network file systems report errors only here
-        final = f"{self._root}/{self._name}"
         try:
             try:
-                os.rename(self._temporary, final)
-            except FileNotFoundError:
-                _make_folders(self._root, self._name)
-                os.rename(self._temporary, final)
+                written = os.fstat(self._descriptor).st_size
+                if not succeeded or written != self._nbytes:
+                    raise OSError(errno.EIO, f"NIXL wrote {written} of {self._nbytes} bytes; is the file system full?")
+            finally:
+                os.close(self._descriptor)  # some network file systems report errors only here
+            self._rename()
         except OSError:
             with suppress(OSError):
                 os.unlink(self._temporary)
             raise
         return Outcome.DONE
+
+    def _rename(self) -> None:
+        final = f"{self._root}/{self._name}"
+        try:
+            os.rename(self._temporary, final)
+        except FileNotFoundError:
+            _make_folders(self._root, self._name)
+            os.rename(self._temporary, final)
 
 
 def _size(path: str) -> int:

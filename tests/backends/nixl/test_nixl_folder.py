@@ -1,0 +1,91 @@
+"""The folder of a nixl tier: other users must not control it, and no failure leaves files or descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from offload_backend_nixl.child.folder import TEMPORARY_FOLDER, FolderStorage, _FileStore
+from offload_backend_nixl.naming import name_of
+from offload_backend_nixl.protocol import Outcome
+
+from tests.backends.nixl.conftest import Nixl, key
+from tests.media.fuse.mount import FaultFs
+
+NAMES = [name_of(key(number)) for number in range(4)]
+
+
+@pytest.fixture
+def root(folder_options: dict[str, Any]) -> Path:
+    root = Path(folder_options["path"])
+    root.mkdir()
+    return root
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o2775, 0o1777], ids=oct)
+def test_a_folder_that_others_may_write_to_is_refused(
+    nixl: Nixl, folder_options: dict[str, Any], root: Path, mode: int
+) -> None:
+    root.chmod(mode)
+    backend = nixl(**folder_options)
+    with pytest.raises(PermissionError, match=rf"mode {mode:04o}.*such as 0700.*chmod go-w"):
+        asyncio.run(backend.open())
+    asyncio.run(backend.close())
+    assert list(root.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_the_folder_of_another_user_is_refused(nixl: Nixl, folder_options: dict[str, Any], root: Path) -> None:
+    os.chown(root, 65534, 65534)
+    backend = nixl(**folder_options)
+    with pytest.raises(PermissionError, match=r"uid 65534.*must be root.*chown"):
+        asyncio.run(backend.open())
+    asyncio.run(backend.close())
+    assert list(root.iterdir()) == []
+
+
+def begin_store(storage: FolderStorage, name: str, content: bytes) -> _FileStore:
+    """Begin a store and write its bytes, as NIXL does."""
+    pending = storage.begin_store(name, len(content))
+    assert isinstance(pending, _FileStore)
+    os.pwrite(pending._descriptor, content, 0)
+    return pending
+
+
+def open_files(root: Path) -> list[str]:
+    """Return the files below a folder that this process has open."""
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one of this listing
+            found.append(str(descriptor.readlink()))
+    return [path for path in found if path.startswith(str(root))]
+
+
+@pytest.mark.parametrize("operation", ["flush", "getattr", "statfs"])
+def test_a_store_that_fails_leaves_neither_file_nor_descriptor(fault_fs: FaultFs, operation: str) -> None:
+    """Some network file systems report a full disk only when a file is closed."""
+    root = fault_fs.path / "objects"
+    storage = FolderStorage(str(root), "writer", create=True)
+    temporary = fault_fs.backing / "objects" / TEMPORARY_FOLDER
+    pending = None if operation == "statfs" else begin_store(storage, NAMES[0], b"x" * 100)
+    fault = fault_fs.fault(operation, "/objects/.tmp*" if pending else "/", "error", number=errno.EDQUOT)
+    with fault, pytest.raises(OSError, match=os.strerror(errno.EDQUOT)):
+        pending.finish(True) if pending else storage.begin_store(NAMES[0], 100)
+    if operation != "getattr":  # a removal asks for it too
+        assert list(temporary.iterdir()) == []
+    assert open_files(root) == []
+    assert begin_store(storage, NAMES[0], b"x" * 100).finish(True) is Outcome.DONE
+
+
+def test_a_load_that_fails_at_once_leaves_no_descriptor(fault_fs: FaultFs) -> None:
+    root = fault_fs.path / "objects"
+    storage = FolderStorage(str(root), "writer", create=True)
+    begin_store(storage, NAMES[0], b"x" * 100).finish(True)
+    with fault_fs.fault("getattr", "*.kv", "error"), pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        storage.begin_load(NAMES[0], 100)
+    assert open_files(root) == []
