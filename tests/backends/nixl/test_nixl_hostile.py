@@ -136,6 +136,23 @@ def test_i3_after_the_announcement_of_its_end_requests_of_a_child_end_with_it(ho
     asyncio.run(run())
 
 
+def test_a_load_that_waits_for_the_ring_of_a_child_fails_with_its_end(hostile: Any) -> None:
+    async def run() -> None:
+        backend = hostile("silence")
+        await backend.open()
+        child = backend._supervisor.child()
+        assert child.ring.reserve(child.ring.nbytes, 0.0) is not None
+        call = asyncio.to_thread(load_batch, child, [key(1)], [memoryview(bytearray(100))], 1000.0)
+        load = asyncio.ensure_future(call)
+        await asyncio.to_thread(wait_until, lambda: bool(child.ring._waiting), "the load does not wait")
+        child.end("it is killed")
+        with pytest.raises(OSError, match="ended: it is killed"):
+            await asyncio.wait_for(load, 20)
+        await backend.close()
+
+    asyncio.run(run())
+
+
 class SealAfterTheEnd:
     """A seal of the second object that waits for the end of its child."""
 

@@ -195,6 +195,15 @@ class Child:
             raise self._error()
         return ticket.answer
 
+    def check(self) -> None:
+        """Check that the child takes requests.
+
+        Raises:
+            ChildError: it has ended.
+        """
+        if self.has_ended:
+            raise self._error()
+
     def failure(self, answer: Answer) -> OSError:
         """Return the error in an answer. A child that answers another question is killed."""
         if answer.outcome is Outcome.FAILED:
@@ -213,6 +222,7 @@ class Child:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._fail_all()
+        self.ring.close()
 
     def wait_gone(self, seconds: float | None = None) -> None:
         """Wait until the process has ended with all of its threads, so that it writes nowhere any more.

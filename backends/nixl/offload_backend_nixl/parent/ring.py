@@ -36,9 +36,10 @@ class Ring:
         self._free = [(0, nbytes)]  # (offset, bytes) in the order of offsets; neighbours are always merged
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
+        self._is_closed = False
 
     def reserve(self, nbytes: int, until_seconds: float) -> Slot | None:
-        """Return a slot of ``nbytes``, or ``None`` if there is none until the time ``until_seconds``."""
+        """Return a slot of ``nbytes``, or ``None`` if there is none until ``until_seconds``, or after :meth:`close`."""
         ticket = object()
         with self._changed:
             self._waiting.append(ticket)
@@ -47,7 +48,7 @@ class Ring:
                     if self._waiting[0] is ticket and (slot := self._take(nbytes)) is not None:
                         return slot
                     remaining = until_seconds - time.monotonic()
-                    if remaining <= 0 or not self._changed.wait(remaining):
+                    if self._is_closed or remaining <= 0 or not self._changed.wait(remaining):
                         return None
             finally:
                 self._waiting.remove(ticket)
@@ -64,6 +65,12 @@ class Ring:
                 index -= 1
                 start = self._free.pop(index)[0]
             self._free.insert(index, (start, end - start))
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let no caller wait any more: nothing is given back. Harmless when repeated."""
+        with self._changed:
+            self._is_closed = True
             self._changed.notify_all()
 
     def view(self, slot: Slot) -> memoryview:

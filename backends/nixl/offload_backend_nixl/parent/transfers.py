@@ -255,6 +255,7 @@ def _reserve(child: Child, nbytes: int, at_once: bool, deadline_seconds: float) 
     now = time.monotonic()
     slot = child.ring.reserve(nbytes, now if at_once else now + deadline_seconds)
     if slot is None and not at_once:
+        child.check()
         raise OSError(errno.ETIMEDOUT, f"no room for {nbytes} bytes for {deadline_seconds:g} s; raise the option ring")
     return slot
 
