@@ -336,6 +336,14 @@ def _checked(packet: bytes) -> bytes:
     return packet
 
 
+def can_carry(name: str) -> bool:
+    """Return whether a message can have this name. Media may have foreign names of any length and encoding."""
+    try:
+        return len(name.encode()) <= MAX_NAME_BYTES
+    except UnicodeEncodeError:
+        return False
+
+
 def batches(names: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the names in groups that fit into one request each."""
     return [tuple(names[start : start + MAX_NAMES]) for start in range(0, len(names), MAX_NAMES)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from offload_backend_nixl.naming import name_of
+from offload_backend_nixl.protocol import MAX_ENTRIES
 
 from offload_core.api import LoadOutcome, StoreOutcome
 from tests.backends.nixl.conftest import Nixl, key
@@ -145,6 +146,25 @@ def test_damaged_objects_are_corrupt(nixl: Nixl, bucket_lab: BucketLab, bucket_o
         client.put_object(Bucket=bucket, Key=name(1), Body=whole[1])
         assert await backend.load_into([key(1)], [memoryview(buffer)]) == [LoadOutcome.HIT]
         assert buffer == source(1)
+        await backend.close()
+
+    asyncio.run(run())
+
+
+def test_a_listing_passes_over_keys_that_no_message_can_have(
+    nixl: Nixl, bucket_lab: BucketLab, bucket_options: dict[str, Any]
+) -> None:
+    """S3 allows keys of 1,024 bytes. A whole part of a listing may have none but these."""
+    client, bucket = bucket_lab.server.client(), bucket_options["params"]["bucket"]
+
+    async def run() -> None:
+        backend = nixl(**bucket_options)
+        await backend.open()
+        await backend.store([key(1)], [source(1)])
+        for number in range(MAX_ENTRIES + 2):
+            name = f"{bucket_options['prefix']}/{number:03}{'x' * 700}"
+            await asyncio.to_thread(client.put_object, Bucket=bucket, Key=name, Body=b"")
+        assert [found.key async for batch in backend.list_objects() for found in batch] == [key(1)]
         await backend.close()
 
     asyncio.run(run())

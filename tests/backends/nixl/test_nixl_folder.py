@@ -89,3 +89,16 @@ def test_a_load_that_fails_at_once_leaves_no_descriptor(fault_fs: FaultFs) -> No
     with fault_fs.fault("getattr", "*.kv", "error"), pytest.raises(OSError, match=os.strerror(errno.EIO)):
         storage.begin_load(NAMES[0], 100)
     assert open_files(root) == []
+
+
+def test_a_listing_passes_over_names_that_no_message_can_have(nixl: Nixl, folder_options: dict[str, Any]) -> None:
+    async def run() -> None:
+        backend = nixl(**folder_options)
+        await backend.open()
+        await backend.store([key(1)], [memoryview(b"x" * 100)])
+        foreign = Path(folder_options["path"], NAMES[1]).with_name(os.fsdecode(b"caf\xe9.txt"))
+        os.close(os.open(foreign, os.O_CREAT | os.O_WRONLY))
+        assert [found.key async for batch in backend.list_objects() for found in batch] == [key(1)]
+        await backend.close()
+
+    asyncio.run(run())

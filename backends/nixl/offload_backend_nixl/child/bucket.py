@@ -16,7 +16,7 @@ from typing import Any
 
 from offload_backend_nixl.child.engine import Target
 from offload_backend_nixl.child.storage import Pending, Storage
-from offload_backend_nixl.protocol import ABSENT, Entry, Outcome
+from offload_backend_nixl.protocol import ABSENT, Entry, Outcome, can_carry
 
 _BUCKET_CHECK_SECONDS = 1.0
 _CLOCK_SECONDS = 2.0
@@ -80,12 +80,17 @@ class BucketStorage(Storage):
     def list_after(self, name: str, limit: int) -> tuple[list[Entry], bool]:
         """See :meth:`Storage.list_after`."""
         after = self.key_of(name) if name else ""
-        answer = self._ask("list_objects_v2", Prefix=self._prefix, StartAfter=after, MaxKeys=limit)
-        entries = [
-            Entry(found["Key"].removeprefix(self._prefix), int(found["Size"]), found["LastModified"].timestamp())
-            for found in answer.get("Contents", [])
-        ]
-        return entries, bool(answer.get("IsTruncated")) and bool(entries)
+        while True:
+            answer = self._ask("list_objects_v2", Prefix=self._prefix, StartAfter=after, MaxKeys=limit)
+            found = answer.get("Contents", [])
+            named = [(one["Key"].removeprefix(self._prefix), one) for one in found]
+            entries = [
+                Entry(name, int(one["Size"]), one["LastModified"].timestamp()) for name, one in named if can_carry(name)
+            ]
+            more = bool(answer.get("IsTruncated")) and bool(found)
+            if entries or not more:
+                return entries, more
+            after = found[-1]["Key"]  # only foreign objects
 
     def key_of(self, name: str) -> str:
         """Return the key of an object in the bucket."""

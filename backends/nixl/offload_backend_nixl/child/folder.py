@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from offload_backend_nixl.child.engine import Target
 from offload_backend_nixl.child.storage import Pending, Storage
-from offload_backend_nixl.protocol import ABSENT, Entry, Outcome
+from offload_backend_nixl.protocol import ABSENT, Entry, Outcome, can_carry
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
@@ -141,6 +141,8 @@ class FolderStorage(Storage):
             return entries
         entries = []
         for file in _scan(self._path(folder)):
+            if not can_carry(f"{folder}/{file.name}"):
+                continue  # a foreign file
             with suppress(FileNotFoundError):  # deleted meanwhile
                 status = file.stat(follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
