@@ -61,6 +61,10 @@ def maps_of(pid: int) -> str:
     return Path(f"/proc/{pid}/maps").read_text()
 
 
+def environment_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
 def names_in(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
@@ -246,6 +250,24 @@ def test_processes_of_the_engine_inherit_nothing(nixl: Nixl, folder_options: dic
     assert any("pipe:" in one for one in seen), f"the process listed its descriptors: {seen}"
     inherited = {one for one in seen - before if "offload-nixl" in one or "socket" in one}
     assert not inherited, "other tests' engines may leave sockets, but these came with the backend"
+
+
+def test_the_child_gets_no_secrets_of_other_tiers(
+    nixl: Nixl, folder_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_CORE_OTHER_SECRET_KEY", "hunter2")
+    monkeypatch.setenv("AWS_REGION", "eu-central-1")
+
+    async def run() -> bytes:
+        backend = nixl(**folder_options)
+        await backend.open()
+        environment = environment_of(pid_of(backend))
+        await backend.close()
+        return environment
+
+    environment = asyncio.run(run())
+    assert b"OFFLOAD_CORE_" not in environment
+    assert b"AWS_REGION=eu-central-1" in environment
 
 
 def test_the_child_imports_neither_torch_nor_pydantic(nixl: Nixl, folder_options: dict[str, Any]) -> None:

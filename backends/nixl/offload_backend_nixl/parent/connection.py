@@ -43,6 +43,8 @@ _SEND_SECONDS = 5
 _ENVIRONMENT = {"AWS_RETRY_MODE": "standard", "AWS_MAX_ATTEMPTS": "2", "NIXL_LOG_LEVEL": "FATAL"}
 """Defaults for the child: AWS's client retries for 25 s otherwise, and NIXL logs each absent object."""
 
+_CORE_VARIABLES = "OFFLOAD_CORE_"
+
 
 class ChildError(OSError):
     """The child process has ended, was killed, or could not be started."""
@@ -299,7 +301,7 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=descriptors,
-            env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": path},
+            env={**_ENVIRONMENT, **_own_environment(), "PYTHONPATH": path},
         )
 
     def _take_answers(self) -> None:
@@ -329,3 +331,8 @@ class Child:
                 ticket = self._tickets.get(number)
                 if ticket is not None and answer is not None:
                     ticket.answer = answer
+
+
+def _own_environment() -> dict[str, str]:
+    """Return the environment without the core's variables: they hold secrets, also those of other tiers."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_CORE_VARIABLES)}
