@@ -64,6 +64,11 @@ class Outcome(enum.IntEnum):
     ENTRIES = 69
     MOVED = 70
     ENDING = 71
+    REJECTED = 72
+
+
+LOAD_ENDS = (Outcome.DONE, Outcome.MISS, Outcome.CORRUPT)
+STORE_ENDS = (Outcome.DONE, Outcome.REJECTED)
 
 
 class Entry(NamedTuple):
@@ -93,7 +98,7 @@ class Result(NamedTuple):
     """The end of one transfer."""
 
     outcome: Outcome
-    """``DONE``, ``MISS`` or ``CORRUPT``."""
+    """``DONE``, or ``MISS`` or ``CORRUPT`` for a load, or ``REJECTED`` for a store."""
     digest: bytes = b""
     """The XXH3-128 digest of a loaded content, if it was wanted."""
 
@@ -295,7 +300,7 @@ def _read_item(reader: _Reader) -> Item:
 def _read_result(reader: _Reader) -> Result:
     kind, digest_bytes = reader.unpack(_RESULT)
     outcome = _member(Outcome, kind)
-    if outcome not in (Outcome.DONE, Outcome.MISS, Outcome.CORRUPT) or digest_bytes not in (0, DIGEST_BYTES):
+    if outcome not in (*LOAD_ENDS, *STORE_ENDS) or digest_bytes not in (0, DIGEST_BYTES):
         raise ProtocolError(f"a transfer ended with {outcome.name} and a digest of {digest_bytes} bytes")
     return Result(outcome, reader.take(digest_bytes))
 

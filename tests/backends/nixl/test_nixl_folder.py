@@ -14,6 +14,7 @@ from offload_backend_nixl.child.folder import TEMPORARY_FOLDER, FolderStorage, _
 from offload_backend_nixl.naming import name_of
 from offload_backend_nixl.protocol import Outcome
 
+from offload_core.api import LoadOutcome, StoreOutcome
 from tests.backends.nixl.conftest import Nixl, key
 from tests.media.fuse.mount import FaultFs
 
@@ -102,3 +103,37 @@ def test_a_listing_passes_over_names_that_no_message_can_have(nixl: Nixl, folder
         await backend.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("place", ["object", "folder"])
+def test_something_else_in_the_place_of_an_object_costs_this_object_only(
+    nixl: Nixl, folder_options: dict[str, Any], place: str
+) -> None:
+    root = Path(folder_options["path"])
+    root.mkdir(mode=0o700)
+    wrong = root / NAMES[1]
+    if place == "object":
+        wrong.mkdir(parents=True, mode=0o700)
+    else:
+        wrong.parent.parent.mkdir(parents=True)
+        wrong.parent.symlink_to("/dev/null")
+
+    async def run() -> None:
+        backend = nixl(**folder_options)
+        await backend.open()
+        keys = [key(number) for number in range(4)]
+        outcomes = await backend.store(keys, [memoryview(b"x" * 100)] * 4)
+        assert outcomes == [StoreOutcome.REJECTED if number == 1 else StoreOutcome.STORED for number in range(4)]
+        assert await backend.contains(keys) == [True, False, True, True]
+        loaded = await backend.load_into(keys, [memoryview(bytearray(100)) for _ in keys])
+        assert loaded == [LoadOutcome.MISS if number == 1 else LoadOutcome.HIT for number in range(4)]
+        if place == "object":
+            with pytest.raises(OSError, match=NAMES[1]):
+                await backend.delete(keys)
+        else:
+            await backend.delete(keys)
+        assert await backend.contains(keys) == [False] * 4
+        await backend.close()
+
+    asyncio.run(run())
+    assert list((root / TEMPORARY_FOLDER).iterdir()) == []

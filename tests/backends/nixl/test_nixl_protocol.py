@@ -54,7 +54,7 @@ SIZES = st.lists(st.integers(-1, 2**63 - 1), max_size=20).map(tuple)
 ENTRIES = st.lists(ENTRY, min_size=1, max_size=9).map(tuple)
 RESULT = st.builds(
     Result,
-    st.sampled_from([Outcome.DONE, Outcome.MISS, Outcome.CORRUPT]),
+    st.sampled_from([Outcome.DONE, Outcome.MISS, Outcome.CORRUPT, Outcome.REJECTED]),
     st.just(b"") | st.binary(min_size=protocol.DIGEST_BYTES, max_size=protocol.DIGEST_BYTES),
 )
 RESULTS = st.lists(RESULT, max_size=20).map(tuple)

@@ -67,7 +67,7 @@ class FolderStorage(Storage):
             raise
         if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
             os.close(descriptor)
-            return Outcome.CORRUPT
+            return Outcome.CORRUPT if stat.S_ISREG(status.st_mode) else Outcome.MISS
         return _FileLoad(descriptor, self._path(name), nbytes)
 
     def begin_store(self, name: str, nbytes: int) -> Pending:
@@ -100,13 +100,17 @@ class FolderStorage(Storage):
 
     def delete(self, names: Sequence[str]) -> None:
         """See :meth:`Storage.delete`."""
+        failure: OSError | None = None
         for name in names:
             try:
                 os.unlink(self._path(name))
             except OSError as error:
                 if error.errno not in _MISSING:
-                    raise
-                self._check_root()
+                    failure = failure or error
+                else:
+                    self._check_root()
+        if failure is not None:
+            raise failure
 
     def list_after(self, name: str, limit: int) -> tuple[list[Entry], bool]:
         """See :meth:`Storage.list_after`. The order is that of the names' parts."""
@@ -239,9 +243,11 @@ class _FileStore(Pending):
             finally:
                 os.close(self._descriptor)  # some network file systems report errors only here
             self._rename()
-        except OSError:
+        except OSError as error:
             with suppress(OSError):
                 os.unlink(self._temporary)
+            if isinstance(error, IsADirectoryError | NotADirectoryError):
+                return Outcome.REJECTED  # something else has the place of this object or of its folder
             raise
         return Outcome.DONE
 

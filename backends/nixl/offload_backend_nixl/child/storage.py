@@ -16,7 +16,7 @@ class Pending(ABC):
 
     @abstractmethod
     def finish(self, succeeded: bool) -> Outcome:
-        """Return the outcome after NIXL's transfer has ended.
+        """Return the outcome after NIXL's transfer has ended. A store is rejected if something else has its place.
 
         Raises:
             OSError: the medium failed.
@@ -61,7 +61,7 @@ class Storage(ABC):
         """Delete objects. An absent object is no error.
 
         Raises:
-            OSError: the medium failed.
+            OSError: the medium failed, or something else has the place of an object. The others are deleted.
         """
 
     @abstractmethod

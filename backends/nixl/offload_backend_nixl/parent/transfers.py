@@ -20,7 +20,17 @@ from offload_backend_nixl.frame import HEAD_BYTES, OVERHEAD_BYTES, clear_frame, 
 from offload_backend_nixl.naming import name_of
 from offload_backend_nixl.parent.connection import Child, ChildError, Place, Ticket
 from offload_backend_nixl.parent.ring import Slot
-from offload_backend_nixl.protocol import NO_HASH, RING, Answer, Item, Operation, Outcome, Result
+from offload_backend_nixl.protocol import (
+    LOAD_ENDS,
+    NO_HASH,
+    RING,
+    STORE_ENDS,
+    Answer,
+    Item,
+    Operation,
+    Outcome,
+    Result,
+)
 from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome, ObjectKey, StoreOutcome, StoreSeal
 
 MAX_GROUP = 16
@@ -128,7 +138,7 @@ def store_batch(
     *,
     in_place: bool = False,
 ) -> list[StoreOutcome]:
-    """Store objects. An object that is larger than the ring is rejected.
+    """Store objects. One that is larger than the ring is rejected, and so is one whose place a folder has.
 
     Args:
         seals: one per key, which seal the objects before the child writes them; or none.
@@ -149,7 +159,8 @@ def store_batch(
                     child.ring.write(part, HEAD_BYTES + offset, bytes_of_part)
 
     def finish(stored: _Object, part: Slot, result: Result) -> None:
-        outcomes[stored.index] = StoreOutcome.STORED
+        if result.outcome is Outcome.DONE:
+            outcomes[stored.index] = StoreOutcome.STORED
 
     def objects() -> Iterator[_Object]:
         for index, (key, buffer) in _that_fit(child, keys, buffers):
@@ -230,7 +241,7 @@ def _answers(answer: Answer, operation: Operation, objects: Sequence[_Object]) -
         is_done = result.outcome is Outcome.DONE
         if bool(result.digest) != (is_done and one.hash_start != NO_HASH):
             return False
-        if operation is Operation.STORE and not is_done:
+        if result.outcome not in (STORE_ENDS if operation is Operation.STORE else LOAD_ENDS):
             return False
     return True
 
