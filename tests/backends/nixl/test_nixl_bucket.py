@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from offload_backend_nixl.child.bucket import nixl_params
 from offload_backend_nixl.naming import name_of
 from offload_backend_nixl.protocol import MAX_ENTRIES
 
@@ -183,3 +185,16 @@ def test_many_objects_are_listed_in_parts(nixl: Nixl, bucket_options: dict[str, 
         await backend.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.needs_no_nixl
+def test_the_region_of_awss_own_file_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config"
+    config.write_text("[default]\nregion = eu-central-1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    assert nixl_params({"bucket": "kv"}, {})["region"] == "eu-central-1"
+    assert nixl_params({"bucket": "kv", "region": "us-west-2"}, {})["region"] == "us-west-2"
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    assert nixl_params({"bucket": "kv"}, {})["region"] == "eu-west-1"

@@ -247,5 +247,9 @@ def _endpoint(params: Mapping[str, str]) -> str | None:
 
 
 def _region(params: Mapping[str, str]) -> str:
+    """Return the region of both clients, from the sources that AWS documents: parameters, environment, its own file."""
+    import botocore.session
+
     names = ("AWS_REGION", "AWS_DEFAULT_REGION")
-    return params.get("region") or next((os.environ[name] for name in names if os.environ.get(name)), "us-east-1")
+    given = params.get("region") or next((os.environ[name] for name in names if os.environ.get(name)), None)
+    return given or botocore.session.Session().get_config_variable("region") or "us-east-1"
