@@ -92,6 +92,11 @@ class NixlOptions(BackendOptions):
             )
         if not self.params.get("bucket"):
             raise ValueError("plugin OBJ needs the name of a bucket; add params: {bucket: NAME}")
+        endpoint = self.params.get("endpoint_override", "").rpartition("@")[2]
+        if endpoint and "://" not in self.params["endpoint_override"] and "scheme" not in self.params:
+            raise ValueError(
+                f"params.endpoint_override: {endpoint} has no scheme; write http://{endpoint} or https://{endpoint}"
+            )
         if (self.access_key is None) != (self.secret_key is None):
             raise ValueError("one of access_key and secret_key is missing; give both, or neither")
         if importlib.util.find_spec("botocore") is None:

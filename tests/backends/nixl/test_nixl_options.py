@@ -32,6 +32,10 @@ OBJ = {"plugin": "OBJ", "params": {"bucket": "kv"}}
         ({"plugin": "OBJ"}, "needs the name of a bucket; add params: {bucket: NAME}"),
         ({**OBJ, "path": "/tmp/kv"}, "the plugin OBJ keeps objects in a bucket; remove path"),
         ({**OBJ, "access_key": "a"}, "one of access_key and secret_key is missing"),
+        (
+            {"plugin": "OBJ", "params": {"bucket": "kv", "endpoint_override": "10.0.0.7:9000"}},
+            "10.0.0.7:9000 has no scheme; write http://10.0.0.7:9000 or https://10.0.0.7:9000",
+        ),
         ({**OBJ, "prefix": "/a"}, "'/a' is no prefix of object names"),
         ({**OBJ, "prefix": "a//b"}, "is no prefix of object names"),
         ({**OBJ, "prefix": "../b" * 60}, "is no prefix of object names"),
