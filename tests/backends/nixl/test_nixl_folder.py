@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import errno
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from offload_backend_nixl.child.folder import TEMPORARY_FOLDER, FolderStorage, _FileStore
+from offload_backend_nixl.child.folder import TEMPORARY_FOLDER, TEMPORARY_LIFE_SECONDS, FolderStorage, _FileStore
 from offload_backend_nixl.naming import name_of
 from offload_backend_nixl.protocol import Outcome
 
@@ -136,4 +137,19 @@ def test_something_else_in_the_place_of_an_object_costs_this_object_only(
         await backend.close()
 
     asyncio.run(run())
+    assert list((root / TEMPORARY_FOLDER).iterdir()) == []
+
+
+def test_a_clock_that_is_ahead_does_not_make_leftovers_of_new_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "objects"
+    pending = begin_store(FolderStorage(str(root), "writer", create=True), NAMES[0], b"x" * 100)
+    old = root / TEMPORARY_FOLDER / "old-1-1"
+    old.touch()
+    os.utime(old, (1, 1))
+    monkeypatch.setattr(time, "time", lambda now=time.time: now() + 2 * TEMPORARY_LIFE_SECONDS)
+    FolderStorage(str(root), "other", create=True)
+    assert not old.exists()
+    assert pending.finish(True) is Outcome.DONE
     assert list((root / TEMPORARY_FOLDER).iterdir()) == []

@@ -9,7 +9,6 @@ import errno
 import itertools
 import os
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
@@ -295,9 +294,23 @@ def _make_folder(path: str) -> None:
 
 def _remove_leftovers(folder: str, writer: str) -> None:
     """Remove the temporary files of earlier children of this backend, which are dead, and old ones of others."""
-    now = time.time()
-    for entry in _scan(folder):
+    found = _scan(folder)
+    if not found:
+        return
+    now = _time_there(f"{folder}/{writer}-{os.getpid()}-0")
+    for entry in found:
         with suppress(OSError):
             old = entry.stat(follow_symlinks=False).st_mtime < now - TEMPORARY_LIFE_SECONDS
             if old or entry.name.startswith(f"{writer}-"):
                 os.unlink(entry.path)
+
+
+def _time_there(temporary: str) -> float:
+    """Return the time by the clock of the medium, which may be a server's; 0 where no file can be made."""
+    try:
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
+        now = os.stat(temporary).st_mtime
+        os.unlink(temporary)
+    except OSError:
+        return 0.0
+    return now
