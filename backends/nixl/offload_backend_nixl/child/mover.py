@@ -22,7 +22,7 @@ from offload_backend_nixl.frame import HEAD_BYTES, OVERHEAD_BYTES
 from offload_backend_nixl.protocol import NO_HASH, RING, Item, Outcome, Result
 
 _MIN_POLL_SECONDS = 20e-6
-_MAX_POLL_SECONDS = 1e-3
+_MAX_POLL_SECONDS = 5e-3
 _POLL_PART = 8
 """The pause between two polls is this part of the time since a transfer last began or ended."""
 
