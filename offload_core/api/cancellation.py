@@ -8,6 +8,8 @@ from concurrent.futures import Executor, Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from offload_core.api.errors import text_of
+
 T = TypeVar("T")
 
 
@@ -52,5 +54,9 @@ class ThreadCall(asyncio.Future[T]):
         error = asyncio.CancelledError() if call.cancelled() else call.exception()
         if error is None:
             self.set_result(call.result())
-        else:
+        elif isinstance(error, Exception | asyncio.CancelledError) and not isinstance(error, StopIteration):
             self.set_exception(error)
+        else:  # asyncio refuses a StopIteration, and ends the loop at a SystemExit
+            replacement = RuntimeError(f"a function on a thread has raised {type(error).__name__}: {text_of(error)}")
+            replacement.__cause__ = error
+            self.set_exception(replacement)

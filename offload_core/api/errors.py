@@ -67,6 +67,14 @@ class BackendError(OffloadError, OSError):
     """
 
 
+def text_of(error: BaseException) -> str:
+    """Return the text of an error. The classes of plugins and of their libraries may fail to make one."""
+    try:
+        return str(error)
+    except Exception:
+        return "its text cannot be read"
+
+
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for a message about ``word``, or nothing when no valid word resembles it."""
     close = closest(word, valid)

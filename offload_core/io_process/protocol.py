@@ -333,7 +333,7 @@ def pack_error(error: BaseException) -> bytes:
     """Return the bytes of an exception: its kind, its error number, its name and its text."""
     kind = next((index for index, base in enumerate(_ERROR_KINDS) if isinstance(error, base)), len(_ERROR_KINDS))
     number = error.errno or 0 if isinstance(error, OSError) else 0
-    text = str(error)
+    text = errors.text_of(error)
     if isinstance(error, errors.ConfigError):
         text = "\0".join(error.problems)
     elif number and isinstance(error, OSError) and text == f"[Errno {number}] {error.strerror}":

@@ -300,7 +300,7 @@ class LocalStorage:
 
         async def give_back() -> None:
             try:
-                await release()
+                await answer(release())
             except Exception as error:
                 logger.warning("%s: lent memory could not be given back: %s", self.label, error)
 

@@ -159,7 +159,7 @@ class Tier:
             self._close_after_opening = True
             return
         try:
-            await self._storage.close()
+            await answer(self._storage.close())
         finally:
             self._accounting.closed()
 
@@ -369,7 +369,7 @@ class Tier:
         asyncio.run_coroutine_threadsafe(self._delete(keys), loop).add_done_callback(lambda _: on_end())
 
     async def _probe(self, keys: Sequence[ObjectKey]) -> None:
-        await self._storage.contains(keys)
+        await answer(self._storage.contains(keys))
 
     def _failed(self, call: Call, keys: Sequence[ObjectKey], error: Exception) -> None:
         if not isinstance(error, StorageAwayError):

@@ -173,7 +173,7 @@ class ServedClient:
             if "end" in record:
                 return {"end": True, "stays": self._server.leave(self)}, ()
             raise ProtocolError(f"there is no control message {sorted(record)}")
-        except Exception as error:
+        except BaseException as error:  # the code of a plugin may raise anything, and the other process waits
             return {**record, "error": protocol.pack_error(error).hex()}, ()
 
     def _use_tier(self, number: int, name: str, half: str) -> LocalStorage:
@@ -208,7 +208,7 @@ class ServedClient:
 
     async def _closed(self, storage: LocalStorage) -> None:
         try:
-            await storage.close()
+            await answer(storage.close())
         except Exception as error:  # the backend may raise anything
             logger.warning("%s could not be closed: %s", storage.label, error)
 
@@ -236,7 +236,7 @@ class ServedClient:
         """Make a call and send its answer on the lane of the request."""
         try:
             kind, body = Kind.DONE, await answer(self._call(message))
-        except Exception as error:
+        except BaseException as error:  # without an answer the call would never end
             kind, body = Kind.FAILED, protocol.pack_error(error)
         self._send(lane, protocol.message(kind, message.tier, message.call, body))
 
@@ -269,7 +269,7 @@ class ServedClient:
 
         async def load(batch: Sequence[StagedObject]) -> LoadEnd:
             async with tier.load_slots.held(time.monotonic() + tier.longest_call_seconds):
-                return await used.storage.load(batch, cast("TierShare", scratch))
+                return await answer(used.storage.load(batch, cast("TierShare", scratch)))
 
         parts = await run_all(load(part) for part in in_parts(staged, tier.load_parts))
         return protocol.pack_loaded(
@@ -289,7 +289,7 @@ class ServedClient:
                 await self._loop.run_in_executor(self._server.sealers, seal_all, unsealed)
                 batch = [replace(one, unsealed=False) for one in batch]
             async with tier.store_slots.held(time.monotonic() + tier.longest_call_seconds):
-                return await used.storage.store(batch, cast("TierShare", scratch))
+                return await answer(used.storage.store(batch, cast("TierShare", scratch)))
 
         parts = await run_all(store(part) for part in in_parts(staged, tier.store_parts))
         return protocol.pack_stored(chain.from_iterable(parts))

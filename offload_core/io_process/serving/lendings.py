@@ -11,6 +11,7 @@ from offload_core.api.memory.addresses import address_of
 from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.io_process.protocol import NO_PIECE, ProtocolError
 from offload_core.runtime.io_loop import run_all
+from offload_core.tiers.calls.answer import answer
 from offload_core.tiers.calls.lent_objects import Lent, OutcomeT
 from offload_core.tiers.storage import LocalStorage
 
@@ -48,7 +49,7 @@ class Lendings:
         lent: list[Lent[OutcomeT]] = []
 
         async def one(call: Coroutine[Any, Any, Lent[OutcomeT]]) -> Lent[OutcomeT]:
-            result = await call
+            result = await answer(call)  # in a task of its own, which a SystemExit would not leave
             lent.append(result)
             return result
 
@@ -97,7 +98,7 @@ class Lendings:
 async def _release(storage: LocalStorage, lent: Iterable[Lent[Any]]) -> None:
     for one in lent:
         try:
-            await one.release()
+            await answer(one.release())
         except Exception as error:  # the backend may raise anything
             logger.warning("%s: lent memory could not be given back: %s", storage.label, error)
 

@@ -57,6 +57,26 @@ def test_run_blocking_returns_what_its_function_returns_and_raises_what_it_raise
         asyncio.run(backend.run_blocking(divmod, 7, 0))
 
 
+class Panic(BaseException):
+    """An error as of a Rust extension."""
+
+
+@pytest.mark.parametrize("error", [StopIteration("end"), SystemExit(3), Panic("rust"), KeyboardInterrupt()])
+def test_run_blocking_ends_with_an_ordinary_error_whatever_its_function_raises(
+    backend: MemoryBackend, error: BaseException
+) -> None:
+    def fails() -> None:
+        raise error
+
+    async def main() -> None:
+        async with asyncio.timeout(SECONDS):
+            await backend.run_blocking(fails)
+
+    with pytest.raises(RuntimeError, match=f"a function on a thread has raised {type(error).__name__}") as caught:
+        asyncio.run(main())
+    assert caught.value.__cause__ is error
+
+
 def test_run_blocking_uses_the_tiers_own_threads_with_keyword_arguments(backend: MemoryBackend) -> None:
     def name(*, suffix: str) -> str:
         return threading.current_thread().name + suffix

@@ -33,6 +33,13 @@ OFFLOAD_API_VERSION = 1
 class Options(BackendOptions):
     path: str
 
+class Panic(BaseException):
+    pass
+
+class Unreadable(OSError):
+    def __str__(self):
+        return self.message
+
 class Trouble(Backend):
     capabilities = Capabilities(medium="disk", persistent=True, shared=True)
 
@@ -44,6 +51,12 @@ class Trouble(Backend):
 
     def _file(self, key):
         return Path(self.options.path) / key.chunk_hash.hex()
+
+    def _order_for_lookup(self):
+        place = Path(self.options.path) / "order-for-lookup"
+        if place.exists():
+            place.rename(place.with_name("order"))
+            self._order([])
 
     def _order(self, buffers):
         # An order is carried out once: the replacement finds none.
@@ -57,6 +70,14 @@ class Trouble(Backend):
             ctypes.string_at(0)
         elif order == "os._exit":
             os._exit(3)
+        elif order == "stop iteration":
+            next(iter(()))
+        elif order == "exit":
+            raise SystemExit(3)
+        elif order == "panic":
+            raise Panic("rust")
+        elif order == "error without a text":
+            raise Unreadable()
         elif order == "abort":
             os.abort()
         elif order == "memory":
@@ -84,6 +105,7 @@ class Trouble(Backend):
             time.sleep(60)
 
     async def contains(self, keys):
+        await self.run_lookup(self._order_for_lookup)
         return [self._file(key).exists() for key in keys]
 
     async def load_into(self, keys, buffers):
@@ -147,6 +169,23 @@ def test_the_process_is_replaced_and_the_tier_serves_again(
     assert rig.pid != first
     assert longest.seconds < 2, "the engine's process runs on meanwhile"
     assert rig.tiers[0].health.available
+
+
+@pytest.mark.parametrize("words", ["stop iteration", "exit", "panic", "error without a text"])
+def test_an_odd_error_fails_its_call_and_no_other(make: Callable[..., Rig], tmp_path: Path, words: str) -> None:
+    rig = make(lookup_timeout_seconds=20, breaker_failures=100)
+    rig.store(1)
+    first = rig.pid
+    for _ in range(5):  # four hung lookups would put the tier out of use
+        (tmp_path / "medium" / "order-for-lookup").write_text(words)
+        assert rig.lookup(1) == [False]
+    order(tmp_path, words)
+    assert rig.load(1) == [None]
+    assert rig.lookup(1) == [True]
+    assert rig.load(1) == [HIT]
+    assert rig.pid == first
+    counted = rig.counters.take()
+    assert (counted["lookup_failures", "trouble"], counted["load_failures", "trouble"]) == (5, 1)
 
 
 def test_the_engine_starts_though_the_process_ends_while_a_tier_is_made(

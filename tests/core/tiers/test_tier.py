@@ -153,10 +153,22 @@ def test_a_damaged_object_that_cannot_be_deleted_is_counted(rig: Rig) -> None:
     assert rig.counted() == {"load_corrupt": 1, "load_read_twice": 1, "delete_failures": 1}
 
 
+class Panic(BaseException):
+    """An error as of a Rust extension."""
+
+
+class UnreadableError(OSError):
+    def __str__(self) -> str:
+        raise AttributeError("message")
+
+
 FAULTS = {
     "an OSError": OSError("the medium is gone"),
     "a defect": ZeroDivisionError("plugin"),
     "a cancellation of its own making": asyncio.CancelledError(),
+    "an exit": SystemExit(3),
+    "a panic": Panic("rust"),
+    "an error without a text": UnreadableError(),
     "too few results": [],
     "too many results": [True, True, True],
     "no sequence": 7,
