@@ -73,7 +73,8 @@ engine's 256th block hash, the hash of the last 4 of its 1,024 tokens.
 
 **Full attention and recurrent layers** (mamba, GDN): vLLM gives both groups the same unusual block size. A boundary
 needs one state: the state that the engine kept exactly there. A chunk size that whole blocks do not fill still works,
-block by block, with a warning.
+block by block, with a warning. If a pack lacks a group of its policy because of another unit, its name tells its
+groups: bit 1 for group 1, and so on.
 
 >>> planner = plan((1056, full), (1056, HitPolicy("state")), hash_block_size=1056, chunk=None)
 >>> planner.hybrid_chunk_size, to_load(planner, 0, 4224)
@@ -81,6 +82,8 @@ block by block, with a warning.
 >>> plan((1056, full), hash_block_size=1056, chunk=8192).warnings[0]
 'group 0: hybrid_chunk_size 8192 is not a multiple of its block size 1056, so it is stored block by block; \
 the nearest good hybrid_chunk_size is 8448'
+>>> [pack.name for pack in plan((256, full), (64, full), hash_block_size=64, chunk=128).packs]
+['full-u256-g1', 'full-u128-g2']
 
 **Drafts that read ahead** (EAGLE, MTP): the draft layers' entry at a position depends on the next token too. So a unit
 of attention is named by the hash of the block behind it. A prompt can resume at a boundary if it has that block.
@@ -194,7 +197,7 @@ class HybridOffloadPlanner:
         lookahead = -(-lookahead_tokens // hash_block_size)
         packs = tuple(
             Pack(
-                _pack_name(unit, policy),
+                _pack_name(unit, policy, members, groups),
                 unit,
                 policy,
                 unit // hash_block_size,
@@ -354,6 +357,14 @@ def _flags(present: Mapping[str, Sequence[bool]], question: UnitRange, computed_
     return [unit - first < len(flags) and flags[unit - first] for unit in question.units]
 
 
-def _pack_name(unit: int, policy: HitPolicy) -> str:
+def _pack_name(unit: int, policy: HitPolicy, members: Sequence[GroupGeometry], groups: Sequence[GroupGeometry]) -> str:
+    """Return the name of a pack. With another chunk size, a pack of the same name has the same groups.
+
+    Usually all groups of a policy have one unit. Otherwise the name ends in the set of the members' indices, as a
+    hexadecimal number with one bit per group.
+    """
     suffix = {"window": f"-w{policy.window_tokens}", "chunked": f"-a{policy.attention_chunk_tokens}"}
-    return f"{policy.kind}-u{unit}{suffix.get(policy.kind, '')}"
+    name = f"{policy.kind}-u{unit}{suffix.get(policy.kind, '')}"
+    if len(members) == sum(group.policy == policy for group in groups):
+        return name
+    return f"{name}-g{sum(1 << group.index for group in members):x}"

@@ -160,6 +160,26 @@ def test_usable_reference_blocks_are_those_whose_tokens_every_group_has(
     assert usable_reference_blocks(geometry, [count for _, count in groups], reference) == tokens // reference
 
 
+@given(data=st.data())
+def test_i7_packs_of_one_name_have_the_same_groups_with_every_chunk_size(data: st.DataObject) -> None:
+    """Engines that differ in ``hybrid_chunk_size`` only have one fingerprint."""
+    geometry = data.draw(geometries())
+    block = st.sampled_from([group.block_size_tokens for group in geometry.groups])
+    chunks = st.tuples(block, st.sampled_from((1, 2, 3))).map(lambda drawn: drawn[0] * drawn[1])
+    other = geometry.with_chunk(data.draw(chunks))
+    assume(other.works())
+    packs = {pack.name: pack for pack in geometry.plan().packs}
+    for pack in other.plan().packs:
+        if (namesake := packs.get(pack.name)) is not None:
+            assert pack == namesake
+
+
+def test_i7_a_pack_without_all_groups_of_its_policy_has_a_name_of_its_own() -> None:
+    groups = tuple(GroupGeometry(index, block, FULL) for index, block in enumerate((256, 64, 64, 4, 8)))
+    names = {chunk: [pack.name for pack in Geometry(groups, 4, chunk).plan().packs] for chunk in (1024, 256, 128)}
+    assert names == {1024: ["full-u1024"], 256: ["full-u256"], 128: ["full-u256-g1", "full-u128-g1e"]}
+
+
 def test_a_group_without_blocks_leaves_no_reference_block_usable() -> None:
     groups = [GroupGeometry(0, 16, FULL), GroupGeometry(1, 64, FULL)]
     assert usable_reference_blocks(groups, [8, 2], 16) == 8
