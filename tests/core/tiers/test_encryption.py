@@ -88,6 +88,14 @@ def test_objects_come_back_and_are_counted_as_without_encryption(rig: Rig, compr
 
 
 @compressions
+def test_an_object_without_payload_is_a_hit(rig: Rig, compression: str) -> None:
+    tier = rig.tier(compression, NEW)
+    assert rig.store(tier, {1: b""}) == [True]
+    assert rig.load(tier, {1: 0}) == [b""]
+    assert rig.load(tier, {1: 0}) == [b""], "it was not deleted"
+
+
+@compressions
 def test_nothing_of_the_content_is_on_the_medium(folder: Rig, compression: str) -> None:
     payload = b"the text of a user, which nobody else may read. " * 200
     folder.store(folder.tier(compression, NEW), {1: payload})
