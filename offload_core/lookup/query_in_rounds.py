@@ -33,7 +33,7 @@ _FIRST_BATCH_UNITS = 4
 async def query_in_rounds(
     tier: Tier, planner: HybridOffloadPlanner, query: PrefixQuery, known: KnownObjects, deadline: float
 ) -> PrefixAnswer | None:
-    """Return the deepest boundary that the tier seems to have, or ``None`` if it did not answer in time.
+    """Return the deepest boundary that the tier seems to have, or ``None`` if it did not answer, or not in time.
 
     Args:
         deadline: by the monotonic clock. No question is sent after it.
@@ -143,7 +143,7 @@ class _Query:
         return [[present.get((part.pack, unit), False) for unit in part.units] for part in parts]
 
     async def _ask(self, places: Sequence[tuple[Pack, int]]) -> list[bool] | None:
-        """Ask the tier for units of the first rank; ``None`` after the deadline."""
+        """Ask the tier for units of the first rank; ``None`` after the deadline, or if the tier has no answer."""
         seconds = self._deadline - time.monotonic()
         if not places:
             return []
@@ -151,7 +151,9 @@ class _Query:
             return None
         self._left = max(0, self._left - len(places))
         keys = [self._key(pack, unit) for pack, unit in places]
-        flags = await self._tier.lookup(keys, seconds)
+        flags = await self._tier.ask(keys, seconds)
+        if flags is None:
+            return None
         self._known.add(key for key, present in zip(keys, flags, strict=True) if present)
         self._known.discard(key for key, present in zip(keys, flags, strict=True) if not present)
         self._missing += (

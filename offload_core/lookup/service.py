@@ -115,8 +115,8 @@ class Lookup:
     def missing(self) -> set[ChunkRef]:
         """Return the chunks of the query that no tier has.
 
-        A tier without an answer at its deadline is left out. While some tier may still answer, or was not asked, no
-        chunk is missing, since that tier may have it.
+        A tier whose lookup failed, or that has no answer at its deadline, is left out. While some tier may still
+        answer, or was not asked, no chunk is missing, since that tier may have it.
         """
         now = time.monotonic()
         answers = [answer for tier in self._answers if (answer := tier.get()) is not None]
@@ -254,7 +254,10 @@ class LookupService:
         try:
             ranges = next(search)
             while (seconds := deadline - time.monotonic()) > 0:
-                ranges = search.send(await _present(tier, query, ranges, seconds))
+                present = await _present(tier, query, ranges, seconds)
+                if present is None:
+                    return None
+                ranges = search.send(present)
         except StopIteration as end:
             answer: PrefixAnswer = end.value
             return answer
@@ -300,14 +303,22 @@ def _hashes(query: PrefixQuery, part: UnitRange) -> Sequence[bytes]:
     return query.hashes[part.pack.name][units.start : units.stop : units.step]
 
 
-async def _present(tier: Tier, query: PrefixQuery, ranges: Sequence[UnitRange], seconds: float) -> list[list[bool]]:
-    """Look up all ranks' parts of the units; returns, per range, whether each unit is complete."""
+async def _present(
+    tier: Tier, query: PrefixQuery, ranges: Sequence[UnitRange], seconds: float
+) -> list[list[bool]] | None:
+    """Look up all ranks' parts of the units.
+
+    Returns:
+        Per range, whether each unit is complete; ``None`` if the tier has no answer.
+    """
     keys: list[ObjectKey] = []
     parts = [_hashes(query, part) for part in ranges]
     for namespace in query.namespaces:
         for part, hashes in zip(ranges, parts, strict=True):
             keys += object_keys(namespace, part.pack.name, hashes)
-    flags = await tier.lookup(keys, seconds)
+    flags = await tier.ask(keys, seconds)
+    if flags is None:
+        return None
     per_rank = len(keys) // len(query.namespaces)
     if per_rank < len(keys):
         flags = [all(flags[unit::per_rank]) for unit in range(per_rank)]

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 
 from offload_core.api.keys import ObjectKey
+from offload_core.tiers.calls.answer import answer
 from offload_core.tiers.health import TierHealth
 
 _MAX_HUNG_PROBES = 3
@@ -77,7 +78,8 @@ class Prober:
 
     async def _run_probe(self) -> None:
         """Look up a new key, since a backend may cache answers. If cancelled, the probe reports no result."""
-        call = asyncio.ensure_future(self._contains([ObjectKey("0" * 64, "probe", secrets.token_bytes(32))]))
+        key = ObjectKey("0" * 64, "probe", secrets.token_bytes(32))
+        call = asyncio.ensure_future(answer(self._contains([key])))
         timeout = self._timeout_seconds if len(self._hung) < _MAX_HUNG_PROBES else None
         try:
             await asyncio.wait([call], timeout=timeout)

@@ -83,11 +83,11 @@ class Tier:
         self._accounting = TierAccounting(self.name, counters, self.config.compression != "none", observers)
         self.health = TierHealth(self.name, self.limits, counters, observers, clock, self.label)
         """Failures and availability. Callers that watch a deadline report its timeouts here."""
-        self._prober = Prober(self.health, self._probe, self.limits.breaker_max_pause_seconds)
         storage_events = StorageEvents(
             self._evicted, self._accounting.stuck_threads_changed, self._evicted_by_others, self._storage_ended
         )
         self._storage = make_storage(config, self.limits, plugins, storage_events, half)
+        self._prober = Prober(self.health, self._storage.contains, self.limits.breaker_max_pause_seconds)
         self.capabilities = self._storage.capabilities
         self.is_elsewhere = self._storage.is_elsewhere
         """True if the storage is in another process."""
@@ -176,7 +176,11 @@ class Tier:
         self._changes.keep()
 
     async def lookup(self, keys: Sequence[ObjectKey], within_seconds: float | None = None) -> list[bool]:
-        """Return, per key, whether the object is there. An error, or too many lookups at once, gives ``False``.
+        """Return the answers of :meth:`ask`; without an answer no object is there."""
+        return await self.ask(keys, within_seconds) or [False] * len(keys)
+
+    async def ask(self, keys: Sequence[ObjectKey], within_seconds: float | None = None) -> list[bool] | None:
+        """Return, per key, whether the object is there; ``None`` after an error, or with too many lookups at once.
 
         Args:
             within_seconds: deadline of the call, by default the tier's own. A call that misses it is counted and
@@ -300,8 +304,7 @@ class Tier:
 
     async def delete(self, keys: Sequence[ObjectKey]) -> bool:
         """Remove objects. Returns whether they are gone; an error is counted, and nothing is tried again."""
-        gone = await self._delete(keys)
-        if gone:
+        if gone := await self._delete(keys):
             self._changes.add(keys, present=False)
         return gone
 
@@ -367,9 +370,6 @@ class Tier:
         """Delete damaged objects, from any thread, and call ``on_end`` afterwards."""
         loop = self._loop or asyncio.get_running_loop()
         asyncio.run_coroutine_threadsafe(self._delete(keys), loop).add_done_callback(lambda _: on_end())
-
-    async def _probe(self, keys: Sequence[ObjectKey]) -> None:
-        await answer(self._storage.contains(keys))
 
     def _failed(self, call: Call, keys: Sequence[ObjectKey], error: Exception) -> None:
         if not isinstance(error, StorageAwayError):

@@ -38,12 +38,11 @@ class TierLookups:
         self._running = 0
         self._overdue: set[Call] = set()
 
-    async def lookup(self, keys: Sequence[ObjectKey], within_seconds: float) -> list[bool]:
-        """Return, per key, whether the object is there; see :meth:`Tier.lookup`."""
+    async def lookup(self, keys: Sequence[ObjectKey], within_seconds: float) -> list[bool] | None:
+        """Return what :meth:`ask` returns, and count the hits and misses; see :meth:`Tier.ask`."""
         present = await self.ask(keys, within_seconds)
-        if present is None:
-            return [False] * len(keys)
-        self._accounting.lookup_answered(present)
+        if present is not None:
+            self._accounting.lookup_answered(present)
         return present
 
     async def ask(self, keys: Sequence[ObjectKey], within_seconds: float) -> list[bool] | None:

@@ -34,10 +34,14 @@ class RemoteTier:
     def __init__(self) -> None:
         self.objects: set[ObjectKey] = set()
         self.rounds: list[list[ObjectKey]] = []
+        self.failing_round = 0
+        """Number of the round that has no answer, from 1 on."""
 
-    async def lookup(self, keys: Sequence[ObjectKey], seconds: float) -> list[bool]:
+    async def ask(self, keys: Sequence[ObjectKey], seconds: float) -> list[bool] | None:
         assert seconds > 0
         self.rounds.append(list(keys))
+        if len(self.rounds) == self.failing_round:
+            return None
         return [key in self.objects for key in keys]
 
     @property
@@ -118,6 +122,17 @@ def tier() -> RemoteTier:
 def boundary(answer: PrefixAnswer | None) -> int:
     assert answer is not None
     return answer.boundary_tokens
+
+
+@pytest.mark.parametrize("failing_round", [1, 2])
+def test_a_round_without_an_answer_leaves_the_query_without_one(tier: RemoteTier, failing_round: int) -> None:
+    prompt, known = Prompt(PLANNERS["full"], PROMPT_TOKENS), KnownObjects()
+    tier.objects = prompt.keys(200 * CHUNK)
+    tier.failing_round = failing_round
+    assert prompt.ask(tier, known) is None
+    assert len(tier.rounds) == failing_round
+    tier.failing_round = 0
+    assert boundary(prompt.ask(tier, known)) == 200 * CHUNK
 
 
 @pytest.mark.parametrize("ranks", [1, 8])

@@ -85,6 +85,12 @@ def wait_for_all(service: LookupService, lookup: Lookup) -> Lookup:
     return lookup
 
 
+def wait_until_ended(service: LookupService, lookup: Lookup) -> Lookup:
+    while not lookup.has_ended():
+        service.wait_for_answer(0.01)
+    return lookup
+
+
 def wait_until_done(service: LookupService, lookup: Lookup) -> Lookup:
     while not lookup.done():
         service.wait_for_answer(0.01)
@@ -145,14 +151,22 @@ def test_a_tier_without_an_answer_at_the_deadline_has_nothing_and_is_counted(
 
 
 @pytest.mark.parametrize("fault", [OSError("gone"), asyncio.CancelledError()], ids=["raises", "cancels itself"])
-def test_a_tier_that_fails_has_nothing_and_the_engine_thread_sees_no_error(
-    start: Start, backends: dict[str, MemoryBackend], fault: BaseException
+def test_a_tier_that_fails_has_no_answer_and_the_engine_thread_sees_no_error(
+    start: Start, backends: dict[str, MemoryBackend], counters: Counters, fault: BaseException
 ) -> None:
-    put(backends["fast"], 3)
+    put(backends["fast"], 2)
+    put(backends["slow"], 3)
     backends["slow"].faults = {"contains": fault}
     service = start(SECONDS)
-    lookup = wait_for_all(service, service.start(query()))
-    assert {name: answer.boundary_tokens for name, answer in lookup.answers().items()} == {"fast": 48, "slow": 0}
+    lookup = wait_until_ended(service, service.start(query()))
+    assert {name: answer.boundary_tokens for name, answer in lookup.answers().items()} == {"fast": 32}
+    assert lookup.missing() == {ref(2)}, "the tier without an answer is left out"
+    backends["fast"].faults = {"contains": fault}
+    lookup = wait_until_ended(service, service.start(query()))
+    assert lookup.missing() == set(), "nothing is known, so that nothing is stored again"
+    counted = counters.take()
+    assert [counted.get(("lookup_failures", name), 0) for name in ("fast", "slow")] == [1, 2]
+    assert ("lookup_misses", "slow") not in counted
 
 
 def hit_on_fast_while_slow_hangs(backends: dict[str, MemoryBackend], units: int) -> None:
@@ -242,7 +256,7 @@ def test_a_tier_whose_breaker_is_open_is_answered_for_at_once_and_has_no_say_in_
     backends["slow"].faults = {"contains": OSError("gone")}
     service = start(SECONDS)
     for _ in range(UNPROBED.breaker_failures):
-        wait_for_all(service, service.start(query()))
+        wait_until_ended(service, service.start(query()))
     asked = backends["slow"].calls.count("contains")
 
     lookup = service.start(query())
