@@ -15,9 +15,9 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from io import FileIO
 from itertools import count
 from pathlib import Path
-from typing import BinaryIO
 
 from offload_core.runtime.threads import DaemonExecutor
 from offload_core.simulation.trace import FORMAT, VERSION
@@ -48,7 +48,7 @@ class TraceRecorder:
         self._max_bytes = max_bytes
         self._salt = secrets.token_bytes(16)
         self._began = time.monotonic()
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._nbytes = 0
         self._ended = False
         self._free_lines = threading.Semaphore(_MAX_WAITING)
@@ -79,7 +79,7 @@ class TraceRecorder:
         for number in count(1):
             path = self._path if number == 1 else self._path.with_stem(f"{self._path.stem}-{number}")
             try:
-                self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE_MODE), "wb")
+                self._file = FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE_MODE), "wb")
                 break
             except FileExistsError:
                 continue
@@ -107,10 +107,13 @@ class TraceRecorder:
             if self._nbytes + len(line) > self._max_bytes:
                 self._give_up(f"it has reached its limit of {self._max_bytes} bytes (trace_file_bytes)")
                 return
-            self._file.write(line)
-            self._file.flush()
+            written = 0
+            while written < len(line):  # a full disk may take a part, and then refuse the rest
+                written += self._file.write(line[written:])
             self._nbytes += len(line)
         except OSError as error:
+            with contextlib.suppress(OSError):  # no reader takes half a line
+                self._file.truncate(self._nbytes)
             self._give_up(f"it could not be written ({error})")
 
     def _id(self, chunk_hash: bytes) -> int:

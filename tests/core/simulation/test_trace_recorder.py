@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -73,6 +75,21 @@ def test_the_file_never_exceeds_its_limit(tmp_path: Path, caplog: pytest.LogCapt
         "trace_file: it has reached its limit of 1000 bytes (trace_file_bytes); nothing more is recorded, and the "
         "engine runs on"
     )
+
+
+def test_a_file_that_ends_because_the_disk_is_full_can_be_read(tmp_path: Path) -> None:
+    """The limit on the size of a file stands for a full disk: both take a part of a line, and then no more."""
+    path = tmp_path / "trace.jsonl"
+    script = (
+        "import resource, sys, pathlib\n"
+        "from tests.core.simulation.test_trace_recorder import HASHES, record\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (950, 950))\n"
+        "record(pathlib.Path(sys.argv[1]), *[(64, HASHES)] * 100)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
+    assert "it could not be written" in done.stderr
+    assert 700 < path.stat().st_size < 950
+    assert len(read_trace(path).requests) > 4
 
 
 def test_a_file_that_cannot_be_created_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
