@@ -16,6 +16,7 @@ class StoredNames:
 
     def __init__(self, suffixes: Sequence[str] = ("",)) -> None:
         self._suffixes = tuple(suffixes)
+        self._longest_first = sorted(filter(None, suffixes), key=len, reverse=True)  # one may be the end of another
 
     @property
     def forms(self) -> range:
@@ -40,7 +41,7 @@ class StoredNames:
         return self._key_of(name) != name
 
     def _key_of(self, name: ObjectKey) -> ObjectKey:
-        for suffix in self._suffixes:
-            if suffix and name.pack.endswith(suffix):
+        for suffix in self._longest_first:
+            if name.pack.endswith(suffix):
                 return name._replace(pack=name.pack.removesuffix(suffix))
         return name

@@ -26,7 +26,7 @@ import pluggy
 from offload_core import __version__
 from offload_core.api import hooks as hookspecs
 from offload_core.api.backend import Backend, BackendType, Requirement
-from offload_core.api.errors import PluginError, did_you_mean
+from offload_core.api.errors import PluginError, did_you_mean, text_of
 from offload_core.api.options import BackendOptions
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Candidate:
 
 def describe(error: BaseException) -> str:
     """Return the type and the text of a plugin's error, on one line."""
-    text = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {text_of(error)}"
     return " ".join(text.split())
 
 

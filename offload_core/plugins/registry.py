@@ -171,8 +171,15 @@ def missing_requirements(backend_type: BackendType) -> list[str]:
     return [
         f"the Python module {required.module!r} is not installed; run: {required.install}"
         for required in backend_type.requires
-        if find_spec(required.module) is None
+        if not _is_installed(required.module)
     ]
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ValueError:  # it is imported, and its code has cleared or replaced its __spec__
+        return True
 
 
 def load_plugins(points: Iterable[EntryPoint] | None = None) -> PluginRegistry:

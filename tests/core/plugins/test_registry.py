@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
+from types import ModuleType
 
 import pytest
 
@@ -397,6 +398,27 @@ def test_a_required_module_that_is_there_is_not_imported(site: Site, monkeypatch
     registry = site.load()
     assert registry.backend_type("needy").name == "needy"
     assert [report.missing for report in registry.reports] == [()]
+
+
+def test_a_required_module_without_a_spec_counts_as_installed_and_stops_no_plugin(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("imported_by_hand")
+    assert module.__spec__ is None
+    monkeypatch.setitem(sys.modules, "imported_by_hand", module)
+    site.install("needy", REQUIRES.format(module="imported_by_hand"))
+    registry = site.load()
+    assert registry.backend_type("needy").name == "needy"
+    assert [report.missing for report in registry.reports] == [()]
+
+
+def test_an_error_without_a_readable_text_fails_its_plugin_only(site: Site) -> None:
+    site.install("good", WORKS.format(name="good-type"))
+    site.install(
+        "odd", "class OddError(Exception):\n    def __str__(self):\n        return self.message\nraise OddError"
+    )
+    registry = site.load()
+    assert [report.error for report in registry.reports] == [None, "OddError: its text cannot be read"]
 
 
 @pytest.mark.parametrize("module", ["", "a.b", "a b"])

@@ -18,6 +18,7 @@ from offload_core.api.keys import ObjectKey
 from offload_core.config.model import BackendConfig, TierConfig
 from offload_core.objects import format as object_format
 from offload_core.objects.format import HEADER_BYTES
+from offload_core.objects.stored_names import StoredNames
 from offload_core.runtime.io_loop import IoLoop
 from offload_core.runtime.metrics import Counters
 from offload_core.tiers.opening import close_tiers
@@ -107,6 +108,13 @@ def test_nothing_of_the_content_is_on_the_medium(folder: Rig, compression: str) 
     assert b"\x28\xb5\x2f\xfd" not in whole, "a zstd frame"
     if compression == "none":
         assert len(whole) == HEADER_BYTES + len(payload)
+
+
+def test_a_key_id_may_be_the_end_of_another() -> None:
+    names = StoredNames([object_format.name_suffix(key_id) for key_id in ("a", "b-aes-a")])
+    stored = [*names.of([key(1)], 0), *names.of([key(1)], 1)]
+    assert stored[1].pack == "full-u16-aes-b-aes-a"
+    assert names.keys_of(stored) == [key(1), key(1)]
 
 
 def test_equal_objects_differ_on_the_medium(folder: Rig) -> None:
