@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import numpy as np
 
 from offload_core.api.backend import Backend, LoadOutcome, StoreOutcome, StoreReservation
-from offload_core.api.errors import BackendError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
 from offload_core.objects.departing_object import DepartingObject
 from offload_core.tiers.calls.answer import answer
 from offload_core.tiers.calls.lent_objects import Lent, LentObject, WantedObject
+from offload_core.tiers.calls.one_per_key import OutcomeTypes, one_per_key
 from offload_core.tiers.compression import Damage, TierCodec, differ
 from offload_core.tiers.staged_object import StagedObject, StoredForm
 
@@ -213,7 +213,7 @@ class ObjectIO:
         form_names = [form.name for form in forms]
         checks = [self._codec.arriving(form) for form in forms]
         results = await self._backend.load_and_check(form_names, [form.view for form in forms], checks)
-        loaded = iter(self._one_per_key(form_names, results, "load_and_check"))
+        loaded = iter(self._one_per_key(form_names, results, "load_and_check", LoadOutcome))
         outcomes = [next(loaded) if isinstance(target, StoredForm) else target for target in targets]
         other_sizes = [index for index, outcome in enumerate(outcomes) if outcome is LoadOutcome.CORRUPT]
         places = [index for index, target in enumerate(targets) if isinstance(target, StoredForm)]
@@ -252,7 +252,7 @@ class ObjectIO:
             if wanted:
                 wanted_names = [form.name for form in wanted]
                 results = await self._backend.load_into(wanted_names, [form.view for form in wanted])
-                loaded = self._one_per_key(wanted_names, results, "load_into")
+                loaded = self._one_per_key(wanted_names, results, "load_into", LoadOutcome)
                 decoded = await self._codec.decode(wanted, loaded, self._backend, damage)
             nbytes = sum(len(form.view) for form, got in zip(wanted, decoded, strict=True) if got is LoadOutcome.HIT)
             outcomes = iter(decoded)
@@ -303,11 +303,11 @@ class ObjectIO:
             seals = [DepartingObject(form.view, form.name) for form in forms]
             try:
                 results = await self._backend.store_and_seal(names, buffers, seals)
-                return self._one_per_key(names, results, "store_and_seal")
+                return self._one_per_key(names, results, "store_and_seal", StoreOutcome)
             finally:
                 for seal in seals:
                     seal.end()
-        return self._one_per_key(names, await self._backend.store(names, buffers), "store")
+        return self._one_per_key(names, await self._backend.store(names, buffers), "store", StoreOutcome)
 
     async def _store_other(self, objects: Sequence[StoredForm]) -> list[StoreOutcome]:
         """Reserve capacity for objects in staging memory, and store them."""
@@ -318,7 +318,7 @@ class ObjectIO:
             names, [len(form.view) for form in objects], [form.staged.spare for form in objects]
         )
         try:
-            granted = self._one_per_key(names, reservation.outcomes, "prepare_store")
+            granted = self._one_per_key(names, reservation.outcomes, "prepare_store", StoreOutcome | None)
             prepared = [
                 StoreOutcome.ALREADY_PRESENT if form.present else outcome
                 for form, outcome in zip(objects, granted, strict=True)
@@ -368,7 +368,7 @@ class ObjectIO:
         keys, sizes = [one.key for one in wanted], [one.nbytes for one in wanted]
         reservation = await self._prepare_store(keys, sizes, [one.spare for one in wanted])
         try:
-            outcomes = self._one_per_key(keys, reservation.outcomes, "prepare_store")
+            outcomes = self._one_per_key(keys, reservation.outcomes, "prepare_store", StoreOutcome | None)
             views = self._one_per_key(keys, reservation.lend(), "prepare_store (lend)")
             usable = [
                 view if outcome is None and view is not None and len(view) == nbytes and not view.readonly else None
@@ -379,14 +379,11 @@ class ObjectIO:
             raise
         return Lent(outcomes, usable, reservation.release)
 
-    def _one_per_key(self, keys: Sequence[ObjectKey], results: Sequence[T], call: str) -> list[T]:
-        """Check clause C2: one result per key."""
-        if len(results) != len(keys):
-            raise BackendError(
-                f"{self._label}: {call} returned {len(results)} results for {len(keys)} keys; "
-                "clause C2 asks for one per key, in order"
-            )
-        return list(results)
+    def _one_per_key(
+        self, keys: Sequence[ObjectKey], results: Sequence[T], call: str, outcomes: OutcomeTypes | None = None
+    ) -> list[T]:
+        """Check clause C2; see :func:`one_per_key`."""
+        return one_per_key(keys, results, f"{self._label}: {call}", outcomes)
 
 
 def _lent_form(key: ObjectKey, view: memoryview) -> StoredForm:

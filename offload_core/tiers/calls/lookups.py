@@ -39,7 +39,7 @@ class TierLookups:
         self._overdue: set[Call] = set()
 
     async def lookup(self, keys: Sequence[ObjectKey], within_seconds: float) -> list[bool] | None:
-        """Return what :meth:`ask` returns, and count the hits and misses; see :meth:`Tier.ask`."""
+        """Return the answers of :meth:`ask`, and count the hits and misses; see :meth:`Tier.ask`."""
         present = await self.ask(keys, within_seconds)
         if present is not None:
             self._accounting.lookup_answered(present)

@@ -209,6 +209,33 @@ def test_a_store_that_fails_is_a_failure_of_each_key_and_releases_its_reservatio
     assert rig.backend.reserved == 0
 
 
+@pytest.mark.parametrize(
+    ("call", "wrong", "words"),
+    [
+        ("load_into", True, "load_into returned True; clause C2 asks for LoadOutcome.HIT or LoadOutcome.MISS or "),
+        ("load_into", None, "load_into returned None; clause C2 asks for LoadOutcome.HIT or "),
+        ("load_into", StoreOutcome.STORED, "load_into returned <StoreOutcome.STORED: 'stored'>; clause C2 asks for "),
+        ("store", True, "store returned True; clause C2 asks for StoreOutcome.STORED or "),
+        ("store", "stored", "store returned 'stored'; clause C2 asks for StoreOutcome.STORED or "),
+        ("store", None, "store returned None; clause C2 asks for StoreOutcome.STORED or "),
+        ("prepare_store", True, "StoreOutcome.REJECTED or None for each key"),
+    ],
+)
+def test_a_result_that_is_no_outcome_is_a_failure_that_names_it(
+    rig: Rig, caplog: pytest.LogCaptureFixture, call: str, wrong: object, words: str
+) -> None:
+    rig.put(1)
+    rig.backend.faults = {call: [wrong]}
+    if call == "load_into":
+        assert rig.load(1) == [None]
+        assert rig.counted() == {"load_failures": 1}
+    else:
+        assert rig.store(2) == [False]
+        assert rig.counted() == {"store_failures": 1}
+    assert words in caplog.text
+    assert rig.backend.reserved == 0
+
+
 def test_a_store_writes_only_what_the_preparation_asked_for(rig: Rig) -> None:
     rig.backend.faults = {"prepare_store": [StoreOutcome.ALREADY_PRESENT, None, StoreOutcome.REJECTED]}
     assert rig.store(1, 2, 3) == [True, True, False]
