@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -78,8 +79,11 @@ class DaemonExecutor(Executor):
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue a call.
 
+        If a thread cannot be started, the call waits for one that lives and is not stuck.
+
         Raises:
-            RuntimeError: after :meth:`shutdown`.
+            RuntimeError: after :meth:`shutdown`. Also if no thread can be started, and none would run the call. In
+                both cases it never runs.
         """
         future: Future[T] = Future()
 
@@ -94,9 +98,14 @@ class DaemonExecutor(Executor):
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"the threads of {self._name!r} are shut down and take no more calls")
-            self._calls.put(call)
             self._unfinished += 1
-            self._start_threads()
+            try:
+                self._start_threads()
+            except (RuntimeError, MemoryError) as error:  # the system has no thread left, or no memory for one
+                if all(worker.stuck for worker in self._workers):
+                    self._unfinished -= 1
+                    raise RuntimeError(f"no thread of {self._name!r} can be started: {error}") from error
+            self._calls.put(call)
         return future
 
     def replace_stuck(self) -> None:
@@ -109,7 +118,8 @@ class DaemonExecutor(Executor):
                     self._stuck += 1
                     self._on_stuck(1)
             if not self._closed:
-                self._start_threads()
+                with suppress(RuntimeError, MemoryError):  # the next check tries again
+                    self._start_threads()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the threads after the queued calls. ``wait`` has no effect: this never waits, because a call may hang."""
@@ -126,7 +136,11 @@ class DaemonExecutor(Executor):
             self._workers.add(worker)
             name = f"{self._name}-{self._started}"
             self._started += 1
-            threading.Thread(target=self._run, args=(worker,), name=name, daemon=True).start()
+            try:
+                threading.Thread(target=self._run, args=(worker,), name=name, daemon=True).start()
+            except BaseException:
+                self._workers.discard(worker)
+                raise
 
     def _run(self, worker: _Worker) -> None:
         while True:

@@ -201,10 +201,13 @@ class ServedClient:
             used.tier.forget(used)
             closing.add(self._keep(self._loop.create_task(self._closed(used.storage))))
         self._tiers.clear()
-        if self._staging is not None:  # to unmap it takes a while, and other processes are served meanwhile
-            self._server.sealers.submit(self._staging.close)
-            self._staging = None
         self._server.client_ended(self, closing)
+        staging, self._staging = self._staging, None
+        if staging is not None:  # to unmap it takes a while, and other processes are served meanwhile
+            try:
+                self._server.sealers.submit(staging.close)
+            except RuntimeError:  # no thread can be started
+                staging.close()
 
     async def _closed(self, storage: LocalStorage) -> None:
         try:

@@ -67,7 +67,7 @@ class Sealing:
     async def seal(self, objects: Sequence[StagedObject]) -> None:
         """Seal objects whose bytes are there."""
         if self._processes is not None:
-            with contextlib.suppress(StorageAwayError):
+            with contextlib.suppress(StorageAwayError, RuntimeError):  # it has ended, or can start no thread
                 await self._processes.seal(objects)
                 return
         await asyncio.get_running_loop().run_in_executor(self._threads, seal_all, objects)

@@ -176,6 +176,47 @@ def test_a_hung_call_does_not_keep_the_process_from_its_end() -> None:
     assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr
 
 
+NO_MORE_THREADS = """
+import resource, threading
+from offload_core.runtime.threads import DaemonExecutor
+SECONDS, MOST = 30, resource.getrlimit(resource.RLIMIT_DATA)[1]
+def allow_threads(allowed):
+    (used,) = [int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData")]
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST if allowed else used + (1 << 20), MOST))
+busy, gate, late = DaemonExecutor(2, "busy"), threading.Event(), []
+first = busy.submit(gate.wait, SECONDS)
+empty = DaemonExecutor(2, "empty")
+stuck = DaemonExecutor(2, "stuck", stuck_after_seconds=0)
+hung = stuck.submit(gate.wait, SECONDS)
+while not stuck.stuck:
+    stuck.replace_stuck()
+allow_threads(False)
+stuck.replace_stuck()
+waits = busy.submit(threading.current_thread)
+for threads in (empty, empty, empty, stuck):
+    try:
+        threads.submit(late.append, threads)
+    except RuntimeError as error:
+        print(error)
+print(busy.busy, empty.busy)
+allow_threads(True)
+gate.set()
+print(waits.result(SECONDS).name)
+print([threads.submit(sum, (1, 2)).result(SECONDS) for threads in (busy, empty, stuck)])
+both = threading.Barrier(2)
+pair = [empty.submit(both.wait, SECONDS) for _ in range(2)]
+print(sorted(call.result(SECONDS) for call in pair))
+print(late)
+"""
+
+
+def test_a_thread_that_cannot_be_started_costs_no_place_and_its_call_never_runs_late() -> None:
+    done = subprocess.run([sys.executable, "-c", NO_MORE_THREADS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    refused = [f"no thread of {name!r} can be started: can't start new thread" for name in ("empty",) * 3 + ("stuck",)]
+    assert done.stdout.splitlines() == [*refused, "True False", "busy-0", "[3, 3, 3]", "[0, 1]", "[]"]
+
+
 def test_the_loop_is_shared_until_its_last_user_releases_it() -> None:
     async def thread() -> threading.Thread:
         return threading.current_thread()
