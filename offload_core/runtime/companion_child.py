@@ -13,11 +13,15 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from types import FrameType
+from typing import Any, Final
 
 _PR_SET_PDEATHSIG = 1
 _STDIN = 0
 _KIND = "offload-core companion 1"
+
+GROUP_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+"""Signals that reach the whole group: from a terminal, a service manager, or ``timeout``."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,8 @@ def prepare_child() -> StartMessage:
     """Tie this process to its parent, and return the parent's message. A child's main function calls this first.
 
     From now on the kernel kills this process when its parent ends. The processes that this one starts are not tied.
-    This process ignores interrupts: Ctrl-C reaches the whole foreground group, and the parent ends its child tidily.
+    This process ignores :data:`GROUP_SIGNALS`, since the parent gets them too and ends its child tidily. The
+    programs that this process starts, and its forks, end on SIGTERM and SIGHUP as usual.
     Standard input is the null device. ``sys.path`` is the parent's, and the limits are in force.
 
     The niceness and the processors hold for this thread and for threads that start later. So call this before
@@ -128,8 +133,7 @@ def prepare_child() -> StartMessage:
         raise SystemExit("this program is a part of offload-core, which starts it when it is needed") from None
     if os.getppid() != message.parent_pid:
         raise SystemExit("the process that started this one has ended")  # before the kernel knew that we end with it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked by the parent, from the first moment
+    _ignore_group_signals()
     _read_nothing_more()
     for name, value in message.environment.items():
         if value is None:
@@ -148,6 +152,25 @@ def outlive_parent() -> None:
 
 def _end_with_parent() -> None:
     _set_signal_of_parents_death(signal.SIGKILL)
+
+
+def _ignore_group_signals() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    others = GROUP_SIGNALS - {signal.SIGINT}
+    for number in others:  # not SIG_IGN, which programs inherit: helpers of backends are ended by these
+        signal.signal(number, _do_nothing)
+        signal.siginterrupt(number, False)
+
+    def restore() -> None:
+        for number in others:
+            signal.signal(number, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=restore)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # blocked by the parent, from the first moment
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    pass
 
 
 def _set_signal_of_parents_death(number: int) -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
 
-from offload_core.runtime.companion_child import ProcessLimits, StartMessage
+from offload_core.runtime.companion_child import GROUP_SIGNALS, ProcessLimits, StartMessage
 
 logger = logging.getLogger(__name__)
 
@@ -134,8 +134,8 @@ class CompanionProcess:
     # The methods below run on the thread that owns the process.
 
     def _own(self) -> None:
-        # The child inherits this. It would otherwise die of a Ctrl-C before it can ignore one.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # The child inherits this. It would otherwise die of a signal to the group before it can ignore one.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
         try:
             process = self._start_process()
         except Exception as error:

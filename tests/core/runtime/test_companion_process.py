@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from offload_core.runtime.companion_child import ProcessLimits, StartMessage
+from offload_core.runtime.companion_child import GROUP_SIGNALS, ProcessLimits, StartMessage
 from offload_core.runtime.companion_process import CompanionProcess, describe_end
 from tests.support.polling import wait_until
 from tests.support.process_state import is_running, process_state
@@ -77,7 +77,7 @@ class Companion:
     def _on_end(self, description: str) -> None:
         assert not self.process.is_alive
         assert self.process.pid is None
-        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & GROUP_SIGNALS
         self.ends.append(description)
         self.ended.set()
 
@@ -201,7 +201,7 @@ def test_without_limits_it_is_like_its_parent() -> None:
 
 LIMITED = """
 import mmap, os
-from offload_core.runtime.companion_child import ProcessLimits, _apply
+from offload_core.runtime.companion_child import GROUP_SIGNALS, ProcessLimits, _apply
 os.nice(5)
 niceness = os.getpriority(os.PRIO_PROCESS, 0)
 _apply(ProcessLimits(memory_bytes=256 << 20))
@@ -330,15 +330,22 @@ def test_a_process_is_not_gone_while_one_of_its_threads_lives() -> None:
         assert child.end_in_words() == "was killed by SIGKILL"
 
 
-def test_an_interrupt_does_not_end_it_not_even_at_its_start() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_group_does_not_end_it_not_even_at_its_start(number: signal.Signals) -> None:
     with companion() as child:
-        os.kill(child.pid, signal.SIGINT)
+        os.kill(child.pid, number)
         report = child.report()
-        assert report["at_first"]["interrupt_blocked"]
-        assert report["interrupt_ignored"]
-        assert not report["interrupt_blocked"]
-        os.kill(child.pid, signal.SIGINT)
+        assert number in report["at_first"]["blocked"]
+        assert report["blocked"] == []
+        os.kill(child.pid, number)
         assert child.ask("ping") == b"pong"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_programs_and_forks_of_a_child_end_on_signals_as_usual(number: signal.Signals) -> None:
+    with companion() as child:
+        child.report()
+        assert child.ask(f"end helpers by {number}") == b"%d %d" % (number, number)
 
 
 def test_it_outlives_the_thread_that_asked_for_it() -> None:
