@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -93,15 +95,27 @@ class IoProcess:
             process._users += 1
             return process
 
+    @classmethod
+    def forget_all(cls) -> None:
+        """Forget the I/O processes of the process that this one is a fork of."""
+        cls._shared, cls._class_lock = {}, threading.Lock()
+
     def release(self, seconds: float) -> None:
-        """Give up one use. The last one ends the process tidily, or kills it after ``seconds``."""
+        """Give up one use. The last one ends the process tidily, or kills it after ``seconds``.
+
+        Does nothing in a fork of the process that has acquired it.
+        """
         with self._class_lock:
+            places = [place for place, process in self._shared.items() if process is self]
+            if not places:
+                return
             self._users -= 1
             if self._users > 0:
                 return
-            for place in [place for place, process in self._shared.items() if process is self]:
+            for place in places:
                 del self._shared[place]
-        self._io.submit(self._close(seconds)).result()
+        with contextlib.suppress(TimeoutError):  # a callback that hangs the loop
+            self._io.submit(self._close(seconds)).result(seconds + START_SECONDS)
         self._threads.shutdown()
 
     @property
@@ -363,3 +377,6 @@ class IoProcess:
             await asyncio.wait([self._replacing])
         if self._session is not None:
             await self._session.end(seconds)
+
+
+os.register_at_fork(after_in_child=IoProcess.forget_all)

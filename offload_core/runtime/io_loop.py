@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Awaitable, Coroutine, Iterable
 from concurrent.futures import Future
@@ -19,7 +20,10 @@ _STOP_SECONDS = 1.0
 
 
 class IoLoop:
-    """The process's event loop on a daemon thread. Both halves of the connector share it."""
+    """The process's event loop on a daemon thread. Both halves of the connector share it.
+
+    A fork of the process has no such thread, so its first user starts another loop.
+    """
 
     _shared: IoLoop | None = None
     _users = 0
@@ -39,13 +43,22 @@ class IoLoop:
             cls._users += 1
             return cls._shared
 
+    @classmethod
+    def forget(cls) -> None:
+        """Forget the loop of the process that this one is a fork of."""
+        cls._shared, cls._users, cls._class_lock = None, 0, threading.Lock()
+
     def release(self) -> None:
         """Give up one use of the loop. After the last release the loop stops when its tasks have ended.
+
+        Does nothing in a fork of the process that has acquired it.
 
         A task may wait for a hung thread. The loop then goes on behind the caller, on its daemon thread.
         """
         cls = type(self)
         with cls._class_lock:
+            if cls._shared is not self:
+                return
             cls._users -= 1
             if cls._users > 0:
                 return
@@ -71,6 +84,9 @@ class IoLoop:
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start ``coroutine`` on the loop. May be called on any thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+
+os.register_at_fork(after_in_child=IoLoop.forget)
 
 
 def log_unexpected(future: Future[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,7 @@ class WorkerHalf:
         self._planner = planner
         self._rank: int = vllm_config.parallel_config.rank
         self.counters = Counters()
+        self._pid = os.getpid()
         self._io: IoLoop | None = None
         self._processes: IoProcesses | None = None
         self._staging_memory: SharedMemory | None = None
@@ -296,9 +298,9 @@ class WorkerHalf:
     def shutdown(self) -> None:
         """Wait for pending stores, at most ``shutdown_timeout_seconds``, and release the tiers.
 
-        Idempotent; a hung medium cannot delay it longer.
+        Idempotent; a hung medium cannot delay it longer. Does nothing in a fork of the worker, as at the fork's end.
         """
-        if self._engine is None or self._io is None:
+        if self._engine is None or self._io is None or self._pid != os.getpid():
             return
         self._engine.drain_stores(self._config.settings.shutdown_timeout_seconds)
         self._engine.close()

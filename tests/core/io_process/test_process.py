@@ -449,6 +449,39 @@ time.sleep(600)
             engine.stdout.close()
 
 
+FORK = """
+import os, sys
+import torch
+torch.set_num_threads(1)  # a fork has none of torch's threads, and would wait for them
+from offload_core.runtime.io_loop import IoLoop
+from tests.core.io_process.rig import Rig, SECONDS
+BACKEND = {"name": "ram", "type": "cpu", "capacity": "64MiB"}
+io = IoLoop.acquire()
+rig = Rig.of(io, BACKEND)
+print(rig.store(1), flush=True)
+if (pid := os.fork()) == 0:
+    own = Rig.of(IoLoop.acquire(), BACKEND)
+    print(own.load(1), own.store(2), own.load(2), flush=True)
+    rig.processes.release(SECONDS)
+    io.release()
+    print(own.load(2), flush=True)
+    own.close()
+    own.io.release()
+    sys.exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+print(rig.load(1, 2))
+rig.close()
+io.release()
+"""
+
+
+def test_a_fork_of_the_engines_process_can_have_an_engine_of_its_own() -> None:
+    """It has the same name here, so that it joins the I/O process like any other process of an engine."""
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=SECONDS * 4)
+    lines = ["[True]", f"[{HIT!r}] [True] [{HIT!r}]", f"[{HIT!r}]", "3", f"[{HIT!r}, {HIT!r}]"]
+    assert done.stdout.splitlines() == lines, done.stderr
+
+
 def test_nothing_is_left_behind(io: IoLoop, tmp_path: Path) -> None:
     def open_files() -> int:
         gc.collect()  # a mapping has a descriptor of its own until the last view of it is gone
