@@ -13,7 +13,7 @@ import builtins
 import enum
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeGuard, TypeVar
 
 from offload_core.api import errors, events
@@ -25,6 +25,8 @@ from offload_core.tiers.storage import StoreEnd
 
 T = TypeVar("T")
 
+MAX_KEYS: Final = 8192
+"""Keys in one message; a message has a limited size."""
 VERSION: Final = 8
 """It rises with each change of a message."""
 
@@ -327,6 +329,11 @@ class Reader:
             raise ProtocolError(f"a message ends too early: {length} bytes are announced, {len(part)} follow")
         self._position += length
         return bytes(part)
+
+
+def parts_of(keys: Sequence[ObjectKey]) -> Iterator[Sequence[ObjectKey]]:
+    """Divide keys into parts that fit into one message each."""
+    return (keys[start : start + MAX_KEYS] for start in range(0, len(keys), MAX_KEYS))
 
 
 def pack_error(error: BaseException) -> bytes:

@@ -29,9 +29,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MAX_KEYS = 8192
-"""Keys in one message; a message has a limited size."""
-
 Call = Callable[[Kind, int, bytes], Awaitable[Message]]
 Tell = Callable[[Kind, int, bytes], None]
 
@@ -130,8 +127,7 @@ class RemoteStorage:
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Return, per key, whether the object is there."""
         flags: list[bool] = []
-        for start in range(0, len(keys), _MAX_KEYS):
-            part = keys[start : start + _MAX_KEYS]
+        for part in protocol.parts_of(keys):
             flags += (await self._call(Kind.CONTAINS, protocol.pack_keys(part))).flags(len(part))
         return flags
 
@@ -203,12 +199,13 @@ class RemoteStorage:
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """Remove objects."""
-        await self._call(Kind.DELETE, protocol.pack_keys(keys))
+        for part in protocol.parts_of(keys):
+            await self._call(Kind.DELETE, protocol.pack_keys(part))
 
     async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
         """Set the order of eviction; see :meth:`Backend.touch`."""
-        for start in range(0, len(keys), _MAX_KEYS):
-            part = slice(start, start + _MAX_KEYS)
+        for start in range(0, len(keys), protocol.MAX_KEYS):
+            part = slice(start, start + protocol.MAX_KEYS)
             await self._call(Kind.TOUCH, protocol.pack_keys(keys[part]) + protocol.pack_flags(spare[part]))
 
     # For the process's owner

@@ -337,7 +337,11 @@ class ObjectIO:
             reservation = await self._backend.prepare_store(names, sizes, spare)
         else:
             reservation = await self._backend.prepare_store(names, sizes)
-        self._on_eviction(self._names.keys_of(reservation.evicted))
+        try:
+            self._on_eviction(self._names.keys_of(reservation.evicted))
+        except BaseException:
+            await reservation.release()
+            raise
         return reservation
 
     async def borrow(self, wanted: Sequence[WantedObject], *, verify: bool) -> Lent[LoadOutcome]:

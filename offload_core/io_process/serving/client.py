@@ -87,13 +87,13 @@ class _UsedTier:
 
     def evicted(self, keys: Sequence[ObjectKey]) -> None:
         """See :class:`TierUser`. A store of that process has evicted them, whose answer follows on the same lane."""
-        if keys:
-            self._tell(Lane.DIRECT, Kind.EVICTED, protocol.pack_keys(keys))
+        for part in protocol.parts_of(keys):
+            self._tell(Lane.DIRECT, Kind.EVICTED, protocol.pack_keys(part))
 
     def evicted_by_others(self, keys: Sequence[ObjectKey]) -> None:
         """See :class:`TierUser`."""
-        if keys:
-            self._tell(Lane.LOOP, Kind.EVICTED_BY_OTHERS, protocol.pack_keys(keys))
+        for part in protocol.parts_of(keys):
+            self._tell(Lane.LOOP, Kind.EVICTED_BY_OTHERS, protocol.pack_keys(part))
 
     def stuck_threads_changed(self, change: int) -> None:
         """See :class:`TierUser`."""

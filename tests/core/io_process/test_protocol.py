@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -14,6 +16,8 @@ from offload_core.api.errors import BackendError, ConfigError, PluginError
 from offload_core.api.keys import ObjectKey
 from offload_core.io_process import protocol
 from offload_core.io_process.protocol import Kind, Piece, ProtocolError, Reader
+from offload_core.io_process.serving.client import _UsedTier
+from offload_core.io_process.serving.tier import ServedTier
 from offload_core.tiers.calls.lent_objects import WantedObject
 from offload_core.tiers.object_io import LoadEnd
 from offload_core.tiers.storage import StoreEnd
@@ -168,3 +172,19 @@ def test_an_event_is_the_same_on_the_other_side(keys: list[ObjectKey], count: in
 def test_a_damaged_event_is_an_error_with_a_name(body: bytes) -> None:
     with pytest.raises(ProtocolError, match="event"):
         read(body).event()
+
+
+def test_the_evictions_of_one_store_fit_into_messages() -> None:
+    class Tier:
+        def make_storage(self, user: object, half: str) -> None:
+            pass
+
+    evicted = [ObjectKey("ab" * 32, "full-u16", number.to_bytes(32, "big")) for number in range(34_000)]
+    told: list[bytes] = []
+    used = _UsedTier(0, cast("ServedTier", Tier()), "", lambda lane, kind, body: told.append(body))
+    for tell in (used.evicted, used.evicted_by_others):
+        tell(evicted)
+        parts = [Reader(memoryview(body)).keys() for body in told]
+        assert list(chain.from_iterable(parts)) == evicted
+        assert max(map(len, told)) < 1_000_000
+        told.clear()
