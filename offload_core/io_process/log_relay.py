@@ -36,7 +36,11 @@ class LogSender(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send one record, with the text of its exception."""
-        sent = {"log": [record.name, record.levelno, self.format(record)[:_MAX_TEXT]]}
+        try:
+            sent = {"log": [record.name, record.levelno, self.format(record)[:_MAX_TEXT]]}
+        except Exception:  # its arguments do not fit its text
+            self.handleError(record)
+            return
         for end in self._ends.copy():
             try:
                 end.send(sent)
