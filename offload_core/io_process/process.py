@@ -203,6 +203,8 @@ class IoProcess:
                 self._io.submit(self._reopen(storage, session)).add_done_callback(log_unexpected)
             else:
                 storage.reopened()
+        if session.is_killed:  # before it was this object's session, and so nobody was told
+            self._ended(session, "has ended")
 
     async def _prepare(self, session: Session) -> None:
         """Give a new process the tiers and the staging memory, also those that come meanwhile."""

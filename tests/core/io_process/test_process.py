@@ -23,6 +23,7 @@ from offload_core.api.backend import LoadOutcome
 from offload_core.api.errors import ConfigError
 from offload_core.io_process import process
 from offload_core.io_process.life.companion import WITHHELD
+from offload_core.io_process.session import Session
 from offload_core.runtime.io_loop import IoLoop
 from tests.core.io_process.rig import OBJECT_BYTES, SECONDS, Rig, content, key
 from tests.support.plugin_site import Site
@@ -297,6 +298,25 @@ def test_a_process_that_ends_before_the_tiers_are_made_does_not_end_the_start(ma
     rig = make(disk(tmp_path))
     assert rig.store(1) == [True]
     assert rig.load(1) == [HIT]
+
+
+def test_a_process_that_ends_right_after_its_greeting_is_replaced(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, ended = Session.start, []
+
+    async def start(session: Session, seconds: float) -> None:
+        await original(session, seconds)
+        if not ended:
+            assert session.pid is not None
+            ended.append(session.pid)
+            os.kill(session.pid, signal.SIGKILL)
+            await session._over.wait()
+
+    monkeypatch.setattr(Session, "start", start)
+    rig = make(disk(tmp_path))
+    assert rig.store(1) == [True]
+    assert rig.pid not in ended
 
 
 def test_an_engine_that_gets_no_process_is_told_so(
