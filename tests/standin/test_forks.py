@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 from tests.standin.rig import Rig
 from tests.standin.test_faults import prompt
@@ -17,7 +18,8 @@ def test_the_end_of_a_fork_leaves_the_tiers_of_the_engine_alone(rig: Rig) -> Non
     rig.run(engine, prompt(model))
     if (pid := os.fork()) == 0:
         for worker in engine.workers:
-            worker.connector.shutdown()  # which atexit calls too
+            connector: Any = worker.connector
+            connector.shutdown()  # which atexit calls too
         os._exit(3)
     ends: list[int] = []
 

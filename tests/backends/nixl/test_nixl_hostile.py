@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ def test_i3_after_the_announcement_of_its_end_requests_of_a_child_end_with_it(ho
         backend = hostile("ending")
         await backend.open()
         child, pid = backend._supervisor.child(), backend.child_pid
+        work: Coroutine[Any, Any, Any]
         if operation == "load":
             work = asyncio.to_thread(load_batch, child, [key(1)], [memoryview(bytearray(100))], 9.0, in_place=True)
         else:

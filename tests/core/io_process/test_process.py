@@ -303,7 +303,8 @@ def test_a_process_that_ends_before_the_tiers_are_made_does_not_end_the_start(ma
 def test_a_process_that_ends_right_after_its_greeting_is_replaced(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, ended = Session.start, []
+    original = Session.start
+    ended: list[int] = []
 
     async def start(session: Session, seconds: float) -> None:
         await original(session, seconds)
