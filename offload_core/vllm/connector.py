@@ -39,6 +39,7 @@ from offload_core.vllm.model.refusals import (
     block_hash_problem,
     changing_weights_problem,
     misaligned_states_problem,
+    refuse_unhashed_media,
 )
 from offload_core.vllm.scheduler.half import SchedulerHalf
 from offload_core.vllm.worker.half import WorkerHalf
@@ -61,7 +62,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     Raises at construction:
         ConfigError: the configuration has problems, or an engine that only stores has no tier that stores.
-        PlanError: offloading does not support the model or the chunk size.
+        PlanError: offloading does not support the model, the chunk size, or vLLM's settings for images.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -69,6 +70,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         transfer_config, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._ranks_per_stage: int = parallel.tensor_parallel_size
         config = load_config(transfer_config.kv_connector_extra_config)
+        refuse_unhashed_media(vllm_config)
         planner = build_planner(vllm_config, kv_cache_config, config.settings.hybrid_chunk_size)
         self._scheduler_half: SchedulerHalf | None = None
         self._worker_half: WorkerHalf | None = None

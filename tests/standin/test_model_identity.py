@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import WeightTransferConfig
+from vllm.config import MultiModalConfig, VllmConfig, WeightTransferConfig
 
+from offload_core.api.errors import PlanError
 from tests.standin.rig import Rig
+from tests.support.standin import engine as standin_engine
 from tests.support.standin.engine import StandInEngine
 from tests.support.standin.geometries import MODELS
 
@@ -65,3 +67,22 @@ def test_hashes_that_can_be_forged_are_one_warning(
         rig.end(rig.engine(MODELS["gpt_oss"](), ranks=2, prefix_caching_hash_algo="xxhash"))
     warnings = [record.getMessage() for record in caplog.records if "cryptographic" in record.getMessage()]
     assert len(warnings) == 1
+
+
+@pytest.mark.parametrize(("cache_gb", "prefix_caching", "refused"), [(0, False, True), (0, True, False), (4, False, False)])
+def test_images_that_vllm_numbers_are_refused(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, cache_gb: float, prefix_caching: bool, refused: bool
+) -> None:
+    make = standin_engine.make_vllm_config
+
+    def make_multimodal(*arguments: Any) -> VllmConfig:
+        config = make(*arguments)
+        config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=cache_gb)
+        return config
+
+    monkeypatch.setattr(standin_engine, "make_vllm_config", make_multimodal)
+    if refused:
+        with pytest.raises(PlanError, match="--enable-prefix-caching, or leave --mm-processor-cache-gb out"):
+            rig.engine(MODELS["mla"](), enable_prefix_caching=prefix_caching)
+    else:
+        rig.end(rig.engine(MODELS["mla"](), enable_prefix_caching=prefix_caching))

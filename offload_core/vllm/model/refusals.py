@@ -1,4 +1,4 @@
-"""Settings of vLLM with which stored prefixes are not safe, or rarely found again; each is a warning at start."""
+"""Settings of vLLM with which stored prefixes are not safe, or rarely found again: refusals and warnings at start."""
 
 from __future__ import annotations
 
@@ -7,10 +7,31 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
+from offload_core.api.errors import PlanError
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
+
+
+def refuse_unhashed_media(vllm_config: VllmConfig) -> None:
+    """Refuse an engine whose block hashes do not contain the content of images, audio and videos.
+
+    With both caches off, vLLM numbers these inputs in place of hashing them. The numbers begin again at each start, and
+    on each host. So another image would get the objects of the first one.
+
+    Raises:
+        PlanError: the model is multimodal, and both of vLLM's caches are off.
+    """
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal is None or multimodal.mm_processor_cache_gb > 0 or vllm_config.cache_config.enable_prefix_caching:
+        return
+    raise PlanError(
+        "mm_processor_cache_gb is 0 and prefix caching is off, so vLLM numbers images in place of hashing them, and "
+        "another image would get the KV cache of the first one; start vLLM with --enable-prefix-caching, or leave "
+        "--mm-processor-cache-gb out"
+    )
 
 
 def block_hash_problem(vllm_config: VllmConfig) -> str | None:
