@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -64,13 +65,15 @@ class HybridOffloadPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        # Each report goes to one of the API servers, so a gauge is the sum of the changes that all of them got.
+        gauge = partial(self._gauge_cls, multiprocess_mode="sum")
         self._metrics = {
             name: metric(
                 name=f"{self.prefix}{name}",
                 documentation=f"offload-core: {text}.",
                 labelnames=[*labelnames, self.label],
             )
-            for metric, table in ((self._counter_cls, self.counters), (self._gauge_cls, self.gauges))
+            for metric, table in ((self._counter_cls, self.counters), (gauge, self.gauges))
             for name, text in table.items()
         }
         for name, text in self.histograms.items():

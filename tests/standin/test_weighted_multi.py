@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from tests.standin.rig import NEVER_SECONDS, Rig
 from tests.standin.scripted_disk import CALLS, Script
 from tests.support.standin.geometries import MODELS, StandInModel
-from tests.support.standin.workload import check_outputs, make_workload, repeated_work
+from tests.support.standin.workload import check_outputs, make_workload, reference, repeated_work
 
 NAMES = ["gemma3", "qwen3_next", "deepseek_v4"]
 SOON: dict[str, Any] = {"lookup_timeout_seconds": "100ms", "lookup_grace_seconds": "50ms"}
@@ -122,3 +123,36 @@ def test_random_work_with_objects_kept_at_hand(rig: Rig, model: StandInModel) ->
         counters += engine.counters
         rig.end(engine)
     assert counters["loads_within_step|ram"] > 10, counters
+
+
+@pytest.mark.parametrize(("policy", "end"), [("recompute", "length"), ("fail", "error")])
+def test_stock_multi_connector_recomputes_only_if_its_own_policy_says_so(
+    rig: Rig, caplog: pytest.LogCaptureFixture, policy: str, end: str
+) -> None:
+    model = MODELS["gemma3"]()
+    prompt = [3 + i % 997 for i in range(2 * model.chunk_tokens + 5)]
+    entry = ours(rig, model, "a")
+    del entry["name"], entry["load_weight"]  # keys of WeightedMultiConnector alone
+    stock: dict[str, Any] = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_module_path": None,
+        "kv_connector_extra_config": {"connectors": [entry]},
+        "kv_load_failure_policy": policy,
+    }
+    with caplog.at_level(logging.INFO, "offload_core"):
+        first = rig.engine(model, **stock)
+    assert "Behind vLLM's MultiConnector this has no effect: set it in MultiConnector's own entry" in caplog.text
+    rig.run(first, prompt)
+    rig.end(first)
+    damaged = list((rig.kv.parent / "disk-a").rglob("*.kv"))
+    assert damaged
+    for path in damaged:
+        path.write_bytes(b"damaged")
+
+    engine = rig.engine(model, **stock)
+    request = engine.add(prompt, 4)
+    rig.step_until(engine, lambda: request in engine.finished)
+    rig.drain(engine)
+    assert engine.counters["load_corrupt|disk-a"] > 0
+    assert engine.finished[request] == end
+    assert engine.outputs[request] == (reference(tuple(prompt), 4) if end == "length" else [])
