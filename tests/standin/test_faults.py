@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
+from vllm.lora.request import LoRARequest
 
 from offload_core.memory.block_copier import BlockSlice, CpuBlockCopier, OnPart
 from offload_core.memory.payload_layout import PackLayout
 from tests.standin.rig import Rig
 from tests.standin.scripted_disk import Script
+from tests.support.damage import flipped
+from tests.support.lora_folder import write_lora
 from tests.support.standin.cache import WrongBytesError
 from tests.support.standin.engine import StandInEngine
 from tests.support.standin.geometries import MODELS, StandInModel
@@ -228,6 +232,43 @@ def test_failed_loads_do_not_stop_the_engine(rig: Rig) -> None:
     engine = rig.engine(model)
     requests = [engine.add(tokens, 4) for tokens in long]
     rig.step_until(engine, lambda: all(request in engine.finished for request in requests))
+
+
+def test_a_failed_load_that_waits_for_another_adapter_holds_nobody_up(
+    rig: Rig, tmp_path: Path, model_folder: Path
+) -> None:
+    model = MODELS["mla"]()
+    adapters = [
+        LoRARequest(name, number, str(write_lora(tmp_path / name, model_folder, seed=number)))
+        for number, name in enumerate(("one", "two"), 1)
+    ]
+    one_at_a_time = {"enable_lora": True, "max_loras": 1}
+    first = rig.engine(model, **one_at_a_time)
+    request = first.add(prompt(model), 1, lora_request=adapters[0])
+    rig.step_until(first, lambda: request in first.finished, max_steps=20_000)
+    rig.drain(first)
+    damaged = list(rig.kv.rglob("*.kv"))
+    rig.run(first, prompt(model, 1))
+    rig.end(first)
+    assert damaged
+    for path in damaged:
+        path.write_bytes(flipped(path.read_bytes()))
+
+    engine = rig.engine(model, Script(0, shut={"load_into"}), **one_at_a_time)
+    failed = engine.add(prompt(model), 1, lora_request=adapters[0])
+    rig.step_until(engine, lambda: rig.script.held["load_into"], max_steps=20_000)
+    running = engine.add([5] * 10, 1500, lora_request=adapters[1])
+    rig.step_until(engine, lambda: engine.states()[running] == "RUNNING", max_steps=20_000)
+    rig.open()
+    rig.step_until(engine, lambda: engine.states()[failed] == "WAITING")
+    other = engine.add(prompt(model, 1), 1)
+    rig.step_until(engine, lambda: other in engine.finished)
+    assert external(engine, other) == 2 * model.chunk_tokens
+    assert (engine.states()[failed], engine.states()[running]) == ("WAITING", "RUNNING")
+    engine.abort(running)
+    rig.step_until(engine, lambda: failed in engine.finished)
+    assert engine.outputs[failed] == reference(tuple(prompt(model)), 1)
+    rig.drain(engine)
 
 
 @pytest.mark.parametrize("broken", ["scatter nothing", "scatter elsewhere", "gather a wrong byte"])

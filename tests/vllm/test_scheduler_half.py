@@ -337,6 +337,52 @@ def test_others_wait_for_a_request_whose_load_failed_until_it_has_blocks_again(h
     assert half.matched(other) == 64, "a second load, however long it takes, holds nobody up"
 
 
+@pytest.mark.parametrize(("missing_blocks", "held"), [(0, False), (1, True)])
+def test_others_load_beside_a_request_whose_load_failed_if_there_are_blocks_for_all(
+    half: Half, missing_blocks: int, held: bool
+) -> None:
+    """The request may wait for something else, such as the adapter of a running one."""
+    half.follow(request("a"))
+    half.follow(request("x", family=1))
+    half.store(a=80, x=80)
+    needs = 80 // BLOCK + 3  # of each request: its tokens, and the engine's additions
+    pool: Any = SimpleNamespace(get_num_free_blocks=lambda: 2 * needs - missing_blocks)
+    half.half.bind_block_pool(pool, 1, backfills=False)
+    first = half.follow(request("b"))
+    half.load(first, half.matched(first))
+    half.step()
+    half.half.take_output({"b"}, {"b"}, None)
+
+    other = half.follow(request("y", family=1))
+    if held:
+        for _ in range(20):
+            assert half.half.matched_tokens(other, 0) is None
+            half.step()
+        half.step(b=16)
+    assert half.matched(other) == 64
+
+
+def test_loads_under_way_count_among_the_blocks_that_others_need(half: Half) -> None:
+    for family in range(3):
+        half.follow(request(f"a{family}", family=family))
+    half.store(a0=80, a1=80, a2=80)
+    free = SimpleNamespace(blocks=90)
+    pool: Any = SimpleNamespace(get_num_free_blocks=lambda: free.blocks)
+    half.half.bind_block_pool(pool, 1, backfills=False)
+    first, second, third = (half.follow(request(f"b{family}", family=family)) for family in range(3))
+    for item in (first, second):
+        half.load(item, half.matched(item))
+    half.step()
+    half.half.take_output({"b0"}, {"b0"}, None)
+    needs = 80 // BLOCK + 3
+    free.blocks = 2 * needs  # enough for the failed one and the third, but the second needs more than it holds
+    for _ in range(20):
+        assert half.half.matched_tokens(third, 0) is None
+        half.step()
+    half.step(b1=16)
+    assert half.matched(third) == 64
+
+
 def test_no_load_begins_while_a_request_whose_load_failed_waits_for_others_loads_to_end(half: Half) -> None:
     half.follow(request("a", tokens=1520))
     for family in (1, 2):

@@ -61,6 +61,15 @@ class BlockHolders:
         """True if the failure of any load is withheld."""
         return any(holder.failed for holder in self._holders.values())
 
+    @property
+    def lacking_blocks(self) -> int:
+        """Number of blocks that all holders together still need to run, at most."""
+        return sum(max(0, holder.needed_blocks - holder.blocks) for holder in self._holders.values())
+
+    def needed_blocks(self, request_ids: Collection[str]) -> dict[str, int]:
+        """Return the blocks that each of the holders among some requests needs to run, at most."""
+        return {name: self._holders[name].needed_blocks for name in request_ids if name in self._holders}
+
     def remove(self, request_ids: Collection[str]) -> None:
         """Remove requests that run, have finished, or whose failure is reported."""
         if self._holders:

@@ -146,7 +146,7 @@ class SchedulerHalf:
         """Use the engine's block pool for stores that wait and for loads: with ``backfills`` to load states alone."""
         self._store_plan.bind_block_pool(block_pool)
         if self._engine_options.load:
-            self._offers.bind(block_pool, backfills=backfills)
+            self._offers.bind(block_pool, num_groups, backfills=backfills)
             self._new_loads.bind(block_pool, num_groups)
 
     def announce_content(self, kv_cache_config: KVCacheConfig, resync_seconds: float | None) -> None:
@@ -282,7 +282,7 @@ class SchedulerHalf:
             self._kept_loads.ended(state.job_id)
             self._offers.load_ended(state)
         if failed:
-            self._offers.recompute(request_id for request_id in failed if request_id in self._block_holders)
+            self._offers.recompute(self._block_holders.needed_blocks(failed))
             self._block_holders.remove(failed)
             self.counters.add("recomputed_requests", ALL_TIERS, len(failed))
 

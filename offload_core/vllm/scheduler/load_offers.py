@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth
 from offload_core.runtime.metrics import ALL_TIERS, Counters
 from offload_core.tiers.tier import Tier
 from offload_core.vllm.scheduler.backfill import Backfill
-from offload_core.vllm.scheduler.block_holders import BlockHolders
+from offload_core.vllm.scheduler.block_holders import BlockHolders, needed_blocks
 from offload_core.vllm.scheduler.local_cache import LocalPrefix, LocalTails
 from offload_core.vllm.scheduler.placement_plan import PlacementPlan
 from offload_core.vllm.scheduler.request_state import Offer, RequestState
@@ -70,13 +70,16 @@ class LoadOffers:
         self._load_seconds = {tier.name: tier.limits.load_timeout_seconds for tier in tiers}
         self._chunks_loading: Counter[ChunkRef] = Counter()
         self._local_tails: LocalTails | None = None
-        self._recomputing: set[str] = set()
-        """Requests whose load has failed and that have not run since."""
+        self._block_pool: BlockPool | None = None
+        self._num_groups = 0
+        self._recomputing: dict[str, int] = {}
+        """Requests whose load has failed and that have not run since, each with the blocks that it needs to run."""
         self._storage_awaited = False
         """True if a request was told in this step to ask again."""
 
-    def bind(self, block_pool: BlockPool, *, backfills: bool) -> None:
-        """Use the engine's block pool, for backfills if wanted, and to see hits that end inside a block."""
+    def bind(self, block_pool: BlockPool, num_groups: int, *, backfills: bool) -> None:
+        """Use the engine's block pool: for backfills if wanted, to see hits that end inside a block, and to see room."""
+        self._block_pool, self._num_groups = block_pool, num_groups
         if backfills:
             self._backfill.bind(block_pool)
         if self._planner.tail_packs and any(pack.policy.kind == "state" for pack in self._planner.packs):
@@ -96,7 +99,7 @@ class LoadOffers:
 
     def load_begins(self, state: RequestState, chunks: Sequence[ChunkRef]) -> None:
         """Note that the engine has accepted the offer: the request waits for a load of ``chunks``."""
-        self._recomputing.discard(state.request.request_id)  # the engine has found blocks for another load of it
+        self._recomputing.pop(state.request.request_id, None)  # the engine has found blocks for another load of it
         offer, job_id = _load_of(state)
         self._choice.load_begins(offer.tier, job_id, offer.computed_tokens, state.resumed_tokens)
         state.loading = chunks
@@ -134,7 +137,7 @@ class LoadOffers:
 
     def loaded_within_step(self, state: RequestState) -> None:
         """Note that the engine has accepted the offer, and that the request runs in this step, after its load."""
-        self._recomputing.discard(state.request.request_id)
+        self._recomputing.pop(state.request.request_id, None)
         assert state.offer is not None
         self._counters.add("loads_within_step", state.offer.tier)
         self._count_hit(state, state.offer)
@@ -151,14 +154,15 @@ class LoadOffers:
         state.job_id = None
         state.offer = state.lookup = None
 
-    def recompute(self, request_ids: Iterable[str]) -> None:
-        """Note requests that the engine recomputes, since their load has failed."""
-        self._recomputing.update(request_ids)
+    def recompute(self, needed_blocks: Mapping[str, int]) -> None:
+        """Note requests that the engine recomputes, since their load has failed, and the blocks that they need."""
+        self._recomputing.update(needed_blocks)
 
     def no_longer_recomputed(self, request_ids: Iterable[str]) -> None:
         """Note requests that run now, or have finished."""
         if self._recomputing:
-            self._recomputing.difference_update(request_ids)
+            for request_id in request_ids:
+                self._recomputing.pop(request_id, None)
 
     def end_step(self, *, may_wait: bool) -> None:
         """End an engine step.
@@ -203,11 +207,12 @@ class LoadOffers:
             return 0
         if self._recomputing:
             # vLLM reserves blocks for a request whose load has failed until it runs. It admits no load that does not
-            # fit beside all of these reservations. So other requests wait until it runs. The request itself must not
-            # wait for its own reservation.
-            if state.request.request_id not in self._recomputing:
+            # fit beside all of these reservations, and then looks at no request behind it. So if blocks are short, other
+            # requests wait until it runs. The request itself must not wait for its own reservation.
+            if state.request.request_id in self._recomputing:
+                state.offers_left -= 1
+            elif not self._has_room_beside_recomputed(state):
                 return self._ask_again(state, "load")
-            state.offers_left -= 1
         if self._block_holders.withholds_failures:  # they would wait for this load too
             return self._ask_again(state, "load")
         if self._chunks_loading and not self._chunks_loading.keys().isdisjoint(
@@ -230,6 +235,17 @@ class LoadOffers:
         state.wait.begin(reason)
         self._storage_awaited = True
         return None
+
+    def _has_room_beside_recomputed(self, state: RequestState) -> bool:
+        """Return whether there are free blocks for a request, and for all that hold blocks or will be recomputed.
+
+        A request whose load has failed may wait for something else than blocks, for as long as others run.
+        """
+        if self._block_pool is None:
+            return False
+        reserved = sum(self._recomputing.values()) + self._block_holders.lacking_blocks
+        free_blocks: int = self._block_pool.get_num_free_blocks()
+        return free_blocks >= reserved + needed_blocks(self._planner, state.request, self._num_groups)
 
     def _end_load(self, state: RequestState, *, measured: bool) -> None:
         """Tell the choice that a load has ended, unless it knows that already."""
