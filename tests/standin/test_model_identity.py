@@ -69,7 +69,9 @@ def test_hashes_that_can_be_forged_are_one_warning(
     assert len(warnings) == 1
 
 
-@pytest.mark.parametrize(("cache_gb", "prefix_caching", "refused"), [(0, False, True), (0, True, False), (4, False, False)])
+@pytest.mark.parametrize(
+    ("cache_gb", "prefix_caching", "refused"), [(0, False, True), (0, True, False), (4, False, False)]
+)
 def test_images_that_vllm_numbers_are_refused(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, cache_gb: float, prefix_caching: bool, refused: bool
 ) -> None:

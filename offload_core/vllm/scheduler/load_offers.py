@@ -78,7 +78,7 @@ class LoadOffers:
         """True if a request was told in this step to ask again."""
 
     def bind(self, block_pool: BlockPool, num_groups: int, *, backfills: bool) -> None:
-        """Use the engine's block pool: for backfills if wanted, to see hits that end inside a block, and to see room."""
+        """Use the engine's block pool: for backfills if wanted, for hits that end inside a block, and to see room."""
         self._block_pool, self._num_groups = block_pool, num_groups
         if backfills:
             self._backfill.bind(block_pool)
@@ -207,8 +207,8 @@ class LoadOffers:
             return 0
         if self._recomputing:
             # vLLM reserves blocks for a request whose load has failed until it runs. It admits no load that does not
-            # fit beside all of these reservations, and then looks at no request behind it. So if blocks are short, other
-            # requests wait until it runs. The request itself must not wait for its own reservation.
+            # fit beside all of these reservations, and then looks at no request behind it. So if blocks are short,
+            # other requests wait until it runs. The request itself must not wait for its own reservation.
             if state.request.request_id in self._recomputing:
                 state.offers_left -= 1
             elif not self._has_room_beside_recomputed(state):
