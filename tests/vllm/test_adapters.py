@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from vllm.lora.request import LoRARequest
 
+from offload_core.vllm.model import lora
 from offload_core.vllm.model.lora import Adapter, AdapterIdentities
 
 SECONDS = 30.0
@@ -27,6 +29,32 @@ def identities(folder: Path) -> Iterator[AdapterIdentities]:
     made = AdapterIdentities(SECONDS, started_ns=_changed_ns(folder))
     yield made
     made.shutdown()
+
+
+class DeadMount:
+    """A folder whose calls hang until ``back`` is set."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = path
+        self.back = threading.Event()
+        self.asked = threading.Event()
+        self.calls = 0
+        self._answer = lora._signature
+        monkeypatch.setattr(lora, "_signature", self._signature)
+
+    def _signature(self, folder: Path) -> lora.Signature:
+        if folder == self.path:
+            self.calls += 1
+            self.asked.set()
+            assert self.back.wait(2 * SECONDS)
+        return self._answer(folder)
+
+
+@pytest.fixture
+def dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeadMount]:
+    made = DeadMount(_write(tmp_path / "dead", b"far away"), monkeypatch)
+    yield made
+    made.back.set()
 
 
 def _changed_ns(folder: Path) -> int:
@@ -128,4 +156,45 @@ def test_no_request_waits_longer_than_the_limit(folder: Path) -> None:
     identities = AdapterIdentities(0.0)
     adapter = identities.of(_lora(folder))
     assert not adapter.pending
+    identities.shutdown()
+
+
+def test_a_folder_that_hangs_delays_no_other_adapter(folder: Path, dead: DeadMount) -> None:
+    identities = AdapterIdentities(SECONDS, started_ns=time.time_ns())
+    hung = identities.of(_lora(dead.path))
+    assert dead.asked.wait(SECONDS)
+    assert _settled(identities.of(_lora(folder))).usable
+    assert hung.pending
+    identities.shutdown()
+
+
+def test_requests_share_the_next_look_at_a_folder_that_hangs(dead: DeadMount) -> None:
+    identities = AdapterIdentities(SECONDS, started_ns=time.time_ns())
+    first = identities.of(_lora(dead.path))
+    assert dead.asked.wait(SECONDS)
+    others = [identities.of(_lora(dead.path)) for _ in range(100)]
+    assert dead.calls == 1
+    dead.back.set()
+    assert len({_settled(adapter).digest for adapter in (first, *others)}) == 1
+    assert dead.calls == 3, "before and after the files were read, and once more for all others"
+    identities.shutdown()
+
+
+def test_a_folder_that_hangs_makes_requests_wait_once_and_is_one_warning(
+    dead: DeadMount, caplog: pytest.LogCaptureFixture
+) -> None:
+    identities = AdapterIdentities(0.05, started_ns=time.time_ns())
+    late = [identities.of(_lora(dead.path))]
+    assert dead.asked.wait(SECONDS)
+    late.append(identities.of(_lora(dead.path)))
+    for adapter in late:
+        _settled(adapter)
+    late.append(identities.of(_lora(dead.path)))
+    assert not late[-1].pending
+    assert not any(adapter.usable for adapter in late)
+    assert caplog.text.count("its files were not read within 0.05 s (lookup_timeout_seconds)") == 1
+    dead.back.set()
+    limit = time.monotonic() + SECONDS
+    while not identities.of(_lora(dead.path)).usable:
+        assert time.monotonic() < limit
     identities.shutdown()

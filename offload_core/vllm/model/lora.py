@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,20 +22,33 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CLOCK_TICK_NS = 20_000_000  # file systems stamp files with a clock that ticks every 4 to 10 ms
+_MAX_THREADS = 16  # a folder on a dead mount can hold its thread for ever
 Signature = tuple[tuple[str, int, int, int], ...]
+_Key = tuple[str, bool]  # a folder's path, and whether vLLM reloads it in place
 
 
 class Adapter:
-    """A request's adapter. Its digest may still be in preparation."""
+    """A request's adapter. Its digest may still be in preparation.
 
-    def __init__(self, future_digest: Future[str], deadline: float) -> None:
+    Args:
+        deadline: end of the wait for the digest, by the monotonic clock in seconds.
+        on_late: called each time that the digest is asked for behind the deadline and is not there.
+    """
+
+    def __init__(self, future_digest: Future[str], deadline: float, on_late: Callable[[], None]) -> None:
         self._future_digest = future_digest
         self._deadline = deadline
+        self._on_late = on_late
 
     @property
     def pending(self) -> bool:
         """True while the digest is in preparation and the wait for it has not timed out."""
-        return not self._future_digest.done() and time.monotonic() < self._deadline
+        if self._future_digest.done():
+            return False
+        if time.monotonic() < self._deadline:
+            return True
+        self._on_late()
+        return False
 
     @property
     def usable(self) -> bool:
@@ -46,7 +62,10 @@ class Adapter:
 
 
 class AdapterIdentities:
-    """Computes adapters' digests on a separate thread, never on the engine's.
+    """Computes adapters' digests on separate threads, never on the engine's.
+
+    A folder has at most one thread at a time, so that one that hangs delays no other; there are up to 16 threads.
+    Requests that come while a folder is read share one more look at it, which begins after they have come.
 
     vLLM does not tell the time at which it reads an adapter's files. The weights are certain only if the files have not
     changed since the start of this engine. Requests with other adapters are served without offloading.
@@ -60,18 +79,55 @@ class AdapterIdentities:
         self._wait_seconds = wait_seconds
         self._started_ns = time.time_ns() - _CLOCK_TICK_NS if started_ns is None else started_ns
         self._digests: dict[tuple[str, Signature], str] = {}
-        self._file_digests = FileDigests.of_user()
         self._warned: set[str] = set()
-        self._thread = DaemonExecutor(1, "offload-adapters")
+        self._late: set[str] = set()
+        self._lock = threading.Lock()
+        self._waiting: dict[_Key, Future[str]] = {}
+        """Digests whose preparation has not begun."""
+        self._began: dict[_Key, float] = {}
+        """The folders that have a thread or wait for one, with the begin of the latest look or wait, in seconds."""
+        self._threads = DaemonExecutor(_MAX_THREADS, "offload-adapters")
 
     def of(self, lora: LoRARequest) -> Adapter:
-        """Start to identify the adapter of a request."""
-        future_digest = self._thread.submit(self._digest, Path(lora.lora_path), bool(lora.load_inplace))
-        return Adapter(future_digest, time.monotonic() + self._wait_seconds)
+        """Start to identify the adapter of a request.
+
+        A request does not wait for a folder that has kept an earlier request waiting for ``wait_seconds``.
+        """
+        key = (str(lora.lora_path), bool(lora.load_inplace))
+        with self._lock:
+            future_digest = self._waiting.setdefault(key, Future())
+            idle = key not in self._began
+            began = self._began.setdefault(key, time.monotonic())
+        if idle:
+            self._threads.submit(self._work, key)
+        return Adapter(future_digest, began + self._wait_seconds, partial(self._warn_of_late, key[0]))
 
     def shutdown(self) -> None:
-        """End the thread once it is idle."""
-        self._thread.shutdown()
+        """End the threads once they are idle."""
+        self._threads.shutdown()
+
+    def _work(self, key: _Key) -> None:
+        folder, in_place = key
+        while True:
+            with self._lock:
+                future_digest = self._waiting.pop(key, None)
+                if future_digest is None:
+                    del self._began[key]
+                    return
+                self._began[key] = time.monotonic()
+            try:
+                future_digest.set_result(self._digest(Path(folder), in_place))
+            except BaseException as error:
+                future_digest.set_exception(error)
+
+    def _warn_of_late(self, folder: str) -> None:
+        if folder not in self._late:
+            self._late.add(folder)
+            logger.warning(
+                "LoRA adapter %s: its files were not read within %g s (lookup_timeout_seconds); until they are read, "
+                "requests are served without offloading",
+                folder, self._wait_seconds,
+            )  # fmt: skip
 
     def _digest(self, folder: Path, in_place: bool) -> str:
         problem = "it is reloaded in place (load_inplace)" if in_place else None
@@ -82,7 +138,7 @@ class AdapterIdentities:
             if problem is None:
                 key = (str(folder), signature)
                 if key not in self._digests:
-                    digest = fingerprint({"adapter": files_identity(folder, self._file_digests)})
+                    digest = fingerprint({"adapter": files_identity(folder, FileDigests.of_user())})
                     if _signature(folder) == signature:
                         self._digests[key] = digest
                     else:
