@@ -231,7 +231,9 @@ def test_the_engine_recomputes_if_a_connector_needs_it() -> None:
 
 def test_the_recipe_of_the_document_starts() -> None:
     (command,) = (
-        block for block in blocks((ROOT / "docs" / "multi-connector.md").read_text()) if "vllm serve" in block
+        block
+        for block in blocks((ROOT / "docs" / "multi-connector.md").read_text())
+        if "WeightedMultiConnector" in block
     )
     words = shlex.split(command)
     config = engine_config()
