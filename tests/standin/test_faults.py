@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -242,7 +243,7 @@ def test_a_failed_load_that_waits_for_another_adapter_holds_nobody_up(
         LoRARequest(name, number, str(write_lora(tmp_path / name, model_folder, seed=number)))
         for number, name in enumerate(("one", "two"), 1)
     ]
-    one_at_a_time = {"enable_lora": True, "max_loras": 1}
+    one_at_a_time: dict[str, Any] = {"enable_lora": True, "max_loras": 1}
     first = rig.engine(model, **one_at_a_time)
     request = first.add(prompt(model), 1, lora_request=adapters[0])
     rig.step_until(first, lambda: request in first.finished, max_steps=20_000)

@@ -13,6 +13,7 @@ from vllm.config import MultiModalConfig, VllmConfig, WeightTransferConfig
 from offload_core.api.errors import PlanError
 from tests.standin.rig import Rig
 from tests.support.standin import engine as standin_engine
+from tests.support.standin.config import make_vllm_config
 from tests.support.standin.engine import StandInEngine
 from tests.support.standin.geometries import MODELS
 
@@ -75,10 +76,8 @@ def test_hashes_that_can_be_forged_are_one_warning(
 def test_images_that_vllm_numbers_are_refused(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, cache_gb: float, prefix_caching: bool, refused: bool
 ) -> None:
-    make = standin_engine.make_vllm_config
-
     def make_multimodal(*arguments: Any) -> VllmConfig:
-        config = make(*arguments)
+        config = make_vllm_config(*arguments)
         config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=cache_gb)
         return config
 
