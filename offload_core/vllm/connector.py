@@ -78,9 +78,13 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_half = WorkerHalf(vllm_config, kv_cache_config, config, planner)
             return
         # A failed load is a miss, never a failed request (invariant I5). The scheduler reads this after the connector
-        # has been built; vLLM's own default is "fail".
+        # has been built; vLLM's own default is "fail". MultiConnector gives each connector a copy of its own, though.
         if transfer_config.kv_load_failure_policy != "recompute":
-            logger.info("setting kv_load_failure_policy to 'recompute': a failed load must not fail its request")
+            logger.info(
+                "setting kv_load_failure_policy to 'recompute': a failed load must not fail its request. Behind "
+                "vLLM's MultiConnector this has no effect: set it in MultiConnector's own entry, or a failed load "
+                "fails its request"
+            )
             transfer_config.kv_load_failure_policy = "recompute"
         loads, stores = transfer_config.is_kv_consumer, transfer_config.is_kv_producer
         nothing_stored = nothing_stored_problem(tier.common.write_policy for tier in config.tiers) if stores else None
