@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from offload_core.runtime.metrics import BUCKET_SECONDS, COUNTERS, GAUGES, HISTOGRAMS, Counters
 from offload_core.vllm.metrics import HybridOffloadPromMetrics, HybridOffloadStats
@@ -42,6 +47,36 @@ def test_gauges_go_up_and_down_and_counters_up(shown: HybridOffloadPromMetrics, 
     for change, left in ((-1, 2), (-2, 0)):
         shown.observe(HybridOffloadStats.from_counts({("breaker_open", "nvme"): change}).data)
         assert value(registry, "breaker_open", "nvme") == left
+
+
+API_SERVERS = """
+import os
+import sys
+from types import SimpleNamespace
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from offload_core.vllm.metrics import HybridOffloadPromMetrics
+
+for changes in sys.argv[1:]:
+    if server := os.fork():
+        os.waitpid(server, 0)
+        continue
+    types = {metric: metric for metric in (Counter, Gauge, Histogram)}
+    metrics = HybridOffloadPromMetrics(SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]})
+    for change in changes.split():
+        metrics.observe({"pending_loads|nvme": float(change), "stores|nvme": 1})
+    os._exit(0)
+"""
+"""A process per argument, as vLLM's API servers are. Each shows the changes of a gauge in its argument."""
+
+
+def test_gauges_of_several_api_servers_are_the_sum_of_all_changes(registry: CollectorRegistry, tmp_path: Path) -> None:
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", API_SERVERS, "+3", "-1 -1"], env=environment, check=True)
+    MultiProcessCollector(registry, str(tmp_path))
+    assert value(registry, "pending_loads", "nvme") == 1
+    assert value(registry, "stores_total", "nvme") == 3
 
 
 def test_histograms_of_ranks_add_up_value_by_value(
