@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from offload_core.api.backend import StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.cli.output import note
-from offload_core.cli.tier_client import OperationError, TierClient
+from offload_core.cli.tier_client import OperationError, Stored, TierClient
 from offload_core.objects import format as object_format
 
 PROBE_NAMESPACE = "0" * 64
@@ -16,6 +19,11 @@ PROBE_NAMESPACE = "0" * 64
 
 ``prune`` and ``ls`` accept it as a fingerprint.
 """
+
+
+PROBE_PAYLOAD_BYTES = 64 * 1024
+
+_RETRY_SECONDS = 0.1
 
 
 def probe_key(pack: str) -> ObjectKey:
@@ -29,6 +37,35 @@ def sealed(key: ObjectKey, payload: bytes | memoryview) -> memoryview:
     view[object_format.HEADER_BYTES :] = payload
     object_format.seal(view, key)
     return view
+
+
+async def store_probe(tier: TierClient, key: ObjectKey, view: memoryview) -> Stored:
+    """Store one object. A tier with a capacity counts as full until it has scanned its folder, so wait for that.
+
+    The wait ends with the tier's deadline for a load of this size. There is none if the tier has no capacity, or one
+    that is too small for the object.
+
+    Raises:
+        OperationError: the store failed, was late, or was rejected.
+    """
+    seconds = tier.tier.limits.load_seconds(len(view))
+    end = time.monotonic() + seconds
+    may_scan = (tier.capacity_bytes or 0) >= len(view)
+    evicted = 0
+    while True:
+        stored = await tier.store([key], [view])
+        evicted += stored.evicted
+        (outcome,) = stored.outcomes
+        if outcome is StoreOutcome.STORED:
+            return Stored([outcome], evicted)
+        if outcome is not StoreOutcome.REJECTED or not may_scan:
+            raise OperationError(f"store: {outcome.value}; is there capacity for {len(view)} bytes?")
+        if time.monotonic() >= end:
+            raise OperationError(
+                f"store: rejected for {seconds:g} s; a tier counts as full until a scan of its folder ends, "
+                "or the capacity is too small"
+            )
+        await asyncio.sleep(_RETRY_SECONDS)
 
 
 @asynccontextmanager

@@ -53,6 +53,7 @@ class TierClient:
         self.name = self.tier.name
         self.type_name = config.common.type
         self.io_threads = config.common.io_threads
+        self.capacity_bytes = config.capacity_bytes
         self.capabilities = self.tier.capabilities
         self._codec = self.tier.storage.codec
         self._running: dict[asyncio.Task[Any], str] = {}

@@ -19,7 +19,7 @@ from offload_core.cli.application import app
 from offload_core.cli.arguments import AsJson, ConfigFile, TierNames, size
 from offload_core.cli.output import human_bytes, human_milliseconds, note, print_json, print_table
 from offload_core.cli.parallel import in_parallel
-from offload_core.cli.probes import deleted_on_failure, probe_key, sealed
+from offload_core.cli.probes import PROBE_PAYLOAD_BYTES, deleted_on_failure, probe_key, sealed, store_probe
 from offload_core.cli.session import EXIT_USAGE, TierReport, finish, open_session
 from offload_core.cli.tier_client import OperationError, TierClient
 from offload_core.objects import format as object_format
@@ -87,6 +87,9 @@ def bench(
     One call moves one object, and one lookup asks for up to 64 keys. The objects hold random bytes. On a tier with
     compression they hold random bf16 numbers; compression is part of the time, and bytes are counted before it.
 
+    A tier with a capacity counts as full until it has scanned its folder. The command first waits for that, up to the
+    deadline of a load.
+
     All objects have a fingerprint of zeros, which no engine has. The command deletes them at the end, also after an
     error or Ctrl-C. A tier with a capacity may evict other objects to store them. The command uses at most
     `staging_bytes` of memory.
@@ -107,6 +110,8 @@ def bench(
             result.concurrency = calls(client)
             sizes = f"{objects} objects of {human_bytes(object_size)}"
             note(f"tier {client.name!r}: {sizes}, {result.concurrency} at a time")
+            if client.capacity_bytes is not None:
+                result.evicted += await _wait_for_room(client, session.cleanup_seconds)
             keys = [client.stored_name(probe_key("bench")) for _ in range(objects)]
             async with deleted_on_failure(client, keys, session.cleanup_seconds):
                 await _measure(client, result, keys, object_size)
@@ -128,6 +133,15 @@ def bench(
         columns = ["tier", "operation", "calls|", "calls/s|", "throughput|", *(f"p{p} ms|" for p in _PERCENTILES)]
         print_table(columns, (row for report in reports for row in _rows(report)))
     finish(reports)
+
+
+async def _wait_for_room(tier: TierClient, cleanup_seconds: float) -> int:
+    """Wait until a tier with a capacity stores a small object, and delete it. Return the number of evicted objects."""
+    key = tier.stored_name(probe_key("bench"))
+    async with deleted_on_failure(tier, [key], cleanup_seconds):
+        stored = await store_probe(tier, key, sealed(key, bytes(PROBE_PAYLOAD_BYTES)))
+        await tier.delete([key])
+    return stored.evicted
 
 
 async def _measure(tier: TierClient, result: _Benched, keys: Sequence[ObjectKey], payload_bytes: int) -> None:

@@ -8,17 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from offload_core.api.backend import LoadOutcome, StoreOutcome
+from offload_core.api.backend import LoadOutcome
 from offload_core.api.errors import ObjectFormatError
 from offload_core.cli.application import app
 from offload_core.cli.arguments import AsJson, ConfigFile, TierNames
 from offload_core.cli.output import human_milliseconds, print_json, print_table
-from offload_core.cli.probes import deleted_on_failure, probe_key, sealed
+from offload_core.cli.probes import PROBE_PAYLOAD_BYTES, deleted_on_failure, probe_key, sealed, store_probe
 from offload_core.cli.session import TierReport, finish, open_session
 from offload_core.cli.tier_client import OperationError, TierClient
 from offload_core.objects import format as object_format
 
-_PAYLOAD_BYTES = 64 * 1024
 _STEPS = ("store", "load", "delete")
 
 
@@ -40,7 +39,8 @@ def check(config: ConfigFile, tier: TierNames = None, as_json: AsJson = False) -
 
     The probe is an object of 68 KiB with a random name and a fingerprint of zeros, which no engine has. The command
     always deletes it. A tier with a capacity may evict an older object to store it. Each step has its configured
-    deadline; stores and deletions have the deadline of loads.
+    deadline; stores and deletions have the deadline of loads. A tier with a capacity counts as full until it has
+    scanned its folder. The command waits for that, up to the deadline.
 
     Exits with 1 if a tier failed. Exits with 2 if the configuration is wrong, after printing all its problems.
 
@@ -60,14 +60,11 @@ def check(config: ConfigFile, tier: TierNames = None, as_json: AsJson = False) -
 
 async def _probe(tier: TierClient, result: _Checked, cleanup_seconds: float) -> None:
     key = tier.stored_name(probe_key("check"))
-    written = sealed(key, os.urandom(_PAYLOAD_BYTES))
+    written = sealed(key, os.urandom(PROBE_PAYLOAD_BYTES))
     read = memoryview(bytearray(len(written)))
     async with deleted_on_failure(tier, [key], cleanup_seconds):
         with result.step("store"):
-            stored = await tier.store([key], [written])
-            result.evicted = stored.evicted
-            if stored.outcomes != [StoreOutcome.STORED]:
-                raise OperationError(f"store: {stored.outcomes[0].value}; is there capacity for {len(written)} bytes?")
+            result.evicted = (await store_probe(tier, key, written)).evicted
         with result.step("load"):
             (outcome,) = await tier.load([key], [read])
             if outcome is not LoadOutcome.HIT:

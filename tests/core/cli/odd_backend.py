@@ -45,6 +45,7 @@ class OddBackend(DiskBackend):
     def __init__(self, options: OddOptions, context: BackendContext) -> None:
         super().__init__(options, context)
         self._loads: Counter[ObjectKey] = Counter()
+        self._rejections_of_scan = 3
         if options.fails == "construct":
             raise RuntimeError("no device")
 
@@ -93,6 +94,11 @@ class OddBackend(DiskBackend):
     ) -> StoreReservation:
         if self.options.lies == "room":
             return StoreReservation([StoreOutcome.REJECTED] * len(keys))
+        if self.options.lies == "scan":
+            self._rejections_of_scan -= 1
+            if self._rejections_of_scan >= 0:
+                return StoreReservation([StoreOutcome.REJECTED] * len(keys))
+            return await super().prepare_store(keys, nbytes, spare)
         evicted = []
         if self.options.lies == "keep one":
             evicted = [stored.key async for batch in super().list_objects() for stored in batch]

@@ -66,6 +66,15 @@ def test_a_broken_tier_is_named_and_left_clean_and_the_others_are_measured(
     assert site.files("bad") == site.files("good") == []
 
 
+def test_a_tier_that_counts_as_full_until_its_scan_ends_is_measured_after_it(site: Site) -> None:
+    new = {"name": "new", "type": "odd", "lies": "scan", "capacity": "1GiB"}
+    done = site.invoke("bench", site.configure(new), *SMALL, "--json")
+    assert done.code == 0, done.err
+    (tier,) = done.json["tiers"]
+    assert [operation["calls"] for operation in tier["operations"].values()] == [20, 20, 20]
+    assert site.files("new") == []
+
+
 def test_on_a_full_disk_everything_is_removed_again(site: Site, small_disk: Path) -> None:
     done = site.invoke("bench", site.configure({"name": "full", "path": str(small_disk)}), *SMALL)
     assert done.code == 1

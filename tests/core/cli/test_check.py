@@ -72,6 +72,21 @@ def test_a_broken_tier_is_shown_with_its_cause_and_the_others_still_run(
     assert site.files("bad") == site.files("good") == []
 
 
+def test_a_tier_that_counts_as_full_until_its_scan_ends_is_waited_for(site: Site) -> None:
+    done = site.invoke("check", site.configure({"name": "new", "type": "odd", "lies": "scan", "capacity": "1GiB"}))
+    assert (done.code, done.err) == (0, "")
+    assert site.files("new") == []
+
+
+def test_the_wait_for_the_end_of_a_scan_is_limited(site: Site) -> None:
+    full = {"name": "full", "type": "odd", "lies": "room", "capacity": "1GiB", "load_timeout_seconds": 0.3}
+    done = site.invoke("check", site.configure(full))
+    assert done.code == 1
+    assert "full until a scan of its folder ends, or the capacity is too small" in done.err
+    small = {"name": "small", "capacity": "4KiB"}
+    assert "store: rejected; is there capacity for 69632 bytes?" in site.invoke("check", site.configure(small)).err
+
+
 def test_a_full_disk_is_shown_and_nothing_is_left_on_it(site: Site, small_disk: Path) -> None:
     (small_disk / "filler").write_bytes(bytes(240 * 1024))
     done = site.run("check", site.configure({"name": "full", "path": str(small_disk)}, {"name": "good"}))
