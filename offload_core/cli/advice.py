@@ -53,17 +53,20 @@ class TierCurve:
     def advice(self) -> str:
         """A recommendation, as a sentence."""
         half, same, twice, four = self.ratios
-        best = max((ratio for ratio in self.ratios if not math.isnan(ratio)), default=0.0)
         if not self.prompt_tokens:
             return "No prompt has ended so far. Ask again later."
         if math.isnan(same):
             return "The engine serves too many different prompts for an estimate; use offload-core simulate."
-        if best <= FEW:
-            return "The prompts share few prefixes, so no capacity brings many hits."
         if twice - same >= WORTH:
             return f"More capacity pays: twice as much brings {_points(twice - same)} more."
+        if math.isnan(twice) or math.isnan(four):
+            return "The hits with more capacity are unknown; use offload-core simulate."
         if four - same >= WORTH:
             return f"Twice the capacity brings little, but four times as much brings {_points(four - same)} more."
+        if max(same, twice, four) <= FEW:
+            return "The prompts share few prefixes, so no capacity brings many hits."
+        if math.isnan(half):
+            return "More capacity brings little. The hits with less are unknown; use offload-core simulate."
         if same - half < WORTH / 3:
             return "Half the capacity would do."
         return "The capacity fits: more brings little, and less costs hits."

@@ -15,6 +15,7 @@ from tests.support.live_curves import Ratios, shown
 from tests.support.metrics_page import served
 
 GIB = 1 << 30
+NAN = float("nan")
 
 COUNTED = """
 vllm:prefix_cache_queries_total{engine="0",model_name="m"} 1000.0
@@ -47,8 +48,16 @@ def test_a_sentence_names_the_capacity_the_hits_and_the_advice() -> None:
         ((0.40, 0.50, 0.51, 0.52), "The capacity fits: more brings little, and less costs hits."),
         ((0.50, 0.505, 0.51, 0.52), "Half the capacity would do."),
         ((0.0, 0.0, 0.0, 0.01), "The prompts share few prefixes, so no capacity brings many hits."),
-        ((0.5, float("nan"), float("nan"), float("nan")), "too many different prompts for an estimate"),
-        ((0.4, 0.5, float("nan"), float("nan")), "The capacity fits"),
+        ((0.5, NAN, NAN, NAN), "too many different prompts for an estimate"),
+        ((NAN, NAN, 0.5, 0.6), "too many different prompts for an estimate"),
+        ((0.4, 0.5, NAN, NAN), "The hits with more capacity are unknown; use offload-core simulate."),
+        ((0.5, 0.5, NAN, NAN), "The hits with more capacity are unknown; use offload-core simulate."),
+        ((0.0, 0.01, NAN, NAN), "The hits with more capacity are unknown; use offload-core simulate."),
+        ((0.4, 0.5, 0.51, NAN), "The hits with more capacity are unknown; use offload-core simulate."),
+        ((0.4, 0.5, NAN, 0.6), "The hits with more capacity are unknown; use offload-core simulate."),
+        ((0.4, 0.5, 0.6, NAN), "More capacity pays: twice as much brings about 10 points more."),
+        ((NAN, 0.5, 0.51, 0.52), "More capacity brings little. The hits with less are unknown"),
+        ((NAN, 0.5, 0.6, 0.6), "More capacity pays: twice as much brings about 10 points more."),
     ],
 )
 def test_the_advice_follows_the_curve(ratios: Ratios, sentence: str) -> None:
