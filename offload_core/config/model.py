@@ -21,6 +21,7 @@ from offload_core.planning.placement import PlacementPolicy
 from offload_core.planning.write_policy import WritePolicyName
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.companion_child import ProcessLimits
+from offload_core.runtime.metrics import ALL_TIERS
 
 if TYPE_CHECKING:
     from offload_core.objects.encryption import KeyRing  # which imports a package of the extra `encryption`
@@ -35,6 +36,18 @@ CODECS: dict[Compression, Codec] = {"none": Codec.NONE, "zstd": Codec.ZSTD, "zst
 """The codec of each value of ``compression``."""
 
 
+def _printable_name(name: str | None) -> str | None:
+    if name is not None and (not name.isprintable() or name != name.strip()):
+        raise ValueError("the name must be of printable characters, without spaces at its ends")
+    return name
+
+
+def _name_of_one_tier(name: str) -> str:
+    if name == ALL_TIERS:
+        raise ValueError("metrics use this name for all tiers together; choose another one")
+    return name
+
+
 class _TierIdentity(BaseModel):
     """The first keys of every entry of ``backends``."""
 
@@ -46,6 +59,8 @@ class _TierIdentity(BaseModel):
             description="Unique name of the tier, used in logs and metrics.",
             examples=["nvme"],
         ),
+        AfterValidator(_printable_name),
+        AfterValidator(_name_of_one_tier),
     ]
     type: Annotated[
         str,
@@ -130,12 +145,6 @@ def _json_or_yaml(path: Path | None) -> Path | None:
     if path is not None and path.suffix not in (".json", ".yaml", ".yml"):
         raise ValueError("the name must end in .json, .yaml or .yml (the content is JSON, which is YAML too)")
     return path
-
-
-def _printable_name(name: str | None) -> str | None:
-    if name is not None and (not name.isprintable() or name != name.strip()):
-        raise ValueError("the name must be of printable characters, without spaces at its ends")
-    return name
 
 
 def _json_lines(path: Path | None) -> Path | None:

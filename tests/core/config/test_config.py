@@ -194,6 +194,12 @@ ONE_PROBLEM = [
     ({"backends": ["box"]}, "backends.0: text is not valid: it must hold keys and values"),
     ({"backends": [[BOX]]}, "backends.0: a list is not valid: it must hold keys and values"),
     ({"backends": [{**BOX, "name": ""}]}, "backends.0.name: '' is not valid: String should have at least 1 character"),
+    (
+        {"backends": [{**BOX, "name": "all"}]},
+        "backends.0.name: 'all' is not valid: metrics use this name for all",
+    ),
+    ({"backends": [{**BOX, "name": "a\nb"}]}, "backends.0.name: 'a\\nb' is not valid: the name must be of printable"),
+    ({"backends": [{**BOX, "name": " a"}]}, "backends.0.name: ' a' is not valid: the name must be of printable"),
     ({"backends": [{**BOX, "io_threads": True}]}, "backends.0.io_threads: True is not valid: Input should be a valid"),
     (
         {"backends": [{**BOX, "load_timeout_seconds": "soon"}]},
