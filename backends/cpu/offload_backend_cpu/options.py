@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from offload_backend_cpu.arena import PAGE_BYTES
 from offload_core.api import BackendOptions, Bytes
+
+
+def _on_or_off(given: object) -> object:
+    """Return the word for a boolean: YAML reads a bare ``on`` or ``off`` as one."""
+    return {True: "on", False: "off"}[given] if isinstance(given, bool) else given
 
 
 class CpuOptions(BackendOptions):
@@ -21,11 +26,15 @@ class CpuOptions(BackendOptions):
         description="order of eviction: lru, the least recently used object first; slru, objects that were never used "
         "since their store first, then the least recently used ones",
     )
-    pin: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="page-lock the whole memory by CUDA from the start on, if the worker uses a GPU: auto; on, and "
-        "without an I/O process the engine does not start if that fails; off",
-    )
+    pin: Annotated[
+        Literal["auto", "on", "off"],
+        BeforeValidator(_on_or_off),
+        WithJsonSchema({"enum": ["auto", "on", "off", True, False]}),
+        Field(
+            description="page-lock the whole memory by CUDA from the start on, if the worker uses a GPU: auto; on, and "
+            "without an I/O process the engine does not start if that fails; off"
+        ),
+    ] = "auto"
     prefault: bool = Field(
         False,
         description="take the whole capacity from the system soon after the start, in the background; by default the "
