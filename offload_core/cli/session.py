@@ -213,7 +213,7 @@ def open_session(config_file: Path, tier_names: Sequence[str] | None, *, as_json
         typer.Exit: code 2, after printing all problems of the configuration and of the names.
     """
     try:
-        config = _read(config_file)
+        config = read_config(config_file)
         tiers = _selected(config, tier_names or [])
     except ConfigError as error:
         note(str(error))
@@ -229,7 +229,12 @@ def open_session(config_file: Path, tier_names: Sequence[str] | None, *, as_json
         io.release()
 
 
-def _read(config_file: Path) -> OffloadConfig:
+def read_config(config_file: Path) -> OffloadConfig:
+    """Read a configuration file.
+
+    Raises:
+        ConfigError: with all problems of the file, which the message names.
+    """
     try:
         return load_config({"config_file": str(config_file)})
     except ConfigError as error:

@@ -16,9 +16,8 @@ from offload_core.cli.application import app
 from offload_core.cli.arguments import AsJson
 from offload_core.cli.output import note, print_json
 from offload_core.cli.plan_report import PlanReport, plan_report
-from offload_core.cli.session import EXIT_TROUBLE, EXIT_USAGE
+from offload_core.cli.session import EXIT_TROUBLE, EXIT_USAGE, read_config
 from offload_core.config.geometry_file import KVCacheGeometry, load_geometry
-from offload_core.config.loading import load_config
 from offload_core.config.model import OffloadSettings
 from offload_core.memory.staging_size import staging_problem
 
@@ -71,7 +70,7 @@ def plan(
     """
     try:
         model = load_geometry(geometry)
-        settings = None if config is None else load_config({"config_file": config}).settings
+        settings = None if config is None else read_config(config).settings
     except ConfigError as error:
         note(str(error))
         if as_json:

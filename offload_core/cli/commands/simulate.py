@@ -15,9 +15,8 @@ from offload_core.cli.application import app
 from offload_core.cli.arguments import AsJson, size
 from offload_core.cli.curve_plot import Curve, Point, curve_plot
 from offload_core.cli.output import human_bytes, note, print_json, print_table, progress
-from offload_core.cli.session import EXIT_TROUBLE, EXIT_USAGE
+from offload_core.cli.session import EXIT_TROUBLE, EXIT_USAGE, read_config
 from offload_core.config.geometry_file import KVCacheGeometry, load_geometry
-from offload_core.config.loading import load_config
 from offload_core.config.model import OffloadConfig
 from offload_core.objects.format import object_bytes
 from offload_core.planning.planner import HybridOffloadPlanner
@@ -98,10 +97,12 @@ def simulate(
             "default that of the configuration, or 'kept and spare'",
         ),
     ] = None,
-    eviction: Annotated[_Eviction, typer.Option(help="the tier's eviction, without --config")] = _Eviction.LRU,
+    eviction: Annotated[
+        _Eviction | None, typer.Option(help="the tier's eviction, without --config; by default lru")
+    ] = None,
     chunk_size: Annotated[
         int | None,
-        typer.Option(metavar="TOKENS", help="plan with this hybrid_chunk_size instead of the geometry's"),
+        typer.Option(min=1, metavar="TOKENS", help="plan with this hybrid_chunk_size instead of the geometry's"),
     ] = None,
     block_tokens: Annotated[
         int | None,
@@ -133,8 +134,10 @@ def simulate(
     capacities = None if capacity is None else _capacities(capacity)
     if tier is not None and config is None:
         raise typer.BadParameter("it names a tier of a configuration; add --config FILE", param_hint="'--tier'")
+    if eviction is not None and config is not None:
+        raise typer.BadParameter("the tiers of --config have their own; change it there", param_hint="'--eviction'")
     try:
-        settings = None if config is None else load_config({"config_file": str(config)})
+        settings = None if config is None else read_config(config)
         model = load_geometry(geometry)
         prompts = read_trace(trace, block_tokens)
         chunk_tokens = chunk_size or (settings and settings.settings.hybrid_chunk_size) or model.hybrid_chunk_size
@@ -149,7 +152,9 @@ def simulate(
         note(f"warning: {warning}")
     configured = _Placement.KEPT_AND_SPARE if settings is None else _Placement(settings.settings.placement)
     tiers, varied = (
-        ((TierRules(eviction=eviction.value),), 0) if settings is None else _configured_tiers(settings, tier)
+        ((TierRules(eviction=(eviction or _Eviction.LRU).value),), 0)
+        if settings is None
+        else _configured_tiers(settings, tier)
     )
     stacks = [tiers] if capacities is None else [_with_capacity(tiers, varied, limit) for limit in capacities]
     placements = dict.fromkeys(placement or [configured])

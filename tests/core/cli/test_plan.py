@@ -123,6 +123,13 @@ def test_the_chunk_size_comes_from_the_option_then_the_configuration_then_the_ge
     assert [found["hybrid_chunk_size"] for found in plans(path, "--config", config)] == [256]
 
 
+def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
+    config = tmp_path / "missing.yaml"
+    done = plan(geometry(tmp_path), "--config", config)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0].endswith(f"in {config}:")
+
+
 def test_a_configuration_with_too_little_staging_is_refused_as_the_engine_would(tmp_path: Path) -> None:
     config = tmp_path / "offload.yaml"
     config.write_text("staging_bytes: 32MiB\nbackends: [{name: d, type: disk, path: kv}]")
