@@ -26,6 +26,7 @@ from offload_core.api.backend import (
     StoreReservation,
 )
 from offload_core.api.capabilities import Capabilities
+from offload_core.api.checks.answers import answer_problem
 from offload_core.api.keys import ObjectKey
 from offload_core.api.one_pass import LoadCheck, StoreSeal
 from offload_core.runtime.threads import executors_of_tier
@@ -204,7 +205,7 @@ class Client:
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """See :meth:`Backend.contains`."""
         with self._counted():
-            return list(await self.backend.contains(keys))
+            return _answer("contains", await self.backend.contains(keys), bool)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """See :meth:`Backend.delete`."""
@@ -232,26 +233,30 @@ class Client:
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
         """See :meth:`Backend.load_into`; the caller holds a reservation."""
         with self._counted():
-            return list(await self.backend.load_into(keys, buffers))
+            return _answer("load_into", await self.backend.load_into(keys, buffers), LoadOutcome)
 
     async def load_and_check(
         self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
     ) -> list[LoadOutcome]:
         """See :meth:`Backend.load_and_check`; without a reservation."""
         with self._counted():
-            return list(await self.backend.load_and_check(keys, buffers, checks))
+            return _answer("load_and_check", await self.backend.load_and_check(keys, buffers, checks), LoadOutcome)
 
     async def store_and_seal(
         self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], seals: Sequence[StoreSeal]
     ) -> list[StoreOutcome]:
         """See :meth:`Backend.store_and_seal`; the caller holds a reservation that covers all objects."""
         with self._counted():
-            return list(await self.backend.store_and_seal(keys, [one.toreadonly() for one in buffers], seals))
+            return _answer(
+                "store_and_seal",
+                await self.backend.store_and_seal(keys, [one.toreadonly() for one in buffers], seals),
+                StoreOutcome,
+            )
 
     async def store_from(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
         """See :meth:`Backend.store`; the caller holds a reservation that covers all objects."""
         with self._counted():
-            return list(await self.backend.store(keys, buffers))
+            return _answer("store", await self.backend.store(keys, buffers), StoreOutcome)
 
     @asynccontextmanager
     async def loading(self, keys: Sequence[ObjectKey]) -> AsyncIterator[LoadReservation]:
@@ -325,6 +330,12 @@ class Client:
     async def _release(self, reservation: LoadReservation | StoreReservation) -> None:
         with self._counted(), suppress(Exception):  # the tests of C10 report errors of release
             await reservation.release()
+
+
+def _answer(call: str, answer: Sequence[T], kind: type) -> list[T]:
+    if problem := answer_problem(call, answer, kind):
+        raise AssertionError(f"C2: {problem}")
+    return list(answer)
 
 
 def content(nbytes: int, seed: int = 0) -> bytes:

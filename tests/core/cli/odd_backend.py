@@ -70,6 +70,8 @@ class OddBackend(DiskBackend):
             return [LoadOutcome.HIT] * len(keys)
         if self.options.lies == "corrupt":
             return [LoadOutcome.CORRUPT] * len(keys)
+        if self.options.lies == "load type":
+            return [True for _ in keys]  # type: ignore[misc]
         if self.options.lies == "load count":
             return []
         if self.options.lies == "vanish":
@@ -107,7 +109,8 @@ class OddBackend(DiskBackend):
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[StoreOutcome]:
         await self._step("store")
-        return await super().store(keys, buffers)
+        stored = await super().store(keys, buffers)
+        return None if self.options.lies == "store type" else stored  # type: ignore[return-value]
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         await self._step("delete")

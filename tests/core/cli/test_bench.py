@@ -51,6 +51,8 @@ def test_the_table_shows_rates_in_readable_units(site: Site) -> None:
         ({"fails": "contains"}, "lookup: [Errno 5] the contains failed"),
         ({"lies": "room"}, "store: rejected; is there capacity for 20 objects?"),
         ({"lies": "load"}, "load: the tier returned wrong bytes: 000000000000…/bench/"),
+        ({"lies": "load type"}, "load: load_into returned True; clause C2 requires a LoadOutcome per key"),
+        ({"lies": "store type"}, "store: store returned None; clause C2 requires a StoreOutcome per key"),
         ({"lies": "vanish"}, "load: miss for an object that was stored"),
     ],
     ids=words,

@@ -51,6 +51,8 @@ def test_json_holds_latencies_in_seconds(site: Site) -> None:
         ({"lies": "room"}, "store: rejected; is there capacity for 69632 bytes?", 1),
         ({"lies": "load"}, "load: the tier returned wrong bytes: 000000000000…/check/", 2),
         ({"lies": "load count"}, "load: load_into returned 0 results for 1 keys; clause C2", 2),
+        ({"lies": "load type"}, "load: load_into returned True; clause C2 requires a LoadOutcome per key", 2),
+        ({"lies": "store type"}, "store: store returned None; clause C2 requires a StoreOutcome per key, in a list", 1),
         ({"lies": "corrupt"}, "load: corrupt right after the probe was stored", 2),
         ({"lies": "contains"}, "delete: the probe is still there afterwards", 4),
         ({"fails": "contains"}, "lookup: [Errno 5] the contains failed", 4),

@@ -234,7 +234,7 @@ def test_a_trace_of_too_long_requests_only_is_a_failure(tmp_path: Path) -> None:
         (["--eviction", "fifo"], "'fifo' is not one of 'lru', 'slru'"),
         (["--block-tokens", "0"], "'--block-tokens'"),
         (["--block-tokens", "32"], "line 1: block_tokens: 16, but 32 was asked for; leave the option out"),
-        (["--chunk-size", "0"], "0 is not in the range x>=1"),
+        (["--chunk-size", "0"], "Input should be greater than or equal to 1"),
         (["--eviction", "slru", "--config", "any"], "'--eviction': the tiers of --config have their own"),
         (["--config", "missing.yaml"], "1 problem in missing.yaml"),
         (["--chunk-size", str(1 << 20)], "so nothing could ever be loaded; set hybrid_chunk_size to 256"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sqlite3
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -138,3 +140,38 @@ def test_what_asyncio_calls_by_itself_is_not_recorded() -> None:
         return recorded
 
     assert asyncio.run(main()) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "C2: contains returned None; clause C2 requires a bool per key, in a list"),
+        ({"a key": False}, "C2: contains returned {'a key': False}; clause C2 requires a bool per key, in a list"),
+    ],
+)
+def test_an_answer_that_is_no_sequence_is_named(rig: Rig, answer: object, message: str) -> None:
+    class AnswersOddly(ReferenceBackend):
+        async def contains(self, keys: object) -> Any:
+            return answer
+
+    async def main() -> None:
+        await (await rig.client()).contains(rig.keys(1))
+
+    rig.backend_type = BackendType("odd", AnswersOddly, ReferenceOptions)
+    with pytest.raises(AssertionError, match=f"^{re.escape(message)}$"):
+        rig.run(main())
+
+
+def test_an_outcome_of_another_type_is_named(rig: Rig) -> None:
+    class LoadsTrue(ReferenceBackend):
+        async def load_into(self, keys: Any, buffers: object) -> Any:
+            return [True] * len(keys)
+
+    async def main() -> None:
+        await (await rig.client()).load(rig.keys(1), [memoryview(bytearray(1))])
+
+    rig.backend_type = BackendType("odd", LoadsTrue, ReferenceOptions)
+    with pytest.raises(
+        AssertionError, match=r"^C2: load_into returned True; clause C2 requires a LoadOutcome per key$"
+    ):
+        rig.run(main())
