@@ -36,6 +36,9 @@ HOOKS = tuple(name for name in vars(hookspecs.HookSpecs) if name.startswith("off
 PLUGIN_ERRORS = (Exception, SystemExit)
 """The errors of a plugin's code that fail only that plugin. An operator's ``KeyboardInterrupt`` passes through."""
 
+_COROUTINES = tuple(name for name, method in vars(Backend).items() if inspect.iscoroutinefunction(method))
+"""The methods of a backend that the core awaits."""
+
 _CORE = f"offload-core {__version__}"
 
 
@@ -211,6 +214,22 @@ def _registered_types(relay: pluggy.HookRelay) -> tuple[BackendType, ...]:
     return tuple(returned)
 
 
+def _class_problem(backend: type[Backend[Any]]) -> str | None:
+    """Return a mistake in the class of a backend that would show itself only in a call, or ``None``."""
+    for name in _COROUTINES:
+        method = getattr(backend, name)
+        if inspect.isfunction(method) and not inspect.iscoroutinefunction(inspect.unwrap(method)):
+            return f"{backend.__name__}.{name} is no coroutine function; write async def {name}"
+    try:
+        inspect.signature(backend).bind(None, None)
+    except TypeError as error:
+        cure = "write __init__(self, options, context)"
+        return f"{backend.__name__} cannot be made from options and a context ({error}); {cure}"
+    except ValueError:  # it has no signature that could be read
+        pass
+    return None
+
+
 def _check_type(registered: object) -> None:
     if not isinstance(registered, BackendType):
         raise PluginError(f"offload_register_backends returned {registered!r}; it must return BackendType objects")
@@ -221,6 +240,8 @@ def _check_type(registered: object) -> None:
         )
     if not (isinstance(registered.backend, type) and issubclass(registered.backend, Backend)):
         raise PluginError(f"backend type {registered.name!r}: {registered.backend!r} is not a subclass of Backend")
+    if problem := _class_problem(registered.backend):
+        raise PluginError(f"backend type {registered.name!r}: {problem}")
     if not (isinstance(registered.options, type) and issubclass(registered.options, BackendOptions)):
         raise PluginError(
             f"backend type {registered.name!r}: {registered.options!r} is not a subclass of BackendOptions"

@@ -146,6 +146,21 @@ BROKEN = {
         _hook(REGISTER, body="return [BackendType('wrong', 'Medium', Options)]"),
         "backend type 'wrong': 'Medium' is not a subclass of Backend",
     ),
+    "a method that is no coroutine": (
+        "class Plain(Medium):\n    def contains(self, keys): return []\n"
+        + _hook(REGISTER, body="return [BackendType('wrong', Plain, Options)]"),
+        "backend type 'wrong': Plain.contains is no coroutine function; write async def contains",
+    ),
+    "a plain open": (
+        "class Plain(Medium):\n    def open(self): pass\n"
+        + _hook(REGISTER, body="return [BackendType('wrong', Plain, Options)]"),
+        "backend type 'wrong': Plain.open is no coroutine function; write async def open",
+    ),
+    "a constructor without arguments": (
+        "class Empty(Medium):\n    def __init__(self): pass\n"
+        + _hook(REGISTER, body="return [BackendType('wrong', Empty, Options)]"),
+        "backend type 'wrong': Empty cannot be made from options and a context (too many positional arguments); write",
+    ),
     "not an options class": (
         _hook(REGISTER, body="return [BackendType('wrong', Medium, dict)]"),
         "backend type 'wrong': <class 'dict'> is not a subclass of BackendOptions",
@@ -185,6 +200,31 @@ def test_a_broken_plugin_stops_no_other_and_is_raised_only_when_needed(site: Sit
     with pytest.raises(PluginError) as caught:
         registry.require("m-broken")
     assert str(caught.value) == f"plugin 'm-broken' of m-broken 1.0 failed: {errors['m-broken']}"
+
+
+def test_a_decorated_coroutine_is_one(site: Site) -> None:
+    site.install(
+        "good",
+        """
+        import functools
+
+        def logged(method):
+            @functools.wraps(method)
+            def call(*arguments):
+                return method(*arguments)
+            return call
+
+        class Logged(Medium):
+            @logged
+            async def contains(self, keys):
+                return [False for _ in keys]
+
+        @hookimpl
+        def offload_register_backends():
+            return [BackendType("logged", Logged, Options)]
+        """,
+    )
+    assert set(site.load().backend_types) == {"logged"}
 
 
 def test_several_failed_plugins_are_listed_one_below_the_other(site: Site) -> None:
