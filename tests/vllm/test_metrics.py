@@ -74,7 +74,7 @@ for changes in sys.argv[1:]:
 def test_gauges_of_several_api_servers_are_the_sum_of_all_changes(registry: CollectorRegistry, tmp_path: Path) -> None:
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", API_SERVERS, "+3", "-1 -1"], env=environment, check=True)
-    MultiProcessCollector(registry, str(tmp_path))
+    MultiProcessCollector(registry, str(tmp_path))  # type: ignore[no-untyped-call]
     assert value(registry, "pending_loads", "nvme") == 1
     assert value(registry, "stores_total", "nvme") == 3
 
