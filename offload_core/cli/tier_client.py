@@ -8,12 +8,12 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from offload_core.api.backend import Backend, LoadOutcome, StoredObject, StoreOutcome
-from offload_core.api.checks.answers import answer_problem
 from offload_core.api.errors import BackendError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.model import OffloadConfig, TierConfig
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.metrics import Counters
+from offload_core.tiers.calls.one_per_key import one_per_key
 from offload_core.tiers.tier import Tier
 
 T = TypeVar("T")
@@ -150,20 +150,20 @@ class TierClient:
             task.exception()  # retrieved, so that asyncio does not log it as lost
 
     async def _contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        return _one_per_key(keys, await self.tier.backend.contains(keys), "contains", bool)
+        return one_per_key(keys, await self.tier.backend.contains(keys), "contains", bool)
 
     async def _store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Stored:
         if self.tier.encodes:
             buffers = await self.tier.backend.run_blocking(self._codec.encoded_copies, keys, buffers)
         reservation = await self.tier.backend.prepare_store(keys, [len(buffer) for buffer in buffers])
         try:
-            prepared = _one_per_key(keys, reservation.outcomes, "prepare_store", StoreOutcome, or_none=True)
+            prepared = one_per_key(keys, reservation.outcomes, "prepare_store", StoreOutcome, or_none=True)
             wanted = [index for index, outcome in enumerate(prepared) if outcome is None]
             wanted_keys = [keys[index] for index in wanted]
             stored: Sequence[StoreOutcome] = []
             if wanted:
                 stored = await self.tier.backend.store(wanted_keys, [buffers[index].toreadonly() for index in wanted])
-            outcomes = iter(_one_per_key(wanted_keys, stored, "store", StoreOutcome))
+            outcomes = iter(one_per_key(wanted_keys, stored, "store", StoreOutcome))
             return Stored([next(outcomes) if o is None else o for o in prepared], len(reservation.evicted))
         finally:
             await reservation.release()
@@ -173,17 +173,17 @@ class TierClient:
     ) -> list[LoadOutcome]:
         reservation = await self.tier.backend.prepare_load(keys)
         try:
-            present = _one_per_key(keys, reservation.present, "prepare_load", bool)
+            present = one_per_key(keys, reservation.present, "prepare_load", bool)
             wanted = [index for index, there in enumerate(present) if there]
             wanted_keys = [keys[index] for index in wanted]
-            sizes = _one_per_key(keys, reservation.nbytes, "prepare_load (nbytes)", int, or_none=True)
+            sizes = one_per_key(keys, reservation.nbytes, "prepare_load (nbytes)", int, or_none=True)
             views = [buffers[index] for index in wanted]
             if decode:
                 views = [self._stored_buffer(buffers[index], sizes[index]) for index in wanted]
             loaded: Sequence[LoadOutcome] = []
             if wanted:
                 loaded = await self.tier.backend.load_into(wanted_keys, views)
-            answers = _one_per_key(wanted_keys, loaded, "load_into", LoadOutcome)
+            answers = one_per_key(wanted_keys, loaded, "load_into", LoadOutcome)
             if any(view is not buffers[index] for index, view in zip(wanted, views, strict=True)):
                 targets = [buffers[index] for index in wanted]
                 answers = await self.tier.backend.run_blocking(self._decode_all, wanted_keys, views, targets, answers)
@@ -226,15 +226,3 @@ async def _batches(backend: Backend[Any]) -> AsyncIterator[Sequence[StoredObject
 
 async def _next(batches: AsyncIterator[T]) -> T | None:
     return await anext(batches, None)
-
-
-def _one_per_key(
-    keys: Sequence[ObjectKey], results: Sequence[T], call: str, kind: type, *, or_none: bool = False
-) -> list[T]:
-    if problem := answer_problem(call, results, kind, or_none=or_none):
-        raise BackendError(problem)
-    if len(results) != len(keys):
-        raise BackendError(
-            f"{call} returned {len(results)} results for {len(keys)} keys; clause C2 requires one per key"
-        )
-    return list(results)

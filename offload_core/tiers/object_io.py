@@ -18,7 +18,7 @@ from offload_core.config.limits import Limits
 from offload_core.objects.departing_object import DepartingObject
 from offload_core.tiers.calls.answer import answer
 from offload_core.tiers.calls.lent_objects import Lent, LentObject, WantedObject
-from offload_core.tiers.calls.one_per_key import OutcomeTypes, one_per_key
+from offload_core.tiers.calls.one_per_key import one_per_key
 from offload_core.tiers.compression import Damage, TierCodec, differ
 from offload_core.tiers.staged_object import StagedObject, StoredForm
 
@@ -91,7 +91,7 @@ class ObjectIO:
             absent = [index for index, place in enumerate(found) if place is None]
             if absent:
                 names = self._names.of([keys[index] for index in absent], form)
-                there = self._one_per_key(names, await answer(self._backend.contains(names)), "contains")
+                there = self._one_per_key(names, await answer(self._backend.contains(names)), "contains", bool)
                 for index, is_there in zip(absent, there, strict=True):
                     found[index] = form if is_there else None
         return found
@@ -240,9 +240,9 @@ class ObjectIO:
         """Load and verify objects of any form: ask for their sizes, load, and verify them afterwards."""
         reservation = await self._backend.prepare_load(names)
         try:
-            present = self._one_per_key(names, reservation.present, "prepare_load")
+            present = self._one_per_key(names, reservation.present, "prepare_load", bool)
             reported_sizes = reservation.nbytes if self._sizes else (None,) * len(names)
-            sizes = self._one_per_key(names, reported_sizes, "prepare_load (nbytes)")
+            sizes = self._one_per_key(names, reported_sizes, "prepare_load (nbytes)", int, or_none=True)
             targets = [
                 self._codec.load_target(staged, name, size, staging, scratch, damage) if there else LoadOutcome.MISS
                 for staged, name, there, size in zip(objects, names, present, sizes, strict=True)
@@ -318,7 +318,7 @@ class ObjectIO:
             names, [len(form.view) for form in objects], [form.staged.spare for form in objects]
         )
         try:
-            granted = self._one_per_key(names, reservation.outcomes, "prepare_store", StoreOutcome | None)
+            granted = self._one_per_key(names, reservation.outcomes, "prepare_store", StoreOutcome, or_none=True)
             prepared = [
                 StoreOutcome.ALREADY_PRESENT if form.present else outcome
                 for form, outcome in zip(objects, granted, strict=True)
@@ -349,8 +349,8 @@ class ObjectIO:
         keys = [one.key for one in wanted]
         reservation = await self._backend.prepare_load(keys)
         try:
-            present = self._one_per_key(keys, reservation.present, "prepare_load")
-            views = self._one_per_key(keys, reservation.lend(), "prepare_load (lend)")
+            present = self._one_per_key(keys, reservation.present, "prepare_load", bool)
+            views = self._one_per_key(keys, reservation.lend(), "prepare_load (lend)", memoryview, or_none=True)
             outcomes: list[LoadOutcome | None] = [None if there else LoadOutcome.MISS for there in present]
             # An object of another size is damaged, or has an older layout; an ordinary load finds out.
             fits = [view is not None and len(view) == one.nbytes for one, view in zip(wanted, views, strict=True)]
@@ -372,8 +372,8 @@ class ObjectIO:
         keys, sizes = [one.key for one in wanted], [one.nbytes for one in wanted]
         reservation = await self._prepare_store(keys, sizes, [one.spare for one in wanted])
         try:
-            outcomes = self._one_per_key(keys, reservation.outcomes, "prepare_store", StoreOutcome | None)
-            views = self._one_per_key(keys, reservation.lend(), "prepare_store (lend)")
+            outcomes = self._one_per_key(keys, reservation.outcomes, "prepare_store", StoreOutcome, or_none=True)
+            views = self._one_per_key(keys, reservation.lend(), "prepare_store (lend)", memoryview, or_none=True)
             usable = [
                 view if outcome is None and view is not None and len(view) == nbytes and not view.readonly else None
                 for view, outcome, nbytes in zip(views, outcomes, sizes, strict=True)
@@ -384,10 +384,10 @@ class ObjectIO:
         return Lent(outcomes, usable, reservation.release)
 
     def _one_per_key(
-        self, keys: Sequence[ObjectKey], results: Sequence[T], call: str, outcomes: OutcomeTypes | None = None
+        self, keys: Sequence[ObjectKey], results: Sequence[T], call: str, kind: type, *, or_none: bool = False
     ) -> list[T]:
         """Check clause C2; see :func:`one_per_key`."""
-        return one_per_key(keys, results, f"{self._label}: {call}", outcomes)
+        return one_per_key(keys, results, f"{self._label}: {call}", kind, or_none=or_none)
 
 
 def _lent_form(key: ObjectKey, view: memoryview) -> StoredForm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 
 
@@ -17,6 +18,8 @@ def answer_problem(call: str, answer: object, kind: type, *, or_none: bool = Fal
     required = f"clause C2 requires a {kind.__name__} per key"
     if isinstance(answer, Mapping | str | bytes) or not (hasattr(answer, "__len__") and hasattr(answer, "__iter__")):
         return f"{call} returned {answer!r:.80}; {required}, in a list"
+    if issubclass(kind, enum.Enum):
+        required += f": {', '.join(one.name for one in kind)}{' or None' if or_none else ''}"
     if kind is not bool:
         for result in answer:
             if not (isinstance(result, kind) or (or_none and result is None)):

@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
-from types import NoneType, UnionType
-from typing import TypeVar, get_args
+from typing import TypeVar
 
+from offload_core.api.checks.answers import answer_problem
 from offload_core.api.errors import BackendError
 from offload_core.api.keys import ObjectKey
 
 T = TypeVar("T")
 
-OutcomeTypes = type[enum.Enum] | UnionType
-"""A type of outcomes, or that type and ``None``."""
-
 
 def one_per_key(
-    keys: Sequence[ObjectKey], results: Sequence[T], call: str, outcomes: OutcomeTypes | None = None
+    keys: Sequence[ObjectKey], results: Sequence[T], call: str, kind: type, *, or_none: bool = False
 ) -> list[T]:
     """Return the results of a call as a list.
 
     Args:
-        call: the tier and the call, for the message.
-        outcomes: the type of the results; by default any.
+        call: the call, for the message.
+        kind: the type of each result; see :func:`answer_problem`.
+        or_none: a result may also be ``None``.
 
     Raises:
-        BackendError: there is not one result per key, or one is no outcome.
+        BackendError: there is not one result per key, or one has another type.
     """
+    if problem := answer_problem(call, results, kind, or_none=or_none):
+        raise BackendError(problem)
     if len(results) != len(keys):
         raise BackendError(
-            f"{call} returned {len(results)} results for {len(keys)} keys; clause C2 asks for one per key, in order"
+            f"{call} returned {len(results)} results for {len(keys)} keys; clause C2 requires one per key, in order"
         )
-    if outcomes is not None:
-        for result in results:
-            if not isinstance(result, outcomes):
-                raise BackendError(f"{call} returned {result!r}; clause C2 asks for {_names(outcomes)} for each key")
     return list(results)
-
-
-def _names(outcomes: OutcomeTypes) -> str:
-    types = get_args(outcomes) if isinstance(outcomes, UnionType) else (outcomes,)
-    names = [str(value) for one in types if one is not NoneType for value in one]
-    return " or ".join([*names, *(["None"] if NoneType in types else [])])

@@ -212,13 +212,13 @@ def test_a_store_that_fails_is_a_failure_of_each_key_and_releases_its_reservatio
 @pytest.mark.parametrize(
     ("call", "wrong", "words"),
     [
-        ("load_into", True, "load_into returned True; clause C2 asks for LoadOutcome.HIT or LoadOutcome.MISS or "),
-        ("load_into", None, "load_into returned None; clause C2 asks for LoadOutcome.HIT or "),
-        ("load_into", StoreOutcome.STORED, "load_into returned <StoreOutcome.STORED: 'stored'>; clause C2 asks for "),
-        ("store", True, "store returned True; clause C2 asks for StoreOutcome.STORED or "),
-        ("store", "stored", "store returned 'stored'; clause C2 asks for StoreOutcome.STORED or "),
-        ("store", None, "store returned None; clause C2 asks for StoreOutcome.STORED or "),
-        ("prepare_store", True, "StoreOutcome.REJECTED or None for each key"),
+        ("load_into", True, "load_into returned True; clause C2 requires a LoadOutcome per key: HIT, MISS, CORRUPT"),
+        ("load_into", None, "load_into returned None; clause C2 requires a LoadOutcome per key: HIT, "),
+        ("load_into", StoreOutcome.STORED, "load_into returned <StoreOutcome.STORED: 'stored'>; clause C2 requires a "),
+        ("store", True, "store returned True; clause C2 requires a StoreOutcome per key: STORED, "),
+        ("store", "stored", "store returned 'stored'; clause C2 requires a StoreOutcome per key: STORED, "),
+        ("store", None, "store returned None; clause C2 requires a StoreOutcome per key: STORED, "),
+        ("prepare_store", True, "a StoreOutcome per key: STORED, ALREADY_PRESENT, REJECTED or None"),
     ],
 )
 def test_a_result_that_is_no_outcome_is_a_failure_that_names_it(

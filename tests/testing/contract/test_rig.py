@@ -172,6 +172,7 @@ def test_an_outcome_of_another_type_is_named(rig: Rig) -> None:
 
     rig.backend_type = BackendType("odd", LoadsTrue, ReferenceOptions)
     with pytest.raises(
-        AssertionError, match=r"^C2: load_into returned True; clause C2 requires a LoadOutcome per key$"
+        AssertionError,
+        match=r"^C2: load_into returned True; clause C2 requires a LoadOutcome per key: HIT, MISS, CORRUPT$",
     ):
         rig.run(main())
