@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import ClassVar, Final
 
@@ -20,11 +21,13 @@ from offload_core.config.limits import Limits
 from offload_core.config.model import OffloadConfig, TierConfig
 from offload_core.io_process.direct_calls import DirectCalls
 from offload_core.io_process.lent_mapping import LentMapping
+from offload_core.io_process.life.companion import make_companion
 from offload_core.io_process.life.meeting_point import MeetingPoint
 from offload_core.io_process.protocol import Kind, Message, Reader, pack_event
 from offload_core.io_process.remote_storage import RemoteStorage, pack_objects
 from offload_core.io_process.session import Session
 from offload_core.plugins.registry import PluginRegistry
+from offload_core.runtime.companion_process import working_folder
 from offload_core.runtime.io_loop import IoLoop, log_unexpected
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.restart_pause import RestartPause
@@ -47,7 +50,8 @@ class IoProcess:
     Its calls run on the I/O loop. A process that ends is replaced: at once, then after growing pauses. The calls under
     way fail, and the tiers answer as absent until the next process has opened them.
 
-    The process serves the other processes of the engine on this host too. The first of them starts it.
+    The process serves the other processes of the engine on this host too. The first of them starts it. Relative paths
+    start in the working folder that the engine's process had when it made this object.
 
     Args:
         name: unique for an engine, and the same in all of its processes.
@@ -63,6 +67,8 @@ class IoProcess:
         self._meeting_point = MeetingPoint(name, config.keys)
         self._generation = 0
         self._config = config
+        # A script may change the working folder before the process is replaced.
+        self._make_process = partial(make_companion, config, working_folder())
         self._threads = DaemonExecutor(2, "offload-io-process")
         self._users = 0
         self._session: Session | None = None
@@ -180,7 +186,7 @@ class IoProcess:
     async def _start(self) -> None:
         """Start a process, with the staging memory and the tiers of the one before."""
         session = Session(
-            self._config,
+            self._make_process,
             self._meeting_point,
             self._generation,
             self._threads,

@@ -13,17 +13,15 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 
 from offload_core.api.cancellation import to_the_end
 from offload_core.api.memory.shared_memory import SharedMemory
-from offload_core.config.model import OffloadConfig
 from offload_core.io_process.control import BELLS, JOIN_DESCRIPTORS, ControlSocket, Record
 from offload_core.io_process.control_channel import ControlChannel
 from offload_core.io_process.direct_calls import DirectCalls
 from offload_core.io_process.lent_mapping import LentMapping
-from offload_core.io_process.life.companion import make_companion
 from offload_core.io_process.life.joined_process import JoinedProcess
 from offload_core.io_process.life.meeting_point import MeetingPoint
 from offload_core.io_process.life.memory_use import MemoryUse
@@ -54,6 +52,7 @@ class Session:
     """One I/O process. All methods run on the I/O loop.
 
     Args:
+        make_process: makes a process that is not started yet, from its descriptors and the function for its end.
         meeting_point: where the engine's processes on this host meet.
         generation: number of I/O processes before it that have ended only in part, and have their sockets still.
         threads: for the start of the process.
@@ -66,7 +65,7 @@ class Session:
 
     def __init__(
         self,
-        config: OffloadConfig,
+        make_process: Callable[[Mapping[str, int], Callable[[str], None]], CompanionProcess],
         meeting_point: MeetingPoint,
         generation: int,
         threads: Executor,
@@ -75,7 +74,7 @@ class Session:
         on_killed: Callable[[Session], None],
         silence_seconds: float,
     ) -> None:
-        self._config = config
+        self._make_process = make_process
         self._meeting_point = meeting_point
         self._generation = generation
         self._threads = threads
@@ -181,7 +180,7 @@ class Session:
         if listener is not None:
             descriptors["listener"] = listener.fileno()
             self._theirs.append(listener)
-        self._process = process = make_companion(self._config, descriptors, self._gone_on_any_thread)
+        self._process = process = self._make_process(descriptors, self._gone_on_any_thread)
         await to_the_end(self._loop.run_in_executor(self._threads, process.start))
         self._close_theirs()
         await control.ready

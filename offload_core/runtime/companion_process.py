@@ -33,6 +33,14 @@ def describe_end(return_code: int | None) -> str:
         return f"was killed by signal {-return_code}"
 
 
+def working_folder() -> str | None:
+    """Return this process's working folder; ``None`` if it was removed."""
+    try:
+        return os.getcwd()  # noqa: PTH109
+    except FileNotFoundError:
+        return None
+
+
 class CompanionProcess:
     """A Python module that runs as a child of this process, and ends with it in every case.
 
@@ -50,6 +58,7 @@ class CompanionProcess:
         payload: bytes for the child's program. May be secret: they travel in anonymous memory.
         limits: the share of the machine that the child gets.
         withheld: names of environment variables that the child does not get.
+        folder: the child's working folder; ``None`` for this process's own.
         on_end: called once with the words of :func:`describe_end`, on the daemon thread, after :attr:`is_alive` has
             become false. Not called if the start fails.
 
@@ -65,6 +74,7 @@ class CompanionProcess:
         payload: bytes = b"",
         limits: ProcessLimits | None = None,
         withheld: Collection[str] = (),
+        folder: str | None = None,
         on_end: Callable[[str], None] = lambda description: None,
     ) -> None:
         if standard := [name for name, descriptor in (descriptors or {}).items() if descriptor <= 2]:
@@ -74,6 +84,7 @@ class CompanionProcess:
         self._payload = payload
         self._limits = limits or ProcessLimits()
         self._withheld = frozenset(withheld)
+        self._folder = folder
         self._on_end = on_end
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -90,7 +101,7 @@ class CompanionProcess:
             seconds: limit on the wait, for an interpreter on a file system that hangs.
 
         Raises:
-            OSError: the system cannot start another process.
+            OSError: the system cannot start another process, or the child's folder is gone.
             TimeoutError: the interpreter did not begin in time. Keep the descriptors open until :meth:`wait_gone`.
         """
         self._owner.start()
@@ -159,8 +170,9 @@ class CompanionProcess:
     def _start_process(self) -> subprocess.Popen[bytes]:
         # The interpreter must find the module before it can read the message, and must not look in the working folder.
         search_path = [entry for entry in sys.path if isinstance(entry, str)]  # imports ignore the others too
+        own_folder = working_folder()
         changed = {
-            "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in search_path),  # noqa: PTH109
+            "PYTHONPATH": os.pathsep.join(entry or self._folder or own_folder or "" for entry in search_path),
             "PYTHONSAFEPATH": "1",
         }
         message = StartMessage(
@@ -177,6 +189,8 @@ class CompanionProcess:
                 stdin=message,
                 pass_fds=tuple(self._descriptors.values()),
                 env={name: value for name, value in os.environ.items() if name not in self._withheld} | changed,
+                # No change of the folder without need: the right to enter the own one may be gone.
+                cwd=None if own_folder in (None, self._folder) else self._folder,
             )
         finally:
             os.close(message)

@@ -26,12 +26,13 @@ WITHHELD: Final = frozenset(
 
 
 def make_companion(
-    config: OffloadConfig, descriptors: Mapping[str, int], on_end: Callable[[str], None]
+    config: OffloadConfig, folder: str | None, descriptors: Mapping[str, int], on_end: Callable[[str], None]
 ) -> CompanionProcess:
     """Make an I/O process, which is not started yet.
 
     Args:
         config: the process reads this configuration again, without its files.
+        folder: relative paths of the configuration start there; see :class:`CompanionProcess`.
         descriptors: see :class:`CompanionProcess`.
         on_end: see :class:`CompanionProcess`.
     """
@@ -46,5 +47,6 @@ def make_companion(
         payload=json.dumps(payload, default=str).encode(),  # a script may pass paths
         limits=config.settings.io_process_limits,
         withheld=WITHHELD,
+        folder=folder,
         on_end=on_end,
     )

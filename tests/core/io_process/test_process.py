@@ -320,6 +320,19 @@ def test_a_process_that_ends_right_after_its_greeting_is_replaced(
     assert rig.pid not in ended
 
 
+def test_a_relative_path_means_the_same_folder_after_a_replacement(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rig = make(disk(Path("kv")))
+    assert rig.store(1) == [True]
+    (tmp_path / "results").mkdir()
+    monkeypatch.chdir(tmp_path / "results")
+    os.kill(rig.pid, signal.SIGKILL)
+    wait_until(lambda: rig.load(1) == [HIT], "the disk does not serve again")
+    assert list((tmp_path / "results").iterdir()) == []
+
+
 def test_an_engine_that_gets_no_process_is_told_so(
     make: Make, tmp_path: Path, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

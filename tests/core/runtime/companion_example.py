@@ -34,6 +34,7 @@ def main() -> None:
         "descriptors": dict(start.descriptors),
         "open": {link.name: str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()},
         "payload": start.payload.hex(),
+        "folder": str(Path("/proc/self/cwd").readlink()),
         "session": os.getsid(0),
         "group": os.getpgid(0),
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),

@@ -147,6 +147,33 @@ def test_no_module_of_the_working_folder_is_imported(tmp_path: Path, monkeypatch
         assert str(tmp_path) not in child.report()["at_first"]["search_path"]
 
 
+def test_its_working_folder_is_its_parents_or_the_given_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    monkeypatch.chdir(second)
+    monkeypatch.setattr("sys.path", ["", *sys.path])
+    for folder, expected in ((None, second), (str(second), second), (str(first), first)):
+        with companion(folder=folder) as child:
+            report = child.report()
+            assert report["folder"] == str(expected)
+            assert str(expected) in report["at_first"]["search_path"], "'' stands for the working folder"
+
+
+def test_a_working_folder_that_is_gone_prevents_the_start_only_if_the_parent_has_left_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    process = CompanionProcess(EXAMPLE, folder=str(gone))
+    with pytest.raises(FileNotFoundError, match="gone"):
+        process.start()
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with companion(folder=str(gone)) as child:
+        assert child.report()["folder"] == f"{gone} (deleted)"
+
+
 def test_it_gets_no_other_descriptors_and_its_standard_input_is_empty() -> None:
     reading, writing = os.pipe()
     os.set_inheritable(writing, True)  # by some library's fault
