@@ -61,6 +61,9 @@ class Session:
         on_killed: called when the process was killed because it is damaged or silent, or when others have its memory
             after its end. ``on_end`` may then follow late.
         silence_seconds: a process that has not answered for so long is killed.
+
+    Raises:
+        OSError: the system has no descriptor or no memory left.
     """
 
     def __init__(
@@ -81,11 +84,13 @@ class Session:
         self._on_end = on_end
         self._on_killed = on_killed
         self._loop = asyncio.get_running_loop()
-        self._log, self._their_log = ControlSocket.pair()
+        with contextlib.ExitStack() as made:
+            self._log, self._their_log = (made.enter_context(contextlib.closing(end)) for end in ControlSocket.pair())
+            self._rings = made.enter_context(contextlib.closing(make_rings()))
+            self._bells = {name: made.enter_context(contextlib.closing(Doorbell())) for name in BELLS}
+            made.pop_all()
         self._control: ControlChannel | None = None
         self._theirs: list[ControlSocket | socket.socket] = [self._their_log]
-        self._rings = make_rings()
-        self._bells = {name: Doorbell() for name in BELLS}
         self._calls = LoopCalls(
             RingPair(self._rings, Lane.LOOP, to_process=True),
             own_bell=self._bells["to_engine"],
@@ -98,7 +103,7 @@ class Session:
             own_bell=self._bells["direct_to_engine"],
             other_bell=self._bells["direct_to_process"],
             on_message=on_message,
-            on_damage=self._damaged_on_any_thread,
+            on_damage=lambda error: self._loop.call_soon_threadsafe(self._damaged, error),
         )
         """Calls that need no event loop."""
         self._process: CompanionProcess | JoinedProcess | None = None
@@ -164,6 +169,7 @@ class Session:
                 await self._start_process()
                 return
             if listener is not None:
+                self._theirs.append(listener)
                 await self._start_process(listener)
                 return
             if connection is not None:
@@ -179,7 +185,6 @@ class Session:
         self._theirs.append(their_control)
         if listener is not None:
             descriptors["listener"] = listener.fileno()
-            self._theirs.append(listener)
         self._process = process = self._make_process(descriptors, self._gone_on_any_thread)
         await to_the_end(self._loop.run_in_executor(self._threads, process.start))
         self._close_theirs()
@@ -330,9 +335,6 @@ class Session:
     def _damaged(self, error: Exception) -> None:
         logger.error("the I/O process (pid %s) has sent damaged messages and is killed: %s", self.pid, error)
         self._kill_unasked()
-
-    def _damaged_on_any_thread(self, error: Exception) -> None:
-        self._loop.call_soon_threadsafe(self._damaged, error)
 
     def _take_direct_answers(self) -> None:
         """Take the answers of direct calls while the engine's thread is busy or idle."""
