@@ -28,7 +28,7 @@ from offload_core.io_process.remote_storage import RemoteStorage, pack_objects
 from offload_core.io_process.session import Session
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.companion_process import working_folder
-from offload_core.runtime.io_loop import IoLoop, log_unexpected
+from offload_core.runtime.io_loop import IoLoop, log_unexpected, result_within
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.restart_pause import RestartPause
 from offload_core.runtime.threads import DaemonExecutor
@@ -134,10 +134,11 @@ class IoProcess:
 
         Raises:
             ConfigError: the process did not start.
-            OSError: the process cannot map it.
+            OSError: the process cannot map it, or not in time.
         """
         self._wait_for_start()
-        self._io.submit(self._share_staging(memory)).result(START_SECONDS)
+        words = f"the I/O process has not mapped the staging memory within {START_SECONDS:g} s"
+        result_within(self._io.submit(self._share_staging(memory)), START_SECONDS, words)
 
     def forget_staging(self) -> None:
         """Give later processes no staging memory. Call it after the last load and store."""
@@ -150,9 +151,11 @@ class IoProcess:
 
         Raises:
             ConfigError: the process did not start.
+            OSError: the process has ended, or does not answer in time.
         """
         self._wait_for_start()
-        return self._io.submit(self._make_storage(config, changes, half)).result(START_SECONDS)
+        words = f"the I/O process has not made it within {START_SECONDS:g} s; it may hang on the medium"
+        return result_within(self._io.submit(self._make_storage(config, changes, half)), START_SECONDS, words)
 
     def observe(self, event: Event, counters: Counters) -> None:
         """Send an event to the observers in the process. Thread-safe; never waits.
@@ -177,7 +180,7 @@ class IoProcess:
 
     def _wait_for_start(self) -> None:
         try:
-            self._starting.result(2 * START_SECONDS)
+            result_within(self._starting, 2 * START_SECONDS, "the I/O loop hangs")
         except (OSError, TimeoutError) as error:
             raise ConfigError(
                 [f"io_process: the I/O process did not start: {error}; set io_process to off to run without it"]
@@ -195,7 +198,10 @@ class IoProcess:
             self._killed,
             self._config.settings.io_process_timeout_seconds,
         )
-        await session.start(START_SECONDS)
+        try:
+            await session.start(START_SECONDS)
+        except TimeoutError as error:
+            raise TimeoutError(str(error) or f"it did not serve within {START_SECONDS:g} s") from None
         try:
             await self._prepare(session)
         except BaseException:  # a plugin may raise anything, and the engine may end meanwhile

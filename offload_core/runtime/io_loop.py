@@ -89,6 +89,20 @@ class IoLoop:
 os.register_at_fork(after_in_child=IoLoop.forget)
 
 
+def result_within(future: Future[T], seconds: float, otherwise: str) -> T:
+    """Wait for a future, and return its result or raise its error. Not for the loop's own thread.
+
+    Raises:
+        TimeoutError: it has not ended after ``seconds``; the text is ``otherwise``. It goes on.
+    """
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        if future.done():  # its own error
+            raise
+        raise TimeoutError(otherwise) from None
+
+
 def log_unexpected(future: Future[Any]) -> None:
     """Log the error of a future that nobody awaits. It is a defect of the core: tiers turn errors into outcomes."""
     if not future.cancelled() and (error := future.exception()) is not None:

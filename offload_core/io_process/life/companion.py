@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
+from offload_core.api.errors import ConfigError
 from offload_core.config.model import OffloadConfig
 from offload_core.io_process import protocol
 from offload_core.runtime.companion_process import CompanionProcess
@@ -35,7 +37,11 @@ def make_companion(
         folder: relative paths of the configuration start there; see :class:`CompanionProcess`.
         descriptors: see :class:`CompanionProcess`.
         on_end: see :class:`CompanionProcess`.
+
+    Raises:
+        ConfigError: this process may use none of the processors for the I/O process.
     """
+    _check_cpus(config.settings.io_process_cpus)
     payload = {
         "protocol": protocol.VERSION,
         "config": dict(config.keys),
@@ -50,3 +56,19 @@ def make_companion(
         folder=folder,
         on_end=on_end,
     )
+
+
+def _check_cpus(cpus: Collection[int]) -> None:
+    own = os.sched_getaffinity(0)
+    if not cpus or own & set(cpus):
+        return
+    try:
+        os.sched_setaffinity(0, cpus)  # of this thread alone: only the kernel knows which ones are allowed
+    except OSError as error:
+        raise ConfigError(
+            [
+                f"io_process_cpus: the I/O process may use none of the processors {sorted(cpus)} ({error.strerror}); "
+                f"the engine uses {sorted(own)}"
+            ]
+        ) from None
+    os.sched_setaffinity(0, own)

@@ -65,7 +65,7 @@ def test_a_start_that_fails_for_want_of_descriptors_keeps_none(count: int, io: I
         await session.start(SECONDS)
 
     before = own_files()
-    with descriptors_left(count), pytest.raises(OSError):
+    with descriptors_left(count), pytest.raises(OSError, match="Too many open files"):
         io.submit(start()).result(SECONDS)
     assert own_files() == before
     threads.shutdown()

@@ -6,6 +6,7 @@ import base64
 import gc
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import pytest
 
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.errors import ConfigError
+from offload_core.config.loading import load_config
 from offload_core.io_process import process
 from offload_core.io_process.life.companion import WITHHELD
 from offload_core.io_process.session import Session
@@ -344,6 +346,44 @@ def test_an_engine_that_gets_no_process_is_told_so(
     monkeypatch.setattr(process, "START_SECONDS", 2.0)
     with pytest.raises(ConfigError, match="the I/O process has ended during the start of the engine"):
         make(disk(tmp_path / "kv"))
+
+
+def test_a_process_that_does_not_answer_during_the_start_is_named(
+    io: IoLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig.of(io, disk(tmp_path), shares_staging=False)
+    monkeypatch.setattr(process, "START_SECONDS", 0.2)
+    os.kill(rig.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(
+            ConfigError, match=r"backend 'disk' cannot be .*: the I/O process has not made it within 0.2 s"
+        ):
+            Rig.of(io, disk(tmp_path), shares_staging=False)
+        with pytest.raises(TimeoutError, match=r"has not mapped the staging memory within 0.2 s"):
+            rig.share_staging()
+    finally:
+        os.kill(rig.pid, signal.SIGCONT)
+        rig.close()
+
+
+def test_a_start_that_takes_too_long_is_told_in_words(
+    io: IoLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config({"backends": [disk(tmp_path)]})
+    monkeypatch.setattr(process, "START_SECONDS", 0.001)  # no interpreter begins so fast
+    started = process.IoProcess.acquire("slow", io, config)
+    try:
+        with pytest.raises(TimeoutError, match=r"^it did not serve within 0.001 s$"):
+            started._starting.result(SECONDS)
+    finally:
+        started.release(SECONDS)
+
+
+def test_processors_that_are_not_there_are_refused_by_their_key(io: IoLoop, tmp_path: Path) -> None:
+    own = str(sorted(os.sched_getaffinity(0)))
+    words = r"- io_process_cpus: .* none of the processors \[4096\] .*; the engine uses " + re.escape(own)
+    with pytest.raises(ConfigError, match=words):
+        Rig.of(io, disk(tmp_path), io_process_cpus=[4096])
 
 
 def test_staging_memory_that_is_shared_while_a_process_is_replaced_reaches_the_next_one(
