@@ -106,6 +106,24 @@ def test_a_child_that_was_killed_is_replaced(
     assert messages == ["tier 'fabric': the NIXL process ended: it was killed by signal 9; another is started"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_group_does_not_end_the_child(
+    nixl: Nixl, folder_options: dict[str, Any], number: signal.Signals
+) -> None:
+    async def run() -> None:
+        backend = nixl(**folder_options)
+        await backend.open()
+        await store(backend, 1)
+        pid = pid_of(backend)
+        os.kill(pid, number)
+        assert await load(backend, 1) == [LoadOutcome.HIT]
+        assert pid_of(backend) == pid
+        await backend.close()
+        wait_until(lambda: not is_running(pid), "the closed tier has not ended its child")
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     "operation",
     ["load", "store", *(pytest.param(name, marks=pytest.mark.long) for name in ("contains", "delete", "list"))],

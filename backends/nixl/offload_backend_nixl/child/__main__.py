@@ -21,7 +21,8 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return  # it died before the line above
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they reach the whole group; the parent closes the socket, or kills
     connection = socket.socket(fileno=socket_descriptor)
     memory = mmap.mmap(memory_descriptor, 0)
     os.close(memory_descriptor)
