@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -33,6 +35,18 @@ class ControlChannel:
         """The first message of the process, with its descriptors; an error if it cannot serve."""
         socket.set_blocking(False)
         self._loop.add_reader(socket.fileno(), self.receive)
+
+    async def ready_with_descriptor(self) -> tuple[Record, int]:
+        """Return the first message of a process that another one has started, with the descriptor that belongs to it.
+
+        Raises:
+            OSError: the process cannot serve, or this process has no room for the descriptor.
+        """
+        record, descriptors = await self.ready
+        if len(descriptors) != 1:  # the kernel drops those that do not fit
+            _close_all(descriptors)
+            raise OSError(errno.EMFILE, "the descriptor of the I/O process did not come; too many files may be open")
+        return record, descriptors[0]
 
     def tell(self, record: Record, descriptors: Sequence[int] = ()) -> None:
         """Send a message without an answer.
@@ -99,3 +113,10 @@ class ControlChannel:
             self.fail(OSError(f"the I/O process cannot serve: {record['failed']}"))
         elif self._answers and not (answer := self._answers.popleft()).done():
             answer.set_result((record, descriptors))
+        else:  # the question was cancelled
+            _close_all(descriptors)
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

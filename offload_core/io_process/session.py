@@ -200,7 +200,7 @@ class Session:
         try:
             descriptors = self._descriptors()
             control.tell({"join": os.getpid()}, [descriptors[name] for name in JOIN_DESCRIPTORS])
-            record, (descriptor,) = await control.ready
+            record, descriptor = await control.ready_with_descriptor()
         except ConnectionError as error:
             control.close(error)
             raise

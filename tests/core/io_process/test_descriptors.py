@@ -1,7 +1,8 @@
-"""A process of the engine with few descriptors left: a failed start of an I/O process keeps none of them."""
+"""A process of the engine with few descriptors left: it keeps none in vain, and says so if it has too few."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import resource
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from offload_core.config.loading import load_config
+from offload_core.io_process.control import ControlSocket
+from offload_core.io_process.control_channel import ControlChannel
 from offload_core.io_process.life.companion import make_companion
 from offload_core.io_process.life.meeting_point import MeetingPoint
 from offload_core.io_process.session import Session
@@ -42,6 +45,46 @@ def descriptors_left(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for descriptor in held:
             os.close(descriptor)
+
+
+@contextlib.contextmanager
+def channel() -> Iterator[tuple[ControlChannel, ControlSocket]]:
+    """A channel of the running loop, and the other process's end."""
+    ours, theirs = ControlSocket.pair()
+    made = ControlChannel(ours, on_end_of_file=lambda: None)
+    try:
+        yield made, theirs
+    finally:
+        made.close(OSError("the test has ended"))
+        theirs.close()
+
+
+def test_a_greeting_whose_descriptor_finds_no_room_is_told_so() -> None:
+    async def run() -> None:
+        with channel() as (ours, theirs):
+            theirs.send({"ready": os.getpid()}, [theirs.fileno()])
+            with descriptors_left(0):
+                ours.receive()
+            with pytest.raises(OSError, match="the descriptor of the I/O process did not come"):
+                await ours.ready_with_descriptor()
+
+    asyncio.run(run())
+
+
+def test_the_descriptors_of_an_answer_that_nobody_awaits_are_closed() -> None:
+    async def run() -> None:
+        with channel() as (ours, theirs):
+            before = own_files()
+            question = asyncio.ensure_future(ours.ask_for_descriptors({"lent": 0}))
+            await asyncio.sleep(0)
+            question.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await question
+            theirs.send({"pin": False}, [theirs.fileno()])
+            ours.receive()
+            assert own_files() == before
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("count", range(_NEEDED))
