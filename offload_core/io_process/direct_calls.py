@@ -41,7 +41,7 @@ class DirectCalls:
         own_bell: Doorbell,
         other_bell: Doorbell,
         on_message: Callable[[Message], None],
-        on_damage: Callable[[Exception], None],
+        on_damage: Callable[[Exception], object],
     ) -> None:
         self._rings = rings
         self._own_bell = own_bell
