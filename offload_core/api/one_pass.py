@@ -31,7 +31,7 @@ class LoadCheck(ABC):
 
         Returns:
             Whether the buffer is full now and the core has found the whole object right. Then a checksum of the
-            backend's own is not needed, and the buffer must not be written again: the core does not check it a second
+            backend's own is not needed. The buffer must not be written again, since the core does not check it a second
             time. ``False`` says nothing about the bytes.
         """
 

@@ -333,10 +333,8 @@ class ObjectIO:
         self, names: Sequence[ObjectKey], sizes: Sequence[int], spare: Sequence[bool]
     ) -> StoreReservation:
         """Reserve capacity, and report evicted objects."""
-        if self._spares and any(spare):
-            reservation = await self._backend.prepare_store(names, sizes, spare)
-        else:
-            reservation = await self._backend.prepare_store(names, sizes)
+        more = [spare] if self._spares and any(spare) else []
+        reservation = await self._backend.prepare_store(names, sizes, *more)
         try:
             self._on_eviction(self._names.keys_of(reservation.evicted))
         except BaseException:

@@ -100,7 +100,8 @@ def _object_of(key: ObjectKey, names: list[str]) -> str:
 
 
 def _without_chance(name: str) -> str:
-    return re.sub(r"\d{9,}", "<number>", re.sub(r"folder-[0-9a-f]{32}", "folder-<random>", name))
+    name = re.sub(r"(folder|uncounted)-([0-9a-f]{16}){1,2}", r"\1-<random>", name)
+    return re.sub(r"\d{9,}", "<number>", name)
 
 
 def _tables(database: Path) -> list[str]:

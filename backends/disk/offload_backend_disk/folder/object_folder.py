@@ -89,8 +89,8 @@ class ObjectFolder:
     def load_each(self, keys: Sequence[ObjectKey], loads: Sequence[Callable[[], LoadOutcome]]) -> list[LoadOutcome]:
         """Load the objects of one batch, in order.
 
-        If the disk cannot read one file, but can read another one of the batch, the object is corrupt, also when it is
-        read again alone. Otherwise the disk has failed.
+        If the disk cannot read one file, but can read another one of the batch, the object is corrupt. It stays so when
+        it is read again alone. Otherwise the disk has failed.
 
         Args:
             loads: one function per key.
