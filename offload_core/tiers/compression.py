@@ -200,7 +200,7 @@ class TierCodec:
         nbytes = whole_bytes if nbytes is None else nbytes
         if nbytes == whole_bytes and not self.encrypts:
             return StoredForm(staged, name, staged.lease.view)
-        if not HEADER_BYTES <= nbytes <= whole_bytes:
+        if not min(HEADER_BYTES + 1, whole_bytes) <= nbytes <= whole_bytes:  # without a payload, a header is all
             reason = f"{name} has {nbytes} bytes on the medium; at most {whole_bytes} are expected"
             damage[staged.key] = Damage(reason)
             return LoadOutcome.CORRUPT
