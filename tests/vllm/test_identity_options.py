@@ -124,6 +124,12 @@ def test_models_without_such_an_embedding_share_objects_at_all_lengths(made: Any
     assert fingerprint_of(made) == fingerprint_of(engine_of(Path(made.model_config.model), max_model_len=2048))
 
 
+@pytest.mark.every_version
+def test_vllms_own_defaults_add_nothing(engine: Any) -> None:
+    engine.model_config.multimodal_config, engine.lora_config = MultiModalConfig(), LoRAConfig()
+    assert options_identity(engine) == {}
+
+
 @pytest.mark.parametrize(
     ("place", "option", "values"),
     [

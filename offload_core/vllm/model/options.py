@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +54,15 @@ def options_identity(vllm_config: VllmConfig) -> dict[str, Json]:
 
 
 def _fields(config: Any, names: tuple[str, ...]) -> dict[str, Json]:
+    """Return those fields of a part of vLLM's configuration that have another value than vLLM's default."""
+    defaults = {one.name: one.default for one in fields(config)} if is_dataclass(config) else {}
     values = {name: getattr(config, name, None) for name in names}
-    return {name: jsonable(value) for name, value in values.items() if value is not None and value not in ({}, [])}
+    unset: tuple[Any, ...] = (None, {}, [])
+    return {
+        name: jsonable(value)
+        for name, value in values.items()
+        if value not in unset and value != defaults.get(name, MISSING)
+    }
 
 
 def _encoder_scales(multimodal: Any) -> str | None:
