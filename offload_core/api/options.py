@@ -15,7 +15,7 @@ import re
 import threading
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Annotated, ClassVar, TypeGuard, TypeVar
+from typing import Annotated, Any, ClassVar, TypeGuard, TypeVar, get_args
 
 import durationpy
 from pydantic import (
@@ -24,18 +24,22 @@ from pydantic import (
     BeforeValidator,
     ByteSize,
     ConfigDict,
+    GetJsonSchemaHandler,
     TypeAdapter,
     ValidationError,
     WithJsonSchema,
+    model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 
 class BackendOptions(BaseModel):
     """Base class of a backend's options. It refuses unknown keys, and its instances are immutable.
 
     Give every field a ``description``, which becomes part of the JSON schema. Make a secret a ``pydantic.SecretStr``:
-    the core fills it from an environment variable only (C15).
+    the core fills it from an environment variable only (C15). A ``Literal`` with the words ``on`` and ``off`` takes a
+    boolean too, because YAML reads these words as booleans where they have no quotes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -43,6 +47,27 @@ class BackendOptions(BaseModel):
     credentials_cure: ClassVar[str] = "give it in the environment, or in the configuration of the storage's own library"
     """Advice to an operator whose configuration holds a credential, which the core refuses."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _words_for_booleans(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        with_words = [name for name, field in cls.model_fields.items() if _BOOLEANS.keys() & get_args(field.annotation)]
+        words = {given: word for word, given in _BOOLEANS.items()}
+        return given | {name: words[given[name]] for name in with_words if isinstance(given.get(name), bool)}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(core_schema)
+        for option in handler.resolve_ref_schema(schema).get("properties", {}).values():
+            if booleans := [_BOOLEANS[word] for word in option.get("enum", ()) if word in _BOOLEANS]:
+                option["enum"] += booleans
+                del option["type"]
+        return schema
+
+
+_BOOLEANS = {"on": True, "off": False}
+"""The words that YAML reads as booleans, and that options use."""
 
 OptionsT = TypeVar("OptionsT", bound=BackendOptions)
 

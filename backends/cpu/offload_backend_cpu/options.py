@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import Field
 
 from offload_backend_cpu.arena import PAGE_BYTES
 from offload_core.api import BackendOptions, Bytes
-
-
-def _on_or_off(given: object) -> object:
-    """Return the word for a boolean: YAML reads a bare ``on`` or ``off`` as one."""
-    return {True: "on", False: "off"}[given] if isinstance(given, bool) else given
 
 
 class CpuOptions(BackendOptions):
@@ -28,8 +23,6 @@ class CpuOptions(BackendOptions):
     )
     pin: Annotated[
         Literal["auto", "on", "off"],
-        BeforeValidator(_on_or_off),
-        WithJsonSchema({"enum": ["auto", "on", "off", True, False]}),
         Field(
             description="page-lock the whole memory by CUDA from the start on, if the worker uses a GPU: auto; on, and "
             "without an I/O process the engine does not start if that fails; off"

@@ -5,17 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from offload_backend_disk.capacity.eviction import Policy
 from offload_backend_disk.folder.direct_io import DirectIo
 from offload_backend_disk.folder.files import Fsync
 from offload_core.api import BackendOptions, Bytes, Folder, check_folder
-
-
-def _on_or_off(given: object) -> object:
-    """Return the word for a boolean: YAML reads a bare ``on`` or ``off`` as one."""
-    return {True: "on", False: "off"}[given] if isinstance(given, bool) else given
 
 
 class DiskOptions(BackendOptions):
@@ -61,8 +56,6 @@ class DiskOptions(BackendOptions):
     ] = "none"
     direct_io: Annotated[
         DirectIo,
-        BeforeValidator(_on_or_off),
-        WithJsonSchema({"enum": ["off", "on", "auto", False, True]}),
         Field(
             description="read and write past the page cache (O_DIRECT): off; on; auto, on if the folder's file system "
             "supports it"
