@@ -45,6 +45,7 @@ from offload_backend_nfs.capacity.control_record import (
 from offload_backend_nfs.capacity.lease import Lease
 from offload_backend_nfs.capacity.ports import AccountFiles, ObjectFiles
 from offload_backend_nfs.capacity.shared_record import SharedRecord
+from offload_backend_nfs.recent_keys import drop_oldest, remember
 from offload_backend_nfs.storage.failures import DeletionRefusals, ForeignFileError
 from offload_backend_nfs.storage.layout import key_of
 from offload_core.api import ObjectKey, TierLogger
@@ -126,11 +127,8 @@ class PendingEvictions:
         if self._record.state.pending_evictions:
             now = self._clock()
             with self._lock:
-                for key in keys:
-                    self._used_seconds.pop(key, None)
-                    self._used_seconds[key] = now
-                while len(self._used_seconds) > _MAX_USED_KEYS:
-                    del self._used_seconds[next(iter(self._used_seconds))]
+                remember(self._used_seconds, keys, now)
+                drop_oldest(self._used_seconds, _MAX_USED_KEYS)
 
     def hidden(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Return, per key, whether its object is hidden: no process should begin to load it."""

@@ -33,6 +33,7 @@ from offload_backend_nfs.capacity.control_record import (
     write_lines,
 )
 from offload_backend_nfs.capacity.ports import AccountFiles
+from offload_backend_nfs.recent_keys import drop_oldest
 from offload_backend_nfs.storage.failures import ForeignFileError
 from offload_core.api import ObjectKey, TierLogger
 
@@ -92,7 +93,7 @@ class UsageLog:
                 self._last_seconds = later if now < later < now + 1 else now  # the clock may be set back
                 self._unflushed.pop(key, None)
                 self._unflushed[key] = -self._last_seconds if is_spare else self._last_seconds
-            self._drop_oldest()
+            drop_oldest(self._unflushed, _MAX_KEYS)
 
     def record_stored(self, key: ObjectKey, *, is_spare: bool) -> None:
         """Record that an object was stored. Does not block.
@@ -125,7 +126,7 @@ class UsageLog:
         except OSError:
             with self._lock:
                 self._unflushed = {**uses, **self._unflushed}  # the later ones win
-                self._drop_oldest()
+                drop_oldest(self._unflushed, _MAX_KEYS)
             raise
         self._flushed_seconds = self._clock()
 
@@ -214,10 +215,6 @@ class UsageLog:
         for key, used in self._merged.items():
             if abs(used) > now + _CLOCK_TOLERANCE_SECONDS:
                 self._merged[key] = math.copysign(now, used)
-
-    def _drop_oldest(self) -> None:
-        while len(self._unflushed) > _MAX_KEYS:
-            del self._unflushed[next(iter(self._unflushed))]
 
 
 def recency(used_seconds: float, stored_at_seconds: float) -> Recency:

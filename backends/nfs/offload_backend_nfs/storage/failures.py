@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
+from offload_backend_nfs.recent_keys import drop_oldest, remember
 from offload_core.api import ObjectKey, TierLogger
 
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -102,11 +103,8 @@ class DeletionRefusals:
         """Remember objects that were refused just now. In ten minutes, at most one warning is logged."""
         now = self._clock()
         with self._lock:
-            for key in keys:
-                self._refused_seconds.pop(key, None)
-                self._refused_seconds[key] = now
-            while len(self._refused_seconds) > _MAX_REFUSALS:
-                del self._refused_seconds[next(iter(self._refused_seconds))]
+            remember(self._refused_seconds, keys, now)
+            drop_oldest(self._refused_seconds, _MAX_REFUSALS)
             if not keys or now - self._logged_seconds < _REFUSAL_SECONDS:
                 return
             self._logged_seconds = now
