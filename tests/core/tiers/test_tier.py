@@ -236,6 +236,22 @@ def test_a_result_that_is_no_outcome_is_a_failure_that_names_it(
     assert rig.backend.reserved == 0
 
 
+def test_a_reservation_is_released_if_its_evicted_objects_are_no_keys(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_store = rig.backend.prepare_store
+
+    async def prepare(*arguments: Any) -> Any:
+        reservation: Any = await prepare_store(*arguments)
+        reservation.evicted = [["no key"]]
+        return reservation
+
+    monkeypatch.setattr(rig.backend, "prepare_store", prepare)
+    assert rig.store(1) == [False]
+    assert rig.counted() == {"store_failures": 1, "evictions": 1}
+    assert rig.backend.reserved == 0
+
+
 def test_a_store_writes_only_what_the_preparation_asked_for(rig: Rig) -> None:
     rig.backend.faults = {"prepare_store": [StoreOutcome.ALREADY_PRESENT, None, StoreOutcome.REJECTED]}
     assert rig.store(1, 2, 3) == [True, True, False]
