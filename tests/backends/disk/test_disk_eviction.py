@@ -257,32 +257,59 @@ def test_a_long_eviction_goes_on_with_the_stores_that_follow(disk: Disk, tmp_pat
     assert asyncio.run(main()) == [65, 61, 0, 0], "64 per step beside the victims for the store itself"
 
 
-def test_a_lowered_capacity_is_reached_in_steps_that_each_reject_one_call(tmp_path: Path) -> None:
-    def number_of(one: ObjectKey) -> int:
-        return int.from_bytes(one.chunk_hash, "big")
-
-    account = open_account(tmp_path, 10_000)
-    account.finish_scan()
+def fill_above(root: Path, *, scanned: bool) -> list[ObjectKey]:
+    """Store 1000 objects of ten bytes, which the account counts."""
     keys = [ObjectKey("ab" * 32, "full-u256", number.to_bytes(4, "big")) for number in range(1000)]
+    account = open_account(root, 10_000)
     for one in keys:
-        write(tmp_path, one, 10)
-    numbers, _ = account.reserve([(one, 10) for one in keys])
-    assert None not in numbers
-    account.release([one for one in numbers if one is not None], [(one, segment_of(False)) for one in keys])
+        write(root, one, 10)
+    account.release([], [(one, segment_of(False)) for one in keys])
+    if scanned:
+        account.finish_scan()
     account.close()
+    return keys
 
+
+def test_a_lowered_capacity_is_reached_in_steps_that_each_reject_one_call(tmp_path: Path) -> None:
+    keys = fill_above(tmp_path, scanned=True)
     account = open_account(tmp_path, 1000)
-    evicted: list[int] = []
+    evicted: list[ObjectKey] = []
     for used in (7440, 4880, 2320):
         granted, gone = account.reserve([(key(1), 10), (key(2), 10)])
         assert granted == [None, None]
         assert account.used_bytes == used
-        evicted += map(number_of, gone)
+        evicted += gone
     granted, gone = account.reserve([(key(1), 10), (key(2), 10)])
     assert None not in granted
     assert account.used_bytes == 1000
-    evicted += map(number_of, gone)
-    assert evicted == list(range(902))
+    evicted += gone
+    assert evicted == keys[:902]
+    account.close()
+
+
+@pytest.mark.parametrize(
+    ("limits", "spare", "scanned"),
+    [
+        ({"capacity_bytes": 1000}, True, True),
+        ({"capacity_bytes": 1000}, False, False),
+        ({"capacity_bytes": 10_000, "keep_free_bytes": 2**60}, False, True),
+    ],
+    ids=["for a spare object", "before the scan has ended", "for space that the tier cannot free"],
+)
+def test_objects_above_a_limit_stay(tmp_path: Path, limits: dict[str, int], spare: bool, scanned: bool) -> None:
+    fill_above(tmp_path, scanned=scanned)
+    account = open_account(tmp_path, **limits)
+    assert account.reserve([(key(1), 10), (key(2), 10)], [spare] * 2) == ([None, None], [])
+    assert account.used_bytes == 10_000
+    account.close()
+
+
+def test_a_store_that_cannot_fit_evicts_nothing_even_if_others_could(tmp_path: Path) -> None:
+    fill_above(tmp_path, scanned=True)
+    account = open_account(tmp_path, 1000)
+    assert account.reserve([(key(1), 1001)]) == ([None], [])
+    assert account.used_bytes == 10_000
+    assert len(account.reserve([(key(1), 1001), (key(2), 10)])[1]) == 256
     account.close()
 
 

@@ -101,14 +101,16 @@ class Account:
         """
         evicted: list[ObjectKey] = []
         granted: list[int | None] = []
+        spare = spare or [False] * len(wanted)
+        kept_sizes = [nbytes for (_, nbytes), is_spare in zip(wanted, spare, strict=True) if not is_spare]
         if not self._is_scanned and self._lock.locked():  # a store never waits for a scan
             return [None] * len(wanted), evicted
         try:
             with self._transaction() as rows:
-                if self._evictor.evict_excess(rows):
+                if kept_sizes and self._evictor.evict_excess(rows, min(kept_sizes)):
                     evicted += rows.removed_files
                     return [None] * len(wanted), evicted
-                for (key, nbytes), is_spare in zip(wanted, spare or [False] * len(wanted), strict=True):
+                for (key, nbytes), is_spare in zip(wanted, spare, strict=True):
                     if is_spare:
                         fits = self._evictor.fits_freely(rows, nbytes)
                     else:

@@ -91,13 +91,16 @@ class Evictor:
             excess = rows.totals().protected - int(PROTECTED_SHARE * self._limits.capacity_bytes)
             rows.demote(excess, self._next_time_ns)
 
-    def evict_excess(self, rows: Rows) -> bool:
+    def evict_excess(self, rows: Rows, nbytes: int) -> bool:
         """If far more is used than the limits permit, evict some of it; return whether the rest is for later calls.
 
-        A lowered capacity needs this. One long eviction would keep all processes waiting.
+        A lowered capacity needs this. One long eviction would keep all processes waiting. If ``nbytes`` could not even
+        fit without any object, nothing is evicted: something else may have filled the disk.
         """
         totals = rows.totals()
         excess = self._missing_bytes(totals, 0) if totals.scanned else 0
+        if excess + nbytes > totals.objects:
+            return False
         victims = self._victims(rows, excess, _MOST_PER_STEP)
         if len(victims) < _MOST_PER_STEP or sum(size for _, size in victims) >= excess:
             return False  # evict_for can do it at once
