@@ -34,6 +34,9 @@ _MOST_PER_STEP = 256
 _MOST_FAILURES = 64
 _ERRNOS_OF_ONE_FILE = frozenset({errno.EPERM, errno.EACCES, errno.EBUSY, errno.EIO, errno.EUCLEAN})
 """Errors of a removal that may concern one file or folder only: an immutable one, a mount point, a bad sector."""
+_ERRNOS_OF_DISK = frozenset({errno.EIO, errno.EUCLEAN})
+_MIN_DISK_FAILURES = 3
+"""So many of these errors without one removal are a failure of the disk."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class Evictor:
         if len(victims) < _MOST_PER_STEP or sum(size for _, size in victims) >= excess:
             return False  # evict_for can do it at once
         self._is_above_low_watermark = True
-        self._evict(rows, victims, set())
+        self._evict_once(rows, victims)
         return True
 
     def evict_for(self, rows: Rows, nbytes: int) -> bool:
@@ -113,6 +116,9 @@ class Evictor:
 
         All processes wait for this one meanwhile. So an eviction down to the low watermark takes several steps, one
         with each request.
+
+        Raises:
+            OSError: the disk has failed, here and in :meth:`evict_excess`.
         """
         totals, limits = rows.totals(), self._limits
         if not totals.scanned:
@@ -142,18 +148,28 @@ class Evictor:
         return missing
 
     def _evict_at_least(self, rows: Rows, nbytes: int) -> bool:
-        kept: set[ObjectKey] = set()
-        while nbytes > 0 and len(kept) <= _MOST_FAILURES:
-            victims = self._victims(rows, nbytes, kept=kept)
-            if sum(size for _, size in victims) < nbytes:
-                return False
-            nbytes -= self._evict(rows, victims, kept)
-        return nbytes <= 0
+        kept: dict[ObjectKey, OSError] = {}
+        missing = nbytes
+        while missing > 0 and len(kept) <= _MOST_FAILURES:
+            victims = self._victims(rows, missing, kept=kept)
+            if sum(size for _, size in victims) < missing:
+                break
+            missing -= self._evict(rows, victims, kept)
+        if missing == nbytes:
+            _raise_if_disk_fails(kept)
+        return missing <= 0
 
     def _evict_step(self, rows: Rows, nbytes: int) -> bool:
         """Evict some of ``nbytes``; return whether more remains to evict."""
         victims = self._victims(rows, nbytes, _EXTRA_PER_STEP)
-        return bool(victims) and self._evict(rows, victims, set()) < nbytes
+        return bool(victims) and self._evict_once(rows, victims) < nbytes
+
+    def _evict_once(self, rows: Rows, victims: Iterable[tuple[ObjectKey, int]]) -> int:
+        kept: dict[ObjectKey, OSError] = {}
+        evicted_bytes = self._evict(rows, victims, kept)
+        if not evicted_bytes:
+            _raise_if_disk_fails(kept)
+        return evicted_bytes
 
     def _victims(
         self, rows: Rows, nbytes: int, most: int | None = None, kept: Container[ObjectKey] = ()
@@ -173,44 +189,49 @@ class Evictor:
                     break
         return found
 
-    def _evict(self, rows: Rows, victims: Iterable[tuple[ObjectKey, int]], kept: set[ObjectKey]) -> int:
+    def _evict(self, rows: Rows, victims: Iterable[tuple[ObjectKey, int]], kept: dict[ObjectKey, OSError]) -> int:
         """Evict the victims that are still unpinned; return their bytes.
 
         Args:
-            kept: receives the victims that could not be removed. They count as just used, so that all processes try
-                others first.
+            kept: receives the victims that could not be removed, each with the reason. They count as just used, so
+                that all processes try others first.
         """
         evicted_bytes = 0
         for key, size in victims:
             with self._pins.keep_unpinned(key) as unpinned:
                 if not unpinned:
                     continue
-                if self._unlink(key):
+                try:
+                    self._layout.unlink(key)
+                except OSError as error:
+                    self._raise_unless_of_one_file(error)
+                    kept[key] = error
+                else:
                     rows.removed_files.append(key)
                     evicted_bytes += size
-                else:
-                    kept.add(key)
         rows.remove_objects(rows.removed_files)
         rows.record_use(((key, self._next_time_ns()) for key in kept), protect=False)
         return evicted_bytes
 
-    def _unlink(self, key: ObjectKey) -> bool:
-        """Remove an object's file; return ``False`` if that is not possible. The first such file is logged."""
-        try:
-            self._layout.unlink(key)
-        except OSError as error:
-            if error.errno not in _ERRNOS_OF_ONE_FILE:
-                raise
-            if not self._has_warned:
-                self._has_warned = True
-                self._log.warning(
-                    "%s: an object cannot be evicted, so others are evicted in its place: %s; make its file removable, "
-                    "or remove it (only the first one is logged)",
-                    self._layout.root,
-                    error,
-                )
-            return False
-        return True
+    def _raise_unless_of_one_file(self, error: OSError) -> None:
+        """Raise the error unless it may concern one file only; the first such error is logged."""
+        if error.errno not in _ERRNOS_OF_ONE_FILE:
+            raise error
+        if not self._has_warned:
+            self._has_warned = True
+            self._log.warning(
+                "%s: an object cannot be evicted, so others are evicted in its place: %s; make its file removable, "
+                "or remove it (only the first one is logged)",
+                self._layout.root,
+                error,
+            )
+
+
+def _raise_if_disk_fails(errors: Mapping[ObjectKey, OSError]) -> None:
+    """Raise the last error of removals if they mean that the disk has failed, given that none succeeded."""
+    of_disk = [error for error in errors.values() if error.errno in _ERRNOS_OF_DISK]
+    if len(of_disk) >= _MIN_DISK_FAILURES:
+        raise of_disk[-1]
 
 
 def _times_ns(changes: Mapping[ObjectKey, RecencyChange], kind: Recency) -> Iterator[tuple[ObjectKey, int]]:
