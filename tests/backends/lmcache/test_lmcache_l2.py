@@ -9,13 +9,19 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from offload_backend_lmcache.server import abandoned_tasks, lmcache_module
 from offload_backend_lmcache.server.abandoned_tasks import AbandonedTasks
+from offload_backend_lmcache.server.lmcache_module import LMCacheStore
+from offload_backend_lmcache.server.object_store import StoreError
+from offload_backend_lmcache.wire.frames import Entry, Found, Status
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from tests.backends.lmcache.calls import Calls, key, opened
 from tests.backends.lmcache.l2_files import files, object_file, wait_until_written
+from tests.support.clusters import lmcache
 from tests.support.clusters.lmcache import LMCacheCluster
 
 SIZES = [300_000, 300_000, 65_536, 1, 4096, 1_000_003]
@@ -183,7 +189,7 @@ def test_an_object_in_the_l2_is_not_stored_again(cluster_on_disk: LMCacheCluster
 
 
 def test_a_release_of_locks_that_fails_keeps_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    tasks, asked = AbandonedTasks(), Counter[str]()
+    tasks, asked = AbandonedTasks(list), Counter[str]()
 
     def release(name: str, ends_at: int) -> bool:
         asked[name] += 1
@@ -197,3 +203,73 @@ def test_a_release_of_locks_that_fails_keeps_the_others(caplog: pytest.LogCaptur
         tasks.collect()
     assert asked == {"early": 1, "fails": 1, "late": 2}
     assert "no such task" in caplog.text
+
+
+@pytest.fixture
+def manager() -> Iterator[Any]:
+    """LMCache's storage manager in this process, without an L2. Skips where LMCache cannot run."""
+    if reason := lmcache.why_not():
+        pytest.skip(reason)
+    from lmcache.v1.distributed.config import (
+        EvictionConfig,
+        L1ManagerConfig,
+        L1MemoryManagerConfig,
+        StorageManagerConfig,
+    )
+    from lmcache.v1.distributed.storage_manager import StorageManager
+
+    l1 = L1ManagerConfig(L1MemoryManagerConfig(64 * 1024**2, use_lazy=False, shm_name=""))
+    manager = StorageManager(StorageManagerConfig(l1, EvictionConfig("LRU")))
+    yield manager
+    manager.close()
+
+
+def load(store: LMCacheStore, name: bytes) -> Status:
+    with store.reading([Entry(name, 7)], time.monotonic() + 10) as (content,):
+        return content.status
+
+
+def find(store: LMCacheStore, name: bytes, seconds: float) -> Found:
+    (found,) = store.find([name], time.monotonic() + seconds)
+    return found
+
+
+def test_a_hung_l2_stops_no_load_from_the_memory_and_can_be_replaced(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lmcache.v1.distributed.l2_adapters.mock_l2_adapter import MockL2AdapterConfig
+
+    monkeypatch.setattr(abandoned_tasks, "MAX_ABANDONED", 3)  # of 256
+    store = LMCacheStore(manager, lmcache_module._only_l1(manager))
+    writing = store.begin_write(Entry(b"in memory", 7), time.monotonic() + 10)
+    assert not isinstance(writing, Status)
+    writing.payload[:] = b"payload"
+    assert writing.commit(0)
+    hung_id = manager.add_l2_adapter(MockL2AdapterConfig(max_size_gb=0.1, mock_bandwidth_gb=1.0))
+    ((_, hung),) = manager.l2_adapters()
+    monkeypatch.setattr(hung, "query_lookup_and_lock_result", lambda task: None)
+    for number in range(4):
+        with pytest.raises(StoreError, match="did not answer a lookup in time"):
+            find(store, b"%d" % number, 0.0)
+    with pytest.raises(StoreError, match="has not answered 4 requests"):
+        find(store, b"absent", 10)
+    with pytest.raises(StoreError, match="has not answered 4 requests"):
+        load(store, b"absent")
+    assert load(store, b"in memory") is Status.HIT
+    manager.delete_l2_adapter(hung_id)
+    manager.add_l2_adapter(MockL2AdapterConfig(max_size_gb=0.1, mock_bandwidth_gb=1.0))
+    assert find(store, b"absent", 10) == Found(False, None)
+    assert load(store, b"absent") is Status.ABSENT
+
+
+def test_a_load_from_the_memory_releases_the_locks_of_late_tasks(manager: Any) -> None:
+    store, asked = LMCacheStore(manager, lmcache_module._only_l1(manager)), Counter[str]()
+
+    def release() -> bool:
+        asked["late"] += 1
+        return True
+
+    store._abandoned.add(release)
+    for _ in range(2):
+        assert load(store, b"absent") is Status.ABSENT
+    assert asked == {"late": 1}

@@ -117,7 +117,7 @@ class LMCacheStore:
         self._api, self._errors = api, L1Error
         self._shape, self._dtype = torch.Size, torch.uint8
         self._manager, self._l1 = manager, l1
-        self._abandoned = AbandonedTasks()
+        self._abandoned = AbandonedTasks(self._adapters)
 
     def find(self, names: Sequence[bytes], deadline: float) -> list[Found]:
         """Look in L1 first, then in each L2. The size of an object in L2 is that of its size record."""
@@ -144,6 +144,7 @@ class LMCacheStore:
         damaged: set[Any] = set()
         try:
             if self._adapters() and (missing := [entry for entry in entries if self._key(entry.name) not in locked]):
+                self._abandoned.check()
                 loaded, damaged = self._load_from_l2(missing, deadline, locked)
             yield [self._content(entry, locked, damaged) for entry in entries]
         finally:
@@ -293,11 +294,13 @@ class LMCacheStore:
 
     def _in_l2(self, keys: list[Any], deadline: float) -> set[Any]:
         """Return the keys that some L2 has."""
+        if not keys:
+            return set()
         self._abandoned.collect()
+        self._abandoned.check()
         found: set[Any] = set()
         tasks = [
-            (adapter, adapter.submit_lookup_and_lock_task(keys, {0: self._layout(0)}))
-            for adapter in (self._adapters() if keys else ())
+            (adapter, adapter.submit_lookup_and_lock_task(keys, {0: self._layout(0)})) for adapter in self._adapters()
         ]
         late = False
         for adapter, task in tasks:
@@ -305,7 +308,7 @@ class LMCacheStore:
                 time.sleep(_POLL_SECONDS)
             if bits is None:
                 late = True
-                self._abandoned.add(partial(_unlock_lookup, adapter, task, keys))
+                self._abandoned.add(partial(_unlock_lookup, adapter, task, keys), adapter)
                 continue
             found |= _unlocked(adapter, bits, keys)
         if late:
