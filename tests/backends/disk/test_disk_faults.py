@@ -187,6 +187,9 @@ def test_an_object_on_a_bad_sector_is_corrupt_and_several_are_an_error(
         assert await load(1) == [CORRUPT], "the core reads a damaged object once more before it deletes it"
         await backend.delete([key(1)])
         assert await store_one(backend, 1, b"an object") is STORED
+        damage(1)
+        with pytest.raises(OSError, match="Input/output error"):
+            await load(1)  # the file is another one
         damage(0)
         damage(2)
         with pytest.raises(OSError, match="Input/output error"):

@@ -222,6 +222,7 @@ class ObjectFolder:
                 self._raise_unless_odd(error)
             return StoreOutcome.REJECTED
         self._is_full = False
+        self._bad_files.discard(key)
         return StoreOutcome.STORED
 
     def folders(self) -> list[Path]:
