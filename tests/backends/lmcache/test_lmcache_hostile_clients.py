@@ -20,6 +20,7 @@ from offload_backend_lmcache.server.listener import Listener
 from offload_backend_lmcache.wire import frames, handshake
 from offload_backend_lmcache.wire.addresses import parse_address
 from offload_backend_lmcache.wire.frames import Entry, Operation, Status
+from offload_backend_lmcache.wire.streams import Stream
 
 from tests.backends.lmcache.calls import opened, sent
 from tests.backends.lmcache.shelf import Shelf, listening
@@ -37,11 +38,15 @@ class Raw:
         self._token = token
 
     def shake_hands(self) -> Raw:
+        self.prove()
+        self.receive(handshake.VERDICT_BYTES)
+        return self
+
+    def prove(self) -> None:
+        """Do the client's part of the handshake, without the server's verdict."""
         self.socket.sendall(handshake.encode_client_greeting(handshake.ClientGreeting(5000, NONCE)))
         greeting = handshake.decode_server_greeting(self.receive(handshake.SERVER_GREETING_BYTES))
         self.socket.sendall(handshake.client_proof(self._token, NONCE, greeting.nonce))
-        self.receive(handshake.VERDICT_BYTES)
-        return self
 
     def receive(self, nbytes: int) -> bytes:
         content = b""
@@ -182,6 +187,35 @@ def test_clients_without_the_token_take_no_connection_from_those_with_it(
         for raw in three + silent:
             raw.close()
         wait_until(lambda: listener.connections == 0, "the connection of a client that has left is kept")
+
+
+def test_a_connection_that_was_closed_for_another_takes_no_place_by_a_late_proof(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admit, shut_down = Listener._admit, Stream.shut_down
+    is_proved, is_closed = threading.Event(), threading.Event()
+    admitted: list[bool] = []
+
+    def admitting(listener: Listener, stream: Stream) -> bool:
+        is_proved.set()
+        assert is_closed.wait(20)
+        admitted.append(admit(listener, stream))
+        return admitted[-1]
+
+    def shutting_down(stream: Stream) -> None:
+        shut_down(stream)
+        is_closed.set()
+
+    monkeypatch.setattr(Listener, "_admit", admitting)
+    monkeypatch.setattr(Stream, "shut_down", shutting_down)
+    with listening(shelf, max_connections=1) as (address, _):
+        first = Raw(address)
+        first.prove()
+        assert is_proved.wait(20)
+        second = Raw(address).shake_hands()
+        assert admitted == [False, True]
+        first.close()
+        second.close()
 
 
 def test_connections_beyond_the_limit_are_refused_with_the_cure(server: tuple[str, Listener]) -> None:
