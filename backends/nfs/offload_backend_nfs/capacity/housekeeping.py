@@ -195,10 +195,10 @@ class Housekeeping:
             self._lease.renew_if_due()
             for found in page:
                 total += found.nbytes
+                used = uses.get(found.key, 0.0)
+                if used:
+                    found_in_log.add(found.key)
                 if excess and found.key not in excluded:
-                    used = uses.get(found.key, 0.0)
-                    if used:
-                        found_in_log.add(found.key)
                     victims.offer(recency(used, found.stored_at_seconds), found.key, found.nbytes)
         state = self._record.change(lambda state: _corrected(state, before, total, expired))
         if not state.is_deleting:

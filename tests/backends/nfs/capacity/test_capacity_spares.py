@@ -178,6 +178,16 @@ def test_a_touch_of_a_pinned_object_does_not_make_it_spare(world: World) -> None
     assert evict(world, [host], 9) == [2, 3, 4, 5, 6, 7, 8, 9]
 
 
+def test_the_uses_of_an_object_that_is_pinned_during_a_scan_still_count_later(world: World) -> None:
+    host = joined(world)
+    put(host, *range(9))
+    host.do(lambda: host.pin([key(0)]))
+    host.bounded_store.mark_used([key(0)])  # as a load does; the last of all uses
+    assert evict(world, [host], 9) == [0, 3, 4, 5, 6, 7, 8, 9]
+    host.unpin()
+    assert evict(world, [host], 10, 11) == [0, 5, 6, 7, 8, 9, 10, 11]
+
+
 @pytest.mark.parametrize("spare_first", [False, True])
 def test_an_object_that_two_hosts_store_at_once_is_kept_if_either_keeps_it(world: World, spare_first: bool) -> None:
     one, other = joined(world), joined(world)
