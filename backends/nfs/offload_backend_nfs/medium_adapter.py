@@ -6,9 +6,11 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from offload_backend_nfs.capacity.ports import Removal
 from offload_backend_nfs.lookup_cache import LookupCache
 from offload_backend_nfs.storage import layout
 from offload_backend_nfs.storage.base import TEMPORARY_FOLDER, Entry, Medium
+from offload_backend_nfs.storage.failures import DeletionRefusedError
 from offload_backend_nfs.storage.retry import Retrier
 from offload_backend_nfs.storage.temporaries import is_temporary
 from offload_core.api import ObjectKey, StoredObject, StoreSeal
@@ -105,7 +107,7 @@ class MediumAdapter:
         for folder in folders:
             yield layout.objects_in(folder, self._entries(folder, progress))
 
-    def remove(self, keys: Sequence[ObjectKey]) -> list[int | None]:
+    def remove(self, keys: Sequence[ObjectKey]) -> Removal:
         """See :meth:`ObjectFiles.remove`."""
         began = time.monotonic()
         sizes = self._sizes(keys)
@@ -114,10 +116,12 @@ class MediumAdapter:
             existing = [layout.name_of(key) for key, size in zip(keys, sizes, strict=True) if size is not None]
             self._call(self._medium.delete, existing)
             present = False
+        except DeletionRefusedError as error:
+            return Removal(sizes, frozenset(key for key in keys if layout.name_of(key) in error.names), error)
         finally:
             for key in keys:
                 self._lookup_cache.add_change(key, present, began)
-        return sizes
+        return Removal(sizes)
 
     def unfinished_bytes(self) -> int:
         """See :meth:`ObjectFiles.unfinished_bytes`."""

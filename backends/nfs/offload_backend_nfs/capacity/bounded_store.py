@@ -257,8 +257,9 @@ class BoundedStore:
         except OSError as error:
             if not isinstance(error, UnknownVersionError) and not means_full(error):
                 raise
-            self._objects.remove(list(keys))
             self._evictions.recount_due = True
+            if (refusal := self._objects.remove(list(keys)).refusal) is not None:
+                raise refusal from error
 
     def _may_exist(self, key: ObjectKey) -> bool:
         with suppress(OSError):

@@ -212,13 +212,15 @@ class PendingEvictions:
             OSError: the medium failed.
         """
         try:
-            sizes = self._objects.remove(keys)
-        except OSError as error:
+            removal = self._objects.remove(keys)
+        except OSError:
             self.recount_due = True
-            there = self._objects.contains(keys)  # raises if the medium failed as a whole
-            self.refusals.add([key for key, is_there in zip(keys, there, strict=True) if is_there], error)
-            return [key for key, is_there in zip(keys, there, strict=True) if not is_there], 0, error
-        return [key for key, size in zip(keys, sizes, strict=True) if size is not None], sum(filter(None, sizes)), None
+            raise
+        if removal.refusal is not None:
+            self.refusals.add(removal.refused, removal.refusal)
+        sizes = zip(keys, removal.nbytes, strict=True)
+        gone = {key: size for key, size in sizes if size is not None and key not in removal.refused}
+        return list(gone), sum(gone.values()), removal.refusal
 
     def take_evicted(self) -> list[ObjectKey]:
         """Return the objects that this process has evicted since the last call."""

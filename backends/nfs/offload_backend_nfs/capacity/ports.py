@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from offload_core.api import ObjectKey, StoredObject, StoreSeal
 
@@ -46,6 +46,17 @@ class AccountFiles(Protocol):
         ...
 
 
+class Removal(NamedTuple):
+    """The result of a removal of several objects."""
+
+    nbytes: list[int | None]
+    """Per object its bytes, or ``None`` for an object that did not exist."""
+    refused: frozenset[ObjectKey] = frozenset()
+    """The objects that the medium refuses to delete. They still exist."""
+    refusal: OSError | None = None
+    """The error of a refused object."""
+
+
 class ObjectFiles(Protocol):
     """The objects whose bytes the account counts."""
 
@@ -71,10 +82,13 @@ class ObjectFiles(Protocol):
         """
         ...
 
-    def remove(self, keys: Sequence[ObjectKey]) -> list[int | None]:
-        """Remove objects. Return the bytes of each object, or ``None`` for an object that did not exist.
+    def remove(self, keys: Sequence[ObjectKey]) -> Removal:
+        """Remove objects.
 
         No other process removes these objects now. An object that is written only during this call stays.
+
+        Raises:
+            OSError: the medium failed. Some objects may be gone.
         """
         ...
 

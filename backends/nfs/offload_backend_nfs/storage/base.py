@@ -91,7 +91,12 @@ class Medium(ABC):
 
     @abstractmethod
     def delete(self, names: Sequence[str]) -> None:
-        """Delete objects. An absent object is no error."""
+        """Delete objects. An absent object is no error.
+
+        Raises:
+            DeletionRefusedError: the storage refuses to delete some objects, and all others are deleted.
+            OSError: the storage failed. Some objects may be deleted.
+        """
 
     @abstractmethod
     def entries(self, folder: str, progress: Callable[[], None] = lambda: None) -> list[Entry]:

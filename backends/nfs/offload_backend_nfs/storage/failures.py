@@ -19,6 +19,8 @@ BAD_PATH_ERRNOS = frozenset(
     ]
 )
 """Errors of one path. The same numbers may come from the root, so the caller checks the root too."""
+_ONE_FILE_ERRNOS = frozenset({errno.EBUSY, errno.EIO, errno.EUCLEAN})
+"""Errors that a single file can cause, and a medium that has failed too."""
 _MAX_LOGGED_PATHS = 16
 _LOG_INTERVAL_SECONDS = 60.0
 """A medium that is nearly full has room for some objects and not for others."""
@@ -28,6 +30,19 @@ _MAX_REFUSALS = 16_384
 
 class BadPathError(OSError):
     """The path of one object cannot be used: it holds something else, or permission is missing. Others can be used."""
+
+
+class DeletionRefusedError(OSError):
+    """The medium works, and refuses to delete some objects. All others of the call are deleted.
+
+    Args:
+        cause: the first error.
+        names: the names of the refused objects.
+    """
+
+    def __init__(self, cause: OSError, names: Collection[str]) -> None:
+        super().__init__(cause.errno or errno.EACCES, cause.strerror or str(cause), cause.filename)
+        self.names = frozenset(names)
 
 
 class ForeignFileError(OSError):
@@ -76,6 +91,40 @@ class StoreRejections:
     def store_succeeded(self) -> None:
         """Note that the medium has free space, so that the next full medium is logged again."""
         self._is_full = False
+
+
+class DeletionErrors:
+    """The errors of one call that deletes several objects. An object that cannot be deleted does not end the call."""
+
+    def __init__(self) -> None:
+        self._errors: dict[str, OSError] = {}
+
+    def add(self, name: str, error: OSError) -> None:
+        """Add the error of one object.
+
+        Raises:
+            OSError: ``error`` concerns the medium.
+        """
+        if not (isinstance(error, PermissionError) or error.errno in BAD_PATH_ERRNOS | _ONE_FILE_ERRNOS):
+            raise error
+        self._errors[name] = error
+
+    def raise_any(self, asked: int) -> None:
+        """Raise the error of the whole call, if there is one. A medium that can delete none of several has failed.
+
+        Args:
+            asked: the number of objects of the call.
+
+        Raises:
+            DeletionRefusedError: some objects were refused, and all others are deleted.
+            OSError: the medium failed.
+        """
+        errors = list(self._errors.values())
+        failures = [error for error in errors if error.errno in _ONE_FILE_ERRNOS]
+        if failures and 1 < asked == len(errors):
+            raise failures[0]
+        if errors:
+            raise DeletionRefusedError(errors[0], self._errors) from errors[0]
 
 
 class DeletionRefusals:

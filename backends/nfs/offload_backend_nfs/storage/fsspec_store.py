@@ -24,7 +24,8 @@ from offload_backend_nfs.storage.base import (
     Entry,
     Medium,
 )
-from offload_backend_nfs.storage.failures import ForeignFileError
+from offload_backend_nfs.storage.failures import DeletionErrors, ForeignFileError
+from offload_backend_nfs.storage.retry import is_transient
 from offload_core.api import CHECK_BYTES, LoadCheck, LoadOutcome, StoreSeal
 
 MAX_CONCURRENT_REQUESTS = 64
@@ -115,12 +116,15 @@ class ObjectStore(Medium):
 
     def delete(self, names: Sequence[str]) -> None:
         """See :meth:`Medium.delete`."""
+        errors = DeletionErrors()
         if isinstance(self._fs, AsyncFileSystem):
-            self._run_concurrently([self._delete_async(name) for name in names])
-            return
-        for name in names:
-            with suppress(FileNotFoundError):
-                self._fs.rm_file(self._path(name))
+            found = self._run_concurrently([self._delete_async(name) for name in names])
+        else:
+            found = map(self._delete, names)
+        for name, error in zip(names, found, strict=True):
+            if error is not None:
+                errors.add(name, error)
+        errors.raise_any(len(names))
 
     def entries(self, folder: str, progress: Callable[[], None] = lambda: None) -> list[Entry]:
         """See :meth:`Medium.entries`."""
@@ -174,10 +178,21 @@ class ObjectStore(Medium):
             return None
         return int(found["size"]) if found["type"] == "file" else None
 
-    async def _delete_async(self, name: str) -> None:
-        """Delete, on fsspec's event loop. Cancelled, the object may be deleted or not."""
-        with suppress(FileNotFoundError):
+    def _delete(self, name: str) -> OSError | None:
+        """Delete an object. Return an error that may concern this object only; raise any other."""
+        try:
+            self._fs.rm_file(self._path(name))
+        except Exception as error:
+            return _deletion_error(error)
+        return None
+
+    async def _delete_async(self, name: str) -> OSError | None:
+        """Delete as :meth:`_delete`, on fsspec's event loop. Cancelled, the object may be deleted or not."""
+        try:
             await self._fs._rm_file(self._path(name))
+        except Exception as error:
+            return _deletion_error(error)
+        return None
 
     def _run_concurrently(self, requests: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
         """Run requests on fsspec's event loop. Raise the first error after all requests have ended."""
@@ -312,6 +327,20 @@ class _StandardErrors:
                 raise OSError(error.errno, error.strerror, error.filename) from error
 
         return call
+
+
+def _deletion_error(error: Exception) -> OSError | None:
+    """Return an error with a number for :class:`DeletionErrors`, ``None`` for an absent object; raise transient errors.
+
+    Client libraries have classes of their own for refusals. So any other error may concern a single object.
+    """
+    if isinstance(error, FileNotFoundError):
+        return None
+    if isinstance(error, OSError) and (error.errno is not None or isinstance(error, PermissionError)):
+        return error
+    if is_transient(error):
+        raise error
+    return OSError(errno.EIO, f"{type(error).__name__}: {error}")
 
 
 def _limited(data: bytes, max_bytes: int, path: str) -> bytes:

@@ -30,7 +30,7 @@ from offload_backend_nfs.storage.base import (
     Entry,
     Medium,
 )
-from offload_backend_nfs.storage.failures import BAD_PATH_ERRNOS, FULL_ERRNOS, BadPathError
+from offload_backend_nfs.storage.failures import BAD_PATH_ERRNOS, FULL_ERRNOS, BadPathError, DeletionErrors
 from offload_backend_nfs.storage.mounts import is_local
 from offload_backend_nfs.storage.posix_files import (
     MISSING_ERRNOS,
@@ -177,18 +177,18 @@ class PosixShare(Medium):
         return linked
 
     def delete(self, names: Sequence[str]) -> None:
-        """See :meth:`Medium.delete`. An error ends it after the last name. Something that is no file stays."""
-        failure: OSError | None = None
+        """See :meth:`Medium.delete`. Something that is no file stays."""
+        errors = DeletionErrors()
         are_there = True
         for name in names:
             try:
                 are_there = unlink(self._path(name)) and are_there
             except OSError as error:
-                failure = failure or error
+                are_there = False
+                errors.add(name, error)
         if not are_there:
             self._check_root()
-        if failure is not None:
-            raise failure
+        errors.raise_any(len(names))
 
     def entries(self, folder: str, progress: Callable[[], None] = lambda: None) -> list[Entry]:
         """See :meth:`Medium.entries`. Names that begin with a dot are skipped.

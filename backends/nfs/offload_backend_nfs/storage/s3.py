@@ -14,7 +14,7 @@ from fsspec.asyn import sync
 
 from offload_backend_nfs.storage import layout
 from offload_backend_nfs.storage.base import MAX_SMALL_BYTES, Entry
-from offload_backend_nfs.storage.failures import ForeignFileError
+from offload_backend_nfs.storage.failures import DeletionErrors, ForeignFileError
 from offload_backend_nfs.storage.fsspec_store import MAX_CONCURRENT_REQUESTS, ObjectStore, time_of
 from offload_core.api import StoreSeal
 
@@ -112,16 +112,19 @@ class S3Store(ObjectStore):
 
     def delete(self, names: Sequence[str]) -> None:
         """See :meth:`Medium.delete`. One request deletes a thousand objects."""
+        errors = DeletionErrors()
         for start in range(0, len(names), _DELETE_BATCH):
             objects = [{"Key": self._prefix + name} for name in names[start : start + _DELETE_BATCH]]
             answer = self._call("delete_objects", Delete={"Objects": objects, "Quiet": True})
             for error in answer.get("Errors", []):
-                if error.get("Code") != "NoSuchKey":
-                    raise OSError(
-                        errno.EIO,
-                        f"the server refused a deletion: {error.get('Code')}: {error.get('Message')}",
-                        error["Key"],
-                    )
+                code, key = error.get("Code"), error["Key"]
+                if code == "NoSuchKey":
+                    continue
+                told = f"the server refused a deletion: {code}: {error.get('Message')}"
+                if code != "AccessDenied":
+                    raise OSError(errno.EIO, told, key)
+                errors.add(key.removeprefix(self._prefix), PermissionError(errno.EACCES, told, key))
+        errors.raise_any(len(names))
 
     def read_small(self, name: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes | None:
         """See :meth:`Medium.read_small`. One request; of an object that is too large, no body is read."""

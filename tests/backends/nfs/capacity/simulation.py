@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from offload_backend_nfs.capacity.account_options import AccountOptions
 from offload_backend_nfs.capacity.bounded_store import BoundedStore
+from offload_backend_nfs.capacity.ports import Removal
 
 from offload_core.api.backend import StoredObject, StoreOutcome
 from offload_core.api.keys import ObjectKey
@@ -214,9 +215,9 @@ class Host:
             if found:
                 yield [StoredObject(*one) for one in found]
 
-    def remove(self, keys: Sequence[ObjectKey]) -> list[int | None]:
-        self._gate()
-        sizes = [self.world.objects[key][0] if key in self.world.objects else None for key in keys]
+    def remove(self, keys: Sequence[ObjectKey]) -> Removal:
+        self._end(self._gate())
+        sizes: list[int | None] = [self.world.objects[key][0] if key in self.world.objects else None for key in keys]
         for key in (key for key, size in zip(keys, sizes, strict=True) if size is not None):
             failure = self._gate()
             if key in self.world.refused:
@@ -225,9 +226,9 @@ class Host:
             if key in self.pinned and not self.deleting:
                 self.removed_own_pin.append(key)
             self._end(failure)
-        if not self.world.refused.isdisjoint(keys):
-            raise PermissionError("refused")
-        return sizes
+        if refused := self.world.refused.intersection(keys):
+            return Removal(sizes, frozenset(refused), PermissionError("refused"))
+        return Removal(sizes)
 
     def unfinished_bytes(self) -> int:
         self._end(self._gate())

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from offload_backend_nfs import NfsBackend
 from offload_backend_nfs.capacity import pending_evictions
+from offload_backend_nfs.capacity.ports import Removal
 from offload_backend_nfs.lookup_cache import LookupCache
 from offload_backend_nfs.medium_adapter import MediumAdapter
+from offload_backend_nfs.storage.base import Medium
+from offload_backend_nfs.storage.failures import DeletionRefusedError
+from offload_backend_nfs.storage.fsspec_store import ObjectStore
 from offload_backend_nfs.storage.layout import name_of
 from offload_backend_nfs.storage.posix import PosixShare
 from offload_backend_nfs.storage.retry import Retrier
+from offload_backend_nfs.storage.s3 import S3Store
 
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.keys import ObjectKey
@@ -100,6 +108,117 @@ def test_a_failed_medium_is_no_refusal() -> None:
     assert not host.bounded_store._evictions.refusals.keys
     host.do(host.bounded_store.step)
     assert existing(world) == [1, 2]
+
+
+@pytest.mark.parametrize("number", [errno.EBUSY, errno.EROFS, errno.EIO, errno.ETIMEDOUT])
+def test_a_deletion_that_fails_for_a_moment_is_no_refusal_and_the_order_stays(
+    number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World()
+    host = joined(world)
+    for one in range(10):
+        put(host, [one])
+        world.seconds += 1
+    errors, real = [OSError(number, "injected")], host.remove
+
+    def remove(keys: Sequence[ObjectKey]) -> Removal:
+        if errors:
+            raise errors.pop()
+        return real(keys)
+
+    monkeypatch.setattr(host, "remove", remove)
+    pass_time(world, [host], 2 * GRACE)
+    assert not errors
+    assert existing(world) == list(range(2, 10))
+    assert "refuses to delete" not in caplog.text
+
+
+class Deletions:
+    """A medium with three objects, which answers the deletion of the first one or two with an error."""
+
+    def __init__(self, medium: Medium, module: Any, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names = [name_of(key(number)) for number in range(3)]
+        self._medium = medium
+        self._patch = module, function, getattr(module, function)
+        self._monkeypatch = monkeypatch
+        medium.open()
+
+    def error_of(self, error: Exception, count: int, asked: int = 3) -> tuple[OSError, list[str]]:
+        """Delete ``asked`` objects, of which ``count`` fail; return the error, and the objects that are left."""
+        for name in self.names:
+            self._medium.store(name, memoryview(b"object"))
+        *place, real = self._patch
+
+        def delete(path: Any, *arguments: Any) -> None:
+            if str(path).endswith(tuple(self.names[:count])):
+                raise error
+            real(path, *arguments)
+
+        with self._monkeypatch.context() as patched:
+            patched.setattr(*place, delete)
+            with pytest.raises(OSError) as caught:  # noqa: PT011 - any
+                self._medium.delete(self.names[:asked])
+        there = self._medium.sizes(self.names)
+        return caught.value, [name for name, size in zip(self.names, there, strict=True) if size is not None]
+
+
+@pytest.fixture(params=["share", "fsspec"])
+def deletions(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Deletions:
+    if request.param == "share":
+        return Deletions(PosixShare(tmp_path / "kv"), os, "unlink", monkeypatch)
+    fs = MemoryFileSystem(skip_instance_cache=True)
+    return Deletions(ObjectStore(fs, f"/{tmp_path.name}"), fs, "rm_file", monkeypatch)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES, errno.EIO, errno.EBUSY])
+def test_the_deletion_of_several_objects_names_those_that_are_refused(deletions: Deletions, number: int) -> None:
+    for count in (1, 2):
+        error, left = deletions.error_of(OSError(number, "injected"), count)
+        assert isinstance(error, DeletionRefusedError)
+        assert error.errno == number
+        assert error.names == {*left} == {*deletions.names[:count]}
+    error, _ = deletions.error_of(OSError(number, "injected"), 1, asked=1)
+    assert isinstance(error, DeletionRefusedError)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ETIMEDOUT, errno.ENODEV])
+def test_an_error_of_the_medium_is_no_refusal(deletions: Deletions, number: int) -> None:
+    error, left = deletions.error_of(OSError(number, "injected"), 1)
+    assert (type(error) is DeletionRefusedError, error.errno) == (False, number)
+    assert deletions.names[0] in left
+
+
+def test_a_medium_that_can_delete_none_of_several_objects_has_failed(deletions: Deletions) -> None:
+    error, left = deletions.error_of(OSError(errno.EIO, "injected"), 2, asked=2)
+    assert not isinstance(error, DeletionRefusedError)
+    assert left == deletions.names
+    error, _ = deletions.error_of(OSError(errno.EACCES, "injected"), 2, asked=2)
+    assert isinstance(error, DeletionRefusedError)
+
+
+@pytest.mark.parametrize(("code", "is_refusal"), [("AccessDenied", True), ("InternalError", False)])
+def test_s3_refuses_the_keys_to_which_access_is_denied(
+    nfs: Nfs, s3_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, code: str, is_refusal: bool
+) -> None:
+    async def work(backend: NfsBackend) -> None:
+        await store(backend, (0, b"zero"), (1, b"one"))
+        medium = backend.medium
+        assert isinstance(medium, S3Store)
+        real, names = medium._call, [name_of(key(number)) for number in range(2)]
+
+        def call(method: str, **arguments: Any) -> Any:
+            refused, *others = arguments["Delete"]["Objects"]
+            real(method, Delete={"Objects": others, "Quiet": True})
+            return {"Errors": [{"Key": refused["Key"], "Code": code, "Message": "injected"}]}
+
+        with monkeypatch.context() as patched:
+            patched.setattr(medium, "_call", call)
+            with pytest.raises(OSError, match=f"{code}: injected") as caught:
+                await asyncio.to_thread(medium.delete, names)
+        assert isinstance(caught.value, DeletionRefusedError) == is_refusal
+        assert getattr(caught.value, "names", {names[0]}) == {names[0]}
+
+    run(nfs(**s3_options), work)
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "and one renewal fails"])
