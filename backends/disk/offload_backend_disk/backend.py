@@ -143,7 +143,7 @@ class DiskBackend(Backend[DiskOptions]):
     ) -> StoreReservation:
         """Reserve capacity in the folder's account; objects are evicted for it in the order of ``eviction``.
 
-        A spare object gets free capacity below ``high_watermark`` only.
+        A spare object gets free capacity below ``low_watermark`` only.
 
         Without a capacity nothing is reserved; :meth:`store` then finds out which objects are present.
         """

@@ -30,7 +30,8 @@ class DiskOptions(BackendOptions):
             gt=0,
             le=1,
             validate_default=True,
-            description="an eviction continues until at most this part of the capacity is used",
+            description="an eviction continues until at most this part of the capacity is used; spare objects are "
+            "stored only below it",
         ),
     ] = 0.95
     keep_free: Annotated[

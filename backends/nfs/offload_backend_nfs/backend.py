@@ -142,7 +142,7 @@ class NfsBackend(Backend[NfsOptions]):
     ) -> StoreReservation:
         """Reserve bytes if there is a capacity. Cancelled, they are released.
 
-        A spare object gets free capacity below ``high_watermark`` only.
+        A spare object gets free capacity below ``low_watermark`` only.
         """
         if self._reservations is not None:
             return await self._reservations.prepare_store(keys, nbytes, spare)

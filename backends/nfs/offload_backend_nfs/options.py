@@ -73,7 +73,11 @@ class NfsOptions(BackendOptions):
         0.9, gt=0, le=1, description="part of the capacity above which the least recently used objects are evicted"
     )
     low_watermark: float = Field(
-        0.8, gt=0, le=1, description="part of the capacity at which an eviction stops; at most high_watermark"
+        0.8,
+        gt=0,
+        le=1,
+        description="part of the capacity at which an eviction stops; at most high_watermark. Spare objects are stored "
+        "only below it",
     )
     eviction_grace: Seconds = Field(
         60.0,

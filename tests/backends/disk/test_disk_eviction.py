@@ -313,16 +313,19 @@ def test_a_store_that_cannot_fit_evicts_nothing_even_if_others_could(tmp_path: P
     account.close()
 
 
-def test_spare_objects_are_stored_below_the_high_watermark_only(disk: Disk, tmp_path: Path) -> None:
+def test_spare_objects_are_stored_below_the_low_watermark_only(disk: Disk, tmp_path: Path) -> None:
     async def main() -> None:
         backend = disk(tmp_path / "objects", capacity=100 * KIB, high_watermark=0.8, low_watermark=0.5)
         await backend.open()
-        await put(backend, *range(6))
-        outcomes, evicted = await put(backend, *range(6, 10), spare=True)
+        await put(backend, *range(3))
+        outcomes, evicted = await put(backend, *range(3, 7), spare=True)
         assert outcomes == [StoreOutcome.STORED] * 2 + [StoreOutcome.REJECTED] * 2
         assert evicted == []
-        assert await put(backend, 0, 6, spare=True) == ([StoreOutcome.ALREADY_PRESENT] * 2, [])
-        assert (await put(backend, 10))[1] == [key(number) for number in (6, 7, 0)]
+        assert await put(backend, 0, 3, spare=True) == ([StoreOutcome.ALREADY_PRESENT] * 2, [])
+        await put(backend, 7, 8, 9)
+        assert (await put(backend, 10))[1] == [key(number) for number in (3, 4, 0)]
+        assert await put(backend, 11, spare=True) == ([StoreOutcome.REJECTED], []), "the evicted bytes are not for it"
+        assert await put(backend, 11) == ([StoreOutcome.STORED], [])
 
     asyncio.run(main())
 

@@ -134,9 +134,13 @@ class Evictor:
         return True
 
     def fits_freely(self, rows: Rows, nbytes: int) -> bool:
-        """Return whether ``nbytes`` more fit below the high watermark without an eviction."""
+        """Return whether ``nbytes`` more fit below the low watermark without an eviction.
+
+        The bytes up to the high watermark are for kept objects: spare ones there would bring on the next eviction,
+        which evicts them first, and each eviction would make room for others.
+        """
         totals, limits = rows.totals(), self._limits
-        is_below = totals.used + nbytes <= limits.high_watermark * limits.capacity_bytes
+        is_below = totals.used + nbytes <= limits.low_watermark * limits.capacity_bytes
         return totals.scanned and is_below and self._missing_bytes(totals, nbytes) <= 0
 
     def _missing_bytes(self, totals: Totals, nbytes: int) -> int:

@@ -61,7 +61,7 @@ class Quota:
 
         Args:
             sizes: the bytes of each object.
-            spare: the objects are spare. They get bytes below the high watermark only, and none while a kept object
+            spare: the objects are spare. They get bytes below the low watermark only, and none while a kept object
                 waits for an eviction. They never cause an eviction.
 
         Returns:
@@ -144,7 +144,7 @@ class Quota:
         return state.occupied_bytes > self._limit(spare=True) or state.missing_bytes(self._limit(spare=False)) > 0
 
     def _limit(self, *, spare: bool) -> int:
-        share = self._options.high_watermark if spare else 1.0
+        share = self._options.low_watermark if spare else 1.0  # else spare objects would bring on the next eviction
         return int(share * self._options.capacity_bytes)
 
     def _extend(self, sizes: Sequence[int], spare: bool) -> None:

@@ -68,22 +68,29 @@ def test_spare_objects_of_another_host_are_evicted_first_the_least_recently_used
     assert evict(world, [housekeeper, other], 9) == [0, 1, 2, 5, 6, 7, 8, 9]
 
 
-def test_a_spare_object_gets_free_capacity_below_the_high_watermark_and_never_causes_an_eviction(
+def test_a_spare_object_gets_free_capacity_below_the_low_watermark_and_never_causes_an_eviction(
     world: World,
 ) -> None:
     host, other = joined(world), joined(world)
-    assert put(host, *range(7)) == [STORED] * 7
-    assert put(host, 7, 8, 9, spare=True) == [STORED, STORED, REJECTED]
+    assert put(host, *range(6)) == [STORED] * 6
+    assert put(host, 6, 7, 8, spare=True) == [STORED, STORED, REJECTED]
     assert put(host, 20, size=150, spare=True) == [REJECTED]
     assert put(other, 21, spare=True) == [REJECTED]
     assert host.bounded_store.state.rejected_bytes == 0
     pass_time(world, [host, other], 2 * GRACE)
-    assert existing(world) == list(range(9))
-    put(host, 10)  # above the high watermark
+    assert existing(world) == list(range(8))
+    put(host, 10)  # above the low watermark
     assert put(host, 20, size=1, spare=True) == [REJECTED]
 
 
-def test_unused_bytes_of_the_own_quota_are_no_capacity_for_spare_objects_above_the_high_watermark(
+def test_the_room_that_an_eviction_makes_is_not_for_spare_objects(world: World) -> None:
+    host = joined(world)
+    assert evict(world, [host], *range(10)) == list(range(2, 10))
+    assert put(host, 20, spare=True) == [REJECTED]
+    assert put(host, 21) == [STORED]
+
+
+def test_unused_bytes_of_the_own_quota_are_no_capacity_for_spare_objects_above_the_low_watermark(
     world: World,
 ) -> None:
     host = joined(world)
@@ -132,7 +139,7 @@ def test_of_one_batch_the_kept_objects_get_capacity_first(world: World) -> None:
     outcomes: list[StoreOutcome] = []
     numbers, flags = range(12), [True, False] * 6
     host.do(lambda: outcomes.extend(host.put([key(number) for number in numbers], [100] * 12, flags)))
-    assert outcomes == [STORED] * 6 + [REJECTED, STORED] * 3
+    assert outcomes == [STORED] * 4 + [REJECTED, STORED] * 4
 
 
 def test_an_object_that_is_offered_as_spare_again_stays_as_it_is(world: World) -> None:
@@ -324,7 +331,7 @@ def test_the_order_of_eviction_is_the_public_one(steps: list[tuple[str, int]]) -
 
 def test_the_backend_passes_on_flags_and_touches(nfs: Nfs, tmp_path: Path) -> None:
     async def main() -> None:
-        backend = nfs(url=f"file://{tmp_path}/objects", capacity="1MiB", eviction_grace=0)
+        backend = nfs(url=f"file://{tmp_path}/objects", capacity="1MiB", low_watermark=0.9, eviction_grace=0)
         await backend.open()
         assert backend.capabilities.spares
         size = 100 * 1024
