@@ -23,7 +23,7 @@ import argparse
 import random
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -102,6 +102,14 @@ def ask(live: dict[str, LiveEngine], one: PromptSpec, order: Sequence[str] = ENG
     return answers
 
 
+def check_sources(answers: Mapping[str, PromptResult]) -> None:
+    """Stop if "load" has computed, or if an engine without a connector has loaded: its time would count as another's."""
+    for name, must_load in (("load", True), ("compute", False), ("compute again", False)):
+        answer, served = answers[name], answers[name].external_cached_tokens
+        if (served > 0) != must_load:
+            raise SystemExit(f"{name}: tiers served {served} tokens of a prompt of {answer.name} tokens")
+
+
 def measure(live: dict[str, LiveEngine], latency_ms: float, mb_per_second: float, rounds: int) -> list[Crossing]:
     """Return a row for each length of prompt."""
     for name in ("load", "ours"):
@@ -118,7 +126,9 @@ def measure(live: dict[str, LiveEngine], latency_ms: float, mb_per_second: float
     for _ in range(rounds):
         for length in chain.from_iterable([one] * (TIMES_IF_SHORT if one <= SHORT else 1) for one in LENGTHS):
             order = chance.sample(ENGINES, len(ENGINES))
-            for name, answer in ask(live, prompt(length, seed=length), order).items():
+            answers = ask(live, prompt(length, seed=length), order)
+            check_sources(answers)
+            for name, answer in answers.items():
                 times[length, name].append(1e3 * answer.ttft_seconds)
                 if name == "ours":
                     served[length].append(answer.external_cached_tokens)
