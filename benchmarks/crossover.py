@@ -103,7 +103,7 @@ def ask(live: dict[str, LiveEngine], one: PromptSpec, order: Sequence[str] = ENG
 
 
 def check_sources(answers: Mapping[str, PromptResult]) -> None:
-    """Stop if "load" has computed, or if an engine without a connector has loaded: its time would count as another's."""
+    """Stop if "load" has computed, or if an engine without a connector has loaded. Its time would be another's."""
     for name, must_load in (("load", True), ("compute", False), ("compute again", False)):
         answer, served = answers[name], answers[name].external_cached_tokens
         if (served > 0) != must_load:

@@ -4,8 +4,8 @@ python -m benchmarks.disk_capacity FOLDER [--mib 512] [--rounds 3] [--json FILE]
 
 Four processes store at full speed into one folder, without a capacity and with one that holds a quarter of the bytes.
 With it, three quarters of the objects are evicted. Then one process stores with each fsync policy. Rounds alternate,
-because the speed of a disk changes from minute to minute. The output shows the medians and their ratio. All work
-happens below FOLDER, and no object is left there.
+because the speed of a disk changes from minute to minute. The output shows the medians and their ratio, and the lowest
+stored part of the objects. All work happens below FOLDER, and no object is left there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from offload_backend_disk import DiskBackend, DiskOptions
 
 from benchmarks.reporting.document import Run, add_json_option
 from benchmarks.reporting.rows import Capacity, DiskCapacity, Fsync
-from offload_core.api.backend import BackendContext
+from offload_core.api.backend import BackendContext, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
 
@@ -38,7 +38,7 @@ BATCH = 8
 FSYNCS = ("none", "data", "data and folder")
 
 
-async def store(options: DiskOptions, seed: int, count: int, nbytes: int, barrier: Barrier) -> tuple[float, int]:
+async def store(options: DiskOptions, count: int, nbytes: int, barrier: Barrier) -> tuple[float, int]:
     """Store ``count`` objects and return the seconds and the number of stored objects."""
     backend = DiskBackend(options, BackendContext("disk", DaemonExecutor(THREADS, "disk")))
     await backend.open()
@@ -52,9 +52,9 @@ async def store(options: DiskOptions, seed: int, count: int, nbytes: int, barrie
             keys = [ObjectKey("ab" * 32, "full-u256", os.urandom(32)) for _ in range(min(BATCH, count - start))]
             reservation = await backend.prepare_store(keys, [nbytes] * len(keys))
             wanted = [key for key, outcome in zip(keys, reservation.outcomes, strict=True) if outcome is None]
-            await backend.store(wanted, [buffer] * len(wanted))
+            outcomes = await backend.store(wanted, [buffer] * len(wanted))
             await reservation.release()
-            stored += len(wanted)
+            stored += outcomes.count(StoreOutcome.STORED)
 
     await asyncio.to_thread(barrier.wait)
     began = time.time()
@@ -64,20 +64,23 @@ async def store(options: DiskOptions, seed: int, count: int, nbytes: int, barrie
     return ended - began, stored
 
 
-def process(options: dict[str, Any], seed: int, count: int, nbytes: int, barrier: Barrier, results: Any) -> None:
-    results.put(asyncio.run(store(DiskOptions.model_validate(options), seed, count, nbytes, barrier)))
+def process(options: dict[str, Any], count: int, nbytes: int, barrier: Barrier, results: Any) -> None:
+    results.put(asyncio.run(store(DiskOptions.model_validate(options), count, nbytes, barrier)))
 
 
 def run(folder: Path, processes: int, count: int, nbytes: int, **options: object) -> tuple[float, float]:
-    """Return the MiB per second of all processes together, and the stored part of the objects."""
+    """Return the MiB per second of all processes together, and the stored part of the objects.
+
+    Raises:
+        SystemExit: an object is missing although the folder has no capacity, for example because the disk is full.
+    """
     root = Path(tempfile.mkdtemp(prefix="disk-capacity-", dir=folder))
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(processes), context.Queue()
     try:
         given = {"path": str(root), **options}
         children = [
-            context.Process(target=process, args=(given, seed, count, nbytes, barrier, results))
-            for seed in range(processes)
+            context.Process(target=process, args=(given, count, nbytes, barrier, results)) for _ in range(processes)
         ]
         for child in children:
             child.start()
@@ -87,6 +90,8 @@ def run(folder: Path, processes: int, count: int, nbytes: int, **options: object
     finally:
         shutil.rmtree(root)
     stored = sum(taken for _, taken in ended)
+    if "capacity" not in options and stored < processes * count:
+        raise SystemExit(f"only {stored} of {processes * count} objects were stored; is the disk of {folder} full?")
     return stored * nbytes / 2**20 / max(seconds for seconds, _ in ended), stored / (processes * count)
 
 
@@ -106,11 +111,12 @@ def main() -> None:
         count = arguments.mib * 2**20 // nbytes
         free: list[float] = []
         limited: list[float] = []
-        taken = 1.0
+        taken: list[float] = []
         for _ in range(arguments.rounds):
             free.append(run(arguments.folder, PROCESSES, count, nbytes)[0])
-            speed, taken = run(arguments.folder, PROCESSES, count, nbytes, capacity=PROCESSES * count * nbytes // 4)
+            speed, part = run(arguments.folder, PROCESSES, count, nbytes, capacity=PROCESSES * count * nbytes // 4)
             limited.append(speed)
+            taken.append(part)
         one, other = statistics.median(free), statistics.median(limited)
         row = Capacity(
             processes=PROCESSES,
@@ -118,7 +124,7 @@ def main() -> None:
             rounds=arguments.rounds,
             without_mib_per_second=one,
             with_mib_per_second=other,
-            taken_ratio=taken,
+            taken_ratio=min(taken),
             ratio=other / one,
         )
         capacities.append(row)

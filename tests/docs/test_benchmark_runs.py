@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import threading
+from pathlib import Path
 from typing import cast
 
 import pytest
+from offload_backend_disk import DiskOptions
+from offload_backend_disk.folder import files
 
-from benchmarks import crossover
+from benchmarks import crossover, disk_capacity
 from benchmarks.live_engines import Answer, LiveEngine, Order
 from tests.support.engine.spec import PromptResult, PromptSpec
 
@@ -49,3 +55,25 @@ def test_loads_and_computed_prompts_are_compared_if_they_are_such() -> None:
 def test_a_failed_load_does_not_count_as_a_fast_one(name: str, tokens: int) -> None:
     with pytest.raises(SystemExit, match=f"^{name}: tiers served {tokens} tokens of a prompt of 300 tokens"):
         measured(RIGHT | {name: tokens})
+
+
+def test_objects_that_the_disk_has_rejected_do_not_count_as_stored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    room = iter([True] * 5)
+
+    def preallocate(descriptor: int, nbytes: int) -> None:
+        if not next(room, False):
+            raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(files, "preallocate", preallocate)
+    options = DiskOptions.model_validate({"path": str(tmp_path)})
+    _, stored = asyncio.run(disk_capacity.store(options, 16, 4096, threading.Barrier(1)))
+    assert stored == 5
+
+
+def test_a_run_without_a_capacity_stores_all_objects_or_stops(tmp_path: Path) -> None:
+    assert disk_capacity.run(tmp_path, 1, 8, 4096)[1] == 1
+    assert disk_capacity.run(tmp_path, 1, 8, 4096, capacity="1KiB")[1] == 0
+    with pytest.raises(SystemExit, match=r"^only 0 of 8 objects were stored; is the disk of .* full\?"):
+        disk_capacity.run(tmp_path, 1, 8, 4096, keep_free="1000TiB")
