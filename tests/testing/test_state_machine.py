@@ -25,6 +25,7 @@ from offload_core.api.backend import (
 )
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.keys import ObjectKey
+from offload_core.api.one_pass import LoadCheck, StoreSeal
 from offload_core.testing.state_machine.machine import CAPACITY_BYTES, STATE_MACHINE_SETTINGS, check_with_state_machine
 from tests.testing.contract.reference import MEDIA, REFERENCE
 from tests.testing.shelf import SHELVES, Promised, ShelfBackend, ShelfOptions
@@ -167,6 +168,32 @@ class LeaksCapacityWhenCancelled(ShelfBackend):
         return reservation
 
 
+class LeaksPinsInOneCall(ShelfBackend):
+    loads_in_one_call = True
+
+    async def load_and_check(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
+    ) -> list[LoadOutcome]:
+        await self.prepare_load(keys)
+        return await self.load_into(keys, buffers)
+
+
+class SealsInPlace(Unbounded):
+    """Stores an object, and then seals it."""
+
+    seals_stores = True
+
+    async def store_and_seal(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], seals: Sequence[StoreSeal]
+    ) -> list[StoreOutcome]:
+        outcomes = await self.store(keys, buffers)
+        await self.pause()
+        for key, buffer, seal in zip(keys, buffers, seals, strict=True):
+            seal.seal()
+            self.shelf.objects[key] = bytes(buffer)
+        return outcomes
+
+
 class PromisesTooMuch(ShelfBackend):
     async def prepare_store(
         self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
@@ -301,6 +328,8 @@ BROKEN = [
     (LeaksCapacity, "C10|C5"),
     (LeaksPins, "C10"),
     (LeaksCapacityWhenCancelled, "C10|C5"),
+    (LeaksPinsInOneCall, "C10"),
+    pytest.param(SealsInPlace, "C1|C6|C12|C18", marks=long),
     (PromisesTooMuch, "C11"),
     pytest.param(EvictsForSpareObjects, "C5", marks=long),
     (TouchesPresentObjectsOnly, "C21"),

@@ -80,10 +80,11 @@ class CapacityContract:
     async def test_c10_releasing_works_after_success_failure_and_cancellation(self, rig: Rig) -> None:
         client = await rig.client()
         for how, end in _ENDINGS.items():
-            key = rig.key()
-            store = await client.prepare_store([key], [OBJECT_BYTES])
-            await end(client, client.store_from([key], [memoryview(bytearray(OBJECT_BYTES))]))
-            await _release(store, f"a store that {how}")
+            for store_by in client.ways_to_store:
+                key = rig.key()
+                store = await client.prepare_store([key], [OBJECT_BYTES])
+                await end(client, store_by([key], [memoryview(bytearray(OBJECT_BYTES))]))
+                await _release(store, f"a store that {how}")
             await client.put({key: bytes(OBJECT_BYTES)})
             load = await client.prepare_load([key])
             await end(client, client.load_into([key], [memoryview(bytearray(OBJECT_BYTES))]))
@@ -116,9 +117,13 @@ class CapacityContract:
         for end in _ENDINGS.values():
             async with client.loading(there):
                 await end(client, client.load_into(there, [memoryview(bytearray(OBJECT_BYTES)) for _ in there]))
+        for load_by in client.ways_to_load:
+            for end in _ENDINGS.values():
+                await end(client, load_by(there, [memoryview(bytearray(OBJECT_BYTES)) for _ in there]))
         expect(
             await store_with_patience(client, bounded_rig.key()),
-            f"C10: {len(there)} objects were pinned and released 4 times, and the medium evicts none of them any more",
+            f"C10: {len(there)} objects were pinned and released 4 times in each way to load them, and the medium "
+            "evicts none of them any more",
         )
 
     @contract_test
@@ -254,12 +259,13 @@ async def _expect_capacity_back(rig: Rig, how: str) -> None:
         f"C11: under a limit of {CAPACITY_BYTES} bytes only {before} objects of {OBJECT_BYTES} bytes fit",
     )
     rounds = 2 * MAX_OBJECTS
-    for _ in range(rounds):
+    for number in range(rounds):
         keys = rig.keys(2)
+        store_by = client.ways_to_store[number % len(client.ways_to_store)]
         async with client.storing(keys, [OBJECT_BYTES] * 2) as reservation:
             granted = [key for key, outcome in zip(keys, reservation.outcomes, strict=True) if outcome is None]
             sources = [memoryview(bytearray(OBJECT_BYTES)) for _ in granted]
-            await end(client, client.store_from(granted, sources))
+            await end(client, store_by(granted, sources))
         await rig.settle()
         await _delete_all(client, keys)
     after = await fitting_objects(rig, client)

@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -87,63 +87,37 @@ class VisibilityContract:
     @contract_test
     async def test_c06_between_the_steps_of_a_store_others_see_all_or_nothing(self, shared_rig: Rig) -> None:
         writer, reader = await shared_rig.client(), await shared_rig.client()
-        key, wanted = shared_rig.key(), content(10_000)
-        async with writer.storing([key], [10_000]):
-            writer.calls.script(hold=None)
-            store = await held_or_done(writer, writer.store_from([key], [memoryview(bytearray(wanted))]))
-            for number in range(1, MAX_HELD_CALLS):
-                if store.done():
-                    break
-                await _expect_whole_or_absent(reader, key, wanted, f"before thread call {number} of its store")
-                writer.calls.let_pass(number)
-                await until(partial(_next_call_or_end, writer, store, number))
-            writer.calls.open()
-            await store
-        await _expect_whole_or_absent(reader, key, wanted, "after its store")
-        for count in range(1, MAX_TURNS):
+        wanted = content(10_000)
+        for store_by in writer.ways_to_store:
             key = shared_rig.key()
             async with writer.storing([key], [10_000]):
-                writer.calls.script()
-                store = asyncio.ensure_future(writer.store_from([key], [memoryview(bytearray(wanted))]))
-                await turns(count)
-                await _expect_whole_or_absent(
-                    reader, key, wanted, f"{count} turns of the event loop after its store began"
-                )
+                writer.calls.script(hold=None)
+                store = await held_or_done(writer, store_by([key], [memoryview(bytearray(wanted))]))
+                for number in range(1, MAX_HELD_CALLS):
+                    if store.done():
+                        break
+                    await _expect_whole_or_absent(reader, key, wanted, f"before thread call {number} of its store")
+                    writer.calls.let_pass(number)
+                    await until(partial(_next_call_or_end, writer, store, number))
+                writer.calls.open()
                 await store
+            await _expect_whole_or_absent(reader, key, wanted, "after its store")
+            for count in range(1, MAX_TURNS):
+                key = shared_rig.key()
+                async with writer.storing([key], [10_000]):
+                    writer.calls.script()
+                    store = asyncio.ensure_future(store_by([key], [memoryview(bytearray(wanted))]))
+                    await turns(count)
+                    await _expect_whole_or_absent(
+                        reader, key, wanted, f"{count} turns of the event loop after its store began"
+                    )
+                    await store
 
     @contract_test
     async def test_c06_a_store_that_fails_or_is_cancelled_leaves_all_or_nothing(self, rig: Rig) -> None:
         client = await rig.client()
-        wanted = content(10_000)
-        for how in ("failed", "was cancelled"):
-            for number in range(1, MAX_HELD_CALLS):
-                key, other = rig.keys(2)
-                async with client.storing([key, other], [10_000] * 2):
-                    client.calls.script(**{"fail" if how == "failed" else "hold": {number}})
-                    sources = [memoryview(bytearray(wanted)) for _ in range(2)]
-                    store = await held_or_done(client, client.store_from([key, other], sources))
-                    reached = client.calls.count >= number
-                    if how != "failed":
-                        store.cancel()
-                    client.calls.open()
-                    await ended(store)
-                    await rig.settle()
-                for one in (key, other):
-                    await _expect_whole_or_absent(client, one, wanted, f"after its store {how} at thread call {number}")
-                if not reached:
-                    break
-        for count in range(MAX_TURNS):
-            key = rig.key()
-            async with client.storing([key], [10_000]):
-                client.calls.script()
-                store = asyncio.ensure_future(client.store_from([key], [memoryview(bytearray(wanted))]))
-                await turns(count)
-                store.cancel()
-                await ended(store)
-                await rig.settle()
-            await _expect_whole_or_absent(
-                client, key, wanted, f"after its store was cancelled after {count} turns of the event loop"
-            )
+        for store_by in client.ways_to_store:
+            await _expect_all_or_nothing(rig, client, store_by)
 
     @contract_test
     async def test_c18_a_listing_names_what_is_there_once_with_its_size(self, listing_rig: Rig) -> None:
@@ -282,26 +256,63 @@ async def _expect_whole_under_writers(rig: Rig, size: int, rounds: int) -> None:
             for index, (client, reservation) in enumerate(zip(writers, reservations, strict=True)):
                 if reservation.outcomes == (None,):
                     with suppress(OSError):
-                        await client.store_from([key], [memoryview(bytearray(b"%d" % index * size))])
+                        store_by = client.ways_to_store[index % len(client.ways_to_store)]
+                        await store_by([key], [memoryview(bytearray(b"%d" % index * size))])
 
-    async def read(until: asyncio.Future[Any]) -> None:
+    async def read(until: asyncio.Future[Any], way: int) -> None:
+        load_by = reader.ways_to_load[way]
         while not until.done() and not torn:
             await asyncio.sleep(0)  # the backend may never wait
-            outcome, got = await reader.get(key, size, fill=0xA5)
+            got = bytearray([0xA5]) * size
+            (outcome,) = await load_by([key], [memoryview(got)])
             if outcome is not MISS and (outcome is not HIT or got.count(got[0]) != size):
                 seen = Counter(got)
                 torn.append(f"{outcome.name} with {', '.join(f'{n} bytes {chr(b)!r}' for b, n in seen.items())}")
 
     with _threads_that_alternate():
         writing = asyncio.gather(*(write(client, b"%d" % index) for index, client in enumerate(writers)))
-        await asyncio.gather(read(writing), read(writing))
+        await asyncio.gather(read(writing, 0), read(writing, -1))
         await writing
         if (await reader.contains([key]))[0]:
             await reader.delete([key])
         replacing = asyncio.ensure_future(replace())
-        await asyncio.gather(read(replacing), read(replacing))
+        await asyncio.gather(read(replacing, 0), read(replacing, -1))
         await replacing
     expect(not torn, f"C6: while {size} equal bytes were stored and deleted, a load answered {''.join(torn[:1])}")
+
+
+async def _expect_all_or_nothing(rig: Rig, client: Client, store_by: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+    """Let stores fail and be cancelled at each of their thread calls, and after some turns of the loop."""
+    wanted = content(10_000)
+    for how in ("failed", "was cancelled"):
+        for number in range(1, MAX_HELD_CALLS):
+            key, other = rig.keys(2)
+            async with client.storing([key, other], [10_000] * 2):
+                client.calls.script(**{"fail" if how == "failed" else "hold": {number}})
+                sources = [memoryview(bytearray(wanted)) for _ in range(2)]
+                store = await held_or_done(client, store_by([key, other], sources))
+                reached = client.calls.count >= number
+                if how != "failed":
+                    store.cancel()
+                client.calls.open()
+                await ended(store)
+                await rig.settle()
+            for one in (key, other):
+                await _expect_whole_or_absent(client, one, wanted, f"after its store {how} at thread call {number}")
+            if not reached:
+                break
+    for count in range(MAX_TURNS):
+        key = rig.key()
+        async with client.storing([key], [10_000]):
+            client.calls.script()
+            store = asyncio.ensure_future(store_by([key], [memoryview(bytearray(wanted))]))
+            await turns(count)
+            store.cancel()
+            await ended(store)
+            await rig.settle()
+        await _expect_whole_or_absent(
+            client, key, wanted, f"after its store was cancelled after {count} turns of the event loop"
+        )
 
 
 async def _expect_whole_or_absent(client: Client, key: ObjectKey, wanted: bytes, when: str) -> None:

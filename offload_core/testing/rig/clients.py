@@ -30,11 +30,15 @@ from offload_core.api.checks.answers import answer_problem
 from offload_core.api.keys import ObjectKey
 from offload_core.api.one_pass import LoadCheck, StoreSeal
 from offload_core.runtime.threads import executors_of_tier
+from offload_core.testing.rig.recording_check import RecordingCheck
+from offload_core.testing.rig.recording_seal import RecordingSeal
 from offload_core.testing.rig.watched_calls import Calls, WatchedLoopThreads, WatchedThreads, current_calls
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Keys = Sequence[ObjectKey]
+Buffers = Sequence[memoryview]
 
 THREADS = 4
 """Threads of each client: the default of ``io_threads``."""
@@ -257,6 +261,22 @@ class Client:
         """See :meth:`Backend.store`; the caller holds a reservation that covers all objects."""
         with self._counted():
             return _answer("store", await self.backend.store(keys, buffers), StoreOutcome)
+
+    @property
+    def ways_to_load(self) -> list[Callable[[Keys, Buffers], Coroutine[Any, Any, list[LoadOutcome]]]]:
+        """The separate steps and, if the backend has it, the one call, which the core prefers."""
+        return [self.load, self._load_in_one_call] if self.backend.loads_in_one_call else [self.load]
+
+    @property
+    def ways_to_store(self) -> list[Callable[[Keys, Buffers], Coroutine[Any, Any, list[StoreOutcome]]]]:
+        """The plain store and, if the backend has it, the one that seals. The caller holds a reservation."""
+        return [self.store_from, self._store_sealed] if self.backend.seals_stores else [self.store_from]
+
+    async def _load_in_one_call(self, keys: Keys, buffers: Buffers) -> list[LoadOutcome]:
+        return await self.load_and_check(keys, buffers, list(map(RecordingCheck, buffers)))
+
+    async def _store_sealed(self, keys: Keys, buffers: Buffers) -> list[StoreOutcome]:
+        return await self.store_and_seal(keys, buffers, list(map(RecordingSeal, buffers)))
 
     @asynccontextmanager
     async def loading(self, keys: Sequence[ObjectKey]) -> AsyncIterator[LoadReservation]:

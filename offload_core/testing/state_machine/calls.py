@@ -7,9 +7,11 @@ from typing import Any, Literal, NamedTuple
 
 from hypothesis import strategies as st
 
-from offload_core.api.backend import Backend
+from offload_core.api.backend import Backend, LoadOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.testing import strategies
+from offload_core.testing.rig.recording_check import RecordingCheck
+from offload_core.testing.rig.recording_seal import RecordingSeal
 from offload_core.testing.state_machine.guarded_buffers import GuardedBuffers
 from offload_core.testing.state_machine.oracle import ContractError, DeleteEvent, LoadEvent, LookupEvent, StoreEvent
 from offload_core.testing.strategies import Content
@@ -20,12 +22,16 @@ MAX_KEYS = 5
 """Most keys of an example; an operation names them by number, its slots."""
 
 _FILL = 0x3A
+Kind = Literal["store", "sealing store", "load", "load in one call", "contains", "delete", "touch"]
+_KINDS: tuple[Kind, ...] = (
+    *("store", "store", "sealing store", "load", "load", "load in one call", "contains", "delete", "touch"),
+)
 
 
 class Operation(NamedTuple):
     """One operation, as hypothesis draws and prints it."""
 
-    kind: Literal["store", "load", "contains", "delete", "touch"]
+    kind: Kind
     slots: tuple[int, ...]
     contents: tuple[Content, ...] = ()
     """Contents of a store, parallel to ``slots``."""
@@ -43,25 +49,34 @@ def without_spares(operation: Operation) -> Operation:
     return operation._replace(kind="contains" if operation.kind == "touch" else operation.kind, spare=())
 
 
+def with_own_calls(operation: Operation, backend: Backend[Any]) -> Operation:
+    """Return an operation that makes only calls that the backend has."""
+    if operation.kind == "sealing store" and not backend.seals_stores:
+        return operation._replace(kind="store")
+    if operation.kind == "load in one call" and not backend.loads_in_one_call:
+        return operation._replace(kind="load")
+    return operation
+
+
 @st.composite
 def operations(draw: st.DrawFn, max_client: int = 2) -> Operation:
     """Operations on batches with repeats, empty ones too; many are cancelled."""
-    kind = draw(st.sampled_from(["store", "store", "store", "load", "load", "load", "contains", "delete", "touch"]))
+    kind = draw(st.sampled_from(_KINDS))
     slots = tuple(draw(strategies.batches(st.integers(0, MAX_KEYS - 1), 4)))
     client = draw(st.integers(0, max_client))
     cancel = draw(st.sampled_from([None, None, None, 0, 1, 2, 3, 5, 8, 13, 16, 20, 24]))
-    if kind == "store":
+    if kind in ("store", "sealing store"):
         contents = tuple(draw(strategies.contents(SIZES_BYTES)) for _ in slots)
-        return Operation("store", slots, contents, (), client, cancel, draw(_flags(len(slots))))
-    if kind == "load":
+        return Operation(kind, slots, contents, (), client, cancel, draw(_flags(len(slots))))
+    if kind in ("load", "load in one call"):
         wrong = draw(st.sampled_from([False, False, False, True]))
         sizes = tuple(draw(st.sampled_from(SIZES_BYTES)) if wrong else None for _ in slots)
-        return Operation("load", slots, (), sizes, client, cancel)
+        return Operation(kind, slots, (), sizes, client, cancel)
     if kind == "touch":
         slots = tuple(dict.fromkeys(slots))
         spare = tuple(draw(st.booleans()) for _ in slots)
         return Operation("touch", slots, (), (), client, cancel, spare)
-    return Operation("contains" if kind == "contains" else "delete", slots, (), (), client, cancel)
+    return Operation(kind, slots, (), (), client, cancel)
 
 
 def _flags(count: int) -> st.SearchStrategy[tuple[bool, ...]]:
@@ -123,8 +138,10 @@ class OperationRun:
 
     async def _run(self) -> None:
         kind = self.operation.kind
-        if kind == "store":
+        if kind in ("store", "sealing store"):
             await (self._store(range(len(self._keys))) if self._reserved else self._reserve_and_store())
+        elif kind == "load in one call":
+            await self._load_in_one_call()
         elif kind == "load":
             await (self._load() if self._reserved else self._reserve_and_load())
         elif kind == "contains":
@@ -158,7 +175,12 @@ class OperationRun:
     async def _store(self, wanted: Sequence[int]) -> None:
         views = self.buffers.views()
         keys = [self._keys[index] for index in wanted]
-        stored = await self._backend.store(keys, [views[index].toreadonly() for index in wanted])
+        readonly = [views[index].toreadonly() for index in wanted]
+        if self.operation.kind == "sealing store":
+            seals = [RecordingSeal(views[index]) for index in wanted]
+            stored = await self._backend.store_and_seal(keys, readonly, seals)
+        else:
+            stored = await self._backend.store(keys, readonly)
         for index, outcome in zip(wanted, check_parallel("store", keys, stored), strict=True):
             self._stores[index].outcome = outcome
 
@@ -174,7 +196,15 @@ class OperationRun:
 
     async def _load(self) -> None:
         views = self.buffers.views()
-        outcomes = check_parallel("load_into", self._keys, await self._backend.load_into(self._keys, views))
+        self._loaded(check_parallel("load_into", self._keys, await self._backend.load_into(self._keys, views)), views)
+
+    async def _load_in_one_call(self) -> None:
+        views = self.buffers.views()
+        checks = [RecordingCheck(view) for view in views]
+        outcomes = await self._backend.load_and_check(self._keys, views, checks)
+        self._loaded(check_parallel("load_and_check", self._keys, outcomes), views)
+
+    def _loaded(self, outcomes: Sequence[LoadOutcome], views: Sequence[memoryview]) -> None:
         for event, outcome, view in zip(self._loads, outcomes, views, strict=True):
             event.outcome, event.after = outcome, bytes(view)
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from offload_core.api.backend import Backend, LoadReservation, StoreReservation
 from offload_core.api.keys import ObjectKey
-from offload_core.testing.state_machine.calls import Operation, OperationRun
+from offload_core.testing.state_machine.calls import Operation, OperationRun, with_own_calls
 from offload_core.testing.state_machine.guarded_buffers import GuardedBuffers
 from offload_core.testing.state_machine.leaks import Leaks
 from offload_core.testing.state_machine.medium import Medium
@@ -212,6 +212,7 @@ class Example:
         return backend
 
     def _prepare(self, operation: Operation, backend: Backend[Any], *, reserved: bool) -> OperationRun:
+        operation = with_own_calls(operation, backend)
         keys = [self.key(slot) for slot in operation.slots]
         sizes = [
             self.oracle.likely_size(key) if size is None else size

@@ -207,7 +207,7 @@ class BackendMachine(RuleBasedStateMachine):
             offered = zip(slots, contents, held.spare, outcomes, strict=False)
             wanted = [(slot, content, is_spare) for slot, content, is_spare, outcome in offered if outcome is None]
             operation = Operation(
-                "store",
+                "sealing store" if self._example.step_count % 2 else "store",
                 tuple(slot for slot, _, _ in wanted),
                 tuple(content for _, content, _ in wanted),
                 spare=tuple(is_spare for _, _, is_spare in wanted),

@@ -9,6 +9,7 @@ from tests.testing.contract import broken_short_ways as short
 from tests.testing.contract.broken_lending import BROKEN_LENDING
 from tests.testing.contract.broken_media import BROKEN_MEDIA
 from tests.testing.contract.broken_names import BROKEN_NAMES
+from tests.testing.contract.broken_short_ways import BROKEN_SHORT_WAYS
 from tests.testing.contract.defects import backend as _backend
 from tests.testing.contract.defects import options as _options
 
@@ -197,7 +198,7 @@ BROKEN = [
     ),
     _backend(
         c.NeverUnpins,
-        r"C10: 16 objects were pinned and released 4 times, and the medium evicts none of them",
+        r"C10: 16 objects were pinned and released 4 times in each way to load them, and",
         "c10_what_was_pinned_makes_room_after_its_release",
     ),
     _backend(
@@ -365,13 +366,13 @@ BROKEN = [
     ),
     _backend(
         o.StoresSpareObjectsAsKeptOnes,
-        r"C20: the order of eviction should be: spare objects, older kept ones.* objects, \[1[12], 3.*\] are left",
+        r"C20: the order of eviction should be: spare objects, older kept ones.* objects, \[1[012], 3.*\] are left",
         "c20_spare_objects_are_evicted_before_all_kept_ones",
         "c20_a_spare_object_that_was_loaded_is_kept",
     ),
     _backend(
         o.LeavesLoadedObjectsSpare,
-        r"C20: the order of eviction should be: spare objects, .* \[11, 4, 1\] objects, \[0, 4, 0\] are left",
+        r"C20: the order of eviction should be: spare objects, .* \[10, 4, 2\] objects, \[0, 4, [01]\] are left",
         "c20_a_spare_object_that_was_loaded_is_kept",
     ),
     _backend(
@@ -467,6 +468,7 @@ BROKEN = [
         "c26_a_store_that_seals_does_not_touch_its_buffer_afterwards",
     ),
     *BROKEN_NAMES,
+    *BROKEN_SHORT_WAYS,
     *BROKEN_LENDING,
     *BROKEN_MEDIA,
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import xxhash
@@ -10,6 +11,7 @@ import xxhash
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
 from offload_core.api.one_pass import LoadCheck, StoreSeal
+from tests.testing.contract.defects import backend
 from tests.testing.contract.reference import ReferenceBackend
 
 Keys = Sequence[ObjectKey]
@@ -84,3 +86,82 @@ class SealsAfterItHasAnswered(ReferenceBackend):
     async def store_and_seal(self, keys: Keys, buffers: Buffers, seals: Seals) -> Sequence[StoreOutcome]:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.context.executor, self.store_all_sealed, keys, buffers, seals)
+
+
+class ReadsPartsInOneCall(ReferenceBackend):
+    """Each part is of the object that is there at that moment."""
+
+    def load_all_checked(self, keys: Keys, buffers: Buffers, checks: Checks) -> list[LoadOutcome]:
+        outcomes = super().load_all_checked(keys, buffers, checks)
+        for key, buffer, outcome in zip(keys, buffers, outcomes, strict=True):
+            for start in range(0, len(buffer) if outcome is LoadOutcome.HIT and len(buffer) > 100_000 else 0, 65536):
+                time.sleep(0.0002)
+                found = self.medium.objects.get(key)
+                if found is not None and len(found.content) == len(buffer):
+                    buffer[start : start + 65536] = found.content[start : start + 65536]
+        return outcomes
+
+
+class SealsInPlace(ReferenceBackend):
+    """An object is visible before it is sealed."""
+
+    async def store_and_seal(self, keys: Keys, buffers: Buffers, seals: Seals) -> Sequence[StoreOutcome]:
+        outcomes = await self.run_blocking(self.store_all, keys, buffers)
+        return await self.run_blocking(self.seal_all, keys, buffers, seals, outcomes)
+
+    def seal_all(
+        self, keys: Keys, buffers: Buffers, seals: Seals, outcomes: Sequence[StoreOutcome]
+    ) -> Sequence[StoreOutcome]:
+        for key, buffer, seal in zip(keys, buffers, seals, strict=True):
+            seal.seal()
+            found = self.medium.objects.get(key)
+            if found is not None:
+                found.content = bytes(buffer)
+        return outcomes
+
+
+class PinsInOneCallForEver(ReferenceBackend):
+    async def load_and_check(self, keys: Keys, buffers: Buffers, checks: Checks) -> Sequence[LoadOutcome]:
+        await self.prepare_load(keys)
+        return await super().load_and_check(keys, buffers, checks)
+
+
+class LeavesObjectsSpareInOneCall(ReferenceBackend):
+    is_one_call = False
+
+    def load_all_checked(self, keys: Keys, buffers: Buffers, checks: Checks) -> list[LoadOutcome]:
+        self.is_one_call = True
+        try:
+            return super().load_all_checked(keys, buffers, checks)
+        finally:
+            self.is_one_call = False
+
+    def record_load(self, key: ObjectKey) -> None:
+        if not self.is_one_call:
+            super().record_load(key)
+
+
+BROKEN_SHORT_WAYS = [
+    backend(
+        ReadsPartsInOneCall,
+        r"C6: while (131072|6291457) equal bytes were stored .*, a load answered HIT with \d+ bytes '.*', \d+ ",
+        "c06_readers_see_whole_objects_while_others_write",
+        "c06_readers_see_large_objects_whole_while_others_write",
+    ),
+    backend(
+        SealsInPlace,
+        r"C6: an object (before thread call 2 of its store|after its store failed at thread call 2): byte 0 of 10000",
+        "c06_between_the_steps_of_a_store_others_see_all_or_nothing",
+        "c06_a_store_that_fails_or_is_cancelled_leaves_all_or_nothing",
+    ),
+    backend(
+        PinsInOneCallForEver,
+        r"C10: 16 objects were pinned and released 4 times in each way to load them, and the medium evicts none",
+        "c10_what_was_pinned_makes_room_after_its_release",
+    ),
+    backend(
+        LeavesObjectsSpareInOneCall,
+        r"C20: the order of eviction should be: spare objects, .* \[10, 4, 2\] objects, \[0, 4, 1\] are left",
+        "c20_a_spare_object_that_was_loaded_is_kept",
+    ),
+]
