@@ -259,6 +259,7 @@ class BytesContract:
         objects = {key: content(size) for key, size in zip(sizing_rig.keys(len(SIZES)), SIZES, strict=True)}
         await client.put(objects)
         (absent,), keys = sizing_rig.keys(1), list(objects)
+        may_not_know = client.backend.capabilities.evicts
         asked = [keys[-1], absent, *keys, keys[0]]
         async with client.loading(asked) as load:
             expect(
@@ -266,7 +267,8 @@ class BytesContract:
             )
             for key, there, told in zip(asked, load.present, load.nbytes, strict=True):
                 size = len(objects[key]) if there else None
-                expect(told == size, f"C19: prepare_load says that {key} has {told} bytes; it should say {size}")
+                right = told == size or (told is None and may_not_know)
+                expect(right, f"C19: prepare_load says that {key} has {told} bytes; it should say {size}")
 
     @contract_test
     async def test_c19_an_object_that_was_replaced_has_its_new_size(self, sizing_rig: Rig) -> None:
@@ -276,7 +278,7 @@ class BytesContract:
             await client.put({key: content(size)})
             async with client.loading([key]) as load:
                 expect(
-                    load.nbytes == (size,),
+                    load.nbytes == (size,) or (load.nbytes == (None,) and client.backend.capabilities.evicts),
                     f"C19: prepare_load says {load.nbytes} bytes of an object that was deleted and stored with {size}",
                 )
             await client.delete([key])

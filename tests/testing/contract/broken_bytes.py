@@ -315,5 +315,12 @@ class RemembersSizes(ReferenceBackend):
         return self.sizes.setdefault(key, super().size(key))
 
 
+class KnowsNoSizes(ReferenceBackend):
+    async def prepare_load(self, keys: Keys) -> LoadReservation:
+        reservation = await super().prepare_load(keys)
+        reservation.nbytes = (None,) * len(keys)
+        return reservation
+
+
 def _address(buffer: memoryview) -> int:
     return int(np.frombuffer(buffer, np.uint8).ctypes.data)

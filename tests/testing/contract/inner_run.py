@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from offload_core.api.backend import BackendContext, BackendType
+from offload_core.api.backend import BackendContext, BackendType, LoadReservation
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
 from offload_core.testing.contract.suite import BackendContract
@@ -57,6 +58,23 @@ class TestReference(BackendContract):
 
 class TestAsyncReference(TestReference):
     backend_type = BackendType("asyncio", AsyncReference, ReferenceOptions)
+
+
+class EvictsAndForgetsSizes(ReferenceBackend):
+    """Keeps the contract: a medium that evicts by itself need not know the size of an object that is present."""
+
+    capabilities = replace(
+        ReferenceBackend.capabilities, bounded=False, spares=False, lends=False, sizes=True, evicts=True
+    )
+
+    async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
+        reservation = await super().prepare_load(keys)
+        reservation.nbytes = tuple(size if at % 2 else None for at, size in enumerate(reservation.nbytes))
+        return reservation
+
+
+class TestEvictingReference(TestReference):
+    backend_type = BackendType("evicting", EvictsAndForgetsSizes, ReferenceOptions)
 
 
 def class_name(index: int) -> str:

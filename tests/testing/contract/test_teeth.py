@@ -81,6 +81,12 @@ def test_a_backend_without_thread_calls_is_told_which_tests_need_them(tmp_path: 
     }
 
 
+def test_a_medium_that_evicts_by_itself_need_not_know_sizes(tmp_path: Path) -> None:
+    names = [name for name in contract_tests() if name.startswith("test_c19_")]
+    results = run_contract("TestEvictingReference", tmp_path, *names)
+    assert (results.failed, results.passed) == ({}, set(names))
+
+
 def _id(index: int) -> str:
     return f"{BROKEN[index].clause}-{BROKEN[index].name}"
 
