@@ -47,7 +47,7 @@ from offload_core.testing.contract.options import OptionsContract
 from offload_core.testing.contract.short_ways import LendingContract, OneCallContract, SealingContract
 from offload_core.testing.contract.spares import SparesContract
 from offload_core.testing.contract.visibility import VisibilityContract
-from offload_core.testing.rig.clients import Rig
+from offload_core.testing.rig.clients import TEST_SECONDS, Rig
 
 
 class BackendContract(
@@ -74,11 +74,14 @@ class BackendContract(
     - ``die_holding``, to test a client that dies;
     - ``bounded_options``, if the key for a limit is not ``capacity``;
     - ``largest_object_bytes``, if objects of 64 MiB are too large;
-    - ``many_objects``, ``watch_seconds`` and ``recovery_seconds``, for a slow medium.
+    - ``test_seconds``, ``many_objects``, ``watch_seconds`` and ``recovery_seconds``, for a slow medium.
     """
 
     backend_type: ClassVar[BackendType]
     """The backend type that the plugin registers."""
+
+    test_seconds = TEST_SECONDS
+    """Longest time of one test; after it the backend counts as hung. The state machine has ``machine_examples``."""
 
     @pytest.fixture
     def options(self) -> Mapping[str, Any]:
@@ -106,7 +109,7 @@ class BackendContract(
                 """
     backend_type = BackendType("word", YourBackend, YourOptions)""",
             )
-        with Rig(self.backend_type, options) as rig:
+        with Rig(self.backend_type, options, self.test_seconds) as rig:
             yield rig
 
     @pytest.fixture
@@ -140,7 +143,8 @@ class BackendContract(
     def bounded_rig(self, rig: Rig, options: Mapping[str, Any]) -> Iterator[Rig]:
         """A rig whose medium has a limit of 1 MiB."""
         _needs(rig, "bounded")
-        with Rig(self.backend_type, self.bounded_options(options, CAPACITY_BYTES)) as bounded:
+        limited = self.bounded_options(options, CAPACITY_BYTES)
+        with Rig(self.backend_type, limited, self.test_seconds) as bounded:
             yield bounded
 
     @pytest.fixture

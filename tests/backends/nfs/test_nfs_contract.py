@@ -151,6 +151,7 @@ class TestS3(BackendContract):
 @pytest.mark.timeout(600)
 class TestS3WithALimit(TestS3):
     machine_examples = 10
+    test_seconds = 180.0  # hundreds of requests in turn, and a slow processor has other work
 
     @pytest.fixture
     def options(self, s3_options: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from offload_core.api.backend import BackendContext, BackendType, LoadReservation
+from offload_core.api.backend import BackendContext, BackendType, LoadReservation, StoreReservation
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
 from offload_core.testing.contract.suite import BackendContract
@@ -75,6 +75,19 @@ class EvictsAndForgetsSizes(ReferenceBackend):
 
 class TestEvictingReference(TestReference):
     backend_type = BackendType("evicting", EvictsAndForgetsSizes, ReferenceOptions)
+
+
+class ReservesSlowly(ReferenceBackend):
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
+        await asyncio.sleep(0.4)
+        return await super().prepare_store(keys, nbytes, spare)
+
+
+class TestSlowReference(TestReference):
+    backend_type = BackendType("slow", ReservesSlowly, ReferenceOptions)
+    test_seconds = 0.2
 
 
 def class_name(index: int) -> str:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offload_core.api.backend import BackendType
-from offload_core.testing.rig import watched_calls
+from offload_core.testing.rig import clients, watched_calls
 from offload_core.testing.rig.blocking_calls import blocking_calls
 from offload_core.testing.rig.clients import Rig, ended, held_or_done, until
 from tests.testing.contract.reference import MEDIA, REFERENCE, ReferenceBackend, ReferenceOptions
@@ -80,18 +83,27 @@ def test_calls_of_asyncio_to_thread_are_held_for_the_client_that_made_them(rig: 
     rig.run(main())
 
 
-def test_what_does_not_end_is_given_up() -> None:
-    async def hang() -> None:
-        while True:
-            try:
-                await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                await asyncio.sleep(60)
+def test_what_does_not_end_is_given_up_and_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hangs(ReferenceBackend):
+        async def contains(self, keys: object) -> Any:
+            for _ in range(2):
+                with suppress(asyncio.CancelledError):
+                    await asyncio.Event().wait()
 
-    rig = Rig(REFERENCE, {"medium": "rig"})
-    with rig, pytest.raises(AssertionError, match=r"did not end within 0\.05 s"):
-        rig.run(hang(), limit_seconds=0.05)
+    async def main() -> None:
+        await (await rig.client()).contains(rig.keys(1))
+
+    left: list[BaseException | None] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: left.append(unraisable.exc_value))
+    monkeypatch.setattr(clients, "_CANCELLED_SECONDS", 0.05)
+    rig = Rig(BackendType("hangs", Hangs, ReferenceOptions), {"medium": "rig"}, test_seconds=0.05)
+    message = r"did not end within 0\.05 s \(raise test_seconds for a slow medium\)"
+    with rig, pytest.raises(AssertionError, match=message):
+        rig.run(main())
     rig._runner.get_loop().close()
+    del rig
+    gc.collect()
+    assert left == []
 
 
 def test_a_loop_that_waits_for_a_held_call_is_found(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,14 @@ def test_a_medium_that_evicts_by_itself_need_not_know_sizes(tmp_path: Path) -> N
     assert (results.failed, results.passed) == ({}, set(names))
 
 
+def test_a_test_of_a_slow_medium_says_how_to_give_it_more_time(tmp_path: Path) -> None:
+    names = {"test_c01_a_load_returns_the_bytes_that_were_stored", "test_c11_what_was_granted_can_be_stored"}
+    results = run_contract("TestSlowReference", tmp_path, *names)
+    assert results.failed.keys() == names
+    for text in results.failed.values():
+        assert "the operations under test did not end within 0.2 s (raise test_seconds for a slow medium)" in text
+
+
 def _id(index: int) -> str:
     return f"{BROKEN[index].clause}-{BROKEN[index].name}"
 
