@@ -385,6 +385,8 @@ class IoProcess:
 
     async def _close(self, seconds: float) -> None:
         self._is_closed = True
+        for storage in self._storages.values():
+            storage.abandon_open()
         self._starting.cancel()
         if self._replacing is not None:
             self._replacing.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -87,6 +88,7 @@ class RemoteStorage:
         self._lendings = count(1)
         self._stuck_threads = 0
         self._is_here = True
+        self._reopening: asyncio.Future[None] | None = None
         self.wants_open = False
         """True after ``open`` until ``close``: the next process opens the tier too."""
 
@@ -112,14 +114,21 @@ class RemoteStorage:
         self._pin(self._lent_memory)
 
     async def open(self) -> None:
-        """Open the backend."""
+        """Open the backend. If its process ends meanwhile, this waits until the next one has opened it."""
         self.wants_open = True
-        await self._call(Kind.OPEN)
-        await self.map_lent_memory()
+        try:
+            await self._call(Kind.OPEN)
+        except StorageAwayError:
+            if not self.wants_open:  # nobody opens it in the next process
+                raise
+            self._reopening = asyncio.get_running_loop().create_future()
+            await self._reopening
+        else:
+            await self.map_lent_memory()
 
     async def close(self) -> None:
         """Close the backend. If its process is away, there is nothing to close."""
-        self.wants_open = False
+        self.abandon_open()
         self._forget_lent_memory()
         if self._is_here:
             await self._call(Kind.CLOSE)
@@ -256,6 +265,14 @@ class RemoteStorage:
     def reopened(self) -> None:
         """Note that the tier can be called in the next process."""
         self._is_here = True
+        if self._reopening is not None and not self._reopening.done():
+            self._reopening.set_result(None)
+
+    def abandon_open(self) -> None:
+        """Open the tier in no further process. An ``open`` that waits for one fails."""
+        self.wants_open = False
+        if self._reopening is not None and not self._reopening.done():
+            self._reopening.set_exception(StorageAwayError(f"tier {self.name!r} is closed"))
 
     def _stuck(self, change: int) -> None:
         if change:

@@ -49,6 +49,16 @@ class Trouble(Backend):
             place.unlink()
             os._exit(3)
 
+    async def open(self):
+        for place in Path(self.options.path).glob("ends-while-opened-*"):
+            place.unlink()
+            os._exit(3)
+        await self.run_blocking(self._hang)
+
+    def _hang(self):
+        while (Path(self.options.path) / "hangs-in-open").exists():
+            time.sleep(0.01)
+
     def _file(self, key):
         return Path(self.options.path) / key.chunk_hash.hex()
 
@@ -205,6 +215,46 @@ def test_the_engine_is_told_if_the_process_always_ends_while_a_tier_is_made(
         (tmp_path / "medium" / f"ends-while-made-{number}").touch()
     with pytest.raises(ConfigError, match="backend 'trouble' cannot be opened: the I/O process exited with status 3"):
         make()
+
+
+def test_the_engine_starts_though_the_process_ends_while_a_tier_is_opened(
+    make: Callable[..., Rig], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "medium" / "ends-while-opened-once").touch()
+    rig = make()
+    assert "the I/O process of tier 'trouble' exited with status 3. " in caplog.text
+    assert rig.store(1) == [True]
+    assert rig.load(1) == [HIT]
+    assert rig.tiers[0].health.available
+
+
+def test_a_tier_whose_process_ends_while_open_hangs_is_used_when_the_next_one_has_opened_it(
+    make: Callable[..., Rig], tmp_path: Path
+) -> None:
+    hangs = tmp_path / "medium" / "hangs-in-open"
+    hangs.touch()
+    rig = make(open_timeout_seconds=0.2)
+    health, first = rig.tiers[0].health, rig.pid
+    assert not health.available
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: rig.process.pid not in (None, first), "the process is not replaced")
+    assert not health.available
+    hangs.unlink()
+    wait_until(lambda: health.available, "the tier is not used although it is open")
+    assert rig.store(1) == [True]
+    assert rig.load(1) == [HIT]
+
+
+def test_an_engine_may_end_while_a_tier_hangs_in_open_in_a_further_process(
+    make: Callable[..., Rig], tmp_path: Path
+) -> None:
+    """The loop's fixture finds an ``open`` that waits for ever."""
+    (tmp_path / "medium" / "hangs-in-open").touch()
+    rig = make(open_timeout_seconds=0.2)
+    first = rig.pid
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: rig.process.pid not in (None, first), "the process is not replaced")
+    rig.processes.release(0.5)
 
 
 def test_a_plugin_that_allocates_without_end_gets_an_error(make: Callable[..., Rig], tmp_path: Path) -> None:
