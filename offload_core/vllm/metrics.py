@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,6 +84,8 @@ class HybridOffloadPromMetrics(KVConnectorPromMetrics):
                 buckets=BUCKET_SECONDS,
                 labelnames=[*labelnames, self.label],
             )
+        self._sums: defaultdict[tuple[int, str, str], float] = defaultdict(float)
+        """The value of each gauge. Ray's gauges, unlike Prometheus', can only be set."""
         self._tiers: set[tuple[int, str]] = set()
         """The tiers of each engine that have all metrics."""
 
@@ -94,7 +97,10 @@ class HybridOffloadPromMetrics(KVConnectorPromMetrics):
             counts[name, tier] = count
             self._show_tier(engine_idx, tier)
         for (name, tier), count in counts.items():
-            if name in self._metrics:  # else a part of a histogram
+            if name in self.gauges:
+                self._sums[engine_idx, name, tier] += count
+                self._labelled(name, tier, engine_idx).set(self._sums[engine_idx, name, tier])
+            elif name in self._metrics:  # else a part of a histogram
                 self._labelled(name, tier, engine_idx).inc(count)
         for name, tier, value in single_values(counts):
             self._labelled(name, tier, engine_idx).observe(value)

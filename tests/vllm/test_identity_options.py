@@ -43,6 +43,7 @@ DOES_NOT_COUNT = {
     ModelConfig: {
         "runner", "convert", "tokenizer_mode", "trust_remote_code", "allowed_local_media_path", "allowed_media_domains",
         "spec_target_max_model_len", "allow_deprecated_quantization", "enforce_eager", "return_sampling_mask",
+        "enable_return_routed_experts",
         "max_logprobs", "logprobs_mode", "use_fp64_gumbel", "enable_trace_replay", "disable_cascade_attn",
         "skip_tokenizer_init", "enable_prompt_embeds", "served_model_name", "hf_token", "enable_sleep_mode",
         "sleep_preserve_parameter_names", "sleep_mode_backend", "sleep_mode_offload_cudagraph",

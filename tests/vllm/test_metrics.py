@@ -49,6 +49,39 @@ def test_gauges_go_up_and_down_and_counters_up(shown: HybridOffloadPromMetrics, 
         assert value(registry, "breaker_open", "nvme") == left
 
 
+class OnlySet:
+    """A gauge as vLLM's metrics for Ray have it: its value can only be set."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.values: dict[tuple[object, ...], float] = {}
+        self.labelvalues: tuple[object, ...] = ()
+
+    def labels(self, *values: object) -> OnlySet:
+        self.labelvalues = values
+        return self
+
+    def set(self, value: float) -> None:
+        self.values[self.labelvalues] = value
+
+
+def test_a_gauge_that_can_only_be_set_has_the_sum_of_the_changes(registry: CollectorRegistry) -> None:
+    gauges: dict[str, OnlySet] = {}
+
+    def gauge(**fields: Any) -> OnlySet:
+        return gauges.setdefault(fields["name"].removeprefix("vllm:hybrid_offload_"), OnlySet(**fields))
+
+    def registered(metric: Any) -> Any:
+        return lambda **fields: metric(**fields, registry=registry)
+
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    types: dict[Any, Any] = {Gauge: gauge, Counter: registered(Counter), Histogram: registered(Histogram)}
+    metrics = HybridOffloadPromMetrics(config, types, ["engine"], {0: ["0"], 1: ["1"]})
+    for tier, change in (("nvme", 2.0), ("nvme", -1.0), ("ram", 5.0)):
+        metrics.observe({f"pending_loads|{tier}": change}, 0)
+    metrics.observe({"pending_loads|nvme": 7.0}, 1)
+    assert gauges["pending_loads"].values == {("0", "nvme"): 1.0, ("0", "ram"): 5.0, ("1", "nvme"): 7.0}
+
+
 API_SERVERS = """
 import os
 import sys

@@ -274,6 +274,8 @@ class SchedulerHalf:
                 continue
             if request_id not in failed:
                 self._ledger.loaded(set(state.loading) - {ref for _, ref in self._offers.excluded_chunks(state)})
+            if request_id in failed:  # not one that has ended, or that has failed at another connector only
+                self.counters.add("recomputed_requests", ALL_TIERS)
             if request_id in failed or state.partial_load:
                 self._store_plan.start_over(state)  # the engine computes the missing chunks, so they can be stored
                 self._offers.load_incomplete(state)
@@ -284,7 +286,6 @@ class SchedulerHalf:
         if failed:
             self._offers.recompute(self._block_holders.needed_blocks(failed))
             self._block_holders.remove(failed)
-            self.counters.add("recomputed_requests", ALL_TIERS, len(failed))
 
     def request_finished(self, request: Request, tables: Sequence[Sequence[int]] = ()) -> list[dict[str, Any]] | None:
         """Forget a request and cancel its load, if any; the engine frees its blocks after the load has ended.
