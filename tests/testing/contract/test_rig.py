@@ -90,7 +90,7 @@ def test_what_does_not_end_is_given_up_and_leaves_no_error_behind(monkeypatch: p
                 with suppress(asyncio.CancelledError):
                     await asyncio.Event().wait()
 
-    async def main() -> None:
+    async def main(rig: Rig) -> None:
         await (await rig.client()).contains(rig.keys(1))
 
     left: list[BaseException | None] = []
@@ -99,7 +99,7 @@ def test_what_does_not_end_is_given_up_and_leaves_no_error_behind(monkeypatch: p
     rig = Rig(BackendType("hangs", Hangs, ReferenceOptions), {"medium": "rig"}, test_seconds=0.05)
     message = r"did not end within 0\.05 s \(raise test_seconds for a slow medium\)"
     with rig, pytest.raises(AssertionError, match=message):
-        rig.run(main())
+        rig.run(main(rig))
     rig._runner.get_loop().close()
     del rig
     gc.collect()
