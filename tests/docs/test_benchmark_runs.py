@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import threading
+import multiprocessing
 from pathlib import Path
 from typing import cast
 
@@ -68,7 +68,7 @@ def test_objects_that_the_disk_has_rejected_do_not_count_as_stored(
 
     monkeypatch.setattr(files, "preallocate", preallocate)
     options = DiskOptions.model_validate({"path": str(tmp_path)})
-    _, stored = asyncio.run(disk_capacity.store(options, 16, 4096, threading.Barrier(1)))
+    _, stored = asyncio.run(disk_capacity.store(options, 16, 4096, multiprocessing.Barrier(1)))
     assert stored == 5
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -296,7 +297,7 @@ def test_a_lowered_capacity_is_reached_in_steps_that_each_reject_one_call(tmp_pa
     ],
     ids=["for a spare object", "before the scan has ended", "for space that the tier cannot free"],
 )
-def test_objects_above_a_limit_stay(tmp_path: Path, limits: dict[str, int], spare: bool, scanned: bool) -> None:
+def test_objects_above_a_limit_stay(tmp_path: Path, limits: dict[str, Any], spare: bool, scanned: bool) -> None:
     fill_above(tmp_path, scanned=scanned)
     account = open_account(tmp_path, **limits)
     assert account.reserve([(key(1), 10), (key(2), 10)], [spare] * 2) == ([None, None], [])

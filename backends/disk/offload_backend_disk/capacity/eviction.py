@@ -136,8 +136,8 @@ class Evictor:
     def fits_freely(self, rows: Rows, nbytes: int) -> bool:
         """Return whether ``nbytes`` more fit below the low watermark without an eviction.
 
-        The bytes up to the high watermark are for kept objects: spare ones there would bring on the next eviction,
-        which evicts them first, and each eviction would make room for others.
+        The bytes up to the high watermark are for kept objects. Spare ones there would bring on the next eviction,
+        which evicts them first. Each eviction would then make room for others.
         """
         totals, limits = rows.totals(), self._limits
         is_below = totals.used + nbytes <= limits.low_watermark * limits.capacity_bytes

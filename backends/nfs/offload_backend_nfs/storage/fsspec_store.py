@@ -120,7 +120,7 @@ class ObjectStore(Medium):
         if isinstance(self._fs, AsyncFileSystem):
             found = self._run_concurrently([self._delete_async(name) for name in names])
         else:
-            found = map(self._delete, names)
+            found = [self._delete(name) for name in names]
         for name, error in zip(names, found, strict=True):
             if error is not None:
                 errors.add(name, error)

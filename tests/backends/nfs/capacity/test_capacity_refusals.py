@@ -147,7 +147,7 @@ class Deletions:
         """Delete ``asked`` objects, of which ``count`` fail; return the error, and the objects that are left."""
         for name in self.names:
             self._medium.store(name, memoryview(b"object"))
-        *place, real = self._patch
+        module, function, real = self._patch
 
         def delete(path: Any, *arguments: Any) -> None:
             if str(path).endswith(tuple(self.names[:count])):
@@ -155,7 +155,7 @@ class Deletions:
             real(path, *arguments)
 
         with self._monkeypatch.context() as patched:
-            patched.setattr(*place, delete)
+            patched.setattr(module, function, delete)
             with pytest.raises(OSError) as caught:  # noqa: PT011 - any
                 self._medium.delete(self.names[:asked])
         there = self._medium.sizes(self.names)
