@@ -70,6 +70,10 @@ class MediumAdapter:
         """See :meth:`AccountFiles.names`."""
         return self._call(self._medium.names, f"{_FOLDER}/{folder}".rstrip("/"))
 
+    def write_times(self, folder: str) -> dict[str, float]:
+        """See :meth:`AccountFiles.write_times`."""
+        return {entry.name: entry.modified_seconds for entry in self._entries(f"{_FOLDER}/{folder}")}
+
     def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """See :meth:`ObjectFiles.contains`."""
         answers = dict(zip(keys, self._lookup_cache.presence(keys, self._lookup_cache_seconds), strict=True))

@@ -45,6 +45,10 @@ class AccountFiles(Protocol):
         """
         ...
 
+    def write_times(self, folder: str) -> dict[str, float]:
+        """Return, by name, when each file in ``folder`` was written: seconds since the epoch by the storage's clock."""
+        ...
+
 
 class Removal(NamedTuple):
     """The result of a removal of several objects."""

@@ -9,8 +9,9 @@ The log also says which objects are spare. On the medium, a negative time stands
 Older releases take such an object for one that was never used. The latest entry of an object counts. An entry that is
 more than ten seconds older than the object does not: its object was deleted, and stored again since.
 
-A host's clock may be ahead and be corrected later. So an entry that is more than ten seconds in the future counts as a
-use at the time of the merge.
+A host's clock may be ahead and be corrected later. Its entries are later than their file, by the clock of the storage.
+If they are more than ten seconds later, they are moved back to the time of the file, in their order. The clock of the
+process that merges has no part in this, since it may be wrong too.
 """
 
 from __future__ import annotations
@@ -152,14 +153,14 @@ class UsageLog:
         self._merged_seconds = self._clock()
         names = list(filter(is_name, self._files.names(_FOLDER)))
         damaged: list[str] = []
+        write_times = self._files.write_times(_FOLDER) if not self._merged_files.issuperset(names) else {}
         for name in names:
             if name not in self._merged_files:
                 try:
-                    self._merge_file(name)
+                    self._merge_file(name, write_times.get(name, math.inf))
                 except (DamagedRecordError, UnknownVersionError, ForeignFileError) as error:
                     damaged.append(f"{name}: {error}; {self._files.set_aside(f'{_FOLDER}/{name}')}")
                 self._merged_files.add(name)
-        self._limit_to_now()
         self._merged_files.intersection_update(names)
         if damaged:
             self._log.warning(
@@ -186,8 +187,11 @@ class UsageLog:
             name = new_name()
             self._files.write(f"{_FOLDER}/{name}", seal(_KIND, compress(write_lines(some)), name))
 
-    def _merge_file(self, name: str) -> None:
+    def _merge_file(self, name: str, written_seconds: float) -> None:
         """Add the uses in a file to the merged ones.
+
+        Args:
+            written_seconds: the time at which the file was written.
 
         Raises:
             DamagedRecordError, UnknownVersionError, ForeignFileError: the file cannot be used. Nothing is added.
@@ -203,18 +207,22 @@ class UsageLog:
                 raise DamagedRecordError(f"the use of {key} has no time: {error}") from error
             if not math.isfinite(uses[key]):
                 raise DamagedRecordError(f"the use of {key} has the time {uses[key]}")
-        for key, used in uses.items():
+        for key, used in _not_later_than(written_seconds, uses).items():
             self._merged[key] = max(used, self._merged.get(key, 0.0), key=abs)
         if len(self._merged) > _MAX_KEYS:
             latest = sorted(self._merged.items(), key=lambda item: abs(item[1]))[-_MAX_KEYS:]
             self._merged = dict(latest)
 
-    def _limit_to_now(self) -> None:
-        """Set merged uses in the future to the present time. They keep their sign, and grow old from now on."""
-        now = self._now()
-        for key, used in self._merged.items():
-            if abs(used) > now + _CLOCK_TOLERANCE_SECONDS:
-                self._merged[key] = math.copysign(now, used)
+
+def _not_later_than(written_seconds: float, uses: dict[ObjectKey, float]) -> dict[ObjectKey, float]:
+    """Return the uses in a file; if a clock was ahead, move those after the file's time back, in their order."""
+    lead = max(map(abs, uses.values()), default=0.0) - written_seconds
+    if lead <= _CLOCK_TOLERANCE_SECONDS:
+        return uses
+    return {
+        key: used if abs(used) <= written_seconds else math.copysign(max(abs(used) - lead, _TICK_SECONDS), used)
+        for key, used in uses.items()
+    }
 
 
 def recency(used_seconds: float, stored_at_seconds: float) -> Recency:

@@ -31,6 +31,9 @@ class World:
     def __init__(self) -> None:
         self.seconds = 1000.0
         self.files: dict[str, bytes] = {}
+        self.write_times: dict[str, float] = {}
+        self.clock_errors: dict[Host, float] = {}
+        """Seconds by which hosts' clocks are ahead of the medium's."""
         self.objects: dict[ObjectKey, tuple[int, float]] = {}
         self.writing: dict[Host, int] = {}
         self.leftover_bytes = 0
@@ -61,7 +64,13 @@ class Host:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.bounded_store = BoundedStore(
-            self, self, options, LOG, clock=lambda: world.seconds, now=lambda: world.seconds, sleep=lambda _: None
+            self,
+            self,
+            options,
+            LOG,
+            clock=lambda: world.seconds,
+            now=lambda: world.seconds + world.clock_errors.get(self, 0.0),
+            sleep=lambda _: None,
         )
 
     # -- running
@@ -153,7 +162,7 @@ class Host:
         failure = self._gate()
         new = name not in self.world.files
         if new:
-            self.world.files[name] = content
+            self._put_file(name, content)
         self._end(failure)
         return new
 
@@ -165,8 +174,12 @@ class Host:
 
     def write(self, name: str, content: bytes) -> None:
         failure = self._gate()
-        self.world.files[name] = content
+        self._put_file(name, content)
         self._end(failure)
+
+    def _put_file(self, name: str, content: bytes) -> None:
+        self.world.files[name] = content
+        self.world.write_times[name] = self.world.seconds
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
@@ -186,6 +199,11 @@ class Host:
         prefix = f"{folder}/" if folder else ""
         rest = [name.removeprefix(prefix) for name in self.world.files if name.startswith(prefix)]
         return [name for name in rest if "/" not in name]
+
+    def write_times(self, folder: str) -> dict[str, float]:
+        self._end(self._gate())
+        names = [name for name in self.world.files if name.startswith(f"{folder}/")]
+        return {name.removeprefix(f"{folder}/"): self.world.write_times[name] for name in names}
 
     # -- ObjectFiles
 
