@@ -299,8 +299,9 @@ def test_uses_by_a_clock_that_is_ahead_grow_old(world: World) -> None:
 def test_a_wrong_clock_of_one_host_leaves_the_order_of_the_others(world: World, whose: str, seconds: float) -> None:
     world.seconds = 1e9
     housekeeper, other, third = joined(world), joined(world), joined(world)
-    put(other, *range(6))
-    put(other, 6, 7, 8, spare=True)
+    put(other, *range(5))
+    put(other, 6, 7, 8, spare=True)  # up to the low watermark
+    put(other, 5)
     pass_time(world, [housekeeper, other, third], 3000)
     world.clock_errors[{"housekeeper": housekeeper, "other": other}[whose]] = seconds
     touch(third, [8, 7], [True, True])
@@ -316,8 +317,9 @@ def test_the_spare_objects_and_the_order_of_a_host_whose_clock_is_ahead_stay(wor
     world.seconds = 1e9
     housekeeper, other = joined(world), joined(world)
     world.clock_errors[other] = seconds
-    put(other, *range(6))
-    put(other, 6, 7, 8, spare=True)
+    put(other, *range(5))
+    put(other, 6, 7, 8, spare=True)  # up to the low watermark
+    put(other, 5)
     touch(other, [5, 4, 3, 2, 1, 0], [False] * 6)
     pass_time(world, [housekeeper, other], 160)  # the log is flushed and merged
     assert evict(world, [housekeeper, other], 9) == [0, 1, 2, 3, 4, 5, 8, 9]
