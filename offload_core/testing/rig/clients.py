@@ -57,9 +57,7 @@ class Rig:
         test_seconds: the longest time of one test.
     """
 
-    def __init__(
-        self, backend_type: BackendType, options: Mapping[str, Any], test_seconds: float = TEST_SECONDS
-    ) -> None:
+    def __init__(self, backend_type: BackendType, options: Mapping[str, Any], test_seconds: float = TEST_SECONDS):
         self.backend_type = backend_type
         self.test_seconds = test_seconds
         self.options = dict(options)

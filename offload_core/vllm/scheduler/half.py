@@ -272,10 +272,10 @@ class SchedulerHalf:
             state = self._requests.get(request_id)
             if state is None or state.job_id is None:  # the load of another connector, beside this one
                 continue
-            if request_id not in failed:
-                self._ledger.loaded(set(state.loading) - {ref for _, ref in self._offers.excluded_chunks(state)})
             if request_id in failed:  # not one that has ended, or that has failed at another connector only
                 self.counters.add("recomputed_requests", ALL_TIERS)
+            else:
+                self._ledger.loaded(set(state.loading) - {ref for _, ref in self._offers.excluded_chunks(state)})
             if request_id in failed or state.partial_load:
                 self._store_plan.start_over(state)  # the engine computes the missing chunks, so they can be stored
                 self._offers.load_incomplete(state)
@@ -391,9 +391,7 @@ class SchedulerHalf:
                     f"workers {missing} did not report the layout of their KV cache, so their objects have no names; "
                     f"all ranks from 0 to {self._num_ranks - 1} must report it"
                 )
-            extra: dict[str, Json] = {"reset": self._reset_salt}
-            if adapter:
-                extra["adapter"] = adapter
+            extra: dict[str, Json] = {"reset": self._reset_salt, **({"adapter": adapter} if adapter else {})}
             self._namespaces[adapter] = tuple(
                 fingerprint({**self._identity, **extra, "rank": rank, "layout": self._workers[rank].layout})
                 for rank in range(self._num_ranks)

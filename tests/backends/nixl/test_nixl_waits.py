@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ def test_lookups_wait_for_no_transfers_and_loads_for_no_stores(folder_options: d
 
 def own_children() -> set[int]:
     """Return the processes that this process has started, also those that have ended and are not gone."""
-    tasks = Path("/proc/self/task").iterdir()
-    return {int(child) for task in tasks for child in (task / "children").read_text().split()}
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
 
 
 def test_a_medium_that_hangs_keeps_two_processes_at_most(nixl: Nixl, fault_fs: FaultFs) -> None:
