@@ -10,7 +10,7 @@ import datetime
 import errno
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -117,10 +117,9 @@ class ObjectStore(Medium):
     def delete(self, names: Sequence[str]) -> None:
         """See :meth:`Medium.delete`."""
         errors = DeletionErrors()
+        found: Iterable[OSError | None] = map(self._delete, names)  # one by one, so that the first failure ends it
         if isinstance(self._fs, AsyncFileSystem):
             found = self._run_concurrently([self._delete_async(name) for name in names])
-        else:
-            found = [self._delete(name) for name in names]
         for name, error in zip(names, found, strict=True):
             if error is not None:
                 errors.add(name, error)
