@@ -50,3 +50,18 @@ def test_evictions_and_those_never_read_are_counted(rig: Rig, ranks: int) -> Non
     assert 0 < evicted < stored
     assert unread == evicted, "no prompt came again"
     assert 0 < unread_bytes < nbytes
+
+
+def test_an_aborted_request_is_not_recomputed(rig: Rig) -> None:
+    model = MODELS["gemma3"]()
+    prompt = [3 + i % 997 for i in range(2 * model.chunk_tokens + 5)]
+    engine = rig.engine(model)
+    rig.run(engine, prompt)
+    assert engine.scheduler.reset_prefix_cache()
+    rig.script.shut.add("load_into")
+    request = engine.add(prompt, 4)
+    rig.step_until(engine, lambda: engine.states().get(request) == "WAITING_FOR_REMOTE_KVS")
+    engine.abort(request)
+    rig.drain(engine)
+    assert counts(engine, "disk", "jobs_cancelled", "jobs_failed") == [1, 0]
+    assert counts(engine, "all", "recomputed_requests") == [0]

@@ -156,3 +156,16 @@ def test_stock_multi_connector_recomputes_only_if_its_own_policy_says_so(
     assert engine.counters["load_corrupt|disk-a"] > 0
     assert engine.finished[request] == end
     assert engine.outputs[request] == (reference(tuple(prompt), 4) if end == "length" else [])
+
+
+def test_a_recomputed_request_counts_at_the_connector_whose_load_has_failed(rig: Rig) -> None:
+    model = MODELS["gemma3"]()
+    prompt = [3 + i % 997 for i in range(2 * model.chunk_tokens + 5)]
+    connectors = [ours(rig, model, name, weight) for name, weight in (("a", 4.0), ("b", 1.0), ("c", 1.0))]
+    engine = rig.engine_of_several(model, connectors)
+    rig.run(engine, prompt)
+    assert engine.scheduler.reset_prefix_cache()
+    rig.script.damage = 1.0
+    rig.run(engine, prompt)
+    failed = sum(engine.counters[f"jobs_failed|disk-{name}"] for name in "abc")
+    assert engine.counters["recomputed_requests|all"] == failed > 0

@@ -198,14 +198,16 @@ def test_an_odd_error_fails_its_call_and_no_other(make: Callable[..., Rig], tmp_
     assert (counted["lookup_failures", "trouble"], counted["load_failures", "trouble"]) == (5, 1)
 
 
-def test_the_engine_starts_though_the_process_ends_while_a_tier_is_made(
-    make: Callable[..., Rig], tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("when", "process"), [("made", "process"), ("opened", "process of tier 'trouble'")])
+def test_the_engine_starts_though_the_process_ends_while_a_tier_is(
+    make: Callable[..., Rig], tmp_path: Path, caplog: pytest.LogCaptureFixture, when: str, process: str
 ) -> None:
-    (tmp_path / "medium" / "ends-while-made-once").touch()
+    (tmp_path / "medium" / f"ends-while-{when}-once").touch()
     rig = make()
-    assert "the I/O process exited with status 3. " in caplog.text
-    rig.store(1)
+    assert f"the I/O {process} exited with status 3. " in caplog.text
+    assert rig.store(1) == [True]
     assert rig.load(1) == [HIT]
+    assert rig.tiers[0].health.available
 
 
 def test_the_engine_is_told_if_the_process_always_ends_while_a_tier_is_made(
@@ -215,17 +217,6 @@ def test_the_engine_is_told_if_the_process_always_ends_while_a_tier_is_made(
         (tmp_path / "medium" / f"ends-while-made-{number}").touch()
     with pytest.raises(ConfigError, match="backend 'trouble' cannot be opened: the I/O process exited with status 3"):
         make()
-
-
-def test_the_engine_starts_though_the_process_ends_while_a_tier_is_opened(
-    make: Callable[..., Rig], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "medium" / "ends-while-opened-once").touch()
-    rig = make()
-    assert "the I/O process of tier 'trouble' exited with status 3. " in caplog.text
-    assert rig.store(1) == [True]
-    assert rig.load(1) == [HIT]
-    assert rig.tiers[0].health.available
 
 
 def test_a_tier_whose_process_ends_while_open_hangs_is_used_when_the_next_one_has_opened_it(

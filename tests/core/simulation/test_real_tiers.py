@@ -89,6 +89,5 @@ def test_a_disk_with_default_watermarks_writes_as_much_as_is_simulated(tmp_path:
         tier = DiskTier(tmp_path / "kv", capacity, runner)
         real = serve(tier)
         tier.close()
-    print(simulated.hit_rate, real.hit_rate, simulated.traffic.written_objects, real.traffic.written_objects)
     assert simulated.traffic.evicted_objects > 100
     assert abs(real.traffic.written_objects / simulated.traffic.written_objects - 1) < 0.1
