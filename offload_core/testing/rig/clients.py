@@ -57,7 +57,9 @@ class Rig:
         test_seconds: the longest time of one test.
     """
 
-    def __init__(self, backend_type: BackendType, options: Mapping[str, Any], test_seconds: float = TEST_SECONDS):
+    def __init__(
+        self, backend_type: BackendType, options: Mapping[str, Any], test_seconds: float = TEST_SECONDS
+    ) -> None:
         self.backend_type = backend_type
         self.test_seconds = test_seconds
         self.options = dict(options)
@@ -215,49 +217,43 @@ class Client:
         with self._counted():
             await self.backend.close()
 
-    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+    async def contains(self, keys: Keys) -> list[bool]:
         """See :meth:`Backend.contains`."""
         with self._counted():
             return _answer("contains", await self.backend.contains(keys), bool)
 
-    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+    async def delete(self, keys: Keys) -> None:
         """See :meth:`Backend.delete`."""
         with self._counted():
             await self.backend.delete(keys)
 
-    async def prepare_load(self, keys: Sequence[ObjectKey]) -> LoadReservation:
+    async def prepare_load(self, keys: Keys) -> LoadReservation:
         """See :meth:`Backend.prepare_load`; the caller releases it."""
         with self._counted():
             return await self.backend.prepare_load(keys)
 
-    async def prepare_store(
-        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
-    ) -> StoreReservation:
+    async def prepare_store(self, keys: Keys, nbytes: Sequence[int], spare: Sequence[bool] = ()) -> StoreReservation:
         """See :meth:`Backend.prepare_store`; the caller releases it. Without flags, the backend gets none either."""
         flags = [spare] if spare else []
         with self._counted():
             return await self.backend.prepare_store(keys, nbytes, *flags)
 
-    async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
+    async def touch(self, keys: Keys, spare: Sequence[bool]) -> None:
         """See :meth:`Backend.touch`."""
         with self._counted():
             await self.backend.touch(keys, spare)
 
-    async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+    async def load_into(self, keys: Keys, buffers: Buffers) -> list[LoadOutcome]:
         """See :meth:`Backend.load_into`; the caller holds a reservation."""
         with self._counted():
             return _answer("load_into", await self.backend.load_into(keys, buffers), LoadOutcome)
 
-    async def load_and_check(
-        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], checks: Sequence[LoadCheck]
-    ) -> list[LoadOutcome]:
+    async def load_and_check(self, keys: Keys, buffers: Buffers, checks: Sequence[LoadCheck]) -> list[LoadOutcome]:
         """See :meth:`Backend.load_and_check`; without a reservation."""
         with self._counted():
             return _answer("load_and_check", await self.backend.load_and_check(keys, buffers, checks), LoadOutcome)
 
-    async def store_and_seal(
-        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], seals: Sequence[StoreSeal]
-    ) -> list[StoreOutcome]:
+    async def store_and_seal(self, keys: Keys, buffers: Buffers, seals: Sequence[StoreSeal]) -> list[StoreOutcome]:
         """See :meth:`Backend.store_and_seal`; the caller holds a reservation that covers all objects."""
         with self._counted():
             return _answer(
@@ -266,7 +262,7 @@ class Client:
                 StoreOutcome,
             )
 
-    async def store_from(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+    async def store_from(self, keys: Keys, buffers: Buffers) -> list[StoreOutcome]:
         """See :meth:`Backend.store`; the caller holds a reservation that covers all objects."""
         with self._counted():
             return _answer("store", await self.backend.store(keys, buffers), StoreOutcome)
@@ -288,7 +284,7 @@ class Client:
         return await self.store_and_seal(keys, buffers, list(map(RecordingSeal, buffers)))
 
     @asynccontextmanager
-    async def loading(self, keys: Sequence[ObjectKey]) -> AsyncIterator[LoadReservation]:
+    async def loading(self, keys: Keys) -> AsyncIterator[LoadReservation]:
         """Hold a reservation for loads."""
         reservation = await self.prepare_load(keys)
         try:
@@ -298,7 +294,7 @@ class Client:
 
     @asynccontextmanager
     async def storing(
-        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+        self, keys: Keys, nbytes: Sequence[int], spare: Sequence[bool] = ()
     ) -> AsyncIterator[StoreReservation]:
         """Hold a reservation for stores."""
         reservation = await self.prepare_store(keys, nbytes, spare)
@@ -307,7 +303,7 @@ class Client:
         finally:
             await self._release(reservation)
 
-    async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+    async def load(self, keys: Keys, buffers: Buffers) -> list[LoadOutcome]:
         """Load every key under a reservation, even the keys that it reports as absent."""
         async with self.loading(keys):
             return await self.load_into(keys, buffers)
