@@ -23,6 +23,7 @@ from offload_core.io_process.direct_calls import DirectCalls
 from offload_core.io_process.lent_mapping import LentMapping
 from offload_core.io_process.life.companion import make_companion
 from offload_core.io_process.life.meeting_point import MeetingPoint
+from offload_core.io_process.life.reopening import reopen
 from offload_core.io_process.protocol import Kind, Message, Reader, pack_event
 from offload_core.io_process.remote_storage import RemoteStorage, pack_objects
 from offload_core.io_process.session import Session
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS: Final = 30.0
 """Limit on the start of a process, for an interpreter on a slow file system."""
-_REOPEN_PAUSE_SECONDS: Final = 5.0
 _GONE_SECONDS: Final = 2.0
 """A killed process that is not gone by then is replaced all the same."""
 
@@ -204,8 +204,10 @@ class IoProcess:
             raise TimeoutError(str(error) or f"it did not serve within {START_SECONDS:g} s") from None
         try:
             await self._prepare(session)
-        except BaseException:  # a plugin may raise anything, and the engine may end meanwhile
+        except BaseException as error:  # a plugin may raise anything, and the engine may end meanwhile
             await session.abandon()
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(str(error) or f"it did not make a tier within {START_SECONDS:g} s") from None
             raise
         self._session = session
         self._pause.started()
@@ -216,10 +218,16 @@ class IoProcess:
             else:
                 storage.reopened()
         if session.is_killed:  # before it was this object's session, and so nobody was told
+            if session.pid is not None:  # it still has the meeting point
+                self._generation += 1
             self._ended(session, "has ended")
 
     async def _prepare(self, session: Session) -> None:
-        """Give a new process the tiers and the staging memory, also those that come meanwhile."""
+        """Give a new process the tiers and the staging memory, also those that come meanwhile.
+
+        Raises:
+            TimeoutError: the process stands still.
+        """
         made: set[int] = set()
         has_staging = False
         while True:
@@ -227,28 +235,17 @@ class IoProcess:
             if not left and (has_staging or self._staging is None):
                 return
             for storage in left:
-                await session.ask({"tier": storage.number, "name": storage.name, "half": storage.half})
+                async with asyncio.timeout(START_SECONDS):
+                    await session.ask({"tier": storage.number, "name": storage.name, "half": storage.half})
                 made.add(storage.number)
             if self._staging is not None and not has_staging:
                 has_staging = True
-                await session.share_staging(self._staging)
+                async with asyncio.timeout(START_SECONDS):
+                    await session.share_staging(self._staging)
 
     async def _reopen(self, storage: RemoteStorage, session: Session) -> None:
-        """Open a tier in a new process, again and again until it works."""
-        while storage.wants_open and not session.is_killed:
-            try:
-                await session.call(Kind.OPEN, storage.number)
-                await storage.map_lent_memory()
-            except Exception as error:
-                logger.warning(
-                    "%s cannot be opened in the new I/O process: %s; it is tried again every %g s",
-                    storage.label, error, _REOPEN_PAUSE_SECONDS,
-                )  # fmt: skip
-                await asyncio.sleep(_REOPEN_PAUSE_SECONDS)
-            else:
-                if session is self._session:
-                    storage.reopened()
-                return
+        if await reopen(storage, session) and session is self._session:
+            storage.reopened()
 
     async def _share_staging(self, memory: SharedMemory) -> None:
         self._staging = memory  # a process that starts now gets it too

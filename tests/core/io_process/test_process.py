@@ -26,6 +26,7 @@ from offload_core.config.loading import load_config
 from offload_core.io_process import process
 from offload_core.io_process.life.companion import WITHHELD
 from offload_core.io_process.session import Session
+from offload_core.runtime.companion_process import CompanionProcess
 from offload_core.runtime.io_loop import IoLoop
 from tests.core.io_process.rig import OBJECT_BYTES, SECONDS, Rig, content, key
 from tests.support.plugin_site import Site
@@ -320,6 +321,63 @@ def test_a_process_that_ends_right_after_its_greeting_is_replaced(
     rig = make(disk(tmp_path))
     assert rig.store(1) == [True]
     assert rig.pid not in ended
+
+
+@pytest.fixture
+def unkillable(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CompanionProcess]]:
+    """The I/O processes that were to be killed. They live on, like a process in a call that not even SIGKILL ends."""
+    spared: list[CompanionProcess] = []
+    kill = CompanionProcess._kill_now
+    monkeypatch.setattr(CompanionProcess, "_kill_now", lambda process: spared.append(process))  # as a method
+    yield spared
+    monkeypatch.setattr(CompanionProcess, "_kill_now", kill)
+    for one in spared:
+        one.kill()
+        assert one.wait_gone(SECONDS)
+
+
+def test_a_process_that_stands_still_while_tiers_are_made_and_cannot_be_killed_is_replaced(
+    unkillable: list[CompanionProcess],
+    make: Make,
+    tmp_path: Path,
+    site: Site,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    site.install("slow", SLOW.format(path=str(tmp_path)))
+    rig = make(disk(tmp_path / "kv"))
+    (tmp_path / "begun").unlink()
+    (tmp_path / "slow").touch()
+    with monkeypatch.context() as patches:
+        patches.setattr(process, "START_SECONDS", 5.0)
+        os.kill(rig.pid, signal.SIGKILL)
+        wait_until((tmp_path / "begun").exists, "the next process does not make the tier")
+        stopped = io_process_ids()
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: "replaced: it did not make a tier within 5 s" in messages(caplog), "it is not given up")
+    assert unkillable
+    (tmp_path / "slow").unlink()
+    wait_until(lambda: rig.load(1) == [MISS], "the tier does not serve again")
+    assert rig.pid not in stopped
+
+
+def test_a_process_that_was_killed_before_it_served_and_lives_on_is_replaced(
+    unkillable: list[CompanionProcess], make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Session.start
+    killed: list[int | None] = []
+
+    async def start(session: Session, seconds: float) -> None:
+        await original(session, seconds)
+        if not killed:
+            killed.append(session.pid)
+            session.kill()
+
+    monkeypatch.setattr(Session, "start", start)
+    rig = make(disk(tmp_path))
+    assert rig.store(1) == [True]
+    assert rig.pid not in killed
 
 
 def test_a_relative_path_means_the_same_folder_after_a_replacement(
