@@ -24,11 +24,12 @@ from offload_backend_nfs.object_batch import ObjectBatch
 from offload_backend_nfs.options import NfsOptions
 from offload_backend_nfs.storage import layout
 from offload_backend_nfs.storage.base import Medium
-from offload_backend_nfs.storage.failures import StoreRejections
+from offload_backend_nfs.storage.failures import StoreRejections, UnreadableObjectError
 from offload_backend_nfs.storage.fsspec_store import ObjectStore, RenamingStore
 from offload_backend_nfs.storage.posix import PosixShare
 from offload_backend_nfs.storage.retry import Retrier
 from offload_backend_nfs.storage.s3 import S3Store, s3_options
+from offload_backend_nfs.unreadable_objects import UnreadableObjects
 from offload_core.api import (
     Backend,
     BackendContext,
@@ -46,6 +47,7 @@ from offload_core.api import (
 T = TypeVar("T")
 
 _DELETE_BATCH = 1000
+_ONE_TRY = Retrier(0)
 
 
 class NfsBackend(Backend[NfsOptions]):
@@ -65,6 +67,7 @@ class NfsBackend(Backend[NfsOptions]):
         self._reservations: ReservationManager | None = None
         self._log = context.logger(__name__)
         self._rejections = StoreRejections(self._log)
+        self._unreadable = UnreadableObjects(self._log)
         self._thread_calls: set[Future[None]] = set()
 
     @property
@@ -184,6 +187,7 @@ class NfsBackend(Backend[NfsOptions]):
         for start in range(0, len(keys), _DELETE_BATCH):
             delete = self._delete if self._reservations is None else self._reservations.bounded_store.delete
             await self.run_blocking(delete, keys[start : start + _DELETE_BATCH])
+        self._unreadable.forget(keys)
 
     async def list_objects(self) -> AsyncIterator[Sequence[StoredObject]]:
         """See :meth:`Backend.list_objects`. Each folder of objects is one batch. Cancellation has no effect."""
@@ -235,7 +239,8 @@ class NfsBackend(Backend[NfsOptions]):
         }
 
     async def _load_each(self, *objects: Sequence[Any]) -> list[LoadOutcome]:
-        return await self._on_all_threads(self.run_load, self.context.load_executor, self._load, objects)
+        results = await self._on_all_threads(self.run_load, self.context.load_executor, self._load, objects)
+        return self._unreadable.outcomes(objects[0], results)
 
     async def _for_each_object(self, work: Callable[..., T], *objects: Sequence[Any]) -> list[T]:
         return await self._on_all_threads(self.run_blocking, self.context.executor, work, objects)
@@ -298,14 +303,20 @@ class NfsBackend(Backend[NfsOptions]):
             self._lookup_cache.add_answer(key, size is not None, asked, size)
         return sizes
 
-    def _load(self, key: ObjectKey, buffer: memoryview, check: LoadCheck | None = None) -> LoadOutcome:
+    def _load(
+        self, key: ObjectKey, buffer: memoryview, check: LoadCheck | None = None
+    ) -> LoadOutcome | UnreadableObjectError:
         asked = time.monotonic()
         checks = iter([check])
 
         def load() -> LoadOutcome:
             return self.medium.load(layout.name_of(key), buffer, next(checks, None))  # a retry begins again
 
-        outcome = self._retrier.call(load)
+        retrier = _ONE_TRY if key in self._unreadable else self._retrier
+        try:
+            outcome = retrier.call(load)
+        except UnreadableObjectError as error:
+            return error
         self._lookup_cache.add_answer(
             key, outcome is not LoadOutcome.MISS, asked, len(buffer) if outcome is LoadOutcome.HIT else None
         )

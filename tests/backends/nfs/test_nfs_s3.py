@@ -17,9 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 from fsspec.asyn import get_loop, sync
 from offload_backend_nfs import NfsBackend
 from offload_backend_nfs.storage.failures import ForeignFileError
+from offload_backend_nfs.storage.s3 import S3Store
+from s3fs.errors import translate_boto_error
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from tests.backends.nfs.calls import contains, listed, load, run, store
@@ -112,6 +115,47 @@ def test_a_bucket_that_vanishes_is_an_error_and_no_miss(nfs: Nfs, s3_server: S3S
             await store(backend, (0, b"zero"))
 
     run(nfs(**options_of(s3_server, bucket)), work)
+
+
+def test_an_object_in_an_archive_class_counts_as_damaged(nfs: Nfs, s3_server: S3Server) -> None:
+    bucket, client = s3_server.make_bucket(), s3_server.client()
+
+    async def work(backend: NfsBackend) -> None:
+        await store(backend, (0, b"zero"))
+        name = client.list_objects_v2(Bucket=bucket)["Contents"][0]["Key"]
+        source = {"Bucket": bucket, "Key": name}
+        client.copy_object(Bucket=bucket, Key=name, CopySource=source, StorageClass="GLACIER")
+        assert await contains(backend, 0) == [True]
+        assert (await load(backend, 0, 4))[0] is CORRUPT
+        await backend.delete([key(0)])
+        await store(backend, (0, b"zero"))
+        assert await load(backend, 0, 4) == (HIT, b"zero")
+
+    run(nfs(lookup_cache_seconds=0, **options_of(s3_server, bucket)), work)
+
+
+def test_an_object_to_which_access_is_denied_counts_as_damaged_if_others_can_be_read(
+    nfs: Nfs, s3_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(backend: NfsBackend) -> None:
+        assert isinstance(backend.medium, S3Store)
+        fs = backend.medium._fs
+        real, denied = fs._call_s3, key(0).chunk_hash.hex()
+
+        async def call(method: str, *arguments: Any, **named: Any) -> Any:
+            if method == "get_object" and denied in named["Key"]:
+                answer = {"Error": {"Code": "AccessDenied", "Message": "Access Denied"}}
+                raise translate_boto_error(ClientError(answer, "GetObject"))
+            return await real(method, *arguments, **named)
+
+        await store(backend, (0, b"zero"), (1, b"some"))
+        monkeypatch.setattr(fs, "_call_s3", call)
+        with pytest.raises(OSError, match="Access Denied"):
+            await load(backend, 0, 4)
+        buffers = [memoryview(bytearray(4)) for _ in range(2)]
+        assert list(await backend.load_into([key(0), key(1)], buffers)) == [CORRUPT, HIT]
+
+    run(nfs(**s3_options), work)
 
 
 def test_of_many_who_create_a_name_one_succeeds(nfs: Nfs, s3_options: dict[str, Any]) -> None:

@@ -59,6 +59,10 @@ class Medium(ABC):
 
         Args:
             check: learns of each part of the buffer that is filled.
+
+        Raises:
+            UnreadableObjectError: perhaps only this object cannot be read.
+            OSError: the storage failed.
         """
 
     @abstractmethod

@@ -32,6 +32,19 @@ class BadPathError(OSError):
     """The path of one object cannot be used: it holds something else, or permission is missing. Others can be used."""
 
 
+class UnreadableObjectError(OSError):
+    """An object exists, and cannot be read.
+
+    Args:
+        cause: the error of the read.
+        is_certain: no other object is concerned. Otherwise the storage may have failed.
+    """
+
+    def __init__(self, cause: OSError, *, is_certain: bool = False) -> None:
+        super().__init__(cause.errno or errno.EACCES, cause.strerror or str(cause), cause.filename)
+        self.is_certain = is_certain
+
+
 class DeletionRefusedError(OSError):
     """The medium works, and refuses to delete some objects. All others of the call are deleted.
 

@@ -30,7 +30,13 @@ from offload_backend_nfs.storage.base import (
     Entry,
     Medium,
 )
-from offload_backend_nfs.storage.failures import BAD_PATH_ERRNOS, FULL_ERRNOS, BadPathError, DeletionErrors
+from offload_backend_nfs.storage.failures import (
+    BAD_PATH_ERRNOS,
+    FULL_ERRNOS,
+    BadPathError,
+    DeletionErrors,
+    UnreadableObjectError,
+)
 from offload_backend_nfs.storage.mounts import is_local
 from offload_backend_nfs.storage.posix_files import (
     MISSING_ERRNOS,
@@ -51,6 +57,8 @@ MARKER = ".offload-core-share"
 """A file in the root. It distinguishes the share from an empty mount point."""
 _MARKER_TEXT = b"offload-core keeps KV caches here. Without this file it takes the share for unmounted.\n"
 _DISK_ACCOUNT = ".offload-core/account.sqlite"
+_BAD_FILE_ERRNOS = (errno.EIO, errno.EUCLEAN)
+"""Errors of a read that may concern one file only: a bad sector, or a damaged entry of the server's file system."""
 _NO_LINK_ERRNOS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -125,6 +133,8 @@ class PosixShare(Medium):
                 if error.errno in BAD_PATH_ERRNOS:
                     self._check_root()
                     return LoadOutcome.MISS
+                if error.errno in _BAD_FILE_ERRNOS:
+                    raise UnreadableObjectError(error) from error
                 if error.errno not in MISSING_ERRNOS:
                     raise
                 if error.errno != errno.ESTALE:

@@ -14,9 +14,9 @@ from fsspec.asyn import sync
 
 from offload_backend_nfs.storage import layout
 from offload_backend_nfs.storage.base import MAX_SMALL_BYTES, Entry
-from offload_backend_nfs.storage.failures import DeletionErrors, ForeignFileError
+from offload_backend_nfs.storage.failures import DeletionErrors, ForeignFileError, UnreadableObjectError
 from offload_backend_nfs.storage.fsspec_store import MAX_CONCURRENT_REQUESTS, ObjectStore, time_of
-from offload_core.api import StoreSeal
+from offload_core.api import LoadCheck, LoadOutcome, StoreSeal
 
 _DELETE_BATCH = 1000
 """The most keys that S3 accepts in one request."""
@@ -83,6 +83,16 @@ class S3Store(ObjectStore):
         creator = getattr(self._fs, "_s3creator", None)
         if creator is not None:
             self._fs.close_session(self._fs.loop, creator)
+
+    def load(self, name: str, buffer: memoryview, check: LoadCheck | None = None) -> LoadOutcome:
+        """See :meth:`Medium.load`. A rule of the bucket may have moved the object to a class that cannot be read."""
+        try:
+            return super().load(name, buffer, check)
+        except PermissionError as error:
+            code = _error_code(error)
+            if code not in ("InvalidObjectState", "AccessDenied"):
+                raise
+            raise UnreadableObjectError(error, is_certain=code == "InvalidObjectState") from error
 
     def _fetch(self, name: str, nbytes: int) -> bytes | None:
         """See :meth:`ObjectStore._fetch`. One request; an object of another size is not transferred."""
