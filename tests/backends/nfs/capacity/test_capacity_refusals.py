@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import logging
 import os
 from collections.abc import Sequence
@@ -223,7 +224,7 @@ def test_s3_refuses_the_keys_to_which_access_is_denied(
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "and one renewal fails"])
 def test_a_process_keeps_its_lease_while_it_lists_one_large_folder(
-    fails: bool, caplog: pytest.LogCaptureFixture
+    fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = World()
     housekeeper, other = joined(world), joined(world)
@@ -232,12 +233,23 @@ def test_a_process_keeps_its_lease_while_it_lists_one_large_folder(
     world.parts_per_page, world.seconds_per_part = 60, 2.0  # a page takes two leases
     housekeeper.start(housekeeper.bounded_store.step)
     before = world.seconds
+    tries: list[float] = []
+    real = housekeeper.write
+
+    def write(name: str, content: bytes) -> None:
+        if name.startswith("owners/"):
+            tries.append(world.seconds)
+            if fails and len(tries) == 2:
+                raise OSError("injected")
+        real(name, content)
+
+    monkeypatch.setattr(housekeeper, "write", write)
     while housekeeper.busy:
-        if fails and world.seconds > before:
-            housekeeper.fail_next, fails = "before", False
         housekeeper.advance()
         other.do(other.bounded_store.step)
     assert world.seconds - before == 4 * 2 * LEASE
+    assert len(tries) > 4 * 8
+    assert all(later - earlier >= LEASE / 8 for earlier, later in itertools.pairwise(tries))
     assert housekeeper.bounded_store.is_housekeeper
     assert housekeeper.bounded_store.state.pending_evictions
     assert not caplog.text
