@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from offload_backend_nixl.child.bucket import nixl_params
-from offload_backend_nixl.naming import name_of
-from offload_backend_nixl.protocol import MAX_ENTRIES
+from offload_backend_nixl.child.bucket import BucketStorage, nixl_params
+from offload_backend_nixl.naming import key_of, name_of
+from offload_backend_nixl.protocol import MAX_ENTRIES, can_carry
 
 from offload_core.api import LoadOutcome, StoreOutcome
 from tests.backends.nixl.conftest import Nixl, key
@@ -170,6 +170,49 @@ def test_a_listing_passes_over_keys_that_no_message_can_have(
         await backend.close()
 
     asyncio.run(run())
+
+
+def test_a_part_of_a_listing_is_one_request_also_among_foreign_keys(
+    bucket_lab: BucketLab, bucket_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = BucketStorage(bucket_options["params"], {}, bucket_options["prefix"], 60)
+    names = [f"{number}{'x' * 700}" for number in range(6)] + [f"7{'x' * 700}{number}" for number in range(6)]
+    names += ["65", "7x", "9"]
+    bucket = bucket_options["params"]["bucket"]
+    bucket_lab.server.fill(bucket, {f"{bucket_options['prefix']}/{name}": b"" for name in names})
+    requests: list[str] = []
+    ask = storage._ask
+
+    def counting(method: str, *arguments: Any, **named: Any) -> Any:
+        requests.append(method)
+        return ask(method, *arguments, **named)
+
+    monkeypatch.setattr(storage, "_ask", counting)
+    listed: list[str] = []
+    parts, more = 0, True
+    while more:
+        entries, more = storage.list_after(listed[-1] if listed else "", 2)
+        assert entries or not more
+        assert all(can_carry(entry.name) for entry in entries)
+        listed += [entry.name for entry in entries]
+        parts += 1
+        assert len(requests) == parts < 10
+    assert [name for name in listed if len(name) < 100] == ["65", "7x", "9"]
+    assert listed == sorted(set(listed))
+    assert all(key_of(name) is None for name in listed)
+
+
+def test_a_listing_that_cannot_pass_over_foreign_keys_is_an_error(
+    bucket_lab: BucketLab, bucket_options: dict[str, Any]
+) -> None:
+    storage = BucketStorage(bucket_options["params"], {}, bucket_options["prefix"], 60)
+    names = ["\U0010ffff" * 200 + str(number) for number in range(5)]
+    bucket = bucket_options["params"]["bucket"]
+    bucket_lab.server.fill(bucket, {f"{bucket_options['prefix']}/{name}": b"" for name in names})
+    (entry,), more = storage.list_after("", 2)
+    assert more
+    with pytest.raises(OSError, match="foreign names"):
+        storage.list_after(entry.name, 2)
 
 
 @pytest.mark.long

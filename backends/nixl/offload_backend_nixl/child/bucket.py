@@ -16,7 +16,7 @@ from typing import Any
 
 from offload_backend_nixl.child.engine import Target
 from offload_backend_nixl.child.storage import Pending, Storage
-from offload_backend_nixl.protocol import ABSENT, Entry, Outcome, can_carry
+from offload_backend_nixl.protocol import ABSENT, MAX_NAME_BYTES, Entry, Outcome, can_carry
 
 _BUCKET_CHECK_SECONDS = 1.0
 _CLOCK_SECONDS = 2.0
@@ -78,19 +78,22 @@ class BucketStorage(Storage):
                 raise OSError(errno.EIO, f"{self._place} refused a deletion: {problem.get('Code')}")
 
     def list_after(self, name: str, limit: int) -> tuple[list[Entry], bool]:
-        """See :meth:`Storage.list_after`."""
+        """See :meth:`Storage.list_after`. A page of foreign objects is one entry, with a short name after them."""
         after = self.key_of(name) if name else ""
-        while True:
-            answer = self._ask("list_objects_v2", Prefix=self._prefix, StartAfter=after, MaxKeys=limit)
-            found = answer.get("Contents", [])
-            named = [(one["Key"].removeprefix(self._prefix), one) for one in found]
-            entries = [
-                Entry(name, int(one["Size"]), one["LastModified"].timestamp()) for name, one in named if can_carry(name)
-            ]
-            more = bool(answer.get("IsTruncated")) and bool(found)
-            if entries or not more:
-                return entries, more
-            after = found[-1]["Key"]  # only foreign objects
+        answer = self._ask("list_objects_v2", Prefix=self._prefix, StartAfter=after, MaxKeys=limit)
+        found = [(one["Key"].removeprefix(self._prefix), one) for one in answer.get("Contents", [])]
+        entries = [
+            Entry(found_name, int(one["Size"]), one["LastModified"].timestamp())
+            for found_name, one in found
+            if can_carry(found_name)
+        ]
+        more = bool(answer.get("IsTruncated")) and bool(found)
+        if more and not entries:
+            place = _short_name_after(found[-1][0])
+            if place <= name:
+                raise OSError(errno.EIO, f"{self._place} has foreign names that no listing can pass over; remove them")
+            entries = [Entry(place, 0, 0.0)]
+        return entries, more
 
     def key_of(self, name: str) -> str:
         """Return the key of an object in the bucket."""
@@ -190,6 +193,13 @@ class _ObjectStore(Pending):
         if not succeeded:
             raise self._storage.reason_of_failed_store()
         return Outcome.DONE
+
+
+def _short_name_after(name: str) -> str:
+    """Return a name that a message can have, after a longer one and all others that begin alike. It is no object's."""
+    last_character = "\U0010ffff"
+    room = MAX_NAME_BYTES - len(last_character.encode())
+    return name.encode(errors="replace")[:room].decode(errors="ignore") + last_character
 
 
 def _age_seconds(head: Mapping[str, Any]) -> float:
