@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from offload_core.api.backend import BackendType
+from offload_core.api.eviction_order import EvictionPolicy
 from offload_core.api.options import BackendOptions, Bytes, Seconds
 from offload_core.config.limits import LimitOverrides, Limits
 from offload_core.memory.staging_size import StagingUse, staging_uses
@@ -335,6 +336,19 @@ class TierConfig:
         """The option ``capacity``, as the bundled backends have it; ``None`` if there is none."""
         capacity = getattr(self.options, "capacity", None)
         return capacity if isinstance(capacity, int) and capacity > 0 else None
+
+    @property
+    def eviction(self) -> EvictionPolicy:
+        """The option ``eviction``, as the bundled backends have it; ``lru`` if there is none, or another policy."""
+        found = getattr(self.options, "eviction", None)
+        return next((policy for policy in get_args(EvictionPolicy) if policy == found), "lru")
+
+    @property
+    def watermarks(self) -> tuple[float, float]:
+        """The options ``low_watermark`` and ``high_watermark``, as bundled backends have them; otherwise 1 each."""
+        low, high = (getattr(self.options, name, None) for name in ("low_watermark", "high_watermark"))
+        valid = isinstance(low, int | float) and isinstance(high, int | float) and 0 < low <= high <= 1
+        return (low, high) if valid else (1.0, 1.0)
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,25 @@ class BoundedTier:
     Args:
         capacity_bytes: ``None`` for no limit.
         max_objects: limit on their number.
+        low_watermark: an eviction continues until at most this part of the capacity is used.
+        high_watermark: an eviction begins when this part of the capacity would be exceeded.
 
     Attributes:
         overflowed: whether ``max_objects`` has evicted an object, or kept one from being stored.
     """
 
-    def __init__(self, capacity_bytes: int | None, eviction: EvictionPolicy, max_objects: int = sys.maxsize) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int | None,
+        eviction: EvictionPolicy,
+        max_objects: int = sys.maxsize,
+        *,
+        low_watermark: float = 1.0,
+        high_watermark: float = 1.0,
+    ) -> None:
         self._capacity = sys.maxsize if capacity_bytes is None else capacity_bytes
+        self._low_bytes = low_watermark * self._capacity
+        self._high_bytes = high_watermark * self._capacity
         self._max_objects = max_objects
         self.overflowed = False
         self._order: EvictionOrder[int] = EvictionOrder(eviction, self._capacity)
@@ -50,12 +62,14 @@ class BoundedTier:
             self.traffic.read_bytes += size
 
     def store(self, name: int, size: int, *, spare: bool) -> None:
-        """Store an absent object. Nothing is evicted for a spare object: without free capacity it is not stored."""
+        """Store an absent object. A spare one is stored below the low watermark only, so nothing is evicted for it."""
         traffic, order = self.traffic, self._order
-        if size > self._capacity or (spare and order.size + size > self._capacity):
+        if size > self._capacity or (spare and order.size + size > self._low_bytes):
             return
-        while order.size + size > self._capacity:
-            self._evict()
+        if order.size + size > self._high_bytes:
+            target = min(self._low_bytes, self._capacity - size)
+            while order.size > target:
+                self._evict()
         if len(order) >= self._max_objects:
             self.overflowed = True
             self._evict()

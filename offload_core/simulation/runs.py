@@ -33,16 +33,18 @@ class TierRules(NamedTuple):
     write_policy: WritePolicyName = "every"
     promote: bool = True
     load_weight: float = 1.0
+    low_watermark: float = 1.0
+    high_watermark: float = 1.0
 
     def empty_tier(self) -> StackedTier:
         """Return the tier, without objects."""
-        return StackedTier(
-            BoundedTier(self.capacity_bytes, self.eviction),
-            self.name,
-            WritePolicy(self.write_policy),
-            self.promote,
-            self.load_weight,
+        objects = BoundedTier(
+            self.capacity_bytes,
+            self.eviction,
+            low_watermark=self.low_watermark,
+            high_watermark=self.high_watermark,
         )
+        return StackedTier(objects, self.name, WritePolicy(self.write_policy), self.promote, self.load_weight)
 
 
 class Run(NamedTuple):

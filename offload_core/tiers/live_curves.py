@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import get_args
 
-from offload_core.api.eviction_order import EvictionPolicy
-from offload_core.config.model import OffloadConfig, TierConfig
+from offload_core.config.model import OffloadConfig
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.metrics import HIT_RATIO_GAUGES, Counters
 from offload_core.simulation.hit_curve import HitCurve
@@ -68,7 +66,7 @@ class LiveCurves:
         for tier, capacity, shared in self._tiers:
             total = sum if shared else max
             sizes = {name: total(sizes[name] for sizes in ranks) for name in packs}
-            self._curves[tier.common.name] = HitCurve(self._planner, sizes, capacity, self._placement, _eviction(tier))
+            self._curves[tier.common.name] = HitCurve(self._planner, sizes, capacity, self._placement, tier.eviction)
             self._show("capacity_bytes", tier.common.name, capacity)
 
     def add(self, hashes: Sequence[bytes], prompt_tokens: int, seen_chunks: int) -> None:
@@ -102,8 +100,3 @@ class LiveCurves:
     def _show(self, gauge: str, tier: str, value: float) -> None:
         self._counters.add(gauge, tier, value - self._shown.get((gauge, tier), 0.0))
         self._shown[gauge, tier] = value
-
-
-def _eviction(tier: TierConfig) -> EvictionPolicy:
-    found = getattr(tier.options, "eviction", None)
-    return next((policy for policy in get_args(EvictionPolicy) if policy == found), "lru")

@@ -150,6 +150,8 @@ def simulate(
         raise typer.Exit(EXIT_USAGE) from None
     for warning in planner.warnings:
         note(f"warning: {warning}")
+    if settings is not None:
+        _note_left_out(settings)
     configured = _Placement.KEPT_AND_SPARE if settings is None else _Placement(settings.settings.placement)
     tiers, varied = (
         ((TierRules(eviction=(eviction or _Eviction.LRU).value),), 0)
@@ -181,18 +183,29 @@ def _configured_tiers(config: OffloadConfig, name: str | None) -> tuple[tuple[Ti
     tiers = tuple(
         TierRules(
             name=one.common.name,
-            capacity_bytes=getattr(one.options, "capacity", None),
-            eviction=getattr(one.options, "eviction", "lru"),
+            capacity_bytes=one.capacity_bytes,
+            eviction=one.eviction,
             write_policy=one.common.write_policy,
             promote=one.common.promote,
             load_weight=one.common.load_weight,
+            low_watermark=low,
+            high_watermark=high,
         )
         for one in config.tiers
+        for low, high in [one.watermarks]
     )
     names = [one.name for one in tiers]
     if name is not None and name not in names:
         raise typer.BadParameter(f"there is no tier {name!r}; the tiers are {', '.join(names)}", param_hint="'--tier'")
     return tiers, len(tiers) - 1 if name is None else names.index(name)
+
+
+def _note_left_out(config: OffloadConfig) -> None:
+    for tier in config.tiers:
+        keys = ["compression"] if tier.common.compression != "none" else []
+        keys += ["keep_free"] if getattr(tier.options, "keep_free", 0) else []
+        if keys:
+            note(f"tier {tier.common.name}: {' and '.join(keys)} left out of the simulation")
 
 
 def _with_capacity(tiers: tuple[TierRules, ...], place: int, capacity: int | None) -> tuple[TierRules, ...]:

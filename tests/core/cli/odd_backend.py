@@ -22,6 +22,7 @@ from offload_core.api.backend import (
 from offload_core.api.capabilities import Capabilities
 from offload_core.api.hooks import hookimpl
 from offload_core.api.keys import ObjectKey
+from offload_core.api.options import BackendOptions
 
 OFFLOAD_API_VERSION = 1
 
@@ -35,6 +36,16 @@ class OddOptions(DiskOptions):
     fails: str = Field("", description="operation that raises an I/O error")
     unreadable: str = Field("", description="hash of an object that fails every batch in which it is loaded")
     lies: str = Field("", description="operation whose answer is wrong")
+
+
+class ForeignOptions(BackendOptions):
+    """Options with the names of the bundled backends' and other meanings."""
+
+    path: Path
+    capacity: str
+    eviction: str
+    low_watermark: str
+    high_watermark: float = 7.0
 
 
 class OddBackend(DiskBackend):
@@ -134,4 +145,4 @@ class OddBackend(DiskBackend):
 
 @hookimpl
 def offload_register_backends() -> list[BackendType]:
-    return [BackendType("odd", OddBackend, OddOptions)]
+    return [BackendType("odd", OddBackend, OddOptions), BackendType("foreign", OddBackend, ForeignOptions)]

@@ -12,7 +12,7 @@ def test_plugins_are_listed_with_what_they_provide(site: Site) -> None:
     assert (done.code, done.err) == (0, "")
     plugins = {plugin["name"]: plugin for plugin in done.json["plugins"]}
     odd = plugins["odd"]
-    assert (odd["distribution"], odd["version"], odd["backend_types"]) == ("odd-plugin", "2.5", ["odd"])
+    assert (odd["distribution"], odd["version"], odd["backend_types"]) == ("odd-plugin", "2.5", ["odd", "foreign"])
     assert odd["error"] is None
     assert plugins["disk"]["distribution"] == "offload-core"
     assert {"module", "api_version", "hooks"} <= set(odd)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from offload_core.cli import app
 from offload_core.cli.curve_plot import Curve, Point, curve_plot
 from offload_core.objects.format import object_bytes
+from tests.core.cli.conftest import Site
 from tests.support.prompt_traces import conversations, trace_of, write_lines, write_trace
 
 PAGE_BYTES = 4096
@@ -117,6 +118,40 @@ def test_the_capacity_of_one_tier_of_a_configuration_varies(trace: Path, geometr
     assert "there is no tier 'rum'; the tiers are ram, disk" in simulate(*words, "--tier", "rum", code=2).stderr
     refused = simulate(trace, "--geometry", geometry, "--tier", "ram", code=2).stderr
     assert "it names a tier of a configuration; add --config FILE" in refused
+
+
+def test_the_watermarks_of_a_tier_count(trace: Path, geometry: Path, tmp_path: Path) -> None:
+    def run(**options: Any) -> dict[str, Any]:
+        disk = {"name": "nvme", "type": "disk", "path": str(tmp_path / "kv"), "capacity": "300KiB", **options}
+        (found,) = simulated(trace, "--geometry", geometry, "--config", configuration(tmp_path, backends=[disk]))[
+            "runs"
+        ]
+        return dict(found)
+
+    exact, half = run(low_watermark=1.0), run(low_watermark=0.5)
+    assert half["evicted_objects"] > 0
+    assert half["hit_tokens"] < exact["hit_tokens"]
+    low = run(low_watermark=0.5, high_watermark=0.5)
+    assert low["peak_bytes"] <= (150 << 10) + OBJECT_BYTES < half["peak_bytes"]
+
+
+def test_keys_that_the_simulation_leaves_out_are_told(trace: Path, geometry: Path, tmp_path: Path) -> None:
+    disk = {"name": "nvme", "type": "disk", "path": str(tmp_path / "kv"), "capacity": "1MiB"}
+    full = {**disk, "compression": "zstd", "keep_free": "1GiB"}
+    told = [
+        simulate(trace, "--geometry", geometry, "--config", configuration(tmp_path, backends=[tier])).stderr
+        for tier in (disk, full)
+    ]
+    assert "left out" not in told[0]
+    assert "tier nvme: compression and keep_free left out of the simulation" in told[1]
+
+
+def test_options_of_a_plugin_with_other_meanings_are_left_out(site: Site, trace: Path, geometry: Path) -> None:
+    tier = {"name": "theirs", "type": "foreign", "capacity": "80%", "eviction": "fifo", "low_watermark": "auto"}
+    done = site.run("simulate", str(trace), "--geometry", str(geometry), "--config", site.configure(tier), "--json")
+    assert done.code == 0, done.err
+    ((found,),) = (run["tiers"] for run in done.json["runs"])
+    assert (found["tier"], found["capacity_bytes"], found["eviction"]) == ("theirs", None, "lru")
 
 
 def test_a_bad_configuration_is_refused(trace: Path, geometry: Path, tmp_path: Path) -> None:

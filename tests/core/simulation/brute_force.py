@@ -28,6 +28,8 @@ class SimpleTier:
     write_policy: str = "every"
     promote: bool = True
     load_weight: float = 1.0
+    low_watermark: float = 1.0
+    high_watermark: float = 1.0
     uses: dict[Name, int | None] = field(default_factory=dict)
     spare: list[Name] = field(default_factory=list)
     kept: list[Name] = field(default_factory=list)
@@ -77,10 +79,13 @@ class SimpleTier:
         if self.capacity is not None:
             if size > self.capacity:
                 return
-            while self.bytes_of(self.spare + self.kept) + size > self.capacity:
-                if spare:
-                    return
-                self.evicted.append((self.spare or self.kept).pop(0))
+            wanted = self.bytes_of(self.spare + self.kept) + size
+            if spare and wanted > self.low_watermark * self.capacity:
+                return
+            if wanted > self.high_watermark * self.capacity:
+                most = min(self.low_watermark * self.capacity, self.capacity - size)
+                while self.bytes_of(self.spare + self.kept) > most:
+                    self.evicted.append((self.spare or self.kept).pop(0))
         (self.spare if spare else self.kept).append(name)
         self.written.append(name)
         self.peak = max(self.peak, self.bytes_of(self.spare + self.kept))

@@ -153,6 +153,8 @@ RULES = st.builds(
     write_policy=st.sampled_from(["every", "second-touch", "never"]),
     promote=st.booleans(),
     load_weight=st.sampled_from([0.5, 1.0, 2.0]),
+    low_watermark=st.sampled_from([0.5, 0.9]),
+    high_watermark=st.sampled_from([0.9, 1.0]),
 )
 
 
@@ -164,8 +166,12 @@ def test_several_tiers_agree_with_brute_force(
     planner = geometry.plan()
     sizes = {pack.name: data.draw(st.integers(1, 4), label=pack.name) for pack in planner.packs}
     tiers = [
-        SimpleTier(rule.capacity_bytes, sizes, rule.write_policy, rule.promote, rule.load_weight) for rule in rules
-    ]
+        SimpleTier(
+            rule.capacity_bytes, sizes, rule.write_policy, rule.promote, rule.load_weight,
+            rule.low_watermark, rule.high_watermark,
+        )
+        for rule in rules
+    ]  # fmt: skip
     oracle = BruteForce(planner, tiers, placement, 1)
     for prompt in prompts:
         oracle.serve(prompt)
