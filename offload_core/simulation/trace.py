@@ -111,6 +111,10 @@ def _read(lines: TextIO, block_tokens: int | None, source: str) -> Trace:
             if number == 1 and "format" in content:
                 header = _header_block_tokens(content, block_tokens)
                 continue
+            if "format" in content and "input_length" not in content:
+                raise _BadLineError(
+                    "a header in the middle: the ids of two files have nothing in common; simulate each file alone"
+                )
             request = _request(content, block_tokens or header or MOONCAKE_BLOCK_TOKENS)
             predecessors.check(request.ids)
             requests.append(request)

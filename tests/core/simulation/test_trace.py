@@ -95,6 +95,19 @@ def test_a_bad_header_is_told(tmp_path: Path, header: Any, wanted: int | None, p
     assert problems(written(tmp_path, header, GOOD), wanted) == (f"line 1: {problem}",)
 
 
+def test_traces_of_several_engines_in_one_file_are_told(tmp_path: Path) -> None:
+    one = {"input_length": 300, "hash_ids": [0]}
+    told = problems(written(tmp_path, HEADER, one, HEADER, one))
+    assert told == (
+        "line 3: a header in the middle: the ids of two files have nothing in common; simulate each file alone",
+    )
+
+
+def test_a_request_may_have_a_key_named_format(tmp_path: Path) -> None:
+    one = {"input_length": 300, "hash_ids": [0], "format": "chat"}
+    assert read_trace(written(tmp_path, HEADER, one)).requests == [Request(300, (0,))]
+
+
 def test_the_option_may_repeat_the_header(tmp_path: Path) -> None:
     assert read_trace(written(tmp_path, HEADER, {"input_length": 9, "hash_ids": []}), 256).block_tokens == 256
 
