@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from offload_core.config.loading import load_config
 from offload_core.planning.planner import GroupGeometry, HitPolicy, HybridOffloadPlanner
 from offload_core.vllm.metadata import WorkerIdentity
+from offload_core.vllm.scheduler import ended_requests
 from offload_core.vllm.scheduler.half import SchedulerHalf
 from tests.vllm.test_scheduler_half import BLOCK, request
 
@@ -74,6 +76,19 @@ def test_requests_that_cannot_be_hits_are_left_out(half: CurvedHalf) -> None:
     for option in ("load", "store"):
         half.serve(request(option, kv_transfer_params={"hybrid_offload": {option: False}}))
     assert half.shown() == (0, 0)
+
+
+def test_requests_without_a_place_in_the_queue_of_the_curves_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ended_requests, "_MAX_WAITING", 2)
+    half, gate = CurvedHalf(), threading.Event()
+    half.half._ended._curves_thread.submit(gate.wait, SECONDS)
+    for name in "abcd":
+        half.serve(request(name))
+    gate.set()
+    assert half.shown() == (64 / 160, 160)
+    half.serve(request("e"))
+    assert half.shown() == (round(128 / 240, 9), 240)
+    half.half.shutdown()
 
 
 def test_after_a_reset_nothing_is_found(half: CurvedHalf) -> None:

@@ -5,6 +5,7 @@ The curves have a thread of their own: a request takes them a large part of a mi
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -20,6 +21,8 @@ from offload_core.vllm.scheduler.placement_plan import PlacementPlan
 from offload_core.vllm.scheduler.request_state import RequestState
 
 _CLOSE_SECONDS = 1.0
+_MAX_WAITING = 1000
+"""Requests that may wait for the curves. Each has the hashes of its path."""
 
 
 class EndedRequests:
@@ -38,6 +41,7 @@ class EndedRequests:
         self._prompt_only = settings.offload_prompt_only
         self._curves = LiveCurves(config, planner, tiers, counters)
         self._curves_thread = DaemonExecutor(1, "offload-curves")
+        self._free_places = threading.Semaphore(_MAX_WAITING)
         self._last_call: Future[None] | None = None
         """The curves' latest call."""
         self._is_closed = False
@@ -78,12 +82,22 @@ class EndedRequests:
             self._trace.record(state.arrived, request.num_prompt_tokens, output_tokens, hashes)
 
     def _estimate(self, state: RequestState) -> None:
-        """Add a request to the live curves, if it loads and stores and its prompt was computed."""
+        """Add a request to the live curves, if it loads and stores and its prompt was computed.
+
+        Without a place among the waiting requests it is left out.
+        """
+        if not self._curves.exist or self._is_closed:
+            return
         request, options = state.request, state.options
-        if options.load and options.store and request.num_computed_tokens >= request.num_prompt_tokens:
+        is_whole = options.load and options.store and request.num_computed_tokens >= request.num_prompt_tokens
+        if is_whole and self._free_places.acquire(blocking=False):
             tokens = request.num_prompt_tokens if self._prompt_only else request.num_computed_tokens
             hashes = self._placement.boundary_names(state, tokens)
-            self._call(partial(self._curves.add, hashes, request.num_prompt_tokens, state.seen_boundaries))
+            self._call(partial(self._add_to_curves, hashes, request.num_prompt_tokens, state.seen_boundaries))
+
+    def _add_to_curves(self, hashes: Sequence[bytes], prompt_tokens: int, seen_chunks: int) -> None:
+        self._free_places.release()
+        self._curves.add(hashes, prompt_tokens, seen_chunks)
 
     def _call(self, function: Callable[[], None]) -> None:
         """Call a function of the curves on their thread, after those before."""
