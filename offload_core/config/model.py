@@ -347,8 +347,9 @@ class TierConfig:
     def watermarks(self) -> tuple[float, float]:
         """The options ``low_watermark`` and ``high_watermark``, as bundled backends have them; otherwise 1 each."""
         low, high = (getattr(self.options, name, None) for name in ("low_watermark", "high_watermark"))
-        valid = isinstance(low, int | float) and isinstance(high, int | float) and 0 < low <= high <= 1
-        return (low, high) if valid else (1.0, 1.0)
+        if isinstance(low, int | float) and isinstance(high, int | float) and 0 < low <= high <= 1:
+            return low, high
+        return 1.0, 1.0
 
 
 @dataclass(frozen=True)
