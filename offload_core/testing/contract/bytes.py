@@ -10,7 +10,13 @@ import pytest
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
-from offload_core.testing.contract.checks import contract_test, expect, expect_bytes, expect_results
+from offload_core.testing.contract.checks import (
+    contract_test,
+    expect,
+    expect_bytes,
+    expect_results,
+    threads_that_alternate,
+)
 from offload_core.testing.rig.clients import Rig, content
 
 HIT, MISS, CORRUPT = LoadOutcome.HIT, LoadOutcome.MISS, LoadOutcome.CORRUPT
@@ -52,6 +58,22 @@ class BytesContract:
             outcome, got = await client.get(key, 64)
             expect(outcome is HIT, f"C1: {key} answered {outcome.name} after keys like it were stored")
             expect_bytes("C1", f"{key}, which was stored with keys like it,", got, wanted)
+
+    @contract_test
+    async def test_c01_objects_that_are_stored_and_loaded_at_once_are_not_mixed(self, rig: Rig) -> None:
+        client = await rig.client()
+        objects = {key: content(4096, seed) for seed, key in enumerate(rig.keys(16))}
+        with threads_that_alternate():
+            await asyncio.gather(*(client.put({key: wanted}) for key, wanted in objects.items()))
+            for number in range(4):
+                load_by = client.ways_to_load[number % len(client.ways_to_load)]
+                buffers = {key: bytearray(4096) for key in objects}
+                loads = (load_by([key], [memoryview(buffer)]) for key, buffer in buffers.items())
+                outcomes = await asyncio.gather(*loads)
+                for (key, buffer), (outcome,) in zip(buffers.items(), outcomes, strict=True):
+                    if outcome is HIT:  # the tests of C5 tell that it is absent
+                        name = f"one of {len(objects)} objects that were stored and loaded at once"
+                        expect_bytes("C1", name, buffer, objects[key])
 
     @contract_test
     async def test_c02_results_are_parallel_to_the_request(self, rig: Rig) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Coroutine, Sequence
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -64,6 +66,17 @@ async def need_thread_calls(rig: Rig) -> None:
             "stores and loads make no thread calls that this test could fail; "
             "test the clause yourself, with a server that fails"
         )
+
+
+@contextmanager
+def threads_that_alternate() -> Iterator[None]:
+    """Let threads take turns far more often than usual, so that races happen soon."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def expect(condition: object, message: str) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.keys import ObjectKey
-from offload_core.testing.contract.checks import contract_test, expect, expect_bytes, expect_results
+from offload_core.testing.contract.checks import (
+    contract_test,
+    expect,
+    expect_bytes,
+    expect_results,
+    threads_that_alternate,
+)
 from offload_core.testing.rig.clients import Client, Rig, content, ended, held_or_done, turns, until
 
 HIT, MISS = LoadOutcome.HIT, LoadOutcome.MISS
@@ -269,7 +274,7 @@ async def _expect_whole_under_writers(rig: Rig, size: int, rounds: int) -> None:
                 seen = Counter(got)
                 torn.append(f"{outcome.name} with {', '.join(f'{n} bytes {chr(b)!r}' for b, n in seen.items())}")
 
-    with _threads_that_alternate():
+    with threads_that_alternate():
         writing = asyncio.gather(*(write(client, b"%d" % index) for index, client in enumerate(writers)))
         await asyncio.gather(read(writing, 0), read(writing, -1))
         await writing
@@ -335,14 +340,3 @@ async def _expect_listed_if_whole(client: Client, key: ObjectKey, which: str, si
 
 def _next_call_or_end(client: Client, task: asyncio.Task[object], number: int) -> bool:
     return task.done() or (client.calls.waiting > 0 and client.calls.count > number)
-
-
-@contextmanager
-def _threads_that_alternate() -> Iterator[None]:
-    """Let threads take turns far more often than usual, so that races happen soon."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)

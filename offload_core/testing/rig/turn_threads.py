@@ -19,7 +19,7 @@ class TurnThreads(ThreadPoolExecutor):
 
     A call begins in one turn of the loop and is done in a later one; the loop waits for its thread. So calls that were
     submitted together run in any order, one after the other. A cancellation after a number of turns always comes at the
-    same point. Calls never overlap in time; other tests cover that.
+    same point. Calls never overlap in time; the tests of C1, C4 and C6 have such calls.
 
     Args:
         loop: the loop to take turns with.
