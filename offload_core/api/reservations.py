@@ -62,7 +62,8 @@ class StoreReservation:
     Args:
         outcomes: one entry per key, in the order of the request. ``None`` means that capacity is reserved and the core
             may store the object. Any other outcome is final: the core does not store that object.
-        evicted: the objects that the backend evicted to free capacity.
+        evicted: the objects that the backend evicted to free capacity. On a medium that is not shared, it names all of
+            them, and no other object (C11).
         on_release: returns the unused capacity. By default there is nothing to return.
         lend: returns the value of :meth:`lend`. By default nothing is lent.
     """

@@ -202,6 +202,17 @@ class PromisesTooMuch(ShelfBackend):
         return Promised(self, [StoreOutcome.REJECTED if full else None] * len(keys), [], {})
 
 
+class HidesEvictions(ShelfBackend):
+    capabilities = Capabilities(medium="host", persistent=True, shared=False, bounded=True, lists=True, spares=True)
+
+    async def prepare_store(
+        self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
+    ) -> StoreReservation:
+        reservation = await super().prepare_store(keys, nbytes, spare)
+        reservation.evicted = ()
+        return reservation
+
+
 class EvictsForSpareObjects(ShelfBackend):
     async def prepare_store(
         self, keys: Sequence[ObjectKey], nbytes: Sequence[int], spare: Sequence[bool] = ()
@@ -331,6 +342,7 @@ BROKEN = [
     (LeaksPinsInOneCall, "C10"),
     pytest.param(SealsInPlace, "C1|C6|C12|C18", marks=long),
     (PromisesTooMuch, "C11"),
+    (HidesEvictions, "C11"),
     pytest.param(EvictsForSpareObjects, "C5", marks=long),
     (TouchesPresentObjectsOnly, "C21"),
     pytest.param(RemovesWhatBecomesSpare, "C5|C9|C18", marks=long),

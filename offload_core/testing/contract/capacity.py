@@ -158,6 +158,28 @@ class CapacityContract:
         )
 
     @contract_test
+    async def test_c11_prepare_store_reports_the_objects_that_it_evicts(self, bounded_rig: Rig) -> None:
+        client = await bounded_rig.client()
+        if client.backend.capabilities.shared:
+            return  # the core asks such a medium, and keeps no index of its own
+        stored = await fill(bounded_rig, client)
+        before = [key for key, present in zip(stored, await client.contains(stored), strict=True) if present]
+        keys = [*before[:2], *bounded_rig.keys(MIN_OBJECTS)]
+        async with client.storing(keys, [OBJECT_BYTES] * len(keys)) as reservation:
+            present = await client.contains(stored)
+        there = {key for key, is_present in zip(stored, present, strict=True) if is_present}
+        gone, reported = set(before) - there, set(reservation.evicted)
+        expect(
+            gone <= reported,
+            f"C11: prepare_store of {len(keys)} objects evicted {len(gone)} others on a medium that is not shared, "
+            f"and does not report {len(gone - reported)} of them as evicted",
+        )
+        expect(
+            not reported & there,
+            f"C11: prepare_store reports {len(reported & there)} objects as evicted that are still present",
+        )
+
+    @contract_test
     async def test_c11_clients_keep_one_limit_together(self, shared_bounded_rig: Rig) -> None:
         rig = shared_bounded_rig
         clients = [await rig.client(), await rig.client()]

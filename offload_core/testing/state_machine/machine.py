@@ -121,6 +121,7 @@ class BackendMachine(RuleBasedStateMachine):
         self._example = Example(medium)
         self._oracle = self._example.oracle
         self._checks_capacity = medium.begin_example()
+        self._reports_evictions = self._capabilities.bounded and not self._capabilities.shared
         self._steps_checked = 0
 
     @initialize(
@@ -176,6 +177,7 @@ class BackendMachine(RuleBasedStateMachine):
         spare = [is_spare and self._capabilities.spares for _, _, is_spare in objects]
         oracle.request_capacity(sizes, spare)
         flags = [spare] if any(spare) else []
+        before = self._present(backend) if self._reports_evictions else []
         words = f"prepare_store({', '.join(map(str, [example.key_names(keys), sizes, *flags]))})"
         reservation = example.run_step(words, backend.prepare_store(keys, sizes, *flags))
         example.add_answer(str([outcome.name if outcome else "wanted" for outcome in reservation.outcomes]))
@@ -191,6 +193,10 @@ class BackendMachine(RuleBasedStateMachine):
                 else:
                     answered.append(StoreEvent(key, content, outcome, spare=is_spare))
             oracle.check_events(answered, with_kept_stores=not all(spare))
+        if self._reports_evictions:
+            after = self._present(backend)
+            with example.explained():
+                oracle.check_evicted(before, after, reservation.evicted)
 
     @precondition(lambda self: self._example.reservations)
     @rule(which=_RESERVATION)
@@ -255,14 +261,10 @@ class BackendMachine(RuleBasedStateMachine):
     def capacity_is_kept(self) -> None:
         """A bounded medium never stores and reserves more than its limit (C11)."""
         if self._capabilities.bounded and self._example.clients:
-            keys = self._example.keys
-            answers = self._example.run_step("look up everything", self._example.clients[0].contains(keys))
-            self._example.forget_step()
+            present = self._present(self._example.clients[0])
             with self._example.explained():
-                check_parallel("contains", keys, answers)
-                pairs = list(zip(keys, answers, strict=True))
-                self._oracle.check_events([LookupEvent(key, bool(present)) for key, present in pairs])
-                self._oracle.check_capacity([key for key, present in pairs if present])
+                self._oracle.check_events([LookupEvent(key, key in present) for key in self._example.keys])
+                self._oracle.check_capacity(present)
 
     @invariant()
     def capacity_is_released(self) -> None:
@@ -303,6 +305,15 @@ class BackendMachine(RuleBasedStateMachine):
     def _run(self, operations: list[Operation]) -> None:
         known = operations if self._capabilities.spares else [without_spares(operation) for operation in operations]
         self._example.run_operations(known)
+
+    def _present(self, backend: Backend[Any]) -> list[ObjectKey]:
+        """Return the keys whose objects are present; the question is no step."""
+        keys = self._example.keys
+        answers = self._example.run_step("look up everything", backend.contains(keys))
+        self._example.forget_step()
+        with self._example.explained():
+            check_parallel("contains", keys, answers)
+        return [key for key, present in zip(keys, answers, strict=True) if present]
 
     def _held(self, which: int) -> HeldReservation:
         return self._example.reservations[which % len(self._example.reservations)]

@@ -251,6 +251,24 @@ class Oracle:
             f"objects and reservations come to {used} bytes; the limit is {self._capacity_bytes} bytes",
         )
 
+    def check_evicted(
+        self, before: Collection[ObjectKey], after: Collection[ObjectKey], evicted: Collection[ObjectKey]
+    ) -> None:
+        """Check the evictions that ``prepare_store`` reports on a medium that is not shared (C11).
+
+        Args:
+            before: the objects that were present before it.
+            after: the objects that are present after it.
+            evicted: the objects that it reports.
+
+        Raises:
+            ContractError: an object is gone and not reported, or is reported and present.
+        """
+        for key in before:
+            _demand(key in after or key in evicted, "C11", f"prepare_store evicted {key}, and does not report it")
+        for key in evicted:
+            _demand(key not in after, "C11", f"prepare_store reports {key} as evicted, which is still present")
+
     def _expected(self, key: ObjectKey) -> frozenset[Content | None]:
         """Return the contents that ``key`` may have if the medium has not evicted it by itself."""
         return self._contents.get(key, frozenset([None]))

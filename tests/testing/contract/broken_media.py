@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from offload_core.api.backend import LoadOutcome, LoadReservation, StoredObject, StoreOutcome, StoreReservation
 from offload_core.api.keys import ObjectKey
@@ -47,6 +48,23 @@ class LimitsEachClientByItself(ReferenceBackend):
 class IgnoresReservationsOfOthers(LimitsEachClientByItself):
     def of_others(self) -> int:
         return self.reserved_by_others()
+
+
+class HidesEvictions(ReferenceBackend):
+    capabilities = replace(ReferenceBackend.capabilities, shared=False)
+
+    async def prepare_store(self, keys: Keys, nbytes: Sequence[int], spare: Sequence[bool] = ()) -> StoreReservation:
+        reservation = await super().prepare_store(keys, nbytes, spare)
+        reservation.evicted = ()
+        return reservation
+
+
+class ReportsPresentObjectsAsEvicted(HidesEvictions):
+    async def prepare_store(self, keys: Keys, nbytes: Sequence[int], spare: Sequence[bool] = ()) -> StoreReservation:
+        reservation = await ReferenceBackend.prepare_store(self, keys, nbytes, spare)
+        answers = zip(keys, reservation.outcomes, strict=True)
+        reservation.evicted += tuple(key for key, outcome in answers if outcome is StoreOutcome.ALREADY_PRESENT)
+        return reservation
 
 
 class EvictsObjectsOfItsBatch(ReferenceBackend):
@@ -219,6 +237,16 @@ class CountsStoresCancelledInTurns(AsyncReference):
 _IS_GONE = "c23_a_medium_that_is_gone_is_no_miss"
 
 BROKEN_MEDIA = [
+    backend(
+        HidesEvictions,
+        r"C11: prepare_store of 6 objects evicted [1-9]\d* others on a medium that is not shared, and does not report",
+        "c11_prepare_store_reports_the_objects_that_it_evicts",
+    ),
+    backend(
+        ReportsPresentObjectsAsEvicted,
+        r"C11: prepare_store reports 2 objects as evicted that are still present",
+        "c11_prepare_store_reports_the_objects_that_it_evicts",
+    ),
     backend(
         EvictsObjectsOfItsBatch,
         r"C5: prepare_store of 32 objects answered 16 times ALREADY_PRESENT, and 16 of these objects are gone",
