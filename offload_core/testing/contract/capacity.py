@@ -117,8 +117,8 @@ class CapacityContract:
         for end in _ENDINGS.values():
             async with client.loading(there):
                 await end(client, client.load_into(there, [memoryview(bytearray(OBJECT_BYTES)) for _ in there]))
-        for load_by in client.ways_to_load:
-            for end in _ENDINGS.values():
+        for load_by in client.ways_to_load[1:]:
+            for end in (_succeed, _fail_first, _cancel, _cancel_after_turns):
                 await end(client, load_by(there, [memoryview(bytearray(OBJECT_BYTES)) for _ in there]))
         expect(
             await store_with_patience(client, bounded_rig.key()),
@@ -236,6 +236,13 @@ async def _succeed(client: Client, operation: Any) -> None:
 
 async def _fail(client: Client, operation: Any) -> None:
     client.calls.script(fail=range(1, 100))
+    await ended(await held_or_done(client, operation))
+    client.calls.open()
+
+
+async def _fail_first(client: Client, operation: Any) -> None:
+    """Fail one call only: if the call that releases fails too, its pins may be lost."""
+    client.calls.script(fail={1})
     await ended(await held_or_done(client, operation))
     client.calls.open()
 

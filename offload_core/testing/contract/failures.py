@@ -1,10 +1,13 @@
-"""Clauses about media that fail and clients that die: C23 and C24. Most of them need a hook of the author."""
+"""Clauses about calls and media that fail and clients that die: C23, C24, and C10 for preparations that fail.
+
+Most of them need a hook of the author.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -12,11 +15,20 @@ import pytest
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
 from offload_core.api.keys import ObjectKey
-from offload_core.testing.contract.capacity import MAX_OBJECTS, OBJECT_BYTES, fill, fitting_objects, store_one
+from offload_core.testing.contract.capacity import (
+    MAX_OBJECTS,
+    OBJECT_BYTES,
+    fill,
+    fitting_objects,
+    store_one,
+    store_with_patience,
+)
 from offload_core.testing.contract.checks import contract_test, expect
 from offload_core.testing.rig.clients import Client, Rig, content
 
 SIZE = 1000
+MAX_FAILED_CALLS = 4
+"""Thread calls of a preparation that fail, one by one."""
 _LOOK_AGAIN_SECONDS = 0.1
 _NO_MEDIUM = (
     "no methods take_away(self, options) and bring_back(self, options) that make the medium fail and work again"
@@ -59,6 +71,32 @@ class FailuresContract:
             nbytes: the size of each object.
         """
         raise NotImplementedError
+
+    @contract_test
+    async def test_c10_a_preparation_that_fails_keeps_nothing(self, bounded_rig: Rig) -> None:
+        client = await bounded_rig.client()
+        before = await fitting_objects(bounded_rig, client)
+        for number in range(1, MAX_FAILED_CALLS + 1):
+            keys = bounded_rig.keys(before // 2 + 1)
+            await _failing(client, number, client.prepare_store(keys, [OBJECT_BYTES] * len(keys)))
+        await bounded_rig.settle()
+        after = await fitting_objects(bounded_rig, client)
+        expect(
+            after == before,
+            f"C10: prepare_store failed at one of its first {MAX_FAILED_CALLS} thread calls each time; "
+            f"{after} objects fit where {before} fitted before",
+        )
+        keys = [*await fill(bounded_rig, client), bounded_rig.key()]
+        if not await store_one(client, keys[-1]):
+            return  # the medium does not evict, so pins change nothing
+        there = [key for key, present in zip(keys, await client.contains(keys), strict=True) if present]
+        for number in range(1, MAX_FAILED_CALLS + 1):
+            await _failing(client, number, client.prepare_load(there))
+        expect(
+            await store_with_patience(client, bounded_rig.key()),
+            f"C10: prepare_load of {len(there)} objects failed at one of its first {MAX_FAILED_CALLS} thread calls "
+            "each time, and the medium evicts none of them any more",
+        )
 
     @contract_test
     async def test_c23_a_medium_that_is_gone_is_no_miss(self, rig: Rig) -> None:
@@ -239,3 +277,15 @@ async def _expect_os_error(name: str, call: Callable[[], Any]) -> None:
             f"C23: the medium failed, and {name} raised {type(error).__name__}: {error}; raise an OSError, "
             "such as offload_core.api.BackendError"
         ) from error
+
+
+async def _failing(client: Client, number: int, preparation: Coroutine[Any, Any, Any]) -> None:
+    """Let one thread call of a preparation fail. Release the reservation if there is one all the same."""
+    client.calls.script(fail={number})
+    try:
+        reservation = await preparation
+    except OSError:
+        return
+    finally:
+        client.calls.open()
+    await reservation.release()

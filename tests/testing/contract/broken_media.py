@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -65,6 +65,28 @@ class ReportsPresentObjectsAsEvicted(HidesEvictions):
         answers = zip(keys, reservation.outcomes, strict=True)
         reservation.evicted += tuple(key for key, outcome in answers if outcome is StoreOutcome.ALREADY_PRESENT)
         return reservation
+
+
+class KeepsRoomOfAFailedPreparation(ReferenceBackend):
+    async def prepare_store(self, keys: Keys, nbytes: Sequence[int], spare: Sequence[bool] = ()) -> StoreReservation:
+        reservation = await super().prepare_store(keys, nbytes, spare)
+        await _released_if_cancelled(reservation, self.run_blocking(int))
+        return reservation
+
+
+class KeepsPinsOfAFailedPreparation(ReferenceBackend):
+    async def prepare_load(self, keys: Keys) -> LoadReservation:
+        reservation = await super().prepare_load(keys)
+        await _released_if_cancelled(reservation, self.run_blocking(int))
+        return reservation
+
+
+async def _released_if_cancelled(reservation: LoadReservation | StoreReservation, call: Awaitable[object]) -> None:
+    try:
+        await call
+    except asyncio.CancelledError:
+        await reservation.release()
+        raise
 
 
 class EvictsObjectsOfItsBatch(ReferenceBackend):
@@ -237,6 +259,16 @@ class CountsStoresCancelledInTurns(AsyncReference):
 _IS_GONE = "c23_a_medium_that_is_gone_is_no_miss"
 
 BROKEN_MEDIA = [
+    backend(
+        KeepsRoomOfAFailedPreparation,
+        r"C10: prepare_store failed at one of its first 4 thread calls each time; 7 objects fit where 16 fitted",
+        "c10_a_preparation_that_fails_keeps_nothing",
+    ),
+    backend(
+        KeepsPinsOfAFailedPreparation,
+        r"C10: prepare_load of 16 objects failed at one of its first 4 thread calls each time, and the medium evicts",
+        "c10_a_preparation_that_fails_keeps_nothing",
+    ),
     backend(
         HidesEvictions,
         r"C11: prepare_store of 6 objects evicted [1-9]\d* others on a medium that is not shared, and does not report",
