@@ -113,17 +113,22 @@ class ShelfBackend(Backend[ShelfOptions]):
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
         whole = await self.run_blocking(lambda: [bytes(buffer) for buffer in buffers])
         await self.pause()
-        for key, data in zip(keys, whole, strict=True):
-            self.put(key, data)
-        return [StoreOutcome.STORED] * len(keys)
+        return list(map(self.put, keys, whole))
 
-    def put(self, key: ObjectKey, data: bytes) -> None:
+    def put(self, key: ObjectKey, data: bytes) -> StoreOutcome:
         name = self.name_of(key)
         if name in self.shelf.objects:  # another client was faster; its own promise counts
-            return
-        for number in self._mine.pop(name, []):
-            self.shelf.promised.pop(number, None)
+            return StoreOutcome.ALREADY_PRESENT
+        promised = self.shelf.promised
+        own = [number for number in self._mine.pop(name, []) if number in promised]
+        used = next((number for number in own if promised[number] == len(data)), None)
+        self._mine[name] = [number for number in own if number != used]
+        if used is None and self.shelf.used + len(data) > self.options.capacity:
+            return StoreOutcome.REJECTED
+        if used is not None:
+            del promised[used]
         self.shelf.objects[name] = data
+        return StoreOutcome.STORED
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         await self.pause()

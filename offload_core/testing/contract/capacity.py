@@ -23,7 +23,7 @@ CAPACITY_BYTES = 1024 * 1024
 OBJECT_BYTES = 64 * 1024
 MAX_OBJECTS = CAPACITY_BYTES // OBJECT_BYTES
 TURNS_BEFORE_CANCELLATION = 2
-"""Turns of the event loop before a store is cancelled, if it makes no thread call that can be held."""
+"""Turns of the event loop before a store is cancelled, if it makes no thread call to hold."""
 _EVICTION_TRIES = 5
 """A medium may evict in the background, between two calls by chance. It does not do so in each try."""
 _PATIENCE_SECONDS = 1.0
@@ -160,8 +160,8 @@ class CapacityContract:
     @contract_test
     async def test_c11_prepare_store_reports_the_objects_that_it_evicts(self, bounded_rig: Rig) -> None:
         client = await bounded_rig.client()
-        if client.backend.capabilities.shared:
-            return  # the core asks such a medium, and keeps no index of its own
+        if client.backend.capabilities.shared:  # the core keeps no index of it
+            return
         stored = await fill(bounded_rig, client)
         before = [key for key, present in zip(stored, await client.contains(stored), strict=True) if present]
         keys = [*before[:2], *bounded_rig.keys(MIN_OBJECTS)]
@@ -211,6 +211,31 @@ class CapacityContract:
         )
 
     @contract_test
+    async def test_c11_a_store_uses_the_room_of_its_own_reservation(self, bounded_rig: Rig) -> None:
+        client = await bounded_rig.client()
+        key, other = bounded_rig.keys(2)
+        large, small, rest = 10 * OBJECT_BYTES, 2 * OBJECT_BYTES, 8 * OBJECT_BYTES
+        async with client.storing([key], [large]) as first:
+            async with client.storing([key], [small]) as second:
+                if second.outcomes == (None,):
+                    await client.store_from([key], [memoryview(bytearray(small))])
+            async with client.storing([other], [rest]) as third:
+                expect(
+                    first.outcomes != (None,) or third.outcomes == (StoreOutcome.REJECTED,),
+                    f"C11: {large} bytes were reserved and not used, {small} bytes were stored under another one of "
+                    f"the key's reservations, and then {rest} bytes were granted under a limit of {CAPACITY_BYTES}",
+                )
+
+    @contract_test
+    async def test_c11_a_store_without_a_reservation_keeps_the_limit(self, bounded_rig: Rig) -> None:
+        client = await bounded_rig.client()
+        reserving, new = bounded_rig.keys(MAX_OBJECTS), bounded_rig.keys(MAX_OBJECTS + 1)
+        async with client.storing(reserving, [OBJECT_BYTES] * MAX_OBJECTS) as reservation:
+            reserved = reservation.outcomes.count(None)
+            await _expect_limit_without_reservation(client, new[reserved:], reserved)
+        await _expect_limit_without_reservation(client, new, 0)
+
+    @contract_test
     async def test_c11_what_was_granted_can_be_stored(self, bounded_rig: Rig) -> None:
         client = await bounded_rig.client()
         keys = bounded_rig.keys(MAX_OBJECTS)
@@ -224,6 +249,16 @@ class CapacityContract:
             )
         for reservation in held.values():
             await reservation.release()
+
+
+async def _expect_limit_without_reservation(client: Client, keys: list[ObjectKey], reserved: int) -> None:
+    await client.store_from(keys, [memoryview(bytearray(OBJECT_BYTES)) for _ in keys])
+    stored = (await client.contains(keys)).count(True)
+    expect(
+        (reserved or stored) and stored + reserved <= MAX_OBJECTS,
+        f"C11: with {reserved} objects of {OBJECT_BYTES} bytes reserved, {stored} were stored without a reservation "
+        f"under a limit of {CAPACITY_BYTES}",
+    )
 
 
 async def _unused(client: Client, operation: Any) -> None:

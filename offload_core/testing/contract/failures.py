@@ -75,19 +75,20 @@ class FailuresContract:
     @contract_test
     async def test_c10_a_preparation_that_fails_keeps_nothing(self, bounded_rig: Rig) -> None:
         client = await bounded_rig.client()
-        before = await fitting_objects(bounded_rig, client)
+        before = await _granted(bounded_rig, client)
         for number in range(1, MAX_FAILED_CALLS + 1):
             keys = bounded_rig.keys(before // 2 + 1)
             await _failing(client, number, client.prepare_store(keys, [OBJECT_BYTES] * len(keys)))
         await bounded_rig.settle()
-        after = await fitting_objects(bounded_rig, client)
+        after = await _granted(bounded_rig, client)
         expect(
             after == before,
             f"C10: prepare_store failed at one of its first {MAX_FAILED_CALLS} thread calls each time; "
             f"{after} objects fit where {before} fitted before",
         )
-        keys = [*await fill(bounded_rig, client), bounded_rig.key()]
-        if not await store_one(client, keys[-1]):
+        keys = bounded_rig.keys(before + 1)
+        await client.store(dict.fromkeys(keys[:-1], bytes(OBJECT_BYTES)))
+        if not await store_with_patience(client, keys[-1]):
             return  # the medium does not evict, so pins change nothing
         there = [key for key, present in zip(keys, await client.contains(keys), strict=True) if present]
         for number in range(1, MAX_FAILED_CALLS + 1):
@@ -277,6 +278,12 @@ async def _expect_os_error(name: str, call: Callable[[], Any]) -> None:
             f"C23: the medium failed, and {name} raised {type(error).__name__}: {error}; raise an OSError, "
             "such as offload_core.api.BackendError"
         ) from error
+
+
+async def _granted(rig: Rig, client: Client) -> int:
+    """Return the number of objects that one reservation is granted; it is released unused."""
+    async with client.storing(rig.keys(MAX_OBJECTS), [OBJECT_BYTES] * MAX_OBJECTS) as reservation:
+        return reservation.outcomes.count(None)
 
 
 async def _failing(client: Client, number: int, preparation: Coroutine[Any, Any, Any]) -> None:

@@ -89,6 +89,24 @@ async def _released_if_cancelled(reservation: LoadReservation | StoreReservation
         raise
 
 
+class StoresUnderTheFirstReservation(ReferenceBackend):
+    def store_one(self, key: ObjectKey, buffer: memoryview) -> StoreOutcome:
+        with self.medium.lock:
+            reserved = self.medium.reserved[key]
+            if reserved and reserved[0].nbytes > len(buffer):
+                reserved[0].nbytes = len(buffer)
+        return super().store_one(key, buffer)
+
+
+class StoresWithoutAReservation(ReferenceBackend):
+    def store_one(self, key: ObjectKey, buffer: memoryview) -> StoreOutcome:
+        with self.medium.lock:
+            if self.medium.reservation(key, len(buffer)) is None:
+                self.medium.commit(key, bytes(buffer))
+                return StoreOutcome.STORED
+        return super().store_one(key, buffer)
+
+
 class EvictsObjectsOfItsBatch(ReferenceBackend):
     def kept_for(self, keys: Keys) -> list[ObjectKey]:
         return []
@@ -259,6 +277,16 @@ class CountsStoresCancelledInTurns(AsyncReference):
 _IS_GONE = "c23_a_medium_that_is_gone_is_no_miss"
 
 BROKEN_MEDIA = [
+    backend(
+        StoresUnderTheFirstReservation,
+        r"C11: 655360 bytes were reserved and not used, 131072 bytes were stored under another one of the key",
+        "c11_a_store_uses_the_room_of_its_own_reservation",
+    ),
+    backend(
+        StoresWithoutAReservation,
+        r"C11: with 16 objects of 65536 bytes reserved, 1 were stored without a reservation under a limit of 1048576",
+        "c11_a_store_without_a_reservation_keeps_the_limit",
+    ),
     backend(
         KeepsRoomOfAFailedPreparation,
         r"C10: prepare_store failed at one of its first 4 thread calls each time; 7 objects fit where 16 fitted",

@@ -102,7 +102,7 @@ class ReadsPartsInOneCall(ReferenceBackend):
         half = len(buffer) // 2
         for _ in range(100):
             found = self.medium.objects.get(key)
-            if found is not None and len(found.content) == len(buffer) and found.content[:1] != buffer[:1]:
+            if found is not None and len(found.content) == len(buffer) and found.content[0] != buffer[0]:
                 buffer[half:] = found.content[half:]
                 return
             time.sleep(0.0005)  # until a writer has replaced the object

@@ -91,11 +91,25 @@ class Medium:
             del self.objects[key]
         return True, evicted
 
-    def commit(self, key: ObjectKey, content: bytes | bytearray | mmap) -> None:
+    def reservation(self, key: ObjectKey, nbytes: int, memory: object = None) -> Reserved | None:
+        """Return the reservation that a store uses: the one that lent ``memory``, else one that lent nothing first."""
+        fitting = [one for one in self.reserved[key] if one.nbytes == nbytes]
+        return min(fitting, key=lambda one: (one.memory is not memory, one.is_lent), default=None)
+
+    def takes(self, key: ObjectKey, nbytes: int, capacity: int | None) -> bool:
+        """Return whether a store has a reservation, or fits without one."""
+        if capacity is None or self.reservation(key, nbytes) is not None:
+            return True
+        replaced = self.objects[key].nbytes if key in self.objects else 0
+        return self.used() - replaced + nbytes <= capacity
+
+    def commit(self, key: ObjectKey, content: bytes | bytearray | mmap, memory: object = None) -> None:
         """Make an object visible; it uses the capacity that was reserved for it."""
         with self.lock:
-            spare = self.reserved[key].pop(0).spare if self.reserved[key] else False
-            self.objects[key] = Stored(content, len(content), time.time(), spare)
+            used = self.reservation(key, len(content), memory)
+            if used is not None:
+                self.reserved[key].remove(used)
+            self.objects[key] = Stored(content, len(content), time.time(), used is not None and used.spare)
 
     def touch(self, key: ObjectKey, *, spare: bool) -> None:
         """Make an object the most recently used one, and spare or not."""
@@ -324,11 +338,12 @@ class ReferenceBackend(Backend[ReferenceOptions]):
 
     def store_one(self, key: ObjectKey, buffer: memoryview) -> StoreOutcome:
         with self.medium.lock:
+            if not self.medium.takes(key, len(buffer), self.capacity()):
+                return StoreOutcome.REJECTED
             reserved = self.medium.reserved[key]
             lent = next((one for one in reserved if one.memory is buffer.obj), None)
             content = self.content_of(reserved, buffer) if lent is None else lent.memory
-            reserved.sort(key=lambda one: one is not lent and (lent is not None or one.is_lent))
-            self.medium.commit(key, content)  # it uses the first reservation
+            self.medium.commit(key, content, buffer.obj)
         return StoreOutcome.STORED
 
     def content_of(self, reserved: Sequence[Reserved], buffer: memoryview) -> bytes | bytearray:
@@ -359,10 +374,14 @@ class AsyncReference(ReferenceBackend):
 
     async def store_in_turns(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
         self.check()
+        outcomes = []
         for key, buffer in zip(keys, buffers, strict=True):
             content = await self.copied(buffer)
-            self.medium.commit(key, content)
-        return [StoreOutcome.STORED] * len(keys)
+            fits = self.medium.takes(key, len(content), self.capacity())
+            if fits:
+                self.medium.commit(key, content)
+            outcomes.append(StoreOutcome.STORED if fits else StoreOutcome.REJECTED)
+        return outcomes
 
     async def load_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Sequence[LoadOutcome]:
         return await self.run_to_the_end(self.load_in_turns(keys, buffers))
