@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
 
 from offload_core.api.backend import LoadOutcome
 from offload_core.api.keys import ObjectKey
@@ -10,8 +12,10 @@ from offload_core.testing.contract.checks import contract_test, expect, expect_b
 from offload_core.testing.rig.clients import Client, Rig, content
 
 HIT, MISS = LoadOutcome.HIT, LoadOutcome.MISS
-STORED_AT_ONCE = 100
-"""Number of objects of a store in the tests with many objects."""
+STORED_AT_ONCE = 128
+"""Number of objects of a store in the tests with many objects: the most that the core stores at once."""
+LOADED_AT_ONCE = 2 * STORED_AT_ONCE
+"""Number of keys of a load in the tests with many objects: the most that the core loads at once."""
 
 
 class NamesContract:
@@ -58,6 +62,13 @@ class NamesContract:
         async with client.loading(keys) as load:
             present = [bool(there) for there in load.present]
         _expect_each("C2", "prepare_load", keys, present, [True, False] * len(stored))
+        loaded = [(key, stored.get(key, b"absent")) for key in keys[:LOADED_AT_ONCE]]
+        buffers = [bytearray(len(wanted)) for _, wanted in loaded]
+        some = keys[:LOADED_AT_ONCE]
+        outcomes = await client.load(some, [memoryview(buffer) for buffer in buffers])
+        _expect_each("C2", "load_into", some, outcomes, [HIT, MISS] * (len(some) // 2))
+        for (key, wanted), buffer in list(zip(loaded, buffers, strict=True))[::2]:
+            expect_bytes("C2", f"the buffer of {key} in a batch of {len(some)} keys", buffer, wanted)
 
     @contract_test
     async def test_c12_a_delete_leaves_keys_that_begin_alike(self, rig: Rig) -> None:
@@ -72,7 +83,7 @@ class NamesContract:
     @contract_test
     async def test_c12_a_large_batch_is_deleted_to_its_end(self, rig: Rig) -> None:
         client = await rig.client()
-        keys = await _store_many(rig, client, self.many_objects)
+        keys = list(await _store_many(rig, client, self.many_objects))
         await client.delete(keys)
         left: list[ObjectKey] = []
         for start in range(0, len(keys), STORED_AT_ONCE):
@@ -100,14 +111,16 @@ def _alike(key: ObjectKey) -> list[ObjectKey]:
     ]
 
 
-async def _store_many(rig: Rig, client: Client, count: int) -> list[ObjectKey]:
-    keys = rig.keys(count)
+async def _store_many(rig: Rig, client: Client, count: int) -> dict[ObjectKey, bytes]:
+    objects = {key: b"%d" % number for number, key in enumerate(rig.keys(count))}
     for start in range(0, count, STORED_AT_ONCE):
-        await client.put(dict.fromkeys(keys[start : start + STORED_AT_ONCE], b"%d" % start))
-    return keys
+        await client.put(dict(islice(objects.items(), start, start + STORED_AT_ONCE)))
+    return objects
 
 
-def _expect_each(clause: str, call: str, keys: list[ObjectKey], got: list[bool], wanted: list[bool]) -> None:
+def _expect_each(
+    clause: str, call: str, keys: Sequence[ObjectKey], got: Sequence[object], wanted: Sequence[object]
+) -> None:
     expect(len(got) == len(keys), f"{clause}: {call} gave {len(got)} answers for {len(keys)} keys")
     wrong = [index for index, (one, two) in enumerate(zip(got, wanted, strict=True)) if one != two]
     expect(

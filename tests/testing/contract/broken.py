@@ -400,6 +400,11 @@ BROKEN = [
         "c21_a_touch_says_whether_an_object_is_spare",
     ),
     _backend(
+        o.TouchesAPageOnly,
+        r"C21: the order of eviction should be: objects in the order of their touches.* are left",
+        "c21_touches_set_the_order_of_eviction",
+    ),
+    _backend(
         o.TakesEveryTouchForAUse,
         r"C21: the order of eviction should be: objects that a touch made spare, .* are left",
         "c21_a_touch_says_whether_an_object_is_spare",
