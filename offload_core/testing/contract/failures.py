@@ -1,4 +1,4 @@
-"""Clauses about calls and media that fail and clients that die: C23, C24, and C10 for preparations that fail.
+"""Clauses about calls and media that fail and clients that die: C23, C24, and parts of C5 and C10.
 
 Most of them need a hook of the author.
 """
@@ -23,8 +23,9 @@ from offload_core.testing.contract.capacity import (
     store_one,
     store_with_patience,
 )
-from offload_core.testing.contract.checks import contract_test, expect
+from offload_core.testing.contract.checks import contract_test, expect, expect_bytes, expect_results
 from offload_core.testing.rig.clients import Client, Rig, content
+from offload_core.testing.rig.killed_process import Errand, current_errand
 
 SIZE = 1000
 MAX_FAILED_CALLS = 4
@@ -60,7 +61,7 @@ class FailuresContract:
         raise NotImplementedError
 
     def die_holding(self, options: Mapping[str, Any], keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> None:
-        """Hold reservations in another client, which then dies; override this to test C24.
+        """Hold reservations in another client, which then dies; override this to test C24 and a part of C5.
 
         The client calls ``prepare_load(keys)`` and ``prepare_store(keys, nbytes)``. It ends as by SIGKILL: it releases
         nothing. :func:`offload_core.testing.hold_in_killed_process` does this on a medium that processes share.
@@ -71,6 +72,31 @@ class FailuresContract:
             nbytes: the size of each object.
         """
         raise NotImplementedError
+
+    @contract_test
+    async def test_c05_a_process_that_is_killed_sees_objects_and_leaves_its_own(self, lasting_rig: Rig) -> None:
+        rig, client = lasting_rig, await lasting_rig.client()
+        declared = client.backend.capabilities
+        if not (declared.shared or declared.persistent):
+            pytest.skip("capabilities shared and persistent are not declared")
+        ours, theirs = ({key: content(SIZE, seed) for seed, key in enumerate(rig.keys(2))} for _ in range(2))
+        await client.put(ours)
+        if not declared.shared:
+            await client.close()
+        errand = Errand(theirs)
+        await self._die_holding(rig, list(ours), [SIZE] * len(ours), errand)
+        if errand.present is None:
+            pytest.skip("die_holding does not call offload_core.testing.hold_in_killed_process")
+        expect_results("C5", "prepare_load in another process", errand.present, [True] * len(ours))
+        expect_results("C5", "store in another process", errand.outcomes, [StoreOutcome.STORED] * len(theirs))
+        reader = client if declared.shared else await rig.client()
+        for key, wanted in theirs.items():
+            outcome, got = await reader.get(key, SIZE)
+            expect(
+                outcome is LoadOutcome.HIT,
+                f"C5: a process was killed after it had stored an object; a load answered {outcome.name}, not HIT",
+            )
+            expect_bytes("C5", "an object of a process that was killed", got, wanted)
 
     @contract_test
     async def test_c10_a_preparation_that_fails_keeps_nothing(self, bounded_rig: Rig) -> None:
@@ -231,10 +257,16 @@ class FailuresContract:
         finally:
             await asyncio.to_thread(self.bring_back, rig.options)
 
-    async def _die_holding(self, rig: Rig, keys: Sequence[ObjectKey]) -> None:
+    async def _die_holding(
+        self, rig: Rig, keys: Sequence[ObjectKey], nbytes: Sequence[int] = (), errand: Errand | None = None
+    ) -> None:
         if type(self).die_holding is FailuresContract.die_holding:
             pytest.skip(_NO_DEATH)
-        await asyncio.to_thread(self.die_holding, rig.options, keys, [OBJECT_BYTES] * len(keys))
+        token = current_errand.set(errand)
+        try:
+            await asyncio.to_thread(self.die_holding, rig.options, keys, nbytes or [OBJECT_BYTES] * len(keys))
+        finally:
+            current_errand.reset(token)
 
     async def _in_time(self, condition: Callable[[], Any]) -> bool:
         deadline = time.monotonic() + self.recovery_seconds

@@ -256,6 +256,35 @@ class KeepsReservationsOfTheDead(ReferenceBackend):
         pass
 
 
+class KeepsObjectsInOneProcess(ReferenceBackend):
+    """The objects of each client that has died were in its own process."""
+
+    @property
+    def owners(self) -> dict[ObjectKey, int]:
+        owners: dict[ObjectKey, int] = self.medium.__dict__.setdefault("owners", {})
+        return owners
+
+    def store_one(self, key: ObjectKey, buffer: memoryview) -> StoreOutcome:
+        self.owners[key] = self.number
+        return super().store_one(key, buffer)
+
+    def check(self) -> None:
+        super().check()
+        with self.medium.lock:
+            for key in [key for key, number in self.owners.items() if number in self.medium.dead]:
+                self.medium.objects.pop(key, None)
+
+
+class SeesItsOwnProcessOnly(ReferenceBackend):
+    """It plays the other process if its threads have the name of the client that dies."""
+
+    async def prepare_load(self, keys: Keys) -> LoadReservation:
+        reservation = await super().prepare_load(keys)
+        if self.context.name == "dying":
+            reservation.present = (False,) * len(keys)
+        return reservation
+
+
 class WritesInTwoTurns(AsyncReference):
     async def store_in_turns(self, keys: Keys, buffers: Buffers) -> list[StoreOutcome]:
         if len(keys) == 1 and len(buffers[0]) == 10_000:
@@ -317,6 +346,16 @@ BROKEN_MEDIA = [
         r"C5: contains \(3 s after it was stored\) returned \[False\]; it should return \[True\]",
         "c05_what_is_stored_does_not_vanish_by_itself",
         watch_seconds=3.0,
+    ),
+    backend(
+        KeepsObjectsInOneProcess,
+        r"C5: a process was killed after it had stored an object; a load answered MISS, not HIT",
+        "c05_a_process_that_is_killed_sees_objects_and_leaves_its_own",
+    ),
+    backend(
+        SeesItsOwnProcessOnly,
+        r"C5: prepare_load in another process returned \[False, False\]; it should return \[True, True\]",
+        "c05_a_process_that_is_killed_sees_objects_and_leaves_its_own",
     ),
     backend(
         WritesLargeObjectsInPlace,

@@ -17,6 +17,7 @@ from offload_core.api.backend import BackendContext, BackendType, LoadReservatio
 from offload_core.api.keys import ObjectKey
 from offload_core.runtime.threads import DaemonExecutor
 from offload_core.testing.contract.suite import BackendContract
+from offload_core.testing.rig.killed_process import Errand, current_errand, hold, hold_in_killed_process
 from tests.testing.contract.broken import BROKEN
 from tests.testing.contract.reference import MEDIA, REFERENCE, AsyncReference, ReferenceBackend, ReferenceOptions
 
@@ -43,17 +44,26 @@ class TestReference(BackendContract):
         MEDIA[options["medium"]].is_gone = False
 
     def die_holding(self, options: Mapping[str, Any], keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> None:
+        errand = current_errand.get() or Errand()
+
         async def die() -> None:
             executor = DaemonExecutor(1, "dying")
             backend = self.backend_type.backend(ReferenceOptions(**options), BackendContext("dying", executor))
             assert isinstance(backend, ReferenceBackend)
             await backend.open()
-            await backend.prepare_load(keys)
-            await backend.prepare_store(keys, nbytes)
+            answer, _ = await hold(backend, keys, nbytes, errand)
+            errand.present, errand.outcomes = answer.present, answer.outcomes
             executor.shutdown()
             backend.medium.dead.add(backend.number)
 
         asyncio.run(die())
+
+
+class TestReferenceInTwoProcesses(TestReference):
+    """Its medium is the memory of one process, although it declares ``shared`` and ``persistent``."""
+
+    def die_holding(self, options: Mapping[str, Any], keys: Sequence[ObjectKey], nbytes: Sequence[int]) -> None:
+        hold_in_killed_process(self.backend_type, options, keys, nbytes)
 
 
 class TestAsyncReference(TestReference):

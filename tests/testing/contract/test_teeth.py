@@ -95,6 +95,13 @@ def test_a_test_of_a_slow_medium_says_how_to_give_it_more_time(tmp_path: Path) -
         assert "the operations under test did not end within 0.2 s (raise test_seconds for a slow medium)" in text
 
 
+def test_a_medium_in_the_memory_of_one_process_is_found(tmp_path: Path) -> None:
+    name = "test_c05_a_process_that_is_killed_sees_objects_and_leaves_its_own"
+    results = run_contract("TestReferenceInTwoProcesses", tmp_path, name)
+    wanted = "C5: prepare_load in another process returned [False, False]; it should return [True, True]"
+    assert wanted in results.failed[name]
+
+
 def _id(index: int) -> str:
     return f"{BROKEN[index].clause}-{BROKEN[index].name}"
 
