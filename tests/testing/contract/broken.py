@@ -150,6 +150,21 @@ BROKEN = [
         "c08_nothing_that_blocks_is_called_on_the_event_loop",
     ),
     _backend(
+        o.AsksTheFileSystemInATouch,
+        r"C8: touch called os\.statvfs\('/'\) at .*:\d+ on the event loop's thread",
+        "c08_nothing_that_blocks_is_called_on_the_event_loop",
+    ),
+    _backend(
+        short.AsksTheFileSystemInOneCall,
+        r"C8: load_and_check called os\.statvfs\('/'\) at .*:\d+ on the event loop's thread",
+        "c08_nothing_that_blocks_is_called_on_the_event_loop",
+    ),
+    _backend(
+        short.AsksTheFileSystemBeforeASeal,
+        r"C8: store_and_seal called os\.statvfs\('/'\) at .*:\d+ on the event loop's thread",
+        "c08_nothing_that_blocks_is_called_on_the_event_loop",
+    ),
+    _backend(
         c.WaitsForAnEventOnTheLoop,
         r"C8: load_into called Condition\.wait\(.*\) at .*broken_calls\.py:\d+ on the event loop's thread",
         "c08_nothing_that_blocks_is_called_on_the_event_loop",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Sequence
 
 from offload_core.api.backend import LoadOutcome, StoredObject, StoreOutcome
@@ -59,6 +60,14 @@ class StoresZerosAfterObject100(ReferenceBackend):
     def store_all(self, keys: Keys, buffers: Sequence[memoryview]) -> list[StoreOutcome]:
         zeros = [memoryview(bytes(len(buffer))) for buffer in buffers[100:]]
         return super().store_all(keys, [*buffers[:100], *zeros])
+
+
+class LooksAtEachKeyForLong(ReferenceBackend):
+    async def contains(self, keys: Keys) -> Sequence[bool]:
+        end = time.thread_time() + 0.0001 * len(keys)
+        while time.thread_time() < end:
+            pass
+        return await super().contains(keys)
 
 
 class DeletesAPageOnly(ReferenceBackend):
@@ -120,6 +129,11 @@ BROKEN_NAMES = [
         StoresZerosAfterObject100,
         r"C2: the buffer of abababababab…/full-u256/\w+ in a batch of 256 keys: byte 0 of 3 is 0x00 in place of 0x31",
         "c02_a_large_batch_is_answered_to_its_end",
+    ),
+    backend(
+        LooksAtEachKeyForLong,
+        r"C8: contains of 1100 keys computed for 1\d\d\.\d ms on the event loop's thread .* than 50 ms",
+        "c08_nothing_is_computed_on_the_event_loop",
     ),
     backend(
         DeletesAPageOnly,

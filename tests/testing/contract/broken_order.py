@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from offload_core.api.backend import StoreReservation
@@ -91,3 +92,9 @@ class ClearsWhatItTouches(ReferenceBackend):
 class TouchesAPageOnly(ReferenceBackend):
     async def touch(self, keys: Keys, spare: Sequence[bool]) -> None:
         await super().touch(keys[:1000], spare[:1000])
+
+
+class AsksTheFileSystemInATouch(ReferenceBackend):
+    async def touch(self, keys: Keys, spare: Sequence[bool]) -> None:
+        os.statvfs("/")
+        await super().touch(keys, spare)

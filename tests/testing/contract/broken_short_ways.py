@@ -1,8 +1,9 @@
-"""Backends that break C22, loads in one call, or C26, stores that seal, each in one way and in no other."""
+"""Backends that break a clause in loads in one call or in stores that seal, each in one way and in no other."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 
@@ -147,6 +148,18 @@ class LeavesObjectsSpareInOneCall(ReferenceBackend):
     def record_load(self, key: ObjectKey) -> None:
         if not self.is_one_call:
             super().record_load(key)
+
+
+class AsksTheFileSystemInOneCall(ReferenceBackend):
+    async def load_and_check(self, keys: Keys, buffers: Buffers, checks: Checks) -> Sequence[LoadOutcome]:
+        os.statvfs("/")
+        return await super().load_and_check(keys, buffers, checks)
+
+
+class AsksTheFileSystemBeforeASeal(ReferenceBackend):
+    async def store_and_seal(self, keys: Keys, buffers: Buffers, seals: Seals) -> Sequence[StoreOutcome]:
+        os.statvfs("/")
+        return await super().store_and_seal(keys, buffers, seals)
 
 
 BROKEN_SHORT_WAYS = [
